@@ -4,9 +4,9 @@
 one exponential for each. Every contestant gets logits and one mask of half of the ids, and
 returns a token and its log-probability for each row.
 
-- draws: `batch_draw` of logits against loops over rows of log-softmax, mask and inversion of
-  the cumulative sum in torch. In one loop the mask is `masked_fill`, in the other the
-  probabilities are multiplied by it, which is faster.
+- draws: log-softmax and `batch_draw` of some rows at a time, against loops over rows of
+  log-softmax, mask and inversion of the cumulative sum in torch. In one loop the mask is
+  `masked_fill`, in the other the probabilities are multiplied by it, which is faster.
 - top-k: `batch_top_k` of log-probabilities against `torch.topk` of all rows, whose order of
   equal values is undefined. 100 rows.
 - draws under top-k 50, and under top-p 0.9, of log-probabilities, against a loop that sorts
@@ -33,6 +33,7 @@ from report import print_report
 
 from genlm.core.draws import batch_draw
 from genlm.core.row_weights import RowWeights
+from genlm.core.rows import row_parts
 from genlm.core.sampling import uniforms
 from genlm.core.selection import batch_top_k
 
@@ -52,8 +53,12 @@ class Case:
 
     def kernels(self) -> torch.Tensor:
         """The contestant."""
-        weights = RowWeights(self.logits.shape, self.mask)
-        return batch_draw(self.logits, self.numbers, weights, normalised=False).token_ids
+        weights, token_ids = RowWeights(self.logits.shape, self.mask), []
+        for begin, end in row_parts(*self.logits.shape, self.logits.device):
+            rows = torch.log_softmax(self.logits[begin:end], -1)
+            own = weights.of(np.arange(begin, end))
+            token_ids.append(batch_draw(rows, self.numbers[begin:end], own).token_ids)
+        return torch.cat(token_ids)
 
     def loop(self, masked: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """A peer: one row after the other."""

@@ -137,7 +137,9 @@ class Bench:
 
     def _own(self, prompts: list[list[int]], steps: int) -> Measurement:
         start = self._clock()
-        drawn = asyncio.run(self.lm.batch_sample(prompts, steps, seed=next(self._seeds)))
+        drawn = asyncio.run(
+            self.lm.batch_sample(prompts, steps, stop=(), seed=next(self._seeds))
+        )
         assert all(len(tokens) == steps for tokens in drawn)
         return Measurement(self._clock() - start)
 
@@ -186,7 +188,8 @@ class Bench:
                 )
             start = self._clock()
             if contestant == "blocks":
-                particles = (await particles.sample(block, seed=next(self._seeds))).population
+                sampled = await particles.sample(block, stop=(), seed=next(self._seeds))
+                particles = sampled.population
             else:
                 drawn = await particles[asked].draw(seed=next(self._seeds))
                 new = np.full(len(members), -1)

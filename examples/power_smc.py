@@ -20,15 +20,12 @@ def power_smc(llm, prompt, size, *, alpha, max_tokens, block=1, seed=0):
     The mean weight is an unbiased estimate of the sum of the model's probabilities to the
     power alpha over all continuations of at most `max_tokens` tokens.
     """
-    rng, end = np.random.default_rng(seed), llm.vocabulary.eos_token_id
+    rng = np.random.default_rng(seed)
     particles, log_weights = llm.population(prompt, size), np.zeros(size)
     for begin in range(0, max_tokens, block):
         ancestors, log_weights = resampled(log_weights, rng.random())
         drawn = particles[ancestors].sample_sync(
-            min(block, max_tokens - begin),
-            temperature=1 / alpha,
-            stop=() if end is None else end,
-            seed=seed,
+            min(block, max_tokens - begin), temperature=1 / alpha, seed=seed
         )
         gains = alpha * drawn.logprobs.double() - drawn.draw_logprob.double()
         log_weights = log_weights + gains.sum(1).numpy()

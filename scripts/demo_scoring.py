@@ -27,6 +27,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from genlm.core.reference import NgramModel
+from genlm.core.reference.ngram import END_OF_TEXT
 
 WINDOWS_PER_BATCH = 16
 NGRAMS = {"trigram": 3, "unigram": 1}
@@ -72,8 +73,20 @@ def ngram_bits_per_byte(training: Sequence[str], held_out: Sequence[str]) -> dic
     counted = [text.encode() for text in training]
     scored = [text.encode() for text in held_out]
     return {
-        name: NgramModel(counted, order).bits_per_byte(scored) for name, order in NGRAMS.items()
+        name: ngram_bits(NgramModel(counted, order), scored) / sum(map(len, scored))
+        for name, order in NGRAMS.items()
     }
+
+
+def ngram_bits(model: NgramModel, documents: Sequence[bytes]) -> float:
+    """Return the code length in bits of `documents`, each with its end mark."""
+    total = 0.0
+    for document in documents:
+        symbols = [END_OF_TEXT, *document, END_OF_TEXT]
+        ends = range(1, len(symbols))
+        rows = model.probabilities([symbols[max(0, i - model.order) : i] for i in ends])
+        total -= float(np.log2(rows[np.arange(len(rows)), symbols[1:]]).sum())
+    return total
 
 
 def transformer_bits_per_byte(folder: Path, held_out: Sequence[str]) -> float:

@@ -88,14 +88,14 @@ def test_the_probability_of_the_text_is_the_product_of_its_bytes(llm):
 
 
 def test_the_end_of_a_text_may_be_another_token_or_none(llm):
-    reader = asyncio.run(reading(llm, b"", eos_token_ids=[PAD]))
+    reader = asyncio.run(reading(llm, b"", stop=[PAD]))
     mass = row((1, 2))
     assert reader.probabilities()[STOP] == pytest.approx(
         mass[PAD] / (mass.sum() - mass[EOS]), abs=1e-6
     )
-    reader = asyncio.run(reading(llm, b"", eos_token_ids=[EOS, PAD]))
+    reader = asyncio.run(reading(llm, b"", stop=[EOS, PAD]))
     assert reader.probabilities()[STOP] == pytest.approx(mass[EOS] + mass[PAD], abs=1e-6)
-    reader = asyncio.run(reading(llm, b"", eos_token_ids=()))
+    reader = asyncio.run(reading(llm, b"", stop=()))
     assert reader.probabilities()[STOP] == 0
 
 
@@ -158,8 +158,8 @@ def test_a_beam_without_room_is_refused(llm):
 
 @pytest.mark.parametrize("token_id", [-1, len(TEXTS)])
 def test_an_end_outside_the_vocabulary_is_refused(llm, token_id):
-    with pytest.raises(genlm.TokenIdError, match=f"{token_id} at position 1 of eos_token_ids"):
-        genlm.ByteReader(llm, eos_token_ids=[EOS, token_id])
+    with pytest.raises(genlm.TokenIdError, match=f"{token_id} at position 1 of stop"):
+        genlm.ByteReader(llm, stop=[EOS, token_id])
 
 
 def test_text_is_refused():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from genlm import Mask
 from genlm.core import draws
 from genlm.core import rows as rows_module
-from genlm.core.draws import Draws
+from genlm.core.draws import DrawnTokens
 from genlm.core.row_masks import RowMasks
 from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
@@ -53,16 +53,15 @@ def batch_draw(
     *,
     top_k: Any = None,
     top_p: Any = None,
-    normalised: bool = True,
     **settings: Any,
-) -> Draws:
-    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "normalised": normalised}
+) -> DrawnTokens:
+    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
     return draws.batch_draw(rows, numbers, weights_of(rows, masks, index, **settings), **limits)
 
 
 def batch_draw_without_replacement(
     rows: torch.Tensor, numbers: Any, masks: Any = None, **settings: Any
-) -> Draws:
+) -> DrawnTokens:
     weights = weights_of(rows, masks, None, **settings)
     return draws.batch_draw_without_replacement(rows, numbers, weights)
 
@@ -87,12 +86,12 @@ def words_of(allowed: Array) -> Array:
     return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
-def same(found: Draws, expected: Draws) -> bool:
+def same(found: DrawnTokens, expected: DrawnTokens) -> bool:
     return all(map(torch.equal, found, expected))
 
 
 def check_draws(
-    found: Draws,
+    found: DrawnTokens,
     rows: torch.Tensor,
     numbers: Array,
     allowed: Array | None = None,
@@ -252,7 +251,7 @@ def test_rows_without_a_mask_have_mass_1_beside_others_and_alone() -> None:
     for row, each in enumerate(masks):
         one = slice(row, row + 1)
         alone = batch_draw(rows[one], NUMBERS[one], None if each is None else [each])
-        assert same(Draws(*(column[one] for column in found)), alone)
+        assert same(DrawnTokens(*(column[one] for column in found)), alone)
     everything = batch_draw(rows, NUMBERS, [None] * COUNT)
     assert same(everything, batch_draw(rows, NUMBERS))
 
@@ -337,10 +336,10 @@ def test_a_draw_depends_on_its_own_row_and_settings_alone(
     for row in range(COUNT):
         one = np.array([row])
         alone = batch_draw(rows[one], NUMBERS[one], **chosen(settings, one))
-        assert same(alone, Draws(*(column[one] for column in together)))
+        assert same(alone, DrawnTokens(*(column[one] for column in together)))
     order = np.random.default_rng(seed).permutation(COUNT)
     shuffled = batch_draw(rows[order], NUMBERS[order], **chosen(settings, order))
-    assert same(shuffled, Draws(*(column[order] for column in together)))
+    assert same(shuffled, DrawnTokens(*(column[order] for column in together)))
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 5 * SIZE)
     assert same(batch_draw(rows, NUMBERS, **settings), together)
 

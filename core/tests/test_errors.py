@@ -25,9 +25,9 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
         ["70 at position 2 is outside", "0 to 63"],
     ),
     (
-        errors.TokenIdError(70, 2, 64, "eos_token_ids"),
-        {"argument": "eos_token_ids"},
-        ["70 at position 2 of eos_token_ids is outside", "0 to 63"],
+        errors.TokenIdError(70, 2, 64, "stop"),
+        {"argument": "stop"},
+        ["70 at position 2 of stop is outside", "0 to 63"],
     ),
     (errors.TokenTypeError("float 1.5"), {"found": "float 1.5"}, ["integers", "float 1.5"]),
     (

@@ -15,6 +15,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import BatchEngine, Query, Reduction, Token, Vocabulary
+from genlm.core import cache
 from genlm.core.cache import OutputCache
 from genlm.core.errors import EvaluationError
 from genlm.core.lm import AsyncLM
@@ -272,12 +273,11 @@ def test_known_rows_that_are_large_are_copied_off_the_event_loop(
     rows = llm.batch_next_token_logprobs_sync([[1], [2]])
     threads: list[str] = []
 
-    def get(self: OutputCache, key: Any) -> Any:
+    def copied(row: torch.Tensor) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return original(self, key)
+        return row.clone()
 
-    original = OutputCache.get
-    monkeypatch.setattr(OutputCache, "get", get)
+    monkeypatch.setattr(cache, "copied", copied)
 
     async def main() -> None:
         assert torch.equal(await llm.next_token_logprobs([1]), rows[0])
@@ -301,21 +301,27 @@ def test_draws_from_known_rows_are_those_from_rows_that_are_computed(
     assert known.batch_draw_sync(contexts, seed=4) == expected
 
 
-def test_rows_that_are_evicted_while_others_are_read_are_computed(
+def test_rows_that_are_evicted_while_others_are_read_are_found_or_computed(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = WideEngine()
     llm = make_model(engine)
     rows = llm.batch_next_token_logprobs_sync([[1], [2], [3]])
-    monkeypatch.setattr(OutputCache, "get", lambda *_: None)
-    monkeypatch.setattr(OutputCache, "kept", lambda *_: None)
+
+    def find(self: OutputCache, key: Any) -> Any:
+        entry = original(self, key)
+        if entry is not None:
+            self.clear()
+        return entry
+
+    original = OutputCache.find
+    monkeypatch.setattr(OutputCache, "find", find)
     again = asyncio.run(llm.batch_next_token_logprobs([[3], [1]]))
     assert torch.equal(again, rows[[2, 0]])
-    [top] = asyncio.run(llm.batch_top_tokens([[2]], 1))
-    assert top.token_ids.item() == rows[1].argmax()
-    assert torch.equal(asyncio.run(llm.next_token_logprobs([2])), rows[1])
-    assert len(engine.evaluated) == 7
-    assert llm.statistics().cache_hits == 0
+    [top] = asyncio.run(llm.batch_top_tokens([[1]], 1))
+    assert top.token_ids.item() == rows[0].argmax()
+    assert len(engine.evaluated) == 4
+    assert llm.statistics().cache_hits == 2
 
 
 def test_draws_are_neither_stored_nor_do_they_evict_rows(make_model: MakeModel) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,14 @@ import torch
 from scripted import ScriptedEngine, oracle_row
 
 from genlm.core.engine import Capability
-from genlm.core.errors import EmptySequenceError, EvaluationError, TokenIdError, TokenTypeError
+from genlm.core.errors import EmptySequenceError, EvaluationError, TokenIdError
 from genlm.core.lm import AsyncLM
 from genlm.core.query import Completion, Query, SamplingParams
 from genlm.core.sampling import draw_tokens, stream_seeds, stream_uniform
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
+OPTIONS: dict[str, Any] = {"stop": [4], "temperature": 0.8, "seed": 2}
 
 
 class NativeEngine(ScriptedEngine):
@@ -89,7 +92,7 @@ def test_continuation_i_is_drawn_from_the_rows_with_stream_i(
     drawn = batch_sample(llm, prompts, 8, temperature=temperature, seed=11)
     assert drawn == expected
     assert (drawn[0] == drawn[1]) == (temperature == 0)
-    assert drawn == batch_sample(llm, prompts, 8, (), temperature, 11)
+    assert drawn == batch_sample(llm, prompts, 8, stop=(), temperature=temperature, seed=11)
 
 
 def test_a_draw_does_not_depend_on_what_else_is_asked(make_model: MakeModel) -> None:
@@ -113,7 +116,7 @@ def test_a_stop_id_of_any_integer_kind_ends_the_continuation(
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     endless = asyncio.run(llm.sample([1], 12, seed=3))
     stop = endless[6]
-    found = asyncio.run(llm.sample(kind([1]), 12, kind([stop]), seed=3))
+    found = asyncio.run(llm.sample(kind([1]), 12, stop=kind([stop]), seed=3))
     assert found == endless[: endless.index(stop)]
 
 
@@ -176,9 +179,9 @@ def test_a_wrong_prompt_or_stop_id_is_refused_before_anything_is_drawn(
     llm = make_model(engine)
     with pytest.raises(EmptySequenceError):
         batch_sample(llm, [[1], []], max_tokens)
-    for wrong in ([None], 3, "3"):
-        with pytest.raises(TokenTypeError):
-            batch_sample(llm, [[1]], max_tokens, wrong)
+    for wrong in ([None], 3.5, [[3]]):
+        with pytest.raises(TypeError, match=r"expected .*token ids"):
+            batch_sample(llm, [[1]], max_tokens, stop=wrong)
     assert engine.batches == []
 
 
@@ -210,7 +213,7 @@ def sampling_of(queries: Iterable[Query]) -> dict[tuple[int, ...], SamplingParam
 def test_an_engine_that_draws_gets_one_query_per_prompt(make_model: MakeModel) -> None:
     engine = NativeEngine()
     llm = make_model(engine)
-    drawn = batch_sample(llm, [[1], [5], [1, 2]], 3, [9, 8], 0.5, seed=4)
+    drawn = batch_sample(llm, [[1], [5], [1, 2]], 3, stop=[9, 8], temperature=0.5, seed=4)
     assert drawn == [[2, 3, 4], [6, 7, 8], [3, 4, 5]]
     streams = stream_seeds(4, 3)
     stop = frozenset({8, 9})
@@ -289,9 +292,30 @@ def test_stop_takes_token_ids_as_well(make_model: MakeModel) -> None:
         before = whole[: whole.index(token_id)]
         for form in (token_id, [token_id], np.array([token_id, token_id]), [b"zz", token_id]):
             assert llm.sample_sync([1], 40, seed=3, stop=form) == before
-    assert llm.sample_sync([1], 40, [whole[9]], seed=3, stop=[whole[9], whole[4]]) == (
-        llm.sample_sync([1], 40, [whole[4], whole[9]], seed=3)
+
+
+def test_a_continuation_ends_with_the_text_unless_other_ends_are_given(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 40, stream, 1.0)
+    end, other = whole[9], whole[4]
+    engine.vocabulary = dataclasses.replace(
+        engine.vocabulary, tokenizer=SimpleNamespace(eos_token_id=end)
     )
+    llm = make_model(engine)
+    ended = whole[: whole.index(end)]
+    assert llm.sample_sync([1], 40, seed=3) == ended
+    assert llm.batch_sample_sync([[1]], 40, seed=3) == [ended]
+    assert llm.sample_sync([1], 40, stop=(), seed=3) == whole
+    assert llm.sample_sync([1], 40, stop=other, seed=3) == whole[: whole.index(other)]
+
+    sampled = llm.population([1], 20).sample_sync(40, seed=4)
+    drawn = [ids[ids >= 0].tolist() for ids in sampled.token_ids]
+    assert all(end not in ids[:-1] for ids in drawn)
+    assert sampled.population.finished.tolist() == [ids[-1] == end for ids in drawn]
+    assert llm.population([1], 20).sample_sync(40, stop=(), seed=4).token_ids.shape == (20, 40)
 
 
 def test_stop_texts_may_be_of_one_token_and_longer_than_any(make_model: MakeModel) -> None:
@@ -355,12 +379,13 @@ def test_sampling_without_an_event_loop_and_inside_one(
     native: bool, make_model: MakeModel
 ) -> None:
     llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
-    expected = asyncio.run(llm.batch_sample([[1], [2, 3]], 6, [4], 0.8, 2))
-    assert llm.batch_sample_sync([[1], [2, 3]], 6, [4], 0.8, 2) == expected
-    assert llm.sample_sync([1], 6, [4], 0.8, 2) == asyncio.run(llm.sample([1], 6, [4], 0.8, 2))
+    expected = asyncio.run(llm.batch_sample([[1], [2, 3]], 6, **OPTIONS))
+    assert llm.batch_sample_sync([[1], [2, 3]], 6, **OPTIONS) == expected
+    alone = asyncio.run(llm.sample([1], 6, **OPTIONS))
+    assert llm.sample_sync([1], 6, **OPTIONS) == alone
 
     async def inside() -> list[list[int]]:
-        return llm.batch_sample_sync([[1], [2, 3]], 6, [4], 0.8, 2)
+        return llm.batch_sample_sync([[1], [2, 3]], 6, **OPTIONS)
 
     assert asyncio.run(inside()) == expected
     with pytest.raises(EmptySequenceError):

@@ -14,7 +14,7 @@ import torch
 
 import genlm
 from genlm.core.generations import Generation, Lineage
-from genlm.core.group_expansion import ExpandedGroups
+from genlm.core.group_engine import GroupEngine
 from genlm.core.sampling import uniforms
 from genlm.core.sequence import TokenSequence
 
@@ -514,7 +514,7 @@ def test_contexts_are_leased_while_a_population_refers_to_them() -> None:
     with genlm.AsyncLM(ServingEngine, output_cache=genlm.OutputCache(0)) as llm:
         engine: Any = llm.engine
         assert isinstance(engine, ServingEngine)
-        assert not isinstance(engine, ExpandedGroups)
+        assert not isinstance(engine, GroupEngine)
         population = llm.population([1], 3).extend([1, 2, 3])
         keys = {(None, context.sequence.key) for context in population}
         population.draw_sync()

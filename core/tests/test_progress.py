@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import re
 import threading
 
@@ -10,7 +11,7 @@ import pytest
 import genlm
 from genlm import ModelLoadError
 from genlm.core import progress
-from genlm.core.progress import Stages
+from genlm.core.progress import Stages, stages_shown
 from genlm.plugin import loading_stage
 
 
@@ -66,9 +67,11 @@ def test_the_time_of_a_long_stage_goes_on(monkeypatch):
 
 
 def test_stages_of_two_models_do_not_mix():
-    with Stages() as one, Stages() as other:
-        built = one.around(lambda: loading_stage("one"))
-        with other.current():
-            assert built()
-            assert other._bar is None
-        assert "one" in one._bar.desc
+    with stages_shown(shown=True):
+        in_first = contextvars.copy_context()
+    with stages_shown(shown=True):
+        assert in_first.run(loading_stage, "first")
+        assert loading_stage("second")
+        first, second = in_first[progress._current], progress._current.get()
+        assert (first._bar.desc, second._bar.desc) == ("genlm: first", "genlm: second")
+    first._close()

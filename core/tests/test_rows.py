@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.errors import EvaluationError
-from genlm.core.rows import _copied_at_once, copied_rows, invalid_rows, rows_from_logits
+from genlm.core.rows import (
+    _copied_at_once,
+    copied_rows,
+    invalid_rows,
+    moved,
+    rows_from_logits,
+)
 from genlm.core.vocab import Token, Vocabulary
 
 # float32 keeps 24 bits; log-probabilities here are below 2**9 and softmax adds a few roundings.
@@ -145,6 +151,27 @@ def test_rows_have_gradients_after_rows_in_inference_mode() -> None:
     rows_from_logits(logits, vocabulary)[0, 0].backward()
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad, torch.tensor([[2 / 3, 0, -1 / 3, -1 / 3]]))
+
+
+def test_small_tensors_are_copied_to_a_gpu_from_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Recorded(torch.Tensor):
+        calls: ClassVar[list[Any]] = []
+
+        def pin_memory(self, *_: Any) -> Any:
+            self.calls.append("pin_memory")
+            return self
+
+        def to(self, *args: Any, **options: Any) -> Any:
+            self.calls.append((*args, options))
+            return self
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    index, gpu = torch.arange(3).as_subclass(Recorded), torch.device("cuda", 0)
+    moved(index, gpu)
+    assert Recorded.calls == ["pin_memory", (gpu, {"non_blocking": True})]
+    assert moved(torch.arange(3), torch.device("meta")).device.type == "meta"
 
 
 def test_no_logits_give_no_rows() -> None:

@@ -137,6 +137,8 @@ def test_rows_on_devices_without_float64_are_drawn_from_as_others(
     rows = oracle_row([1, 2], None, 6).expand(20, 6)
     uniforms = [stream_uniform(17, position) for position in range(20)]
     expected = draw_tokens(rows, [1.0] * 20, uniforms)
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda count, **_: arange(count))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)
     found = draw_tokens(rows.as_subclass(OnApple), [1.0] * 20, uniforms)
     assert torch.equal(found, expected)

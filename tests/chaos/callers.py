@@ -204,7 +204,7 @@ class Caller:
         """Arguments of `sample`."""
         return {
             "max_tokens": ask.max_tokens,
-            "eos_token_ids": [self._stop],
+            "stop": [self._stop],
             "temperature": ask.temperature,
             "seed": ask.max_tokens,
             "lora_name": ask.adapter,

@@ -121,10 +121,10 @@ def extended_through_a_global(extend):
     return broken
 
 
-@core_mutant(Context, "_is_of", killed_by="contexts-belong-to-one-model")
-def contexts_of_any_model(_is_of):
+@core_mutant(Requests, "adapter_of", killed_by="contexts-belong-to-one-model")
+def contexts_of_any_model(_adapter_of):
     """Takes contexts of other models."""
-    return lambda _self, _model: True
+    return lambda _self, context, _lora_name: context._adapter
 
 
 @core_mutant(Requests, "adapter_of", killed_by="contexts-keep-their-adapter", on=cached_target)

@@ -8,8 +8,8 @@ import numpy as np
 
 import genlm.core.population
 from genlm import BatchEngine
-from genlm.core.columns import Columns
 from genlm.core.generations import Lineage
+from genlm.core.groups import Columns
 from genlm.core.population import Population
 from genlm.core.row_weights import RowWeights
 

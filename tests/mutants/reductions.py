@@ -139,10 +139,10 @@ def all_reductions_fail_together(computed):
     return broken
 
 
-@core_mutant(Requests, "_cached_size", killed_by="reductions-share-evaluations")
-def output_cache_unread(cached_size):
+@core_mutant(Requests, "_cached", killed_by="reductions-share-evaluations")
+def output_cache_unread(cached):
     """Asks the engine for every reduction, whatever the output cache has."""
-    return lambda self, key, wanted: None if wanted else cached_size(self, key, wanted)
+    return lambda self, key, wanted: None if wanted else cached(self, key, wanted)
 
 
 @engine_mutant(killed_by="reductions-use-the-adapter")

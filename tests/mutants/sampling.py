@@ -169,12 +169,12 @@ def temperature_multiplies(weights):
     return broken
 
 
-@core_mutant(AsyncLM, "_plans", killed_by="wrong-sampling-requests-are-refused")
-def negative_temperature_is_one(plans):
+@core_mutant(AsyncLM, "_sample_options", killed_by="wrong-sampling-requests-are-refused")
+def negative_temperature_is_one(sample_options):
     """Takes temperatures below 0 for 0."""
 
-    def broken(self, count, max_tokens, eos_token_ids, temperature, *others):
-        return plans(self, count, max_tokens, eos_token_ids, max(0.0, temperature), *others)
+    def broken(self, max_tokens, stop, temperature, *others):
+        return sample_options(self, max_tokens, stop, max(0.0, temperature), *others)
 
     return broken
 

@@ -58,29 +58,29 @@ class ByteReader:
         llm: The model.
         width: Size of the beam. The most likely hypotheses are kept; every token that one of
             them completes requires a row.
-        eos_token_ids: Ids that end a text; by default the tokenizer's `eos_token_id`, if it
+        stop: Token ids that end a text; by default the `eos_token_id` of the vocabulary, if it
             has one.
 
     Attributes:
         logprob: Natural-log probability of all bytes read since `start`.
 
     Raises:
-        TypeError: `width` is not an integer, or `eos_token_ids` are not integers.
+        TypeError: `width` is not an integer, or `stop` has values that are not integers.
         ValueError: `width` is below 1.
-        TokenIdError: An id in `eos_token_ids` is outside the vocabulary.
+        TokenIdError: An id in `stop` is outside the vocabulary.
     """
 
     STOP: Final = 256
     """Index after the 256 bytes: the end of the text."""
 
     def __init__(
-        self, llm: AsyncLM, width: int = 32, eos_token_ids: Sequence[int] | None = None
+        self, llm: AsyncLM, width: int = 32, *, stop: Sequence[int] | None = None
     ) -> None:
         width = checked_integer("width", width, 1)
-        if eos_token_ids is None:
-            eos = getattr(llm.tokenizer, "eos_token_id", None)
-            eos_token_ids = () if eos is None else (eos,)
-        ends = checked_ids(eos_token_ids, llm.vocab_size, "eos_token_ids")
+        if stop is None:
+            end = llm.vocabulary.eos_token_id
+            stop = () if end is None else (end,)
+        ends = checked_ids(stop, llm.vocab_size, "stop")
         symbols: list[Any] = list(llm.byte_vocab)
         # A symbol in place of the bytes of their names, distinct by id.
         for token_id in llm.vocabulary.special_ids:

@@ -4,7 +4,8 @@
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
-  `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
+  `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `PositionReduction`,
+  `ReducedText`, `rows_from_logits`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
-    from genlm.core.group_expansion import with_groups as with_groups
+    from genlm.core.group_engine import with_groups as with_groups
     from genlm.core.group_sampling import GroupSampling as GroupSampling
     from genlm.core.group_sampling import SampledGroup as SampledGroup
     from genlm.core.group_sampling import SamplingRun as SamplingRun
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.sequence import TokenSequence as TokenSequence
     from genlm.core.text import Tokenizer as Tokenizer
+    from genlm.core.text_scores import ReducedText as ReducedText
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.validation import check_query as check_query

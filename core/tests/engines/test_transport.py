@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from genlm.core.group_reductions import SharedReduction
 from genlm.core.masks import Mask
 from genlm.core.reductions import Draw, DrawnToken, TopK, TopTokens
 from genlm.plugin import (
@@ -131,14 +132,15 @@ def test_a_reduction_that_cannot_be_loaded_fails_alone(
         TopK(3),
         elsewhere.OddGroup(1),
         PositionReduction(elsewhere.OddGroup(1)),
+        PositionReduction(SharedReduction(elsewhere.Odd(1))),
         PositionReduction(GroupConstant(2)),
     ]
     packed = TRANSPORT.pack_outputs(outputs)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)
-    odd, top, group, position, known = TRANSPORT.unpack_outputs(packed)
+    odd, top, group, position, shared, known = TRANSPORT.unpack_outputs(packed)
     assert top == TopK(3)
     assert known.reduction.value == 2
-    for reduction in (odd, position):
+    for reduction in (odd, position, shared):
         assert "cannot be loaded in a worker, where its module" in str(computed(reduction))
     with pytest.raises(EvaluationError, match="cannot be loaded in a worker"):
         group.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))

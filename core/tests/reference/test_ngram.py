@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from fractions import Fraction
 
@@ -75,32 +74,10 @@ def test_the_exact_row_agrees_with_counting_in_fractions(
     np.testing.assert_allclose(exact_row(documents, context, order), expected, rtol=1e-13)
 
 
-@given(documents=DOCUMENTS, document=DOCUMENTS.map(lambda many: many[0]), order=ORDERS)
-def test_a_document_costs_what_its_rows_say(
-    documents: list[bytes], document: bytes, order: int
-) -> None:
-    symbols = [END_OF_TEXT, *document, END_OF_TEXT]
-    expected = [
-        math.log(exact_row(documents, symbols[:end], order)[symbols[end]])
-        for end in range(1, len(symbols))
-    ]
-    logprobs = NgramModel(documents, order).document_logprobs(document)
-    np.testing.assert_allclose(logprobs, expected, rtol=1e-12)
-
-
-def test_bits_per_byte_divides_by_bytes_with_and_without_the_ends() -> None:
-    model = NgramModel([b"abab", b"ba"], order=3)
-    nats = [model.document_logprobs(document) for document in (b"ab", b"bbb")]
-    whole = -sum(scores.sum() for scores in nats) / math.log(2) / 5
-    without = -sum(scores[:-1].sum() for scores in nats) / math.log(2) / 5
-    assert model.bits_per_byte([b"ab", b"bbb"]) == pytest.approx(whole, rel=1e-14)
-    assert model.bits_per_byte([b"ab", b"bbb"], count_ends=False) == pytest.approx(without)
-
-
-def test_a_model_of_no_text_has_uniform_bits() -> None:
+def test_a_model_of_no_text_is_uniform_over_bytes() -> None:
     # One empty document is one end of text: P(b) = (1/257) / 2 for every byte.
-    model = NgramModel([b""], order=1)
-    assert model.bits_per_byte([b"q"], count_ends=False) == pytest.approx(math.log2(2 * 257))
+    [row] = NgramModel([b""], order=1).probabilities([[]])
+    np.testing.assert_allclose(row[:256], 1 / (2 * 257))
 
 
 def test_nothing_before_the_end_of_text_matters() -> None:
@@ -123,5 +100,3 @@ def test_models_that_make_no_sense_are_refused() -> None:
         NgramModel([b"a"], order=0)
     with pytest.raises(ValueError, match="no documents"):
         NgramModel([], order=2)
-    with pytest.raises(ValueError, match="without bytes"):
-        NgramModel([b"a"]).bits_per_byte([b""])

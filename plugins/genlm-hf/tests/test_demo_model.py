@@ -24,7 +24,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genlm import decode_vocab
-from genlm.core.reference import NgramModel, split_documents
+from genlm.core.reference import split_documents
 
 FOLDER = Path(str(resources.files("genlm_hf") / "demo"))
 EXCERPT = Path(__file__).parent / "data" / "demo_held_out.txt"
@@ -129,11 +129,12 @@ def test_the_transformer_beats_the_trigram_and_the_trigram_the_unigram(
 ):
     size = sum(map(len, held_out))
     bits = sum(code_length_bits(model, tokenizer, document) for document in held_out)
-    training = [text.encode() for text in corpus.training]
-    trigram = NgramModel(training, 3).bits_per_byte(held_out)
-    unigram = NgramModel(training, 1).bits_per_byte(held_out)
-    assert bits / size < trigram - 0.4
-    assert trigram < unigram - 1
+    import demo_scoring
+
+    texts = [document.decode() for document in held_out]
+    ngrams = demo_scoring.ngram_bits_per_byte(corpus.training, texts)
+    assert bits / size < ngrams["trigram"] - 0.4
+    assert ngrams["trigram"] < ngrams["unigram"] - 1
 
 
 def test_the_excerpt_costs_about_what_the_metrics_say(model, tokenizer, held_out):

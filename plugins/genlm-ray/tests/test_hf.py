@@ -71,8 +71,9 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
     only_here = types.ModuleType("only_here")  # no module at the replicas
     only_here.Elsewhere = type("Elsewhere", (Spread,), {"__module__": "only_here"})
     monkeypatch.setitem(sys.modules, "only_here", only_here)
-    with pytest.raises(genlm.EvaluationError, match=r"loaded in a replica.*only_here"):
-        llm.reduce_sync(prompts[0], only_here.Elsewhere())
+    for reduced in (llm.reduce_sync, llm.reduce_text_sync):
+        with pytest.raises(genlm.EvaluationError, match=r"loaded in a replica.*only_here"):
+            reduced(prompts[0], only_here.Elsewhere())
     figures = llm.statistics().engine
     both = [figures[f"replica {i}: tokens_computed"] for i in (0, 1)]
     assert figures["tokens_computed"] == sum(both)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import genlm
 from genlm import AdapterError, ModelLoadError
 from genlm.cli import app
+from genlm.testing import TinyModel
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
 from genlm_ray.replica import ServingLimits
@@ -212,6 +213,62 @@ def test_a_clients_endless_reduction_does_not_hold_up_another_client(address, re
     finally:
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         serving.stop("shared")
+
+
+@dataclass(frozen=True)
+class Largest(genlm.Reduction):
+    """A client's own reduction of the rows of a text."""
+
+    then: str = ""
+
+    @classmethod
+    def compute(cls, rows, requests):
+        if requests[0].then == "exit":
+            raise SystemExit(3)
+        if requests[0].then == "wait":
+            threading.Event().wait()
+        return rows.amax(-1).tolist()
+
+
+def test_a_clients_reduction_of_a_text_does_not_hold_up_another_client(address, tmp_path):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    path = str(TinyModel(tmp_path / "tiny").path)
+    options = {"device": "cpu", "dtype": "float32"}
+    serving.serve(
+        "scoring", path, "hf", engine_opts=options, resources=RESOURCES,
+        limits=ServingLimits(reduction_s=1.0),
+    )  # fmt: skip
+    text = [3 + i % 50 for i in range(60)]
+    try:
+        with (
+            genlm.load_model(path, "hf", **options) as hf,
+            genlm.load_model("scoring", "ray") as one,
+            genlm.load_model("scoring", "ray") as other,
+        ):
+            assert "score" in one.capabilities
+
+            async def main():
+                with pytest.raises(genlm.EvaluationError, match="SystemExit"):
+                    await one.reduce_text(text, Largest("exit"))
+                torch.testing.assert_close(
+                    await one.reduce_text(text, Largest(), 5),
+                    await hf.reduce_text(text, Largest(), 5),
+                )
+                endless = asyncio.create_task(one.reduce_text(text, Largest("wait")))
+                for start in range(1, 60):  # some of them after it began
+                    await other.score(text, start)
+                with pytest.raises(genlm.EvaluationError, match="has run for more than 1 s"):
+                    await endless
+                assert torch.is_tensor(await one.next_token_logprobs([4, 5]))
+                torch.testing.assert_close(
+                    await other.reduce_text(text, Largest()),
+                    await hf.reduce_text(text, Largest()),
+                )
+
+            asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        serving.stop("scoring")
 
 
 def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):

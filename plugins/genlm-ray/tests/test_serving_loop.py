@@ -11,7 +11,15 @@ import torch
 
 from genlm import DrawnToken, get_backend
 from genlm.core.reductions import Draw
-from genlm.plugin import Completion, Query, Reduction
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    GroupReduction,
+    PositionReduction,
+    Query,
+    Reduction,
+)
+from genlm_ray import serving_loop
 from genlm_ray.serving_loop import SHARED_ROWS, ServingLoop
 
 TIMEOUT_S = 60
@@ -269,6 +277,127 @@ def test_rows_that_wait_for_a_drivers_own_reductions_are_few():
     assert sum(len(batch) for batch in engine.batches) <= 3 * SHARED_ROWS
     go.set()
     assert len(_all_of(loop, "slow", slow, 1000)) == 1000
+    loop.close()
+
+
+class Places(GroupReduction):
+    """The largest log-probability of each position, and its place; a driver's own code."""
+
+    def __init__(self, act=lambda: None) -> None:
+        self.act = act
+        self.pieces: list[list[int]] = []
+        self.threads: set[str] = set()
+
+    def compute(self, rows, row_of, members):
+        self.threads.add(threading.current_thread().name)
+        self.pieces.append(members.tolist())
+        self.act()
+        return rows[row_of].amax(-1), members
+
+
+TEXT = tuple((7 * i) % 250 for i in range(200))
+
+
+def _text(query_id: int, reduction: GroupReduction, start: int = 10) -> Query:
+    return Query(
+        query_id, TEXT[:-1], outputs=(PositionReduction(reduction),), targets=TEXT[start:]
+    )
+
+
+def _with_small_parts(monkeypatch, **options):
+    monkeypatch.setattr(serving_loop, "_TEXT_VALUES", 0)
+    engine = get_backend("reference")("demo")
+    died: list[BaseException] = []
+    return ServingLoop(lambda: engine, died.append, **options), engine, died
+
+
+def test_a_drivers_own_reduction_of_a_text_is_computed_in_parts_on_its_thread(monkeypatch):
+    loop, engine, _ = _with_small_parts(monkeypatch)
+    one, other = _attached(loop, "one"), _attached(loop, "other")
+    go = threading.Event()
+    slow = Places(lambda: go.wait(TIMEOUT_S))
+    loop.submit("one", [_text(3, slow), Query(4, (5,))])
+    loop.submit("other", [Query(i, (2, i)) for i in range(5)])
+    assert len(_all_of(loop, "other", other, 5)) == 5
+    [row] = _all_of(loop, "one", one, 1)  # its other query as well
+    assert row.query_id == 4
+    go.set()
+    [found] = _all_of(loop, "one", one, 1)
+    assert found.query_id == 3
+    [(largest, places)] = found.result.values
+    assert places.tolist() == list(range(190))
+    rows = engine.evaluate([Query(i, TEXT[:i]) for i in range(10, 200)])
+    torch.testing.assert_close(largest, rows.amax(-1))
+    assert max(map(len, slow.pieces)) <= SHARED_ROWS
+    assert slow.threads == {"genlm-reductions"}
+    loop.close()
+
+
+def test_a_drivers_own_reduction_of_a_text_fails_alone(monkeypatch):
+    loop, _, died = _with_small_parts(monkeypatch)
+    one = _attached(loop, "one")
+
+    def refuse():
+        raise ArithmeticError("no result")
+
+    def leave():
+        raise SystemExit(3)
+
+    refused, left = Places(refuse), Places(leave)
+    for reduction, message in ((refused, "Places.compute raised Arith"), (left, "SystemExit")):
+        loop.submit("one", [_text(0, reduction)])
+        [failed] = _all_of(loop, "one", one, 1)
+        assert isinstance(failed.error, EvaluationError)
+        assert message in str(failed.error)
+        assert len(reduction.pieces) == 1  # the rest of the text is not computed
+    loop.submit("one", [_text(1, Places(), 150)])
+    [found] = _all_of(loop, "one", one, 1)
+    assert found.result.values[0][1].tolist() == list(range(50))
+    assert not died
+    loop.close()
+
+
+def test_a_text_whose_query_is_aborted_is_not_continued(monkeypatch):
+    loop, _, _ = _with_small_parts(monkeypatch)
+    one = _attached(loop, "one")
+    entered, go = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        assert go.wait(TIMEOUT_S)
+
+    aborted, later = Places(wait), Places()
+    loop.submit("one", [_text(0, aborted)])
+    assert entered.wait(TIMEOUT_S)
+    loop.abort("one", [0])
+    assert loop.finished("one") == ([], 0)
+    loop.submit("one", [_text(1, later)])
+    go.set()
+    [found] = _all_of(loop, "one", one, 1)
+    assert found.query_id == 1
+    assert len(aborted.pieces) == 1
+    assert len(later.pieces) == 3
+    loop.close()
+
+
+def test_a_drivers_own_reduction_of_a_text_has_a_time_limit(monkeypatch):
+    loop, _, _ = _with_small_parts(monkeypatch, reduction_timeout_s=0.1)
+    one = _attached(loop, "one")
+    go = threading.Event()
+    loop.submit("one", [_text(0, Places(lambda: go.wait(TIMEOUT_S)))])
+    while not loop._drivers["one"].finished:
+        loop.fail_overdue_reductions()
+    loop.submit("one", [_text(1, Places())])
+    first, second = _all_of(loop, "one", one, 2)
+    assert "has run for more than 0.1 s" in str(first.error)
+    assert "until it returns" in str(second.error)
+    go.set()
+    while loop._drivers["one"].reducer.seconds:
+        pass
+    loop.submit("one", [_text(2, Places())])
+    [found] = _all_of(loop, "one", one, 1)
+    assert found.query_id == 2
+    assert len(found.result.values[0][0]) == 190
     loop.close()
 
 

@@ -137,9 +137,7 @@ async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], N
     from genlm.cli.text_ids import text_ids
 
     ids = text_ids(llm.vocabulary, plan.prompt)
-    end = llm.vocabulary.eos_token_id
-    ends = () if end is None else (end,)
-    drawn = await llm.batch_sample([ids] * _SAMPLES, plan.max_tokens, ends, seed=plan.seed)
+    drawn = await llm.batch_sample([ids] * _SAMPLES, plan.max_tokens, seed=plan.seed)
     began = time.perf_counter()
     texts, weights, log_evidence = await _steered(llm, ids, plan, on_step)
     seconds = time.perf_counter() - began

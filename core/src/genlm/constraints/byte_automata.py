@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import MissingRequirementError
+from genlm.core.errors import required
 
 __all__ = [
     "NO_STATE",
@@ -62,23 +62,18 @@ def regex_table(pattern: str) -> ByteTable:
         MissingRequirementError: outlines-core is not installed.
         ValueError: The syntax of the pattern is invalid.
     """
-    try:
-        from outlines_core import Index, Vocabulary
-    except ImportError as error:
-        raise MissingRequirementError(
-            "regular expressions", ("outlines_core",), "pip install 'genlm-core[constraints]'"
-        ) from error
+    outlines = required("outlines_core", "regular expressions", "'genlm-core[constraints]'")
     if _BEGINNING.match(pattern):
         raise ValueError(
             f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "
             f"leave it out, the whole text is matched"
         )
-    letters = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+    letters = outlines.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
-        Index(pattern, letters)  # errors then refer to the unchanged pattern
+        outlines.Index(pattern, letters)  # errors then refer to the unchanged pattern
         # \z makes the whole text match: else "a|ab" would end at its first alternative.
         # Expressions that match the empty text need the byte before it.
-        index = Index(rf"\x00(?:{pattern})\z", letters)
+        index = outlines.Index(rf"\x00(?:{pattern})\z", letters)
     except Exception as error:
         raise ValueError(
             f"cannot compile the regular expression {pattern!r}: {error}"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import MissingRequirementError
+from genlm.core.errors import required
 
 __all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "XGrammar"]
 
@@ -57,16 +56,8 @@ class MatcherLibrary(ABC):
 
 
 def imported(name: str) -> Any:
-    """Import a grammar library.
-
-    Raises:
-        MissingRequirementError: The library is not installed.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        command = f"pip install 'genlm-core[{name}]'"
-        raise MissingRequirementError("this grammar", (name,), command) from error
+    """Import a grammar library."""
+    return required(name, "this grammar", f"'genlm-core[{name}]'")
 
 
 class XGrammar(MatcherLibrary):

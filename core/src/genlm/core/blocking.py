@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["blocking", "blocking_as", "is_blocking", "off_loop", "run_blocking"]
+__all__ = ["blocking", "is_blocking", "off_loop", "run_blocking"]
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -32,22 +32,19 @@ _thread = _Thread()
 
 
 def blocking(
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]], name: str | None = None
 ) -> Callable[Concatenate[S, P], T]:
     """Return the blocking twin of a coroutine method, with its signature and docstring.
 
-    The name of the twin is that of the method with the suffix `_sync`.
-
-    Args:
-        method: Coroutine method that awaits only requests, `off_loop`, and other such methods.
+    The name of the twin is by default that of the method with the suffix `_sync`.
     """
 
     @functools.wraps(method)
     def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return run_blocking(method(self, *args, **kwargs))
 
-    twin.__name__ = f"{method.__name__}_sync"
-    twin.__qualname__ = f"{method.__qualname__}_sync"
+    twin.__name__ = name or f"{method.__name__}_sync"
+    twin.__qualname__ = method.__qualname__.removesuffix(method.__name__) + twin.__name__
     summary, _, details = (inspect.getdoc(method) or "").partition("\n")
     twin.__doc__ = (
         f"{summary}\n\nThe blocking form of `{method.__name__}`: waits on the calling thread, "
@@ -57,22 +54,8 @@ def blocking(
     return twin
 
 
-def blocking_as(
-    name: str, method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
-) -> Callable[Concatenate[S, P], T]:
-    """Return the blocking twin of a coroutine method with another name than `..._sync`."""
-    twin = blocking(method)
-    twin.__qualname__ = twin.__qualname__.removesuffix(twin.__name__) + name
-    twin.__name__ = name
-    return twin
-
-
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of genlm to its end on the calling thread.
-
-    Raises:
-        RuntimeError: The coroutine awaits an object that requires an event loop.
-    """
+    """Run a coroutine that awaits only requests and `off_loop`, on the calling thread."""
     before, _thread.is_blocking = _thread.is_blocking, True
     try:
         coroutine.send(None)

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Hashable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cachetools import LRUCache
 
@@ -16,7 +16,10 @@ from genlm.core.validation import checked_integer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OutputCache", "copied"]
+__all__ = ["Entry", "OutputCache", "copied", "entry_copy", "entry_value"]
+
+Entry: TypeAlias = "tuple[Any, torch.device | None, int]"
+"""A result, the device from which it was stored, and the bytes that are counted for it."""
 
 _OTHER_BYTES = 64
 """Bytes counted for a number or another object without a known size."""
@@ -56,26 +59,18 @@ class OutputCache:
 
     def get(self, key: Hashable) -> Any:
         """Return a copy of a stored result, or None; rows are on their original device."""
+        entry = self.find(key)
+        return None if entry is None else entry_copy(entry)
+
+    def find(self, key: Hashable) -> Entry | None:
+        """Return an entry, whose result must not be changed, or None."""
         if self.max_entries == 0:
             return None
         with self._lock:
             if key not in self._entries:  # cheaper than the exception
                 return None
-            row, device, _ = self._entries[key]
-        return copied(row) if device is None or row.device == device else row.to(device)
-
-    def size_of(self, key: Hashable) -> int | None:
-        """Return the bytes of an entry and its key, None if there is no entry."""
-        with self._lock:
-            return int(self._entries[key][2]) if key in self._entries else None
-
-    def kept(self, key: Hashable) -> Any:
-        """Return a stored result without a copy, or None; it must not be changed."""
-        with self._lock:
-            if key not in self._entries:
-                return None
-            row, device, _ = self._entries[key]
-        return row if device is None or row.device == device else row.to(device)
+            entry: Entry = self._entries[key]
+        return entry
 
     def put(self, key: Hashable, row: Any) -> None:
         """Store a copy of a row; evict the least recently used rows if necessary.
@@ -130,9 +125,21 @@ class OutputCache:
         if self._lock.locked():
             self._entries = self._no_entries()
 
-    def _no_entries(self) -> LRUCache[Hashable, tuple[Any, torch.device | None, int]]:
+    def _no_entries(self) -> LRUCache[Hashable, Entry]:
         bound = float("inf") if self.max_bytes is None else self.max_bytes
         return LRUCache(bound, getsizeof=itemgetter(2))
+
+
+def entry_value(entry: Entry) -> Any:
+    """Return an entry's result on its original device; it must not be changed."""
+    value, device, _ = entry
+    return value if device is None or value.device == device else value.to(device)
+
+
+def entry_copy(entry: Entry) -> Any:
+    """Return a copy of an entry's result on its original device."""
+    value, device, _ = entry
+    return copied(value) if device is None or value.device == device else value.to(device)
 
 
 def copied(value: Any) -> Any:

@@ -98,16 +98,9 @@ class Context:
         """Wait for the next-token log-probabilities; see `next_token_logprobs`."""
         return self._lm.next_token_logprobs_sync(self)
 
-    def sample(
-        self,
-        max_tokens: int,
-        eos_token_ids: Integers = (),
-        temperature: float = 1.0,
-        seed: int | None = None,
-        **options: Any,
-    ) -> Coroutine[Any, Any, list[int]]:
-        """Draw a continuation; see `AsyncLM.sample`, which has all options."""
-        return self._lm.sample(self, max_tokens, eos_token_ids, temperature, seed, **options)
+    def sample(self, max_tokens: int, **options: Any) -> Coroutine[Any, Any, list[int]]:
+        """Draw a continuation; see `AsyncLM.sample`, which has the options."""
+        return self._lm.sample(self, max_tokens, **options)
 
     def token_logprobs(self, token_ids: Integers) -> Coroutine[Any, Any, torch.Tensor]:
         """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""
@@ -143,10 +136,6 @@ class Context:
     def token_ids(self) -> tuple[int, ...]:
         """All token ids, oldest first, assembled in time proportional to their number."""
         return self.sequence.token_ids
-
-    def _is_of(self, model: object) -> bool:
-        """Whether the context belongs to the model that `AsyncLM` identifies by `model`."""
-        return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
 
     def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
         """Lease the engine's state of this context, in place of that of its parent.

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.row_weights import RowPart, RowWeights
+from genlm.core.rows import moved
 from genlm.core.selection import (
     SUM_BLOCK,
     batch_token_logprobs,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
-__all__ = ["Draws", "batch_draw", "batch_draw_without_replacement", "batch_log_mass"]
+__all__ = ["DrawnTokens", "batch_draw", "batch_draw_without_replacement", "batch_log_mass"]
 
 _FAINT = 1e-20
 """A sum of weights below it has underflowed in float32."""
@@ -40,18 +41,20 @@ _LEAST_TEMPERATURE = 1e-30
 _INF = float("inf")
 
 
-class Draws(NamedTuple):
-    """Tokens drawn from rows, on the device of the rows.
+class DrawnTokens(NamedTuple):
+    """A token drawn for each member of a population, or from each row.
 
-    A row without any token that may be drawn has -1 for `token_ids`, and `-inf` for the others.
+    The tensors of a population's draws are in main memory, those of `batch_draw` on the device
+    of the rows.
 
     Attributes:
-        token_ids: Shape `(n,)`, or `(n, k)` for several draws from each row; int64.
-        logprobs: The log-probability of each token in its row, of the same shape, float32.
-        log_mass: Log of the sum of `exp(logprob + bias)` over the tokens of each row's mask,
-            shape `(n,)`, float32; 0 without mask and bias.
-        draw_logprob: The log-probability with which each token was drawn: under mask, bias,
-            temperature, top-k and top-p. Shape of `token_ids`, float32.
+        token_ids: Shape `(n,)`, int64; -1 where there is no token to draw.
+        logprobs: The model's log-probability of each token, shape `(n,)`, float32.
+        log_mass: Log of the total probability of the allowed tokens, after `bias`, shape
+            `(n,)`, float32: the increment of a particle's log-weight. `-inf` for a member
+            without an allowed token, 0 for a finished member.
+        draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
+            float32.
     """
 
     token_ids: torch.Tensor
@@ -68,15 +71,14 @@ def batch_draw(
     top_k: int | Sequence[int | None] | None = None,
     top_p: float | Sequence[float] | None = None,
     row_of: torch.Tensor | None = None,
-    normalised: bool = True,
-) -> Draws:
+) -> DrawnTokens:
     """Draw a token from each row, with probability proportional to its weight.
 
-    Weights are those of `RowWeights`, and 0 outside top-k and top-p.
+    Weights are those of `RowWeights`, and 0 outside top-k and top-p. A row without any token
+    that may be drawn has token -1, and `-inf` for the other entries.
 
     Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32, or logits of any floating
-            dtype; on any device; not changed.
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32, on any device; not changed.
         uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
             float64.
         weights: Masks, temperatures and biases; None for the unchanged probabilities.
@@ -86,22 +88,17 @@ def batch_draw(
             weights are limited. One number for all rows or one per row.
         row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
             from several times or not at all; by default draw i is from row i.
-        normalised: Whether `rows` are log-probabilities. Logits are normalised a part at a
-            time, and the draws are those of `rows_from_logits`.
-
-    Raises:
-        ValueError: Numbers of another shape.
     """
     weights = weights or RowWeights(rows.shape)
     numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
     limits = _limits(top_k, top_p, len(rows), rows.shape[1])
     parts = []
-    for part in weights.parts(rows, normalised=normalised):
+    for part in weights.parts(rows):
         own, here = part.places, None
         if row_of is not None:
             ends = torch.tensor([own.start, own.stop])
             own = slice(*torch.searchsorted(row_of, ends).tolist())
-            here = (row_of[own] - part.places.start).to(rows.device)
+            here = moved(row_of[own] - part.places.start, rows.device)
         parts.append(_drawn(part, numbers[own], limits, here))
     return _joined(parts, rows, ())
 
@@ -110,9 +107,7 @@ def batch_draw_without_replacement(
     rows: torch.Tensor,
     uniforms: Numbers,
     weights: RowWeights | None = None,
-    *,
-    normalised: bool = True,
-) -> Draws:
+) -> DrawnTokens:
     """Draw several different tokens from each row, one after the other.
 
     Each token is drawn as by `batch_draw` from those that are left, the first with the same
@@ -124,45 +119,35 @@ def batch_draw_without_replacement(
         rows: As `batch_draw`.
         uniforms: Numbers in [0, 1), shape `(n, k)`, float64: one for each draw.
         weights: As `batch_draw`, of temperatures above 0.
-        normalised: As `batch_draw`.
 
     Returns:
-        Draws of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
+        DrawnTokens of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
         `log_mass` is that of all tokens.
-
-    Raises:
-        ValueError: Numbers of another shape, or a temperature of 0.
     """
     weights = weights or RowWeights(rows.shape)
     if weights.is_greedy:
         raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
     numbers = _numbers(uniforms, len(rows), 2)
-    parts = [
-        _drawn_in_turn(part, numbers[part.places])
-        for part in weights.parts(rows, normalised=normalised)
-    ]
+    parts = [_drawn_in_turn(part, numbers[part.places]) for part in weights.parts(rows)]
     return _joined(parts, rows, (numbers.shape[1],))
 
 
 def batch_log_mass(
     rows: torch.Tensor,
     weights: RowWeights | None = None,
-    *,
-    normalised: bool = True,
 ) -> torch.Tensor:
     """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
 
     Args:
         rows: As `batch_draw`.
         weights: As `batch_draw`; their temperatures do not matter.
-        normalised: As `batch_draw`.
 
     Returns:
         Shape `(n,)`, float32, on the device of `rows`; `-inf` for an empty set, 0 without
         mask and bias.
     """
     weights = weights or RowWeights(rows.shape)
-    parts = [_weighted(part).log_mass for part in weights.parts(rows, normalised=normalised)]
+    parts = [_weighted(part).log_mass for part in weights.parts(rows)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
 
 
@@ -290,44 +275,44 @@ def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> to
     shifted = scores - largest.masked_fill(largest.isneginf(), 0.0)
     # The largest is 0 before the division, which could make all of them -inf.
     divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _LEAST_TEMPERATURE))
-    by = torch.from_numpy(divisors).to(shifted.dtype).to(shifted.device)
+    by = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
     return shifted.div_(by[:, None])
 
 
 def _drawn(
     part: RowPart, uniforms: torch.Tensor, limits: _Limits | None, row_of: torch.Tensor | None
-) -> Draws:
+) -> DrawnTokens:
     rows = part.rows
     is_greedy = part.temperatures == 0
     if is_greedy.all() and part.factors is None and part.bias is None:
         certain = rows.new_zeros(len(rows))
         log_mass = certain if part.offset is None else certain + part.offset
         best = _found(rows, rows.argmax(-1), log_mass, certain)
-        return best if row_of is None else Draws(*(column[row_of] for column in best))
+        return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
     scores, weights, sums, log_mass = _weighted(part)
     if limits is not None:
         top_k, top_p = limits.top_k[part.places], limits.top_p[part.places]
         chosen = np.flatnonzero(~is_greedy & ((top_k < rows.shape[1]) | (top_p < 1)))
         if len(chosen):
-            places = torch.from_numpy(chosen).to(rows.device)
+            places = moved(torch.from_numpy(chosen), rows.device)
             kept = truncated(weights[places], top_k[chosen], top_p[chosen])
             weights[places] = kept
             sums[places.to(sums.device)] = block_sums(kept)
     if is_greedy.any():
-        places = torch.from_numpy(np.flatnonzero(is_greedy)).to(rows.device)
+        places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), rows.device)
         best_ids = _masked_scores(scores, part.factors, places).argmax(-1)
         # The only token that is left, of any weight: a draw takes it.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    each = torch.arange(len(rows)).to(rows.device) if row_of is None else row_of
+    each = torch.arange(len(rows), device=rows.device) if row_of is None else row_of
     drawn = _inverted(weights, sums, uniforms, each)
     return _found(rows, drawn.token_ids, log_mass, drawn.logprobs, each)
 
 
-def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> Draws:
+def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
     rows = part.rows
     scores, weights, sums, log_mass = _weighted(part)
-    count, each = uniforms.shape[1], torch.arange(len(rows)).to(rows.device)
+    count, each = uniforms.shape[1], torch.arange(len(rows), device=rows.device)
     token_ids = torch.empty(len(rows), count, dtype=torch.long, device=rows.device)
     draw_logprob = torch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
     for turn in range(count):
@@ -357,7 +342,7 @@ def _found(
     log_mass: torch.Tensor,
     draw_logprob: torch.Tensor,
     row_of: torch.Tensor | None = None,
-) -> Draws:
+) -> DrawnTokens:
     """Return draws, those of rows without a possible token marked."""
     if row_of is None:
         columns = token_ids if token_ids.ndim == 2 else token_ids[:, None]
@@ -366,7 +351,7 @@ def _found(
         logprobs, log_mass = rows[row_of, token_ids], log_mass[row_of]
     mass = log_mass if token_ids.ndim == 1 else log_mass[:, None]
     is_dead = (logprobs == -_INF) | (mass == -_INF)
-    return Draws(
+    return DrawnTokens(
         token_ids.masked_fill(is_dead, -1),
         logprobs.masked_fill(is_dead, -_INF),
         log_mass,
@@ -374,14 +359,16 @@ def _found(
     )
 
 
-def _joined(parts: list[Draws], rows: torch.Tensor, shape: tuple[int, ...]) -> Draws:
+def _joined(
+    parts: list[DrawnTokens], rows: torch.Tensor, shape: tuple[int, ...]
+) -> DrawnTokens:
     if len(parts) == 1:
         return parts[0]
     if not parts:
         ids = torch.empty(0, *shape, dtype=torch.long, device=rows.device)
         numbers = rows.new_empty(0, *shape)
-        return Draws(ids, numbers, rows.new_empty(0), numbers.clone())
-    return Draws(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        return DrawnTokens(ids, numbers, rows.new_empty(0), numbers.clone())
+    return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 class _Inverted(NamedTuple):
@@ -406,7 +393,7 @@ def _inverted(
     Two levels: only the sums of blocks and one block of each row are in float64.
     """
     places = row_of.to(sums.device)
-    share = uniforms.to(sums.device)
+    share = moved(uniforms, sums.device)
     if sums.shape[1] == 1:
         block, totals = torch.zeros_like(row_of), sums[places, 0]
     else:

@@ -127,11 +127,7 @@ _MEMBERS = (
 
 
 def checked_engine(engine: Engine) -> Engine:
-    """Return `engine` unchanged.
-
-    Raises:
-        TypeError: The object lacks a member of `Engine`.
-    """
+    """Return an engine unchanged; refuse an object that lacks a member of `Engine`."""
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
@@ -142,11 +138,7 @@ def checked_engine(engine: Engine) -> Engine:
 
 
 def require_capability(engine: Engine, capability: Capability, backend: str) -> None:
-    """Check that an engine declares a capability.
-
-    Raises:
-        UnsupportedCapabilityError: It does not; the error contains the engine's hint.
-    """
+    """Raise `UnsupportedCapabilityError`, with the engine's hint, if it lacks a capability."""
     if capability not in engine.capabilities:
         hints = getattr(engine, "capability_hints", {})
         raise UnsupportedCapabilityError(capability, backend, hints.get(capability, ""))
@@ -396,9 +388,13 @@ class BatchEngine(abc.ABC):
         reduced = [query for query in queries if query.outputs != ROW_ONLY]
         results: dict[int, Any] = {}
         for own, compute in ((scored, self.score), (reduced, self.reduce_texts)):
-            found: Sequence[Any] = compute(own) if own else []
-            if problem := invalid_scores(found, own, type(self).__name__):
-                raise EvaluationError(problem)
+            found: Any = compute(own) if own else []
+            if not isinstance(found, Sequence) or len(found) != len(own):
+                shown = f"{len(found)} results" if isinstance(found, Sequence) else repr(found)
+                raise EvaluationError(
+                    f"{type(self).__name__}.{compute.__name__} returned {shown} for {len(own)} "
+                    f"queries; expected a list with one result for each query"
+                )
             results |= {query.query_id: each for query, each in zip(own, found, strict=True)}
         return [results[query.query_id] for query in queries]
 
@@ -466,9 +462,6 @@ class _Halving(Generic[Batch]):
     Halving stops when it cannot isolate items: when the device has failed, or when both halves
     of a batch raise the same error, their first and last items raise it alone, and no item of
     the batch has been evaluated yet. All remaining items then fail.
-
-    Args:
-        evaluate: Function that returns one result per item of a batch, which can be sliced.
     """
 
     def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
@@ -545,43 +538,6 @@ def _is_of_device(error: Exception) -> bool:
         isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
     )
     return is_failure and "out of memory" not in message
-
-
-def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str:
-    """Describe the first invalid result of queries with targets; `""` if all are valid."""
-    found = f"{_shown(scores)} for {len(queries)} queries"
-    if isinstance(scores, Sequence) and not isinstance(scores, TokenScores):
-        found = f"{len(scores)} results for {len(queries)} queries"
-        if len(scores) == len(queries):
-            pairs = zip(scores, queries, strict=True)
-            wrong = next((pair for pair in pairs if not _fits(*pair)), None)
-            if wrong is None:
-                return ""
-            found = f"{_shown(wrong[0])} for a query of {len(wrong[1].targets)} targets"
-    if queries and queries[0].outputs != ROW_ONLY:
-        return f"{engine}.reduce_texts returned {found}; expected one Reduced for each query"
-    return (
-        f"{engine}.score returned {found}; expected one TokenScores(logprobs, is_top) for each "
-        f"query, tensors of shape (number of targets,)"
-    )
-
-
-def _fits(scores: object, query: Query) -> bool:
-    shape = (len(query.targets),)
-    if isinstance(scores, Exception):
-        return True
-    if query.outputs != ROW_ONLY:
-        return isinstance(scores, Reduced) and len(scores.values) == 1
-    return isinstance(scores, TokenScores) and all(
-        tuple(getattr(each, "shape", ())) == shape for each in scores
-    )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, TokenScores):
-        return f"TokenScores of {' and '.join(map(_shown, value))}"
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:

@@ -34,7 +34,8 @@ the data of its message as attributes. All exceptions can be copied and pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 __all__ = [
     "AdapterError",
@@ -420,6 +421,16 @@ class PluginApiError(PluginError):
             f"the plugin {self.plugin} speaks version {self.found} of the plugin "
             f"interface, this genlm-core {self.expected}: pip install --upgrade {distribution}"
         )
+
+
+def required(module: str, purpose: str, install: str | None = None) -> Any:
+    """Import an optional library; raise `MissingRequirementError` if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        command = f"pip install {install or name}"
+        raise MissingRequirementError(purpose, (name,), command) from error
 
 
 def described(error: BaseException) -> str:

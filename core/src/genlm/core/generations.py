@@ -236,14 +236,13 @@ def distinct_sequences(
 ) -> tuple[Integers64, Integers64]:
     """Return the distinct sequences of members, and the place of each member's sequence.
 
+    Members whose contexts are full are listed by a `PopulationError`.
+
     Args:
         lineage: The sequences.
         places: The sequence of each member of a population, shape `(n,)`.
         members: Some of the members, ascending, at least one; None for all.
         max_context: Maximum number of tokens of a sequence, None for no limit.
-
-    Raises:
-        PopulationError: Members whose contexts are full.
     """
     own = places if members is None else places[members]
     if max_context is not None:
@@ -271,9 +270,6 @@ def raise_failed(
         row_of: The place in `wanted` of each member's sequence, shape `(n,)`.
         members: These members among those of a population; None for all.
         count: Number of members of the population.
-
-    Raises:
-        PopulationError: Members that failed.
     """
     if errors:
         failed = np.flatnonzero(np.isin(row_of, list(errors)))

@@ -12,6 +12,7 @@ import torch
 from genlm.core.draws import batch_draw, batch_draw_without_replacement, batch_log_mass
 from genlm.core.errors import EvaluationError
 from genlm.core.query import GroupReduction, Reduction
+from genlm.core.rows import moved
 from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Rows(GroupReduction):
     ) -> tuple[torch.Tensor, ...]:
         """Copy the row of each member."""
         del members
-        return (rows[row_of.to(rows.device)],)
+        return (rows[moved(row_of, rows.device)],)
 
 
 class TokenColumns(GroupReduction):
@@ -56,8 +57,8 @@ class TokenColumns(GroupReduction):
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Gather the tokens of all members in one operation."""
-        ids = self.token_ids[members].to(rows.device)
-        found = rows[row_of.to(rows.device)[:, None], ids.clamp(min=0)]
+        ids = moved(self.token_ids[members], rows.device)
+        found = rows[moved(row_of, rows.device)[:, None], ids.clamp(min=0)]
         return (found.masked_fill(ids < 0, 0.0),)
 
 
@@ -73,7 +74,7 @@ class TopColumns(GroupReduction):
         """Select the tokens of each distinct row once."""
         del members
         logprobs, token_ids = batch_top_k(rows, self.k)
-        places = row_of.to(rows.device)
+        places = moved(row_of, rows.device)
         return logprobs[places], token_ids[places]
 
 
@@ -102,11 +103,7 @@ class SharedReduction(GroupReduction):
 
 
 def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
-    """Return a reduction of columns.
-
-    Raises:
-        TypeError: Neither a `GroupReduction` nor a `Reduction`.
-    """
+    """Return a reduction of columns."""
     if isinstance(reduction, Reduction):
         return SharedReduction(reduction)
     if not isinstance(reduction, GroupReduction):
@@ -146,7 +143,7 @@ class _Weighted(GroupReduction):
         first, weights_of = weights.distinct(row_of.numpy())
         chosen = row_of[torch.from_numpy(first)]
         if len(chosen) != len(rows) or not torch.equal(chosen, torch.arange(len(rows))):
-            rows = rows[chosen.to(rows.device)]
+            rows = rows[moved(chosen, rows.device)]
         return rows, weights.of(first), torch.from_numpy(weights_of)
 
 
@@ -158,11 +155,11 @@ class MassColumns(_Weighted):
     ) -> tuple[torch.Tensor, ...]:
         """Sum each distinct set of weights once."""
         rows, weights, weights_of = self._arranged(rows, row_of, members)
-        return (batch_log_mass(rows, weights)[weights_of.to(rows.device)],)
+        return (batch_log_mass(rows, weights)[moved(weights_of, rows.device)],)
 
 
 class DrawColumns(_Weighted):
-    """A token for each member: the columns of `Draws`, each of shape `(n,)`.
+    """A token for each member: the columns of `DrawnTokens`, each of shape `(n,)`.
 
     Args:
         weights: Masks, temperature and bias of each member.
@@ -216,5 +213,5 @@ class SeveralDrawColumns(_Weighted):
         """Draw from the row of each member; equal members have copies of it."""
         weights = self.weights.of(members.numpy())
         if not torch.equal(row_of, torch.arange(len(rows))):
-            rows = rows[row_of.to(rows.device)]
+            rows = rows[moved(row_of, rows.device)]
         return batch_draw_without_replacement(rows, self.uniforms[members], weights)

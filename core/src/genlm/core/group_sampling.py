@@ -1,16 +1,14 @@
 """Continuations of the members of a population: draws and extensions on the engine's thread.
 
-Between two tokens of a continuation, the scheduler and event loops are not involved. An engine
-with its own sampling loop declares `samples_groups` and receives the query unchanged; for other
-engines `SampledGroups` submits one query per token. Both may use `SamplingRun`.
+An engine with its own sampling loop declares `samples_groups` and receives the query unchanged;
+for other engines `GroupEngine` submits one query per token. Both may use `SamplingRun`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +21,17 @@ from genlm.core.generations import (
     raise_failed,
 )
 from genlm.core.group_reductions import DrawColumns
-from genlm.core.query import Completion, GroupQuery, GroupResult
+from genlm.core.query import GroupQuery, GroupResult
 from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
+from genlm.core.text import search_stop
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from genlm.core.engine import Engine
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["GroupSampling", "SampledGroup", "SampledGroups", "SamplingRun", "with_sampling"]
+__all__ = ["GroupSampling", "SampledGroup", "SamplingRun"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,72 +182,8 @@ class SamplingRun:
 
     def _completed(self, token_ids: Integers64) -> npt.NDArray[np.bool_]:
         """Append tokens to the members' tails; return which of these now have a text."""
-        texts, tails = self._sampling.stop_texts, self._tails
-        longest = max(map(len, texts))
-        found = np.zeros(len(tails), bool)
+        found = np.zeros(len(token_ids), bool)
         for member in np.flatnonzero(token_ids >= 0).tolist():
-            tail = tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
-            found[member] = any(text in tail for text in texts)
-            tails[member] = tail[max(0, len(tail) - longest + 1) :]
+            text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
+            found[member], self._tails[member] = search_stop(text, self._sampling.stop_texts)
         return found
-
-
-class SampledGroups:
-    """Adds group queries with `sampling` to an engine; other attributes are the engine's.
-
-    Args:
-        engine: Engine for group queries.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._runs: dict[int, SamplingRun] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def submit_group(self, group: GroupQuery) -> None:
-        """Submit a group query; of one with `sampling`, the query for the first token."""
-        engine: Any = self.engine
-        if group.sampling is not None:
-            run = SamplingRun(group, self.engine.vocabulary, self.engine.max_context)
-            group = run.next_query()
-            self._runs[group.query_id] = run
-        engine.submit_group(group)
-
-    def step(self) -> Iterable[Completion]:
-        """Step the engine, and submit the queries for next tokens."""
-        completions = self.engine.step()
-        if not self._runs:
-            return completions
-        continued = (self._continued(each) for each in completions)
-        return [each for each in continued if each is not None]
-
-    def abort(self, query_id: int) -> None:
-        """Drop a query."""
-        self._runs.pop(query_id, None)
-        self.engine.abort(query_id)
-
-    def _continued(self, completion: Completion) -> Completion | None:
-        """Return a completion, or None if the next token of its query was submitted."""
-        query_id, result, error = completion
-        run = self._runs.get(query_id)
-        if run is None:
-            return completion
-        if error is None and isinstance(result, GroupResult):
-            engine: Any = self.engine
-            try:
-                run.add(result)
-                if not run.is_complete:
-                    engine.submit_group(run.next_query())
-                    return None
-                completion = Completion(query_id, run.result())
-            except Exception as raised:  # noqa: BLE001 - it fails this query alone
-                completion = Completion(query_id, error=raised)
-        del self._runs[query_id]
-        return completion
-
-
-def with_sampling(engine: Engine) -> Engine:
-    """Return the engine if it draws continuations of groups, else one that adds it."""
-    return engine if getattr(engine, "samples_groups", False) else SampledGroups(engine)

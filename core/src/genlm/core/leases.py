@@ -63,12 +63,7 @@ class LeaseTable:
         return ContextLease((key,), self.on_drop)
 
     def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
-        """Release the contexts without remaining leases, on the engine's thread.
-
-        Args:
-            engine: Engine whose `release_context` is called.
-            dropped: Keys of dropped leases, as passed to `on_drop`.
-        """
+        """Release the contexts without remaining leases, on the engine's thread."""
         free = []
         with self._lock:
             for key in itertools.chain.from_iterable(dropped):

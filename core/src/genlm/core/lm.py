@@ -9,6 +9,7 @@ blocking twin, derived by `blocking`: `..._sync`, or the name without `a`.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import functools
 import os
@@ -20,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.adapters import Adapters
-from genlm.core.blocking import blocking, blocking_as, off_loop
+from genlm.core.blocking import blocking, off_loop
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
-from genlm.core.group_expansion import ExpandedGroups, with_groups
-from genlm.core.group_sampling import SampledGroups, with_sampling
+from genlm.core.group_engine import GroupEngine, with_groups
 from genlm.core.leases import LeaseTable
 from genlm.core.loading import engine_builder
 from genlm.core.members import first_generation
@@ -106,7 +106,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         self._model = object()  # in every key: models may share one cache
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
-            lambda: with_sampling(with_groups(checked_engine(build()))),
+            lambda: with_groups(checked_engine(build())),
             cache=output_cache,
             release=leases.release,
             max_batch_size=max_batch_size,
@@ -177,10 +177,10 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ValueError: A limit is below 1.
         """
         common = ("output_cache", "max_batch_size", "max_pending", "progress")
-        with stages_shown(shown=progress) as stages:
+        with stages_shown(shown=progress):
             name, build = engine_builder(model, backend, engine_options, common)
             llm = cls(
-                build if stages is None else stages.around(build),
+                functools.partial(contextvars.copy_context().run, build),
                 name=name,
                 output_cache=output_cache,
                 max_batch_size=max_batch_size,
@@ -330,7 +330,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             GenlmError: As `next_token_logprobs`, for the first sequence that fails; its
                 `places` are the indices of all sequences that fail.
         """
-        rows = await self._requests.rows(token_ids_list, lora_name)
+        rows = await self._requests.batch(token_ids_list, None, lora_name)
         if not rows:
             return torch.empty(0, self.vocab_size, dtype=torch.float32)
         if 4 * self.vocab_size * len(rows) <= COPIED_ON_LOOP:
@@ -440,7 +440,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
 
-    load_lora = blocking_as("load_lora", aload_lora)
+    load_lora = blocking(aload_lora, "load_lora")
 
     def unload_lora(self, lora_name: str) -> None:
         """Unload an adapter without waiting; its name can be reused at once.
@@ -494,9 +494,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             EngineClosedError: The model was closed, which frees the engine.
         """
         engine = self._scheduler.engine
-        while isinstance(engine, (ExpandedGroups, SampledGroups)):
-            engine = engine.engine
-        return engine
+        return engine.engine if isinstance(engine, GroupEngine) else engine
 
     @property
     def output_cache(self) -> OutputCache:
@@ -521,7 +519,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ),
         )
 
-    pin_prefix = blocking_as("pin_prefix", apin_prefix)
+    pin_prefix = blocking(apin_prefix, "pin_prefix")
 
     async def aclear_kv_cache(self) -> None:
         """Free all prefixes in the engine's cache. Results do not change.
@@ -535,7 +533,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             lambda engine: cast("PrefixCacheEngine", engine).clear_prefix_cache(),
         )
 
-    clear_kv_cache = blocking_as("clear_kv_cache", aclear_kv_cache)
+    clear_kv_cache = blocking(aclear_kv_cache, "clear_kv_cache")
 
     def clear_output_cache(self) -> None:
         """Drop this model's entries from the output cache. Results do not change."""
@@ -565,7 +563,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         await off_loop(self._scheduler.close)
         drop_results(self._cache, self._model)
 
-    close = blocking_as("close", aclose)
+    close = blocking(aclose, "close")
 
     def __reduce__(self) -> Any:
         raise TypeError(

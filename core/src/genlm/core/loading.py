@@ -46,10 +46,6 @@ def engine_builder(
     Returns:
         The name of the backend, and a function that builds the engine and computes one row
         with it.
-
-    Raises:
-        PluginError: The backend is unknown, ambiguous, broken or lacks a library.
-        TypeError: The engine takes no such option, or no model objects.
     """
     info = find_backend(backend)
     loading_stage(f"importing {info.name}")
@@ -61,17 +57,7 @@ def engine_builder(
 
 
 def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
-    """Compute one row with a new engine and return the engine.
-
-    Args:
-        engine: A new one; the call is on the thread that owns it.
-        backend: Engine name for the message.
-        model: Model id, path or object for the message.
-
-    Raises:
-        ModelLoadError: The row could not be computed or is not a distribution. The engine
-            is closed.
-    """
+    """Return a new engine after it has computed one row; close it if that fails."""
     loading_stage("first row")
     try:
         row = _first_row(engine)

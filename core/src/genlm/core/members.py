@@ -216,10 +216,6 @@ class Members:
         sequence = self._lineage.sequence(int(self._places[member]))
         return Context(self._lm, sequence, self.lora_name, self._adapter)
 
-    def _is_of(self, model: object) -> bool:
-        """Whether the population belongs to the model that `AsyncLM` identifies by `model`."""
-        return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
-
     def __repr__(self) -> str:
         lora = "" if self.lora_name is None else f", lora {self.lora_name!r}"
         lengths = self._lineage.lengths[self._places]
@@ -246,11 +242,7 @@ def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, In
 
 
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
-    """Return an array of 64-bit integers.
-
-    Raises:
-        TokenTypeError: The values are not integers.
-    """
+    """Return an array of 64-bit integers."""
     array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
     if array.dtype.kind not in "iu" and array.size:
         raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")

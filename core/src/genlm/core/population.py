@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import blocking
+from genlm.core.draws import DrawnTokens
 from genlm.core.errors import GenlmError, PopulationError
 from genlm.core.generations import NO_TOKEN, Integers64, distinct_sequences, raise_failed
 from genlm.core.group_reductions import (
@@ -29,6 +30,7 @@ from genlm.core.row_masks import RowMasks
 from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
 from genlm.core.validation import (
+    checked_count,
     checked_integer,
     checked_share,
     checked_stop,
@@ -40,25 +42,6 @@ if TYPE_CHECKING:
     from genlm.core.validation import Stop
 
 __all__ = ["DrawnTokens", "Population", "SampledTokens"]
-
-
-class DrawnTokens(NamedTuple):
-    """A token drawn for each member of a population. All tensors are in main memory.
-
-    Attributes:
-        token_ids: Shape `(n,)`, int64; -1 for members that have no token to draw.
-        logprobs: The model's log-probability of each token, shape `(n,)`, float32.
-        log_mass: Log of the total probability of the allowed tokens, after `bias`, shape
-            `(n,)`, float32: the increment of a particle's log-weight. `-inf` for a member
-            without an allowed token, 0 for a finished member.
-        draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
-            float32.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    log_mass: torch.Tensor
-    draw_logprob: torch.Tensor
 
 
 class SampledTokens(NamedTuple):
@@ -164,8 +147,7 @@ class Population(Members):
             Log-probabilities and ids, both of shape `(n, k)`, in main memory, in descending
             order of probability; ties in ascending order of ids.
         """
-        count = checked_top_k(checked_integer("k", k, 1), self._lm.vocabulary.size, "k")
-        assert count is not None  # noqa: S101 - it is only for None
+        count = checked_count("k", k, self._lm.vocabulary.size)
         if not len(self):
             return TopTokens(torch.empty(0, count), torch.empty(0, count, dtype=torch.long))
         return TopTokens(*await self._reduced(TopColumns(count)))
@@ -325,7 +307,7 @@ class Population(Members):
         self,
         max_tokens: int,
         *,
-        stop: Stop = (),
+        stop: Stop | None = None,
         temperature: ArrayLike = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -337,9 +319,10 @@ class Population(Members):
 
         Args:
             max_tokens: Maximum number of tokens for each member.
-            stop: One or several token ids or texts, `str` or `bytes`. A member is finished by a
-                token with one of these ids, or by the token that completes one of the texts
-                among the tokens that this call draws.
+            stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
+                `()` for none. By default the end of a text, which is the `eos_token_id` of the
+                vocabulary if it has one; other ends replace it. A text finishes a member with
+                the token that completes it among the tokens that this call draws.
             temperature: As `draw`.
             top_k: As `draw`.
             top_p: As `draw`.
@@ -349,8 +332,8 @@ class Population(Members):
             The tokens, and the population extended by them. The token that finishes a member is
             the last of its tokens.
         """
-        texts, ids = checked_stop(stop, self._lm.vocabulary.size)
         count, size = len(self), self._lm.vocabulary.size
+        ids, texts = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         sampling = GroupSampling(
             self._places,
             self._finished,

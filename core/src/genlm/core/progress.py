@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = ["Stages", "loading_stage", "stages_shown"]
-
-T = TypeVar("T")
 
 TICK_S = 1.0
 """Between two refreshes of the time that a stage has taken."""
@@ -36,13 +34,17 @@ def loading_stage(text: str) -> bool:
 
 
 @contextmanager
-def stages_shown(*, shown: bool) -> Iterator[Stages | None]:
-    """Show the stages that are said within this context, on standard error; None if not."""
+def stages_shown(*, shown: bool) -> Iterator[None]:
+    """Show the stages that are reported in this context, on standard error."""
     if not shown:
-        yield None
+        yield
         return
-    with Stages() as stages, stages.current():
-        yield stages
+    with Stages() as stages:
+        token = _current.set(stages)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
 
 class Stages:
@@ -74,24 +76,6 @@ class Stages:
         with self._lock:
             self._close()
             self._bar = _line(text, "{elapsed}")
-
-    def around(self, build: Callable[[], T]) -> Callable[[], T]:
-        """Return `build` for another thread, where it shows its stages, too."""
-
-        def built() -> T:
-            with self.current():
-                return build()
-
-        return built
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Show the stages that `loading_stage` says in this context."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
 
     def _tick(self) -> None:
         while not self._ended.wait(TICK_S):

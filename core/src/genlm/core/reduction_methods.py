@@ -28,6 +28,7 @@ from genlm.core.reductions import (
 from genlm.core.sampling import stream_seeds, stream_uniforms
 from genlm.core.validation import (
     checked_batch,
+    checked_count,
     checked_ids,
     checked_integer,
     checked_number,
@@ -80,7 +81,10 @@ class ReductionMethods:
             EvaluationError: `compute` of the reduction raised.
             GenlmError: As `next_token_logprobs`.
         """
-        return await self._requests.reduction(context, reduction, lora_name)
+        wanted = _checked_reduction(reduction)
+        item = (*self._requests.build_query(context, lora_name), wanted)
+        [value] = await self._requests.answer([item], [context])
+        return value
 
     reduce_sync = blocking(reduce)
 
@@ -107,7 +111,8 @@ class ReductionMethods:
             GenlmError: As `reduce`, for the first context that fails; its `places` are the
                 indices of all contexts that fail.
         """
-        return await self._requests.reductions(contexts, reductions, lora_name)
+        wanted = each_in_batch(_checked_reduction, reductions)
+        return await self._requests.batch(contexts, wanted, lora_name)
 
     batch_reduce_sync = blocking(batch_reduce)
 
@@ -190,9 +195,7 @@ class ReductionMethods:
     batch_top_tokens_sync = blocking(batch_top_tokens)
 
     def _top_k(self, k: int) -> TopK:
-        found = checked_top_k(checked_integer("k", k, 1), self.vocabulary.size, "k")
-        assert found is not None  # noqa: S101 - it is only for None
-        return TopK(found)
+        return TopK(checked_count("k", k, self.vocabulary.size))
 
     # -- sets of tokens ---------------------------------------------------------------
 
@@ -230,8 +233,8 @@ class ReductionMethods:
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context."""
         contexts = list(checked_batch(contexts))
-        allowed = each_in_batch(self._mask, self._listed(masks, len(contexts)))
-        wanted = [LogMass(mask) for mask in allowed]
+        listed = self._listed(masks, len(contexts))
+        wanted = each_in_batch(lambda mask: LogMass(self._mask(mask)), listed)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     batch_log_mass_sync = blocking(batch_log_mass)
@@ -354,6 +357,14 @@ class ReductionMethods:
         listed: list[Any] = [Mask.from_packed(row, size) if is_packed else row for row in masks]  # type: ignore[arg-type]
         _check_count("masks", listed, count)
         return listed
+
+
+def _checked_reduction(reduction: Reduction) -> Reduction:
+    if not isinstance(reduction, Reduction):
+        raise TypeError(
+            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
+        )
+    return reduction
 
 
 def _uniforms(

@@ -26,7 +26,7 @@ from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask
 from genlm.core.query import GroupReduction, Reduced, Reduction
 from genlm.core.row_weights import RowWeights
-from genlm.core.rows import copied_rows, invalid_rows, row_parts, rows_from_logits
+from genlm.core.rows import copied_rows, invalid_rows, moved, row_parts, rows_from_logits
 from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TokenLogprobs(Reduction):
         sizes = [len(request.token_ids) for request in requests]
         ids = torch.tensor([i for each in requests for i in each.token_ids], dtype=torch.long)
         places = torch.arange(len(requests)).repeat_interleave(torch.tensor(sizes))
-        found = rows[places.to(rows.device), ids.to(rows.device)].cpu()
+        found = rows[moved(places, rows.device), moved(ids, rows.device)].cpu()
         return [part.clone() for part in torch.split(found, sizes)]
 
 
@@ -164,11 +164,6 @@ class Draw(Reduction):
 
     is_cacheable = False  # no later request has the same random number
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the mask."""
-        return 0 if self.mask is None else self.mask.nbytes
-
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
         """Draw from all rows at once."""
@@ -207,8 +202,8 @@ class TargetScore(Reduction):
         cls, rows: torch.Tensor, requests: Sequence[TargetScore]
     ) -> Sequence[ScoredToken]:
         """Gather the tokens, and compare them with the largest entries."""
-        ids = torch.tensor([request.token_id for request in requests], device=rows.device)
-        logprobs = rows.gather(1, ids[:, None])[:, 0]
+        ids = torch.tensor([request.token_id for request in requests])
+        logprobs = rows.gather(1, moved(ids, rows.device)[:, None])[:, 0]
         is_top = logprobs >= rows.amax(-1)
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
 
@@ -307,7 +302,7 @@ def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
     first, count = indices[0], len(indices)
     if indices == list(range(first, first + count)):
         return rows[first : first + count]
-    return rows[torch.tensor(indices, device=rows.device)]
+    return rows[moved(torch.tensor(indices), rows.device)]
 
 
 def _owned(value: Any, rows: torch.Tensor) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import off_loop
+from genlm.core.cache import Entry, entry_copy, entry_value
 from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import (
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from genlm.core.group_sampling import GroupSampling
     from genlm.core.population import Population
     from genlm.core.scheduler import Scheduler
-    from genlm.core.scheduler.request_table import Request as ScheduledRequest
     from genlm.core.statistics import RequestCounters
     from genlm.core.validation import Integers
 
@@ -52,6 +52,9 @@ RowKey = tuple[object, str | None, bytes]
 
 Item = tuple[Query, Any, Reduction | None]
 """A query, its key, and the requested reduction of its row; None for the whole result."""
+
+_Cached = tuple[Entry, Reduction | None]
+"""An entry of the output cache, and the requested reduction of it; None for a copy."""
 
 COPIED_ON_LOOP = 2**16
 """Maximum number of bytes copied on the event loop: a copy takes as long as a thread switch."""
@@ -103,11 +106,8 @@ class Requests:
 
     def build_query(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
         """Check a sequence and an adapter name, and build the query and its key."""
-        if isinstance(token_ids, Context):
-            adapter = self.adapter_of(token_ids, lora_name)
-            return self.sequence_query(token_ids.sequence, adapter)
-        _, adapter = self._adapter(lora_name)
-        return self.sequence_query(self._sequence(token_ids), adapter)
+        sequence, _, adapter = self.context_parts(token_ids, lora_name)
+        return self.sequence_query(sequence, adapter)
 
     def sequence_query(
         self, sequence: TokenSequence, adapter: str | None
@@ -173,7 +173,7 @@ class Requests:
 
     def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
         """Return the engine's name of a context's adapter; check that this model serves it."""
-        if not context._is_of(self._model):  # noqa: SLF001 - a part of AsyncLM, as this
+        if context._lm._model is not self._model:  # noqa: SLF001 - parts of AsyncLM
             raise ValueError(
                 f"{context!r} belongs to a different model; make it with this model's method "
                 f"{type(context).__name__.lower()}"
@@ -198,11 +198,10 @@ class Requests:
         """Return the row of a sequence, which belongs to the caller."""
         query, key = self.build_query(token_ids, lora_name)
         row = None
-        if use_cache and key in self._cache:
-            if 4 * self.vocab_size <= COPIED_ON_LOOP:
-                row = self._cache.get(key)
-            else:
-                row = await off_loop(self._cache.get, key)
+        if use_cache and 4 * self.vocab_size <= COPIED_ON_LOOP:
+            row = self._cache.get(key)
+        elif use_cache and key in self._cache:
+            row = await off_loop(self._cache.get, key)
         is_cached = row is not None
         self.counters.count(len(query), hits=int(is_cached))
         if not is_cached:
@@ -210,31 +209,19 @@ class Requests:
         self._keep(token_ids, is_computed=not is_cached)
         return row
 
-    async def rows(self, token_ids_list: TokenBatch, lora_name: str | None) -> list[Any]:
-        """Return the row of each of several sequences."""
-        sequences = list(checked_batch(token_ids_list))
-        queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
-        items = [(query, key, None) for query, key in queries]
-        return await self.answer(items, sequences, range(len(items)))
-
-    async def reduction(
-        self, token_ids: TokenIds, reduction: Reduction, lora_name: str | None
-    ) -> Any:
-        """Return a reduction of the row of a sequence."""
-        item = (*self.build_query(token_ids, lora_name), _checked_reduction(reduction))
-        [value] = await self.answer([item], [token_ids])
-        return value
-
-    async def reductions(
-        self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
+    async def batch(
+        self,
+        contexts: TokenBatch,
+        wanted: Sequence[Reduction | None] | None,
+        lora_name: str | None,
     ) -> list[Any]:
-        """Return a reduction of the row of each of several sequences."""
+        """Return the row of each of several sequences, or a reduction of it."""
         sequences = list(checked_batch(contexts))
-        if len(reductions) != len(sequences):
+        wanted = [None] * len(sequences) if wanted is None else wanted
+        if len(wanted) != len(sequences):
             raise ValueError(
-                f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
+                f"{len(wanted)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        wanted = each_in_batch(_checked_reduction, reductions)
         queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
         items = [(*query, each) for query, each in zip(queries, wanted, strict=True)]
         return await self.answer(items, sequences, range(len(items)))
@@ -251,90 +238,42 @@ class Requests:
             items: Results of `build_query`, with the requested reductions.
             sequences: The caller's arguments, if they may be contexts.
             places: Places of the items in the caller's batch, for errors; None for one request.
-
-        Raises:
-            GenlmError: The error of the first failed item; it names the places of all failed
-                items.
         """
-        sizes = [self._cached_size(key, wanted) for _, key, wanted in items]
-        read = [i for i, size in enumerate(sizes) if size is not None]
-        values: list[Any] = [None] * len(items)
-        request = self._submit(items, [i for i, size in enumerate(sizes) if size is None])
-        if read:
-            nbytes = sum(size for size in sizes if size is not None)
-            part = [items[i] for i in read]
-            try:
-                if nbytes <= COPIED_ON_LOOP:
-                    found = self._read(part)
-                else:
-                    found = await off_loop(self._read, part)
-            except GeneratorExit:  # as in `Scheduler.results`
-                raise
-            except BaseException:
-                self.scheduler.abandon(request)
-                raise
-            for i, value in zip(read, found, strict=True):
-                values[i] = value
-        computed = iter(await self.scheduler.results(request))
-        values = [
-            next(computed) if sizes[i] is None else value for i, value in enumerate(values)
-        ]
-        evicted = [i for i in read if values[i] is None]
-        if evicted:
-            computed = iter(await self.scheduler.results(self._submit(items, evicted)))
-            for i in evicted:
-                values[i], sizes[i] = next(computed), None
-        hits = [
-            query for (query, _, _), size in zip(items, sizes, strict=True) if size is not None
-        ]
-        self.counters.count(sum(map(len, hits)), requests=len(hits), hits=len(hits))
+        cached = [self._cached(key, wanted) for _, key, wanted in items]
+        misses = [item for item, each in zip(items, cached, strict=True) if each is None]
+        tokens, hits = sum(len(query) for query, _, _ in items), len(items) - len(misses)
+        self.counters.count(tokens, requests=len(items), hits=hits)
+        request = self.scheduler.submit(misses)
+        try:
+            read = await self._read([each for each in cached if each is not None])
+        except GeneratorExit:  # as in `Scheduler.results`
+            raise
+        except BaseException:
+            self.scheduler.abandon(request)
+            raise
+        found, computed = iter(read), iter(await self.scheduler.results(request))
+        values = [next(computed if each is None else found) for each in cached]
         _raise_first(values, places)
         if self._leases is not None:
-            for token_ids, size in zip(sequences, sizes, strict=False):
-                self._keep(token_ids, is_computed=size is None)
+            for token_ids, each in zip(sequences, cached, strict=False):
+                self._keep(token_ids, is_computed=each is None)
         return values
 
-    def _submit(self, items: Sequence[Item], places: Sequence[int]) -> ScheduledRequest:
-        """Count the items at some places, and submit them to the scheduler."""
-        self.counters.count(sum(len(items[i][0]) for i in places), requests=len(places))
-        return self.scheduler.submit([items[i] for i in places])
+    def _cached(self, key: Any, wanted: Reduction | None) -> _Cached | None:
+        """Find a result in the output cache, or the row of which it is a reduction."""
+        if wanted is not None and wanted.is_cacheable:
+            entry = self._cache.find((key, wanted))
+            if entry is not None:
+                return entry, None
+        entry = self._cache.find(key)
+        return None if entry is None else (entry, wanted)
 
-    def _cached_size(self, key: Any, wanted: Reduction | None) -> int | None:
-        """Return the number of bytes to read for a cached result; None if it is not cached."""
-        if wanted is None:
-            return self._cache.size_of(key)
-        size = self._cache.size_of((key, wanted)) if wanted.is_cacheable else None
-        if size is None and key in self._cache:
-            size = COPIED_ON_LOOP + 1  # a reduction takes too long on the loop in any case
-        return size
-
-    def _read(self, items: Sequence[Item]) -> list[Any]:
-        """Read results from the output cache; None for evicted ones."""
-        values: list[Any] = []
-        reduced: dict[Any, list[int]] = {}
-        for place, (_, key, wanted) in enumerate(items):
-            if wanted is None:
-                values.append(self._cache.get(key))
-                continue
-            values.append(self._cache.get((key, wanted)) if wanted.is_cacheable else None)
-            if values[place] is None:
-                reduced.setdefault(key, []).append(place)
-        keys = list(reduced)
-        step = max(1, _REDUCED_AT_ONCE // self.vocab_size)
-        for begin in range(0, len(keys), step):
-            part = {key: self._cache.kept(key) for key in keys[begin : begin + step]}
-            by_device: dict[Any, list[Any]] = {}
-            for key, row in part.items():
-                if row is not None:
-                    by_device.setdefault(row.device, []).append(key)
-            for found in by_device.values():
-                rows = torch.stack([part[key] for key in found])
-                outputs = [tuple(items[place][2] for place in reduced[key]) for key in found]
-                for key, answer in zip(found, reduce_rows(rows, outputs), strict=True):
-                    is_error = isinstance(answer, Exception)
-                    for i, place in enumerate(reduced[key]):
-                        values[place] = answer if is_error else answer.values[i]  # type: ignore[union-attr]
-        return values
+    async def _read(self, cached: list[_Cached]) -> list[Any]:
+        """Return copies and reductions of cached results, on another thread if that is long."""
+        is_short = sum(entry[2] for entry, _ in cached) <= COPIED_ON_LOOP
+        if is_short and all(wanted is None for _, wanted in cached):
+            return [entry_copy(entry) for entry, _ in cached]
+        return await off_loop(_read_cached, cached)
 
     def _keep(self, token_ids: object, *, is_computed: bool) -> None:
         """Lease the engine's state of a context while references to the context exist."""
@@ -433,6 +372,26 @@ def _beginnings(packed: bytes, start: int) -> Iterator[TokenSequence]:
         yield sequence
 
 
+def _read_cached(cached: list[_Cached]) -> list[Any]:
+    values = [entry_copy(entry) if wanted is None else None for entry, wanted in cached]
+    places_of: dict[int, list[int]] = {}  # of the reductions of each row
+    for place, (entry, wanted) in enumerate(cached):
+        if wanted is not None:
+            places_of.setdefault(id(entry), []).append(place)
+    of_rows = list(places_of.values())
+    while of_rows:
+        first = entry_value(cached[of_rows[0][0]][0])
+        step = max(1, _REDUCED_AT_ONCE // len(first))
+        part, of_rows = of_rows[:step], of_rows[step:]
+        rows = [entry_value(cached[places[0]][0]) for places in part]
+        outputs = [tuple(cached[place][1] for place in places) for places in part]
+        answers = reduce_rows(torch.stack(rows), outputs)
+        for places, answer in zip(part, answers, strict=True):
+            for i, place in enumerate(places):
+                values[place] = answer if isinstance(answer, Exception) else answer.values[i]
+    return values
+
+
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
     """Drop the results of a model, or of one of its adapters, from an output cache."""
 
@@ -442,14 +401,6 @@ def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
         return own and (not adapter or of_row[1] == adapter[0])
 
     cache.clear(is_dropped)
-
-
-def _checked_reduction(reduction: Reduction) -> Reduction:
-    if not isinstance(reduction, Reduction):
-        raise TypeError(
-            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
-        )
-    return reduction
 
 
 def _raise_first(values: Sequence[Any], places: Sequence[int] | None) -> None:

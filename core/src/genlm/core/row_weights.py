@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.row_masks import RowMasks
-from genlm.core.rows import logprob_parts
+from genlm.core.rows import moved, row_parts
 
 if TYPE_CHECKING:
     from genlm.core.generations import Integers64
@@ -55,10 +55,6 @@ class RowWeights:
             lowest of equals.
         bias: A number, or numbers of shape `(n,)`, `(n, 1)`, `(vocab_size,)`,
             `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes a token.
-
-    Raises:
-        TypeError: A temperature or bias that is not of numbers.
-        ValueError: Another shape, or a temperature that is negative or not finite.
     """
 
     def __init__(
@@ -129,20 +125,14 @@ class RowWeights:
         found, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         return (each, each) if len(found) == len(keys) else (first, inverse)
 
-    def parts(self, rows: torch.Tensor, *, normalised: bool) -> Iterator[RowPart]:
-        """Yield the parts of the rows that are computed at once, with their weights.
-
-        Args:
-            rows: Log-probabilities, or logits of any floating dtype, shape
-                `(count, vocab_size)`, on any device.
-            normalised: Whether they are log-probabilities.
-        """
+    def parts(self, rows: torch.Tensor) -> Iterator[RowPart]:
+        """Yield the parts of the rows that are computed at once, with their weights."""
         masks, device = self._masks, rows.device
         free = None if masks is None else masks.unrestricted
         temperatures = np.broadcast_to(self._temperature, (self._count,))
         memory: torch.Tensor | None = None
-        for begin, part in logprob_parts(rows, normalised=normalised):
-            end = begin + len(part)
+        for begin, end in row_parts(len(rows), rows.shape[1], device):
+            part = rows[begin:end].detach()
             if memory is None:
                 memory = part.new_empty(part.shape)
             yield RowPart(
@@ -150,7 +140,7 @@ class RowWeights:
                 slice(begin, end),
                 temperatures[begin:end],
                 None if masks is None else masks.factors(begin, end, device),
-                None if free is None else free[begin:end].to(device),
+                None if free is None else moved(free[begin:end], device),
                 _shown(self._bias, begin, end, device),
                 _shown(self._offset, begin, end, device),
                 memory[: end - begin],

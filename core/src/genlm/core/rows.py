@@ -8,7 +8,7 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ __all__ = [
     "copied_rows",
     "invalid_rows",
     "known_logits",
-    "logprob_parts",
+    "moved",
     "row_parts",
     "rows_from_logits",
 ]
@@ -102,36 +102,22 @@ def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, in
     return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
 
 
-def logprob_parts(
-    rows: torch.Tensor, *, normalised: bool = True
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the parts of a batch of rows that are computed at once.
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor, such as indices or random numbers, on a device.
 
-    Args:
-        rows: Log-probabilities, or logits of any floating dtype; shape `(n, size)`.
-        normalised: Whether they are log-probabilities, which are not copied.
-
-    Yields:
-        Where the part begins, and its log-probabilities. Those of logits are in memory that the
-        next part overwrites: on CPUs new memory takes longer than the computation.
+    A copy from pageable memory to a GPU waits for all operations that were launched before. On
+    CUDA the tensor is therefore copied from pinned memory, without waiting.
     """
-    rows, kept = rows.detach(), None
-    for begin, end in row_parts(len(rows), rows.shape[1], rows.device):
-        part = rows[begin:end]
-        if not normalised:
-            if kept is None:
-                kept = part.new_empty(part.shape, dtype=torch.float32)
-            part = torch.log_softmax(part.float(), -1, out=kept[: end - begin])
-        yield begin, part
+    is_copied = device.type == "cuda" and tensor.device.type == "cpu"
+    if is_copied and torch.cuda.is_available():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
     """Copy each row into separate memory.
 
     On CUDA a few kernels copy all of them. `torch.unbind_copy` launches one for each row.
-
-    Args:
-        rows: Shape `(n, size)`, any device.
     """
     if rows.device.type != "cuda":
         copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]

@@ -107,9 +107,6 @@ def uniforms(
 
     Returns:
         Multiples of 2**-53, shape `(n,)` or `(n, count)`, float64.
-
-    Raises:
-        ValueError: `seed` is negative.
     """
     seeds = _member_seeds(_key(seed), members)
     state = _mixed(_state(seeds, _words(steps)))

@@ -6,16 +6,16 @@ reduce all of its rows. For other engines, every position is a request for a red
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
 
 from genlm.core.blocking import blocking
-from genlm.core.engine import invalid_scores
-from genlm.core.errors import EvaluationError, each_in_batch
+from genlm.core.errors import each_in_batch
 from genlm.core.group_reductions import checked_reduction
 from genlm.core.query import TokenScores
 from genlm.core.validation import checked_batch, is_several
@@ -23,14 +23,14 @@ from genlm.core.validation import checked_batch, is_several
 if TYPE_CHECKING:
     from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.query import GroupReduction, Reduction
-    from genlm.core.requests import Requests
+    from genlm.core.requests import Item, Requests
     from genlm.core.validation import Integers
 
 __all__ = ["ScoreMethods"]
 
 _REQUESTS_AT_ONCE = 256
-"""Maximum number of requests in a part of a long list of texts. The list is divided to show
-progress and, if every position is a request, to limit the rows in memory."""
+"""Maximum number of requests that are computed at once, to show progress and, if every position
+is a request, to limit the rows in memory."""
 
 
 class ScoreMethods:
@@ -63,10 +63,7 @@ class ScoreMethods:
             GenlmError: As `next_token_logprobs`.
         """
         requested = self._requests.scores(token_ids, start, lora_name)
-        answers: list[Any] = []
-        for begin in range(0, len(requested), _REQUESTS_AT_ONCE):
-            answers += await self._requests.answer(requested[begin : begin + _REQUESTS_AT_ONCE])
-        [scores] = _scores([requested], answers)
+        [scores] = await self._scored([requested])
         return scores.logprobs
 
     score_sync = blocking(score)
@@ -116,13 +113,16 @@ class ScoreMethods:
         Returns:
             The scores of the texts, in order.
         """
-        requested = self._score_requests(texts, start, lora_name)
-        scores: list[TokenScores] = []
-        for part in _parts(requested, progress=progress):
-            places = [len(scores) + i for i, text in enumerate(part) for _ in text]
-            answers = await self._requests.answer(list(itertools.chain(*part)), (), places)
-            scores += _scores(part, answers)
-        return scores
+        listed = list(checked_batch(texts))
+        starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
+        if len(starts) != len(listed):
+            raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
+        requested = each_in_batch(
+            lambda each: self._requests.scores(*each, lora_name),
+            zip(listed, starts, strict=True),
+        )
+        places = [i for i, text in enumerate(requested) for _ in text]
+        return await self._scored(requested, places, progress=progress)
 
     batch_token_scores_sync = blocking(batch_token_scores)
 
@@ -162,53 +162,33 @@ class ScoreMethods:
 
     reduce_text_sync = blocking(reduce_text)
 
-    def _score_requests(
-        self, texts: TokenBatch, start: int | Integers, lora_name: str | None
-    ) -> list[list[Any]]:
-        """Check all texts, and build the requests that score them."""
-        listed = list(checked_batch(texts))
-        starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
-        if len(starts) != len(listed):
-            raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
-        return each_in_batch(
-            lambda each: self._requests.scores(*each, lora_name),
-            zip(listed, starts, strict=True),
-        )
+    async def _scored(
+        self,
+        requested: list[list[Item]],
+        places: Sequence[int] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[TokenScores]:
+        """Return the scores of texts, each of which is one request or one per position."""
+        items = list(itertools.chain(*requested))
+        ends = list(itertools.accumulate(map(len, requested)))
+        is_divided = progress or len(items) > len(requested)
+        step = _REQUESTS_AT_ONCE if is_divided else max(1, len(items))
+        answers: list[Any] = []
+        with tqdm(total=len(ends), desc="scoring", unit="text", disable=not progress) as bar:
+            for begin in range(0, len(items), step):
+                part = slice(begin, begin + step)
+                own = None if places is None else places[part]
+                answers += await self._requests.answer(items[part], (), own)
+                bar.update(bisect.bisect_right(ends, begin + step) - bar.n)
+        remaining = iter(answers)
+        return [_scores(list(itertools.islice(remaining, len(text)))) for text in requested]
 
 
-def _parts(requested: list[list[Any]], *, progress: bool) -> Iterator[list[list[Any]]]:
-    """Yield the parts of a list of texts, which are computed one after the other."""
-    with tqdm(total=len(requested), desc="scoring", unit="text", disable=not progress) as bar:
-        for part in _divided(requested, limited=progress):
-            yield part
-            bar.update(len(part))
-
-
-def _divided(requested: list[list[Any]], *, limited: bool) -> Iterator[list[list[Any]]]:
-    limited = limited or any(len(text) > 1 for text in requested)
-    part: list[list[Any]] = []
-    count = 0
-    for text in requested:
-        if part and limited and count + len(text) > _REQUESTS_AT_ONCE:
-            yield part
-            part, count = [], 0
-        part.append(text)
-        count += len(text)
-    if part:
-        yield part
-
-
-def _scores(part: list[list[Any]], values: list[Any]) -> Iterator[TokenScores]:
-    """Combine the results of a part into scores of its texts."""
-    remaining = iter(values)
-    for text in part:
-        found = list(itertools.islice(remaining, len(text)))
-        query = text[0][0] if text else None
-        if query is not None and query.targets:
-            if problem := invalid_scores(found, [query], "the engine"):
-                raise EvaluationError(problem)
-            yield found[0]
-        else:
-            logprobs = torch.tensor([each.logprob for each in found], dtype=torch.float32)
-            is_top = torch.tensor([each.is_top for each in found], dtype=torch.bool)
-            yield TokenScores(logprobs, is_top)
+def _scores(answers: list[Any]) -> TokenScores:
+    """Combine the answers for one text."""
+    if answers and isinstance(answers[0], TokenScores):
+        return answers[0]
+    logprobs = torch.tensor([each.logprob for each in answers], dtype=torch.float32)
+    is_top = torch.tensor([each.is_top for each in answers], dtype=torch.bool)
+    return TokenScores(logprobs, is_top)

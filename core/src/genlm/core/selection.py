@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.rows import logprob_parts
+from genlm.core.rows import moved, row_parts
 
 __all__ = [
     "SUM_BLOCK",
@@ -33,47 +33,35 @@ _CANDIDATES = (256, 8192)
 _LARGEST_ID = 2**31 - 1
 
 
-def batch_token_logprobs(
-    rows: torch.Tensor, token_ids: torch.Tensor, *, normalised: bool = True
-) -> torch.Tensor:
+def batch_token_logprobs(rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of given tokens in each row.
 
     Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32, or logits.
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32.
         token_ids: Shape `(n, k)`, int64, below the vocabulary's size, on any device; -1 for
             no token.
-        normalised: Whether `rows` are log-probabilities.
 
     Returns:
         Shape `(n, k)`, float32, on the device of `rows`; `-inf` where the id is -1.
     """
-    ids = token_ids.to(rows.device)
-    if normalised:
-        found = rows.gather(1, ids.clamp(min=0))
-    else:
-        found = torch.empty(ids.shape, dtype=torch.float32, device=rows.device)
-        for begin, part in logprob_parts(rows, normalised=False):
-            own = slice(begin, begin + len(part))
-            torch.gather(part, 1, ids[own].clamp(min=0), out=found[own])
-    return found.masked_fill_(ids < 0, float("-inf"))
+    ids = moved(token_ids, rows.device)
+    return rows.gather(1, ids.clamp(min=0)).masked_fill_(ids < 0, float("-inf"))
 
 
-def batch_top_k(
-    rows: torch.Tensor, k: int, *, normalised: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `k` most likely tokens of each row, of equals those with the lowest ids.
 
     Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32, without NaN, or logits; on
-            any device; not changed.
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32, without NaN; on any device;
+            not changed.
         k: From 1 to `vocab_size`.
-        normalised: Whether `rows` are log-probabilities.
 
     Returns:
         Log-probabilities, the largest first, and their ids, of equals the lowest first: shape
         `(n, k)`, float32 and int64, on the device of `rows`.
     """
-    parts = [_largest(part, k) for _, part in logprob_parts(rows, normalised=normalised)]
+    bounds = row_parts(len(rows), rows.shape[1], rows.device)
+    parts = [_largest(rows[begin:end], k) for begin, end in bounds]
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -137,7 +125,7 @@ def truncated(
     rest = np.arange(len(weights))
     widths = [int(np.where(has_all, width, top_k).max()) for width in _CANDIDATES]
     for width in [*(width for width in widths if width <= size // 4), size]:
-        places = torch.from_numpy(rest).to(weights.device)
+        places = moved(torch.from_numpy(rest), weights.device)
         of_rest = weights if len(rest) == len(weights) else weights[places]
         largest = batch_top_k(of_rest, width) if width < size else _sorted(of_rest)
         found[places], is_short = _limited(of_rest, largest, top_k[rest], top_p[rest])
@@ -162,7 +150,9 @@ def _limited(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights limited to some of the largest, and whether all of these are kept."""
     ids, values = largest[1], wide(largest[0])
-    ks, ps = (torch.from_numpy(limit[:, None]).to(values.device) for limit in (top_k, top_p))
+    ks, ps = (
+        moved(torch.from_numpy(limit[:, None]), values.device) for limit in (top_k, top_p)
+    )
     in_top_k = torch.arange(values.shape[1], device=values.device) < ks
     values = values * in_top_k
     cumulative = values.cumsum(-1)

@@ -16,7 +16,7 @@ from genlm.core.vocab import Vocabulary
 if TYPE_CHECKING:
     from genlm.core.validation import Integers
 
-__all__ = ["Tokenizer", "decode", "encode", "encode_chat"]
+__all__ = ["Tokenizer", "decode", "encode", "encode_chat", "search_stop"]
 
 
 class Tokenizer(Protocol):
@@ -89,6 +89,12 @@ def _adds_a_space(vocabulary: Vocabulary) -> bool:
     except GenlmError:
         return False
     return bool(ids) and vocabulary.byte_vocab[ids[0]].startswith(b" ")
+
+
+def search_stop(text: bytes, stop: tuple[bytes, ...]) -> tuple[bool, bytes]:
+    """Return whether a text contains a stop text, and its end, where one may have begun."""
+    longest = max(map(len, stop))
+    return any(each in text for each in stop), text[max(0, len(text) - longest + 1) :]
 
 
 def encode_chat(

@@ -15,16 +15,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.columns import Columns
 from genlm.core.errors import EvaluationError, described
 from genlm.core.generations import Integers64
+from genlm.core.group_reductions import SharedReduction
+from genlm.core.groups import Columns
 from genlm.core.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.reductions import PositionReduction
-from genlm.core.rows import known_logits, row_parts, rows_from_logits
+from genlm.core.rows import known_logits, moved, row_parts, rows_from_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["PieceScores", "ScoredText", "TextResult"]
+__all__ = ["PieceScores", "ReducedText", "ScoredText", "TextResult"]
 
 # Logits that are normalised at once on a CPU: 1 MiB in float32, which stays in its caches.
 _VALUES_AT_ONCE = 2**18
@@ -50,7 +51,11 @@ class ScoredText(NamedTuple):
     def of(cls, query: Query) -> ScoredText:
         """Return the text of a query with targets."""
         [output] = query.outputs
-        reduction = output.reduction if isinstance(output, PositionReduction) else None
+        reduction: GroupReduction | None = None
+        if isinstance(output, PositionReduction):
+            reduction = output.reduction
+        elif output is not None:  # stands for a reduction that could not be sent here
+            reduction = SharedReduction(output)
         return cls(query.sequence, query.targets, reduction)
 
     @property
@@ -83,7 +88,7 @@ class PieceScores:
             [text.reduction is None for text in texts], np.diff(self.ends)
         ).astype(bool)
         self._reduced = {
-            index: _ReducedText(text.reduction, len(text.targets))
+            index: ReducedText(text.reduction, len(text.targets))
             for index, text in enumerate(texts)
             if text.reduction is not None
         }
@@ -172,8 +177,8 @@ class PieceScores:
         missing = targets >= width
         if self._vocabulary.missing_ids:
             missing |= np.isin(targets, np.array(self._vocabulary.missing_ids))
-        moved = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
-        row, column, is_missing = torch.from_numpy(moved).to(logits.device)
+        numbers = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
+        row, column, is_missing = moved(torch.from_numpy(numbers), logits.device)
         totals, highest = self._normalisers(logits)
         found = logits[row, column].float().masked_fill(is_missing.bool(), -math.inf)
         return found - totals[row], highest[row] - totals[row]
@@ -197,13 +202,18 @@ class PieceScores:
             own = texts == index
             places, own_rows = members[own] - self.ends[index], rows[own]
             for begin, end in row_parts(len(own_rows), self._vocabulary.size, logits.device):
-                part = logits[torch.from_numpy(own_rows[begin:end]).to(logits.device)]
+                part = logits[moved(torch.from_numpy(own_rows[begin:end]), logits.device)]
                 computed = rows_from_logits(part, self._vocabulary)
                 self._reduced[index].add(places[begin:end], computed)
 
 
-class _ReducedText:
-    """The columns of one text's reduction."""
+class ReducedText:
+    """The columns of one text's reduction, computed in pieces and in any order.
+
+    Args:
+        reduction: Reduction of the rows that predict the targets.
+        count: Number of targets.
+    """
 
     def __init__(self, reduction: GroupReduction, count: int) -> None:
         self._columns = Columns(reduction, count)
@@ -213,7 +223,13 @@ class _ReducedText:
         self._error: EvaluationError | None = None
 
     def add(self, places: Integers64, rows: torch.Tensor) -> None:
-        """Reduce the rows of some positions; row i is that of `places[i]`."""
+        """Reduce the rows of some positions; nothing after an error.
+
+        Args:
+            places: Indices of targets.
+            rows: Natural-log probabilities that predict them, shape
+                `(len(places), vocab_size)`, float32.
+        """
         if self._error is not None:
             return
         self._invalid.append(rows[:, 0].isnan().sum())  # not read here: it waits for a GPU
@@ -222,6 +238,11 @@ class _ReducedText:
         except Exception as error:  # noqa: BLE001 - it fails this text alone
             self._error = EvaluationError(f"{self._kind}.compute raised {described(error)}")
             self._error.__cause__ = error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the reduction raised."""
+        return self._error is not None
 
     def result(self) -> Reduced | EvaluationError:
         """Return the columns, or the error of the text."""

@@ -39,6 +39,7 @@ __all__ = [
     "check_query",
     "checked_batch",
     "checked_builder",
+    "checked_count",
     "checked_ids",
     "checked_integer",
     "checked_integers",
@@ -61,12 +62,6 @@ def checked_token_ids(
         token_ids: A flat sequence of integers: list, tuple, numpy or torch.
         vocab_size: Ids must be below it.
         max_context: Maximum number of ids, None for no limit.
-
-    Raises:
-        TokenTypeError: Not a flat sequence of integers.
-        EmptySequenceError: No ids.
-        ContextLengthError: More than `max_context` ids.
-        TokenIdError: An id that is negative or not below `vocab_size`.
     """
     if not (type(token_ids) is list or type(token_ids) is tuple):
         token_ids = checked_integers(token_ids)
@@ -132,14 +127,18 @@ def check_query(
                 raise TokenIdError(token_id, position, vocab_size, "targets")
 
 
-def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozenset[int]]:
-    """Return texts that end a continuation, as bytes, and token ids that do; there may be none.
+def checked_stop(
+    stop: Stop | None, vocab_size: int, eos_token_id: int | None
+) -> tuple[frozenset[int], tuple[bytes, ...]]:
+    """Return the token ids and the texts, as bytes, that end a continuation.
 
-    Raises:
-        TypeError: Not a text, a token id, or several.
-        ValueError: An empty text.
-        TokenIdError: An id that is negative or not below `vocab_size`.
+    Args:
+        stop: One or several token ids and texts; None for `eos_token_id` if there is one.
+        vocab_size: Ids must be below it.
+        eos_token_id: The end of a text, None if the vocabulary has none.
     """
+    if stop is None:
+        return frozenset(() if eos_token_id is None else (eos_token_id,)), ()
     several: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
     if not isinstance(several, Iterable):
         raise TypeError(f"stop={_shortened(stop)}; expected texts or token ids")
@@ -154,19 +153,17 @@ def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozen
             raise TypeError(f"stop has {_shortened(each)}; expected str or bytes, or token ids")
     if b"" in texts:
         raise ValueError("stop has an empty text, which would end every continuation at once")
-    return tuple(texts), frozenset(checked_ids(ids, vocab_size, "stop"))
+    return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
 
 
-def checked_top_k(k: Any, vocab_size: int, name: str = "top_k") -> int | None:
-    """Return a number of most likely tokens, None for all.
+def checked_top_k(k: Any, vocab_size: int) -> int | None:
+    """Return a number of most likely tokens, None for all."""
+    return None if k is None else checked_count("top_k", k, vocab_size)
 
-    Raises:
-        TypeError: Not an integer.
-        ValueError: Below 1 or beyond the vocabulary.
-    """
-    if k is None:
-        return None
-    number = checked_integer(name, k, 1)
+
+def checked_count(name: str, value: Any, vocab_size: int) -> int:
+    """Return a number of tokens, at least 1."""
+    number = checked_integer(name, value, 1)
     if number > vocab_size:
         raise ValueError(
             f"{name}={number} of a vocabulary of {vocab_size} ids; it must be {vocab_size} or "
@@ -176,12 +173,7 @@ def checked_top_k(k: Any, vocab_size: int, name: str = "top_k") -> int | None:
 
 
 def checked_share(top_p: Any) -> float:
-    """Return a share of the probability, 1 for None.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Not above 0 and at most 1.
-    """
+    """Return a share of the probability, 1 for None."""
     share = 1.0 if top_p is None else checked_number("top_p", top_p)
     if not 0 < share <= 1:
         raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
@@ -189,12 +181,7 @@ def checked_share(top_p: Any) -> float:
 
 
 def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:
-    """Return any number of token ids, none included, as a tuple of Python integers.
-
-    Raises:
-        TokenTypeError: Not a flat sequence of integers.
-        TokenIdError: An id that is negative or not below `vocab_size`.
-    """
+    """Return any number of token ids, none included, as a tuple of Python integers."""
     ids = checked_integers(values, argument or "token ids")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise _outside(ids, vocab_size, argument)
@@ -206,9 +193,6 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
 
     Sets, mappings and generators are refused: their order is undefined, or they can be
     read only once. Arrays of booleans are masks and refused too.
-
-    Raises:
-        TokenTypeError: Not a flat sequence of integers.
     """
     if type(values) is list or type(values) is tuple:  # most frequent
         return _integers(values, argument)
@@ -233,12 +217,7 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
 
 
 def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) -> Iterable[T]:
-    """Return `sequences` unchanged.
-
-    Raises:
-        TypeError: It cannot be iterated.
-        TokenTypeError: It is one sequence of token ids.
-    """
+    """Return several sequences unchanged; refuse a single one."""
     if hasattr(sequences, "input_ids"):
         raise TypeError(
             f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
@@ -260,11 +239,7 @@ def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) 
 
 
 def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
-    """Return `build_engine` unchanged.
-
-    Raises:
-        TypeError: It cannot be called.
-    """
+    """Return a function unchanged; refuse what cannot be called."""
     if is_model_object(build_engine):
         raise TypeError(
             f"found the model {type(build_engine).__name__}; expected a function without "
@@ -290,17 +265,7 @@ def is_model_object(value: object) -> bool:
 
 
 def checked_integer(name: str, value: Any, least: int) -> int:
-    """Return an argument as a Python integer.
-
-    Args:
-        name: The argument's, for messages.
-        value: An integer of any kind.
-        least: The smallest that is allowed.
-
-    Raises:
-        TypeError: Not an integer.
-        ValueError: It is less.
-    """
+    """Return an argument, an integer of any kind that is not below `least`, as an `int`."""
     if type(value) is int:  # most frequent
         number = value
     elif _is_integer(value):
@@ -313,12 +278,7 @@ def checked_integer(name: str, value: Any, least: int) -> int:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return an argument, a finite number that is not negative, as a float.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: It is negative or not finite.
-    """
+    """Return an argument, a finite number that is not negative, as a float."""
     if type(value) is float:  # most frequent
         number: float | None = value
     else:

@@ -245,8 +245,11 @@ def _unpack(data: bytes, refused: Callable[[Exception, bool], object]) -> list[A
 
 
 def _kind(value: Any) -> type:
-    """The class that the other process may lack: a program's may be within one of genlm."""
-    return type(getattr(value, "reduction", value))
+    """The class that the other process may lack: a program's may be within some of genlm."""
+    inner = getattr(value, "reduction", None)
+    while inner is not None and type(value).__module__.startswith("genlm."):
+        value, inner = inner, getattr(inner, "reduction", None)
+    return type(value)
 
 
 def _is_row(value: object, vocab_size: int) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import MissingRequirementError
+from genlm.core.errors import required
 from genlm.smc.resampling import Floats, effective_size, log_mean, normalised_weights
 
 if TYPE_CHECKING:
@@ -26,19 +25,6 @@ _SHOWN = 10
 """Maximum number of distinct texts in the printed form."""
 _WIDTH = 100
 """Maximum number of characters of a text in the printed form."""
-
-
-def required(module: str, purpose: str) -> Any:
-    """Import an optional library.
-
-    Raises:
-        MissingRequirementError: The library is not installed.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise MissingRequirementError(purpose, (name,), f"pip install {name}") from error
 
 
 class Step(NamedTuple):

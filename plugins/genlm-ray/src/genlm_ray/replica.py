@@ -94,7 +94,8 @@ class ServingLimits:
         sequences: Sequences that are kept for one program to name again.
         prefix_tokens: Tokens of the prefixes that one program keeps.
         adapters: Adapters that one program has loaded.
-        reduction_s: Time that a program's own reductions may take for a batch of rows.
+        reduction_s: Maximum time in seconds of a program's own reductions of a batch of rows or
+            of a part of a text.
     """
 
     clients: int = 128

@@ -26,13 +26,14 @@ from genlm.plugin import (
     GroupQuery,
     GroupResult,
     Query,
+    Reduced,
     with_groups,
 )
 from genlm_ray.client_reductions import (
     AnyQuery,
     ReductionThread,
     has_client_code,
-    reduced_completions,
+    reduced_rows,
     rows_only,
 )
 
@@ -42,6 +43,14 @@ logger = logging.getLogger("genlm.ray")
 
 SHARED_ROWS = 64
 """Maximum number of rows in the engine while several drivers have queries."""
+
+_TEXT_VALUES = 2**25
+"""Maximum number of entries of the rows of a text that are in memory for a driver's own
+reduction: 128 MiB. Fewer rows would cost an engine without a prefix cache more passes."""
+
+
+_OF_ROWS = (torch.Tensor, GroupResult, Reduced)
+"""Results of the queries that `rows_only` returns."""
 
 
 class _Driver:
@@ -54,16 +63,18 @@ class _Driver:
         self.on_finished = on_finished
         self.served = served  # tokens, normalised to its fair share
         self.reducer: ReductionThread | None = None
-        self.with_own_code: set[int] = set()  # of those in the engine, until they are reduced
+        # Rows of each of those in the engine, until a reduction of the driver's own has them.
+        self.with_own_code: dict[int, int] = {}
 
     @property
     def unanswered(self) -> int:
         return len(self.waiting) + len(self.in_engine)
 
-    @property
-    def can_continue(self) -> bool:
+    def can_continue(self, text_rows: int) -> bool:
         """Whether it has a query for the engine, and few rows in its reductions."""
-        return bool(self.waiting) and len(self.with_own_code) < SHARED_ROWS
+        own = self.with_own_code
+        is_full = own and (len(own) >= SHARED_ROWS or sum(own.values()) >= 2 * text_rows)
+        return bool(self.waiting) and not is_full
 
 
 class ServingLoop:
@@ -72,7 +83,8 @@ class ServingLoop:
     Args:
         build: Builds the engine; called on that thread.
         on_death: Called on that thread with the exception that ended it.
-        reduction_timeout_s: Timeout of a driver's custom reductions of a batch of rows.
+        reduction_timeout_s: Timeout of a driver's custom reductions of a batch of rows or of a
+            part of a text.
     """
 
     def __init__(
@@ -94,6 +106,7 @@ class ServingLoop:
         self._owners: dict[int, tuple[str, AnyQuery]] = {}  # queries in the engine
         self._ids = itertools.count()
         self._rows = 0  # of those, the ones that ask for rows
+        self._text_rows = SHARED_ROWS  # of a part of a text for a driver's own reduction
         self._step_began_s: float | None = None
         self._closed = False
         arguments = (build, on_death)
@@ -152,7 +165,7 @@ class ServingLoop:
             of_engine = [mine for mine, theirs in driver.in_engine.items() if theirs in dropped]
             for query_id in of_engine:
                 del driver.in_engine[query_id]
-            driver.with_own_code.difference_update(of_engine)
+                driver.with_own_code.pop(query_id, None)
             self._aborts.extend(of_engine)
             self._changed.notify()
             is_answered = not driver.unanswered
@@ -232,6 +245,7 @@ class ServingLoop:
         except BaseException as error:  # noqa: BLE001 - raised where `built` is awaited
             self.built.set_exception(error)
             return
+        self._text_rows = max(SHARED_ROWS, _TEXT_VALUES // engine.vocabulary.size)
         self.built.set_result(engine)
         try:
             while self._wait():
@@ -245,7 +259,8 @@ class ServingLoop:
             while not (
                 self._closed or self._calls or self._aborts or self._released or self._owners
             ):
-                if any(driver.can_continue for driver in self._drivers.values()):
+                drivers = self._drivers.values()
+                if any(driver.can_continue(self._text_rows) for driver in drivers):
                     break
                 self._changed.wait()
             return not self._closed
@@ -287,11 +302,13 @@ class ServingLoop:
         """Submit the drivers' queries; return the errors of refused queries."""
         with self._changed:
             chosen = self._chosen()
+            overdue = {name for name, one in self._drivers.items() if self._is_overdue(one)}
         refused = []
-        for name, query in chosen:
+        for name, query, wanted in chosen:
             query_id = query.query_id
             try:
-                wanted = self._for_engine(name, query)
+                if wanted is not query and name in overdue:
+                    raise self._overdue_error()
                 if isinstance(wanted, GroupQuery):
                     engine.submit_group(wanted)
                 else:
@@ -302,37 +319,32 @@ class ServingLoop:
             self._rows += _is_of_rows(query)
         return refused
 
-    def _for_engine(self, name: str, query: AnyQuery) -> AnyQuery:
-        """Request rows only, where a reduction is the driver's code.
+    def _chosen(self) -> list[tuple[str, AnyQuery, AnyQuery]]:
+        """Choose queries in fair shares, renamed to ids that are unique in the engine.
 
-        Raises:
-            EvaluationError: Reductions of the driver take too long.
+        Returns:
+            The names of drivers, their queries, and what the engine computes of each: rows
+            only, where a reduction is the driver's code.
         """
-        if not has_client_code(query):
-            return query
-        with self._changed:
-            driver = self._drivers.get(name)
-            if driver is not None and self._is_overdue(driver):
-                raise self._overdue_error()
-        return rows_only(query)
-
-    def _chosen(self) -> list[tuple[str, AnyQuery]]:
-        """Choose queries in fair shares, renamed to ids that are unique in the engine."""
-        asking = {name: one for name, one in self._drivers.items() if one.can_continue}
+        limit = self._text_rows
+        asking = {name: one for name, one in self._drivers.items() if one.can_continue(limit)}
         busy = [name for name, one in self._drivers.items() if one.unanswered]
         room = SHARED_ROWS - self._rows if len(busy) > 1 else None
-        chosen: list[tuple[str, AnyQuery]] = []
+        chosen: list[tuple[str, AnyQuery, AnyQuery]] = []
         while asking and (room is None or len(chosen) < room):
             name = min(asking, key=lambda one: asking[one].served)
             driver = asking[name]
-            query = driver.waiting.popleft()
             query_id = next(self._ids)
-            driver.in_engine[query_id] = query.query_id
-            driver.served += _share(query)
-            chosen.append((name, _renamed(query, query_id)))
+            original = driver.waiting.popleft()
+            query = wanted = _renamed(original, query_id)
+            driver.in_engine[query_id] = original.query_id
             if has_client_code(query):
-                driver.with_own_code.add(query_id)
-            if not driver.can_continue:
+                wanted = rows_only(query, limit)
+                targets = wanted.targets if isinstance(wanted, Query) else ()
+                driver.with_own_code[query_id] = max(1, len(targets))
+            driver.served += _share(wanted)
+            chosen.append((name, query, wanted))
+            if not driver.can_continue(limit):
                 del asking[name]
         return chosen
 
@@ -351,7 +363,7 @@ class ServingLoop:
     def _reduced(self, completions: list[Completion]) -> list[Completion]:
         """Reduce rows, for engines that do not reduce them."""
         places = []
-        members: list[tuple[AnyQuery, Any]] = []
+        members: list[tuple[Query, torch.Tensor]] = []
         for place, (query_id, result, _) in enumerate(completions):
             _, query = self._owners.get(query_id, (None, None))
             if not isinstance(query, Query) or has_client_code(query):
@@ -360,7 +372,7 @@ class ServingLoop:
                 places.append(place)
                 members.append((query, result))
         if members:
-            for place, reduced in zip(places, reduced_completions(members), strict=True):
+            for place, reduced in zip(places, reduced_rows(members), strict=True):
                 completions[place] = reduced
         return completions
 
@@ -373,7 +385,7 @@ class ServingLoop:
             if query is None:
                 continue
             rows = completion.result
-            if isinstance(rows, (torch.Tensor, GroupResult)) and has_client_code(query):
+            if isinstance(rows, _OF_ROWS) and has_client_code(query):
                 to_reduce.setdefault(name, []).append((query, rows))
             else:
                 answered.setdefault(name, []).append(completion)
@@ -394,17 +406,21 @@ class ServingLoop:
                 driver.reducer = ReductionThread(functools.partial(self._answer, name))
             driver.reducer.submit(members)
 
-    def _answer(self, name: str, completions: Sequence[Completion]) -> None:
-        """Hand completions, by the engine's ids, to their driver."""
+    def _answer(self, name: str, answers: Sequence[Completion | Query]) -> None:
+        """Hand completions, by the engine's ids, to their driver; queue the rest of texts."""
         with self._changed:
             driver = self._drivers.get(name)
             if driver is None:
                 return
-            for completion in completions:
-                driver.with_own_code.discard(completion.query_id)
-                query_id = driver.in_engine.pop(completion.query_id, None)
-                if query_id is not None:
-                    driver.finished.append(completion._replace(query_id=query_id))
+            for answer in answers:
+                driver.with_own_code.pop(answer.query_id, None)
+                query_id = driver.in_engine.pop(answer.query_id, None)
+                if query_id is None:  # aborted
+                    continue
+                if isinstance(answer, Query):
+                    driver.waiting.appendleft(answer.replace(query_id=query_id))
+                else:
+                    driver.finished.append(answer._replace(query_id=query_id))
             self._changed.notify()  # the engine may wait for the driver's reductions
         driver.on_finished()
 

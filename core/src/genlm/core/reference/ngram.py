@@ -20,7 +20,6 @@ All arithmetic is float64 numpy. `exact.py` computes the same formula directly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -121,52 +120,6 @@ class NgramModel:
                 share, distinct
             )
         return rows
-
-    def document_logprobs(self, document: bytes) -> Floats:
-        """Score a document from its beginning to its end.
-
-        Returns:
-            Natural logs of the probability of each byte and then of the end of text,
-            each given all before it; shape `(len(document) + 1,)`, float64.
-        """
-        symbols = _symbols(document)
-        following = symbols[1:]
-        histories = np.full((len(following), self.order - 1), _NOTHING, dtype=np.int64)
-        for age in range(min(self.order - 1, len(following))):
-            histories[age:, age] = symbols[: len(following) - age]
-        result = np.full(len(following), 1 / SYMBOLS)
-        for level, indices, nodes in self._walk(histories):
-            pairs, seen = _find(level.pair_keys, nodes * SYMBOLS + following[indices])
-            counts = np.where(seen, level.pair_counts[pairs], 0.0)
-            distinct = level.distinct[nodes]
-            result[indices] = (counts + distinct * result[indices]) / (
-                level.totals[nodes] + distinct
-            )
-        logprobs: Floats = np.log(result)
-        return logprobs
-
-    def bits_per_byte(self, documents: Iterable[bytes], *, count_ends: bool = True) -> float:
-        """Compute the bits that the model needs for each byte of some documents.
-
-        Args:
-            documents: Documents to score, each from the beginning of a text.
-            count_ends: Also pay for each document's end of text (the number of bytes
-                to divide by stays the same).
-
-        Returns:
-            Negative log2 probability of all documents over their length in bytes.
-
-        Raises:
-            ValueError: All documents are empty.
-        """
-        nats, size = [], 0
-        for document in documents:
-            logprobs = self.document_logprobs(document)
-            nats.append(math.fsum(logprobs if count_ends else logprobs[:-1]))
-            size += len(document)
-        if size == 0:
-            raise ValueError("bits per byte of documents without bytes; pass some text")
-        return -math.fsum(nats) / math.log(2) / size
 
     def _histories(self, contexts: Sequence[Sequence[int]]) -> Ints:
         """Return the newest `order - 1` symbols of each context, newest first."""

@@ -79,12 +79,7 @@ class BatchingPolicy:
 
 
 class IdleFlush:
-    """Flushes the inbox once the running event loop adds no further requests.
-
-    Args:
-        flush: Function that flushes the inbox; called on an event loop's thread.
-        count_inbox: Function that returns the number of requests in the inbox.
-    """
+    """Flushes the inbox once the running event loop adds no further requests."""
 
     def __init__(self, flush: Callable[[], None], count_inbox: Callable[[], int]) -> None:
         self._flush = flush

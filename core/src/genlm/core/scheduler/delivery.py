@@ -76,8 +76,7 @@ class Delivery:
     ) -> None:
         """Finish all futures, those of coroutines on the threads of their event loops.
 
-        Args:
-            afterwards: Called with every event loop that received results, on its thread.
+        Then call `afterwards` with each of these loops, on its thread.
         """
         for loop, finished in self._by_loop.items():
             try:

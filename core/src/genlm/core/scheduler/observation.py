@@ -36,11 +36,7 @@ WARNING_INTERVAL_S = 60.0
 
 
 class StepObserver:
-    """Reports the steps of one engine; used on its thread.
-
-    Args:
-        name: Engine name in records and spans.
-    """
+    """Reports the steps of one engine; used on its thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -147,9 +147,6 @@ class RequestTable:
 
         The outputs of a query are fixed once it is in the engine: a request that joins later
         can only share one of them.
-
-        Raises:
-            ValueError: An unfinished query has the same id.
         """
         evaluation = self._joinable.get(key) if key is not None else None
         if evaluation is not None and (

@@ -70,7 +70,7 @@ def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outc
     try:
         for output, value in zip(evaluation.outputs, outcome, strict=True):
             is_stored = not isinstance(output, Reduction) or output.is_cacheable
-            if is_stored and not isinstance(value, Exception):
+            if is_stored and value is not None and not isinstance(value, Exception):
                 key = evaluation.key if output is None else (evaluation.key, output)
                 cache.put(key, value)
     except Exception as error:  # noqa: BLE001 - fails only this evaluation
@@ -95,11 +95,25 @@ def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None
         )
     kinds = _expected(evaluation.query)
     if isinstance(result, kinds):
-        return None
+        return _wrong_shape(evaluation.query, result)
     names = " or ".join(kind.__name__ for kind in kinds)
     return EvaluationError(
         f"the engine returned an object of type {type(result).__name__} for a query that asks "
         f"for {names}"
+    )
+
+
+def _wrong_shape(query: Any, result: Any) -> Exception | None:
+    """Return an error if the result has scores of another number of targets."""
+    if not isinstance(result, TokenScores):
+        return None
+    expected = (len(query.targets),)
+    shapes = [tuple(getattr(each, "shape", ())) for each in result]
+    if shapes == [expected, expected]:
+        return None
+    return EvaluationError(
+        f"the engine returned TokenScores of shapes {shapes[0]} and {shapes[1]} for a query of "
+        f"{len(query.targets)} targets; expected {expected} for both"
     )
 
 

@@ -34,9 +34,6 @@ def use_compiled(compiled: bool | None, n_nodes: int) -> bool:
         compiled: True or False decide; None compiles from `COMPILED_FROM_NODES` nodes on,
             if numba can be imported.
         n_nodes: Nodes of the trie.
-
-    Raises:
-        MissingRequirementError: `compiled` is True and numba cannot be imported.
     """
     if compiled is None and n_nodes < COMPILED_FROM_NODES:
         return False
@@ -53,12 +50,7 @@ def use_compiled(compiled: bool | None, n_nodes: int) -> bool:
 
 
 class CompiledWorkspace(Workspace):
-    """A `Workspace` that gathers in machine code.
-
-    Args:
-        tree: A segment tree that is `checked`.
-        dtype: In which to compute.
-    """
+    """A `Workspace` that gathers in machine code."""
 
     def __init__(self, tree: SegmentTree, dtype: np.dtype[Any]) -> None:
         super().__init__(tree, dtype)
@@ -74,9 +66,6 @@ def compiled_take() -> Callable[[Floats, Indices, Floats], None]:
     """Import numba and compile, for float32 and float64; about a second, once a process.
 
     numba could keep the code in a file; that would save a tenth of the time.
-
-    Raises:
-        ImportError: numba is not installed or cannot be imported.
     """
     import numba
 
@@ -93,9 +82,6 @@ def checked(tree: SegmentTree) -> SegmentTree:
     """Convert a segment tree's indices to uint32 after checking their bounds.
 
     numpy checks or wraps indices, compiled code does neither.
-
-    Raises:
-        VocabularyError: An index is out of bounds; the trie's arrays are damaged.
     """
     n, n_slots = len(tree.order), tree.n_slots
     return SegmentTree(

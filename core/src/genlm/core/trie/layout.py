@@ -15,8 +15,6 @@ Nodes are numbered so that every child comes before its parent:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +152,7 @@ class TrieLayout:
         rank[order] = np.arange(n)
         children = np.bincount(parent[:-1] - n, minlength=len(rows))
         of_length = np.bincount(depth)[::-1]
-        fields = {
+        fields: dict[str, npt.NDArray[Any]] = {
             "order": order,
             "lo": np.concatenate([rank, lo[rows]]),
             "hi": np.concatenate([rank + 1, hi[rows]]),
@@ -165,18 +163,9 @@ class TrieLayout:
             "distinct": node[representative],
             "level": n + np.concatenate([[0], np.cumsum(of_length)])[::-1],
         }
-        return cls.from_arrays(fields)
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TrieLayout:
-        """Create a layout from arrays named like the attributes, copied only if converted."""
-        fields = {}
-        for field in dataclasses.fields(cls):
-            array = arrays[field.name]
-            if field.name not in {"symbol", "source"}:
-                array = array.astype(np.int32, copy=False)
-            fields[field.name] = view = array.view()
-            view.flags.writeable = False
+        for name, array in fields.items():
+            fields[name] = array if name in {"symbol", "source"} else array.astype(np.int32)
+            fields[name].flags.writeable = False
         return cls(**fields)
 
 

@@ -30,10 +30,6 @@ class Workspace:
 
     Allocating memory takes longer than the arithmetic.
 
-    Args:
-        tree: Segment tree of the trie.
-        dtype: In which to compute.
-
     Attributes:
         tree: As given.
         slots: Values of the slots that `SegmentTree` describes.

@@ -44,11 +44,7 @@ class Symbols:
 
     @classmethod
     def of(cls, items: Sequence[Any]) -> Symbols:
-        """Read the symbols of items.
-
-        Raises:
-            VocabularyError: An item is neither bytes nor an iterable of hashable symbols.
-        """
+        """Read the symbols of items."""
         try:
             blob = b"".join(items)  # tokens are bytes: one copy for all of them
         except TypeError:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import MissingRequirementError, VocabularyError
+from genlm.core.errors import VocabularyError, required
 from genlm.core.forking import cached_property
 from genlm.core.trie.compiled import CompiledWorkspace, checked, use_compiled
 from genlm.core.trie.layout import TrieLayout
@@ -88,12 +88,7 @@ class TokenCharacterTrie(TrieMappings):
             MissingRequirementError: The Python package `graphviz` is not installed.
         """
         source = dot_source(visible_tree(self, node_values(self, ws), max_nodes), self)
-        try:
-            import graphviz
-        except ImportError as error:
-            raise MissingRequirementError(
-                "visualize", ["graphviz"], "pip install genlm-core[draw]"
-            ) from error
+        graphviz = required("graphviz", "visualize", "genlm-core[draw]")
         return graphviz.Source(source, format="svg")
 
     # -- all nodes ----------------------------------------------------------------------

@@ -49,11 +49,7 @@ class VisibleNode:
 
 
 def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
-    """Values to show: the weights given for each node, or the number of tokens below it.
-
-    Raises:
-        WeightsError: The number of weights differs from the number of nodes.
-    """
+    """Values to show: the weights given for each node, or the number of tokens below it."""
     if ws is None:
         below: npt.NDArray[np.float64] = np.subtract(
             trie.layout.hi, trie.layout.lo, dtype=np.float64
@@ -72,12 +68,7 @@ def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
 def visible_tree(
     trie: Navigation, values: npt.NDArray[np.float64], max_nodes: int
 ) -> VisibleNode:
-    """Choose the nodes to show, largest values first, at most `max_nodes`.
-
-    Raises:
-        TypeError: `max_nodes` is not an integer.
-        ValueError: `max_nodes` is less than 1.
-    """
+    """Choose the nodes to show, largest values first, at most `max_nodes`."""
     room = checked_integer("max_nodes", max_nodes, 1) - 1
     top = VisibleNode(trie.root, [], float(values[trie.root]))
     order = itertools.count()

@@ -55,9 +55,6 @@ class DecoderChain:
     Args:
         state: The decoder as the library serialises it. None if there is no decoder: the
             library then joins tokens with spaces, so each token adds a space before itself.
-
-    Raises:
-        UnknownStepError: A step is not known or depends on adjacent tokens.
     """
 
     def __init__(self, state: Mapping[str, Any] | None) -> None:

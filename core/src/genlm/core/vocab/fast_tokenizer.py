@@ -27,10 +27,6 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
         backend: The `tokenizers.Tokenizer`.
         decode: Decodes ids as the user's tokenizer does.
         tokenizer: The user's tokenizer, for error messages.
-
-    Raises:
-        VocabularyError: The decoder has an unknown step, or the tokenizer decodes to other
-            bytes.
     """
     chain = _chain(backend, tokenizer)
     _check_markers(backend.model, chain, tokenizer)

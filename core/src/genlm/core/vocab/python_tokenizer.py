@@ -38,9 +38,6 @@ def sentencepiece_bytes(processor: Any) -> dict[int, bytes]:
     Byte pieces are their byte; a user-defined piece with such a name (`<0x41>`) is its text.
     Control and unknown pieces are their name. All other pieces are their text with spaces
     in place of U+2581.
-
-    Raises:
-        VocabularyError: The model decodes to other bytes.
     """
     ids = list(range(processor.get_piece_size()))
     pieces = dict(zip(ids, processor.id_to_piece(ids)))
@@ -62,9 +59,6 @@ def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
 
     The bytes of tokens in the base vocabulary are what they decode to in mid-text, those of
     added and special tokens are their content as UTF-8; see `decode_vocab`.
-
-    Raises:
-        VocabularyError: The tokenizer is of an unknown kind, or it decodes to other bytes.
     """
     family = _family(tokenizer)
     if family is None:

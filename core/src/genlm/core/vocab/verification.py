@@ -32,9 +32,6 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
         bytes_by_id: The bytes that each token should add in mid-text.
         decode: The tokenizer's decoding of ids, special tokens included.
         tokenizer: The tokenizer, for error messages.
-
-    Raises:
-        VocabularyError: They differ; the message shows one such token.
     """
     plain = _plain_token(bytes_by_id)
     if plain is None:
@@ -70,11 +67,7 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
 def check_added(
     encode: Callable[[str], list[int]], token_id: int, content: str, tokenizer: object
 ) -> None:
-    """Check that the content of an added token is encoded to that token.
-
-    Raises:
-        VocabularyError: It is not, so the text of the token is unknown.
-    """
+    """Check that the content of an added token is encoded to that token."""
     found = encode(content)
     if found != [token_id]:
         raise VocabularyError(

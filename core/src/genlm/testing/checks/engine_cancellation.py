@@ -171,7 +171,7 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed()
 
     async def drawn(which: int) -> list[int]:
-        return await lm.sample(prompts[which], length, seed=fixture.seed + which)
+        return await lm.sample(prompts[which], length, stop=(), seed=fixture.seed + which)
 
     async def play() -> list[list[int]]:
         probe.hold()

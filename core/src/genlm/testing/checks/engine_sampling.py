@@ -30,7 +30,8 @@ def sampling_is_reproducible(fixture: EngineFixture) -> None:
     length = max(1, min(6, fixture.max_length - 2))
 
     def draw(count: int, seed: int | None) -> list[list[int]]:
-        return fixture.run(fixture.lm.batch_sample(prompts[:count], length, seed=seed))
+        asked = fixture.lm.batch_sample(prompts[:count], length, stop=(), seed=seed)
+        return fixture.run(asked)
 
     first = draw(6, fixture.seed)
     fixture.lm.clear_output_cache()
@@ -42,7 +43,7 @@ def sampling_is_reproducible(fixture: EngineFixture) -> None:
         "others",
         prompts=prompts,
     )
-    alone = fixture.run(fixture.lm.sample(prompts[0], length, seed=fixture.seed))
+    alone = fixture.run(fixture.lm.sample(prompts[0], length, stop=(), seed=fixture.seed))
     expect(alone == first[0], f"{first[0]} from `sample` with the same seed", alone)
     expect(draw(6, fixture.seed + 1) != first, "other draws with another seed", "the same")
     fixture.saw("another seed")
@@ -127,14 +128,15 @@ def sampling_stops(fixture: EngineFixture) -> None:
     prompt = fixture.some_sequences(1)[0][:2]
     length = max(1, min(5, fixture.max_length - 2))
     prompts = [prompt] * (2 * STREAMS)
-    free = fixture.run(fixture.lm.batch_sample(prompts, length, seed=fixture.seed))
+    free = fixture.run(fixture.lm.batch_sample(prompts, length, stop=(), seed=fixture.seed))
     expect(
         {len(ids) for ids in free} == {length}, f"{length} tokens each", list(map(len, free))
     )
     by_frequency = [token_id for token_id, _ in Counter(itertools.chain(*free)).most_common()]
     for stop in (by_frequency[:1], by_frequency[:2], np.array(by_frequency[-1:])):
         stops = set(map(int, stop))
-        stopped = fixture.run(fixture.lm.batch_sample(prompts, length, stop, seed=fixture.seed))
+        asked = fixture.lm.batch_sample(prompts, length, stop=stop, seed=fixture.seed)
+        stopped = fixture.run(asked)
         for found, whole in zip(stopped, free, strict=True):
             end = next((i for i, token_id in enumerate(whole) if token_id in stops), length)
             cut = whole[:end]
@@ -149,7 +151,7 @@ def sampling_stops(fixture: EngineFixture) -> None:
     expect(nothing == [[], []], "no tokens with max_tokens=0", nothing)
     limit = fixture.lm.max_context
     if limit is not None and limit <= fixture.target.max_length:
-        full = fixture.run(fixture.lm.sample(prompt, limit + 5, seed=fixture.seed))
+        full = fixture.run(fixture.lm.sample(prompt, limit + 5, stop=(), seed=fixture.seed))
         room = limit + 1 - len(prompt)
         expect(len(full) == room, f"{room} tokens until the context is full", len(full))
 
@@ -159,7 +161,7 @@ def temperature_zero_is_greedy(fixture: EngineFixture) -> None:
     """At temperature 0 every sampled token is a most likely one."""
     prompts = [prompt[:3] for prompt in fixture.some_sequences(4)]
     length = max(1, min(5, fixture.max_length - 3))
-    drawn = fixture.run(fixture.lm.batch_sample(prompts, length, temperature=0))
+    drawn = fixture.run(fixture.lm.batch_sample(prompts, length, stop=(), temperature=0))
     for prompt, continuation in zip(prompts, drawn, strict=True):
         expect(len(continuation) == length, f"{length} tokens", continuation, prompt=prompt)
         for position, token_id in enumerate(continuation):

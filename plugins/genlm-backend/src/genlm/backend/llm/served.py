@@ -125,9 +125,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         return await super().sample(
             prompt_token_ids,
             max_tokens,
-            eos_token_ids,
-            temperature,
-            seed,
+            stop=eos_token_ids,
+            temperature=temperature,
+            seed=seed,
             lora_name=self._known(lora_name),
             **options,
         )
@@ -146,9 +146,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         return await super().batch_sample(
             prompt_token_ids_list,
             max_tokens,
-            eos_token_ids,
-            temperature,
-            seed,
+            stop=eos_token_ids,
+            temperature=temperature,
+            seed=seed,
             lora_name=self._known(lora_name),
             **options,
         )

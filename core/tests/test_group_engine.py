@@ -14,7 +14,7 @@ from scripted import ScriptedEngine, oracle_row
 
 import genlm
 from genlm.core.generations import Generation, Lineage
-from genlm.core.group_expansion import with_groups
+from genlm.core.group_engine import with_groups
 from genlm.core.group_reductions import Rows
 from genlm.core.query import Completion, GroupQuery, Query, Reduced
 from genlm.core.reductions import reduce_rows
@@ -136,8 +136,9 @@ def test_an_aborted_group_aborts_all_its_queries():
     assert engine.pending == {}
 
 
-def test_an_engine_that_takes_groups_is_left_as_it_is():
+def test_an_engine_that_takes_groups_and_samples_them_is_left_as_it_is():
     engine = ScriptedEngine(SIZE)
+    engine.samples_groups = True
     assert with_groups(engine) is engine
 
 

@@ -1,13 +1,13 @@
-"""Weighted samples from a grammar (regular expression, JSON schema); short enough to copy.
+"""Weighted samples from a grammar (regular expression, JSON schema), one context at a time.
 
-xgrammar (`pip install xgrammar`) computes which tokens may follow. Sampling from these alone is
-biased towards texts that begin likely and continue unlikely. The importance weight corrects
-that: the product over all tokens of the model's probability of the allowed set. The mean
-weight is an unbiased estimate of the probability that the model follows the grammar.
+xgrammar computes which tokens may follow. Samples from these alone are biased towards texts
+that begin likely and continue unlikely. The weight, the product of the probabilities of the
+allowed sets, corrects that; its mean estimates the probability of the grammar without bias.
 """
 
 import asyncio
 import math
+import sys
 from collections import Counter
 
 import xgrammar
@@ -15,16 +15,13 @@ import xgrammar
 import genlm
 
 
-def compiler(llm: genlm.AsyncLM) -> xgrammar.GrammarCompiler:
-    """Compile grammars for the model's vocabulary, with the exact bytes."""
-    tokens = [token.byte_string for token in llm.byte_vocab]
-    stop = [llm.tokenizer.eos_token_id]
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(tokens, stop_token_ids=stop))
+def compiler(llm):
+    """Return a compiler of grammars for the model's vocabulary, with the exact bytes."""
+    tokens, stop = [token.byte_string for token in llm.byte_vocab], llm.vocabulary.eos_token_id
+    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(tokens, stop_token_ids=[stop]))
 
 
-async def constrained(
-    llm: genlm.AsyncLM, grammar: xgrammar.CompiledGrammar, prompt: list[int], seed: int
-) -> tuple[list[int], float]:
+async def constrained(llm, grammar, prompt, seed):
     """Draw one continuation, without the end-of-sequence token; also its log-weight."""
     context, log_weight = llm.context(prompt), 0.0
     matcher = xgrammar.GrammarMatcher(grammar)
@@ -38,20 +35,16 @@ async def constrained(
     return list(context.token_ids[len(prompt) : -1]), log_weight
 
 
-async def _main() -> None:
-    with genlm.load_model("demo", "hf") as llm:
-        grammar = compiler(llm).compile_regex(" (Value|Type|Key|Index|Import|OS)Error")
-        prompt = llm.encode("If the argument is wrong, this raises")
-        asked = (constrained(llm, grammar, prompt, seed) for seed in range(100))
-        drawn = await asyncio.gather(*asked)
-        totals: Counter[str] = Counter()
-        for token_ids, log_weight in drawn:
-            totals[llm.decode(token_ids)] += math.exp(log_weight)
-        evidence = totals.total()
-        for text, total in totals.most_common():
-            print(f"{total / evidence:.3f} {text}")
-        print(f"log-evidence {math.log(evidence / len(drawn)):.3f}")
+async def _main(llm, size=100):
+    grammar = compiler(llm).compile_regex(" (Value|Type|Key|Index|Import|OS)Error")
+    prompt, totals = llm.encode("If the argument is wrong, this raises"), Counter()
+    draws = (constrained(llm, grammar, prompt, seed) for seed in range(size))
+    for token_ids, log_weight in await asyncio.gather(*draws):
+        totals[llm.decode(token_ids)] += math.exp(log_weight) / size
+    print(*totals.most_common(), sep="\n")
+    print(f"log-evidence {math.log(totals.total()):.3f}")
 
 
 if __name__ == "__main__":
-    asyncio.run(_main())
+    with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
+        asyncio.run(_main(llm))

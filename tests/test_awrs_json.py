@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
@@ -76,7 +75,7 @@ def test_evidence_and_weights_are_those_of_all_ascending_lists(llm, program):
     count = 30
     estimates, masses = np.empty(count), [Counter() for _ in range(count)]
     for seed in range(count):
-        particles = asyncio.run(program.ascending_lists(llm, PROMPT, 60, seed))
+        particles = program.ascending_lists(llm, PROMPT, 60, seed)
         alive = np.isfinite(particles.log_weights)
         assert particles.population.finished.all()
         estimates[seed] = math.exp(particles.log_evidence)
@@ -96,7 +95,7 @@ def test_evidence_and_weights_are_those_of_all_ascending_lists(llm, program):
 
 
 def test_the_example_runs_as_a_script_and_is_short(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [str(EXAMPLE), "reference"])
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), "demo", "reference"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.startswith("100 particles after ")

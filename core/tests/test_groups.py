@@ -50,6 +50,20 @@ def test_rows_are_reduced_a_few_at_a_time(make_model, monkeypatch):
     assert torch.equal(found, rows(members))
 
 
+def test_equal_members_with_masks_in_any_order_are_drawn_in_parts(make_model, monkeypatch):
+    """More distinct masks than rows of a part; each member is drawn as it is alone."""
+    llm = make_model(Parts(SIZE))
+    masks = np.random.default_rng(0).random((9, SIZE)) < 0.5
+    index = np.random.default_rng(1).permutation(np.arange(40) % 9)
+    population = llm.population([3], 40)
+    expected = population.draw_sync(masks, mask_index=index, seed=1)
+    monkeypatch.setattr("genlm.core.rows._VALUES_ON_CPU", 2 * SIZE)
+    found = population.draw_sync(masks, mask_index=index, seed=1)
+    assert masks[index, found.token_ids].all()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_single_request_is_evaluated_between_two_parts(make_model):
     engine = Parts(SIZE)
     llm = make_model(engine)

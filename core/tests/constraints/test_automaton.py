@@ -210,8 +210,8 @@ def test_without_an_end_of_text_a_text_is_over_where_nothing_can_follow():
 def test_a_table_is_computed_once_for_a_vocabulary(llm):
     language = Automaton.regex("a+b")
     first, second = language.start(llm, 2), language.start(llm, 3)
-    assert first._table is second._table
-    assert first._table is not language.start(llm, 2, stop=[2])._table
+    assert first.table is second.table
+    assert first.table is not language.start(llm, 2, stop=[2]).table
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,8 @@ def test_what_is_no_automaton_is_refused(make, message):
 def test_tokens_of_another_shape_are_refused(llm):
     with pytest.raises(ValueError, match=r"shape \(2,\) for 3 members"):
         Automaton.regex("a").start(llm, 3).advance([2, 2])
+    with pytest.raises(ValueError, match="outside the vocabulary of 11"):
+        Automaton.regex("a").start(llm, 2).advance([2, len(TOKENS)])
 
 
 def test_draws_follow_the_masks_and_skip_the_finished(llm):

@@ -1,4 +1,4 @@
-"""Masks that are computed while the model runs."""
+"""Masks that are computed while the model runs, and masks that several requests share."""
 
 from __future__ import annotations
 
@@ -64,6 +64,34 @@ def test_they_are_computed_before_they_go_to_another_process():
     expected = RowMasks(MASKS, 5, len(TOKENS), INDEX)
     device = torch.device("cpu")
     assert torch.equal(again.factors(0, 5, device), expected.factors(0, 5, device))
+
+
+def test_masks_that_several_requests_share_are_copied_to_a_device_once():
+    shared, device = RowMasks(MASKS, 3, len(TOKENS)), torch.device("cpu")
+    first, second = (
+        RowMasks(shared, 5, len(TOKENS), index) for index in (INDEX, INDEX[::-1].copy())
+    )
+    expected = RowMasks(MASKS, 5, len(TOKENS), INDEX).factors(0, 5, device)
+    assert torch.equal(first.factors(0, 2, device), expected[:2])
+    assert torch.equal(second.factors(0, 5, device), expected.flip(0))
+    assert first._table is second._table is shared._table
+    assert list(shared._table._copies) == [device]
+    assert first.is_empty.tolist() == [False, False, True, False, False]
+    with genlm.AsyncLM(SmallEngine) as llm:
+        population = llm.population([2], 5)
+        found = population.draw_sync(shared, mask_index=INDEX, seed=1)
+        for one, other in zip(
+            found, population.draw_sync(MASKS, mask_index=INDEX, seed=1), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+def test_other_processes_get_the_masks_that_rows_have():
+    rows = RowMasks(RowMasks(MASKS, 3, len(TOKENS)), 2, len(TOKENS), [2, 2])
+    again = pickle.loads(pickle.dumps(rows))
+    assert len(again._table.rows) == 1
+    device = torch.device("cpu")
+    assert torch.equal(again.factors(0, 2, device)[0].bool(), MASKS[2])
 
 
 def test_an_index_that_does_not_fit_is_the_request_s_error():

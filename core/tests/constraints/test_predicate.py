@@ -49,25 +49,34 @@ def has_b(text: bytes) -> bool:
 
 def expected_masses(q: list[float], accepted: set[int], extra: int, first: int) -> Counter[int]:
     """E[estimate, x = a] over all orders of the tokens; batches of `first`, then the rest."""
+    orders = np.array([*itertools.permutations(range(len(q)))])
+    rejection, chances = Rejection(len(orders), extra), np.ones(len(orders))
+    shares = np.array(q)[orders] / (
+        1 - np.cumsum(np.array(q)[orders], axis=1) + np.array(q)[orders]
+    )
+    for place in range(len(q)):
+        chances *= shares[:, place]
+        members = np.flatnonzero(~rejection.is_over)
+        at_hand = (first if place < first else len(q)) - place - 1
+        logprobs = np.log(np.minimum(shares[members, place], 1))
+        is_accepted = np.isin(orders[members, place], [*accepted])
+        rejection.add(members, logprobs, is_accepted, at_hand)
+    rejection.end(np.flatnonzero(~rejection.is_over))
     found: Counter[int] = Counter()
-    for order in itertools.permutations(range(len(q))):
-        rejection, left, chance = Rejection(extra), 1.0, 1.0
-        for place, token in enumerate(order):
-            share = q[token] / left
-            chance *= share
-            left -= q[token]
-            if not rejection.is_over:
-                at_hand = (first if place < first else len(q)) - place - 1
-                rejection.add(math.log(min(share, 1)), at_hand, is_accepted=token in accepted)
-        if not rejection.is_over:
-            rejection.end()
-        if rejection.place is None:
-            assert rejection.log_mass == -math.inf
+    for order, chance, place, log_mass, log_probability in zip(
+        orders.tolist(),
+        chances,
+        rejection.place.tolist(),
+        rejection.log_mass,
+        rejection.log_probability,
+        strict=True,
+    ):
+        if place < 0:
+            assert log_mass == -math.inf
             continue
-        token = order[rejection.place]
-        assert rejection.log_probability == pytest.approx(math.log(q[token]))
-        assert rejection.log_mass > -math.inf
-        found[token] += chance * math.exp(rejection.log_mass)
+        assert log_probability == pytest.approx(math.log(q[order[place]]))
+        assert log_mass > -math.inf
+        found[order[place]] += chance * math.exp(log_mass)
     return found
 
 
@@ -89,18 +98,18 @@ def test_more_draws_have_less_variance():
     rng, variances = np.random.default_rng(0), []
     q, accepted = np.array([0.3, 0.1, 0.2, 0.05, 0.15, 0.2]), {0, 2, 3}
     for extra in (1, 4):
-        estimates = []
-        for _ in range(1500):
-            rejection, left = Rejection(extra), 1.0
-            for token in rng.choice(6, 6, replace=False, p=q).tolist():
-                if not rejection.is_over:
-                    logprob = math.log(min(q[token] / left, 1))
-                    rejection.add(logprob, 5, is_accepted=token in accepted)
-                left -= q[token]
-            rejection.end()
-            estimates.append(math.exp(rejection.log_mass))
-        assert np.mean(estimates) == pytest.approx(0.55, abs=0.03)
-        variances.append(np.var(estimates))
+        rejection = Rejection(1500, extra)
+        orders = np.array([rng.choice(6, 6, replace=False, p=q) for _ in range(1500)])
+        left = np.ones(1500)
+        for tokens in orders.T:
+            members = np.flatnonzero(~rejection.is_over)
+            logprobs = np.log(np.minimum(q[tokens] / left, 1))[members]
+            rejection.add(members, logprobs, np.isin(tokens, [*accepted])[members], 5)
+            left -= q[tokens]
+        rejection.end(np.flatnonzero(~rejection.is_over))
+        estimates = np.exp(rejection.log_mass)
+        assert estimates.mean() == pytest.approx(0.55, abs=0.03)
+        variances.append(estimates.var())
     assert variances[1] < 0.6 * variances[0]
 
 
@@ -167,6 +176,35 @@ def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm
     one: list[bytes] = []
     drawn(llm, Python(lambda text: bool(one.append(text)) or True), 1, seed=1)
     assert 1 <= len(one) <= 3
+
+
+def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, monkeypatch):
+    counts: list[int] = []
+    draws = genlm.Population.draw_without_replacement
+
+    async def recorded(self: Any, k: int, *args: Any, **options: Any) -> Any:
+        counts.append(k)
+        return await draws(self, k, *args, **options)
+
+    monkeypatch.setattr(genlm.Population, "draw_without_replacement", recorded)
+    language = Python(lambda text: True, extra_draws=2)
+    list(steer_sync(llm, PROMPT, 20, max_tokens=3, constraint=language, seed=0))
+    assert counts == [8, 3, 3]
+    counts.clear()
+    language = Python(lambda text: not text or text.endswith(b"b"), extra_draws=2)
+    list(steer_sync(llm, PROMPT, 20, max_tokens=2, constraint=language, seed=0))
+    assert 3 < counts[-1] <= 32
+
+
+def test_tokens_that_were_not_drawn_are_tested(llm):
+    """Also those of members that were copied after the draw."""
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    constraint = Python(few_a, has_b).start(llm, 3).advance([a, a, a])
+    drawn = run_blocking(constraint.draw(llm.population([(2, a)] * 3), seed=1))
+    drawn.token_ids[:] = a
+    assert constraint.advance(drawn.token_ids).log_potential.tolist() == [-np.inf] * 3
+    assert constraint[[2, 0]].advance([a, b]).log_potential.tolist() == [-np.inf, 0]
+    assert constraint.advance([END, b, -1]).log_potential.tolist() == [-np.inf, 0, 0]
 
 
 def test_dead_and_finished_members_draw_nothing(llm):

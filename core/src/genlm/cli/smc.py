@@ -1,18 +1,17 @@
-"""Sequential Monte Carlo under a hard constraint on bytes, short enough to copy.
+"""Sequential Monte Carlo under a hard constraint on bytes.
 
-Particles continue a prompt with tokens drawn from what the constraint allows; the mass that
-this has in the model's row multiplies the particle's weight. `exp(log_evidence)` estimates
-without bias the probability that the model by itself keeps to the constraint.
+Particles continue a prompt with tokens drawn from what the constraint allows. A particle's
+weight is multiplied by the probability of the allowed tokens, and `exp(log_evidence)` is an
+unbiased estimate of the probability that the model satisfies the constraint by itself.
 """
 
-import asyncio
 import sys
 
 import numpy as np
 
 from genlm import load_model
 from genlm.constraints import Automaton
-from genlm.smc import steer
+from genlm.smc import steer_sync
 
 
 def max_word_length(limit: int) -> Automaton:
@@ -23,15 +22,10 @@ def max_word_length(limit: int) -> Automaton:
     return Automaton(np.where(letters, longer, 0), np.ones(limit + 1, bool))
 
 
-async def _main(*backend: str) -> None:
-    with load_model("demo", *backend) as llm:
-        print(llm)  # noqa: T201
-        prompt, size = "The", 50
-        rule = max_word_length(5).start(llm, size, text=prompt.encode())
-        steps = steer(llm, llm.encode(prompt), size, max_tokens=40, constraint=rule, seed=0)
-        *_, particles = [each async for each in steps]
-        print(particles)  # noqa: T201
-
-
 if __name__ == "__main__":
-    asyncio.run(_main(*sys.argv[1:2]))  # an engine's name; by default the one installed
+    with load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
+        rule = max_word_length(5)
+        *_, particles = steer_sync(
+            llm, llm.encode("The"), 50, max_tokens=40, constraint=rule, text=b"The", seed=0
+        )
+        print(particles)  # noqa: T201

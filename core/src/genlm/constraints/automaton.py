@@ -10,24 +10,19 @@ import numpy.typing as npt
 import torch
 
 from genlm.constraints.byte_automata import (
-    DEAD,
+    NO_STATE,
     ByteTable,
     complement,
     live_states,
     product,
     reduced,
     regex_table,
+    utf8_table,
 )
-from genlm.constraints.protocol import (
-    Constraint,
-    Integers64,
-    IntegersLike,
-    Language,
-    PerVocabulary,
-    TextTokens,
-    chosen_members,
-    token_column,
-)
+from genlm.constraints.protocol import Constraint, Integers64, IntegersLike, Language
+from genlm.constraints.states import DEAD, FINISHED, LIVE, StateConstraint, token_column
+from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
+from genlm.core.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols
 
@@ -69,12 +64,14 @@ class Automaton(Language):
                 f"an automaton of successors {table.successors.shape} and accepting states "
                 f"{table.accepting.shape}; expected (states, 256) and (states,)"
             )
-        if table.successors.min() < DEAD or table.successors.max() >= states:
+        if table.successors.min() < NO_STATE or table.successors.max() >= states:
             raise ValueError(
                 f"a state out of range; expected -1 for none, or 0 to {states - 1}"
             )
         self._table = reduced(table)
-        self._compiled = PerVocabulary(functools.partial(_TokenTable, self._table))
+        self._compiled = PerVocabulary(
+            lambda vocabulary, stop: _TokenTable(self._table, text_tokens.get(vocabulary, stop))
+        )
 
     @classmethod
     def regex(cls, pattern: str) -> Automaton:
@@ -106,7 +103,7 @@ class Automaton(Language):
 
     def __contains__(self, text: bytes) -> bool:
         state = self._after(text)
-        return state != DEAD and bool(self._table.accepting[state])
+        return state != NO_STATE and bool(self._table.accepting[state])
 
     def __repr__(self) -> str:
         return f"<Automaton of {len(self._table.accepting)} states>"
@@ -116,59 +113,66 @@ class Automaton(Language):
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`."""
         state = self._after(text)
-        if state == DEAD:
+        if state == NO_STATE:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         found = self._compiled.get(llm.vocabulary, stop)
         first = found.starts[state]
-        if np.isneginf(found.log_potentials[first]):
+        if first == DEAD:
             raise ValueError(
                 f"no text of {self!r} that begins with {text!r} can be written with the "
                 f"tokens of {llm.vocabulary!r}"
             )
-        return _Followed(found, np.full(size, first, found.successors.dtype))
+        return _Followed(found, np.full(size, first))
 
     def _after(self, text: bytes) -> int:
         state = 0
         for byte in text:
             state = int(self._table.successors[state, byte])
-            if state == DEAD:
+            if state == NO_STATE:
                 break
         return state
 
 
+@functools.cache
+def utf8() -> Automaton:
+    """Return the language of valid UTF-8."""
+    return Automaton(*utf8_table())
+
+
 class _TokenTable:
-    """An automaton over the tokens of a vocabulary, with a dead and a finished last state.
+    """An automaton over the tokens of a vocabulary.
+
+    State `s` of the automaton over bytes is state `LIVE + s`. A stop token leads from a
+    complete text to the finished state; without stop tokens, so does a token that completes a
+    text without continuations.
 
     Attributes:
-        successors: Successors of all states and tokens, `(states + 2, vocab_size)`, in the
-            smallest unsigned dtype. A stop token leads from a complete text to the finished
-            state; without stop tokens, so does a token that completes a text without
-            continuations.
+        successors: Successors of all states and tokens, in the smallest unsigned dtype, shape
+            `(LIVE + states, vocab_size + 1)`. The last column, for token -1, has the states
+            themselves.
         masks: Allowed tokens of each state, packed bits.
-        log_potentials: 0 for each state, `-inf` for the dead state.
-        finished: Number of the finished state.
+        row_masks: The same for draws.
         starts: Initial state of members for each state of the automaton over bytes: the same
             state, the dead state or the finished state.
     """
 
     def __init__(self, table: ByteTable, tokens: TextTokens) -> None:
-        states = len(table.accepting)
-        dead, self.finished = states, states + 1
-        accepting = np.append(table.accepting, [False, False])
+        accepting = np.append([False] * LIVE, table.accepting)
         found = _token_successors(table.successors, tokens.texts)
         is_live = live_states(found, accepting)
-        found[~is_live[found]] = dead
-        self.starts = np.where(is_live, np.arange(states + 2), dead)
+        found[~is_live[found]] = DEAD
+        states = np.arange(len(found), dtype=found.dtype)
+        starts = np.where(is_live, states, DEAD)
         if tokens.stop.size:
-            found[:, tokens.stop] = np.where(accepting, self.finished, dead)[:, None]
+            found[:, tokens.stop] = np.where(accepting, FINISHED, DEAD)[:, None]
         else:
-            is_over = accepting & (found == dead).all(1)
-            found[is_over[found]] = self.starts[is_over] = self.finished
-        allowed = found != dead
-        found[self.finished] = self.finished
-        self.successors = found
-        self.masks = tokens.pack(allowed)
-        self.log_potentials = np.where(np.arange(states + 2) == dead, -np.inf, 0.0)
+            is_over = accepting & (found == DEAD).all(1)
+            found[is_over[found]] = starts[is_over] = FINISHED
+        self.starts = starts[LIVE:]
+        self.masks = tokens.pack(found != DEAD)
+        self.row_masks = RowMasks(self.masks, len(states), found.shape[1])
+        found[FINISHED] = FINISHED
+        self.successors = np.column_stack([found, states])
 
 
 def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
@@ -179,21 +183,19 @@ def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
         texts: Bytes of each token; a token without bytes has no successor.
 
     Returns:
-        Shape `(states + 2, len(texts))`; both additional states are dead and have the number
-        `states`.
+        Shape `(LIVE + states, len(texts))`; `DEAD` for no successor.
     """
-    dead = len(successors)
-    kind = np.min_scalar_type(dead + 1)
-    steps = np.vstack([successors, np.full((2, 256), DEAD)])
-    steps[steps == DEAD] = dead
-    flat = steps.astype(kind).reshape(-1)
+    kind = np.min_scalar_type(LIVE + len(successors))
+    steps = np.full((LIVE + len(successors), 256), DEAD, kind)
+    steps[LIVE:] = np.where(successors == NO_STATE, DEAD, successors + LIVE)
+    flat = steps.reshape(-1)
     layout = TrieLayout.build(Symbols.of(texts))
     level, first = layout.level, layout.n_tokens
     node_of = layout.parent[:first]  # the prefix that equals each token
     by_node = np.argsort(node_of, kind="stable")
     nodes = node_of[by_node]
-    found = np.full((dead + 2, first), dead, kind)
-    states = np.arange(dead + 2, dtype=kind)[:, None]  # at the root
+    found = np.full((len(steps), first), DEAD, kind)
+    states = np.arange(len(steps), dtype=kind)[:, None]  # at the root
     for depth in range(1, len(level) - 1):
         begin, end = level[depth + 1], level[depth]
         above = layout.parent[begin:end] - level[depth]
@@ -204,25 +206,22 @@ def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
     return found
 
 
-class _Followed(Constraint):
-    """The states of members in a shared table."""
+class _Followed(StateConstraint):
+    """Members whose states are rows of a shared table."""
 
     def __init__(self, table: _TokenTable, states: States) -> None:
-        self._table = table
-        self._states = states
-        self.finished = states == table.finished
-        self.log_potential = table.log_potentials[states]
+        super().__init__(states)
+        self.table = table
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
-        """Return the masks of the members' states."""
-        states, index = np.unique(self._states, return_inverse=True)
-        return self._table.masks[torch.from_numpy(states.astype(np.int64))], index
+        """Return the masks of all states, and the state of each member."""
+        return self.table.masks, self.states.astype(np.int64)
+
+    def _draw_masks(self) -> tuple[RowMasks, Integers64]:
+        return self.table.row_masks, self.states.astype(np.int64)
 
     def advance(self, token_ids: IntegersLike) -> _Followed:
         """Look up the next states in the table."""
-        ids = token_column(token_ids, len(self))
-        after = self._table.successors[self._states, ids]
-        return _Followed(self._table, np.where(ids < 0, self._states, after))
-
-    def __getitem__(self, ancestors: Any) -> _Followed:
-        return _Followed(self._table, self._states[chosen_members(ancestors)])
+        successors = self.table.successors
+        ids = token_column(token_ids, len(self), successors.shape[1] - 1)
+        return self.moved(successors[self.states, ids])

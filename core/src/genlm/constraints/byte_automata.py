@@ -17,6 +17,7 @@ import numpy.typing as npt
 from genlm.core.errors import required
 
 __all__ = [
+    "NO_STATE",
     "ByteTable",
     "complement",
     "live_states",
@@ -29,7 +30,7 @@ __all__ = [
 Flags: TypeAlias = npt.NDArray[np.bool_]
 States: TypeAlias = npt.NDArray[np.int64]
 
-DEAD = -1
+NO_STATE = -1
 _BEGINNING = re.compile(
     r"""
     ^(?: \\[^A] | \[ \^? \]? (?: \\. | [^]\\] )* \] | [^\\^[] )*  # escapes, classes, others
@@ -82,7 +83,7 @@ def regex_table(pattern: str) -> ByteTable:
     accepting = index.get_final_states()
     names = [first, *sorted({*edges, *accepting} - {first})]
     number = {name: place for place, name in enumerate(names)}
-    successors = np.full((len(names), 256), DEAD)
+    successors = np.full((len(names), 256), NO_STATE)
     for name, row in edges.items():
         for byte, target in row.items():
             if byte < 256 and target in number:
@@ -111,7 +112,7 @@ def utf8_table() -> ByteTable:
         (6, 0x80, 0xBF, 3),
         (7, 0x80, 0x8F, 3),
     ]
-    successors = np.full((8, 256), DEAD)
+    successors = np.full((8, 256), NO_STATE)
     for state, first, last, target in ranges:
         successors[state, first : last + 1] = target
     return ByteTable(successors, np.arange(8) == 0)
@@ -120,8 +121,8 @@ def utf8_table() -> ByteTable:
 def complement(table: ByteTable) -> ByteTable:
     """Return the automaton of the valid UTF-8 texts that `table` does not accept."""
     states = len(table.accepting)
-    successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
-    successors[successors == DEAD] = states
+    successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
+    successors[successors == NO_STATE] = states
     opposite = ByteTable(successors, ~np.append(table.accepting, [False]))
     return product(opposite, utf8_table(), np.logical_and)
 
@@ -134,10 +135,12 @@ def product(
     Reachable pairs of states are enumerated layer by layer.
     """
     width = len(second.accepting) + 1  # the last state of both is dead
-    tables = [np.vstack([each.successors, np.full((1, 256), DEAD)]) for each in (first, second)]
+    tables = [
+        np.vstack([each.successors, np.full((1, 256), NO_STATE)]) for each in (first, second)
+    ]
     flags = [np.append(each.accepting, [False]) for each in (first, second)]
     for table in tables:
-        table[table == DEAD] = len(table) - 1
+        table[table == NO_STATE] = len(table) - 1
     is_known = np.zeros(len(tables[0]) * width, np.bool_)
     is_known[0] = True
     layers, rows = [np.zeros(1, np.int64)], []
@@ -162,8 +165,8 @@ def reduced(table: ByteTable) -> ByteTable:
     States from which no accepting state can be reached become -1; state 0 always remains.
     """
     dead = len(table.accepting)
-    successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
-    successors[successors == DEAD] = dead
+    successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
+    successors[successors == NO_STATE] = dead
     successors[~live_states(successors, np.append(table.accepting, [False]))] = dead
     columns = {
         column.tobytes(): column for column in successors.T.copy()
@@ -192,10 +195,10 @@ def _renumbered(successors: States, accepting: Flags, classes: States) -> ByteTa
             if not is_known[target]:
                 is_known[target] = True
                 order.append(target)
-    number = np.full(len(members), DEAD)
+    number = np.full(len(members), NO_STATE)
     number[order] = np.arange(len(order))
     if classes[0] == dead:  # the empty language
-        return ByteTable(np.full((1, 256), DEAD), np.zeros(1, np.bool_))
+        return ByteTable(np.full((1, 256), NO_STATE), np.zeros(1, np.bool_))
     return ByteTable(number[table[order]], flags[order])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -18,16 +16,14 @@ from genlm.constraints.protocol import (
     Integers64,
     IntegersLike,
     Language,
-    PerVocabulary,
-    TextTokens,
-    chosen_members,
-    token_column,
 )
+from genlm.constraints.states import DEAD, FINISHED, LIVE, StateConstraint, token_column
+from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
-    from genlm.core.population import DrawnTokens, Population
     from genlm.core.validation import Integers
+    from genlm.core.vocab import Vocabulary
 
 __all__ = ["Grammar"]
 
@@ -49,8 +45,14 @@ class Grammar(Language):
                 f"library={library!r} for {form}; expected one of {', '.join(fitting)}"
             )
         self._library, self._form = library, form
-        build = functools.partial(_compiled, library, form, source, options or {})
-        self._compiled = PerVocabulary(build)
+        given = options or {}
+
+        def compiled(vocabulary: Vocabulary, stop: Integers64) -> _Compiled:
+            tokens = text_tokens.get(vocabulary, stop)
+            matchers = LIBRARIES[library](form, source, given, tokens.texts)
+            return _Compiled(matchers, tokens)
+
+        self._compiled = PerVocabulary(compiled)
 
     @classmethod
     def json_schema(
@@ -108,7 +110,7 @@ class Grammar(Language):
         matcher = compiled.library.first(text)
         if matcher is None:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
-        return _Matched(compiled, matcher, size)
+        return _Matched(compiled, matcher, size).ended()
 
     def __repr__(self) -> str:
         return f"<Grammar of {self._form}, by {self._library}>"
@@ -119,24 +121,14 @@ class _Compiled(NamedTuple):
 
     library: MatcherLibrary
     tokens: TextTokens
-    is_stop: Flags
 
 
-def _compiled(
-    library: str, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens
-) -> _Compiled:
-    is_stop = np.zeros(len(tokens.texts), np.bool_)
-    is_stop[tokens.stop] = True
-    return _Compiled(LIBRARIES[library](form, source, options, tokens.texts), tokens, is_stop)
-
-
-class _Matchers(NamedTuple):
-    """The distinct states of a population after a step; they are not changed afterwards.
+class _Step(NamedTuple):
+    """The states of a population after a step; they are not changed afterwards.
 
     Attributes:
-        matchers: One matcher per state.
-        masks: Allowed tokens of each state, packed bits, and an empty mask as the last row for
-            members without a state.
+        matchers: Matcher of each distinct live state, in the order of the states.
+        masks: Allowed tokens of all states, packed bits; empty for dead and finished members.
         is_over: Whether a state ends a text without a stop token: it is complete and has no
             continuation.
     """
@@ -146,20 +138,20 @@ class _Matchers(NamedTuple):
     is_over: Flags
 
 
-def _filled(compiled: _Compiled, matchers: list[Any]) -> _Matchers:
+def _filled(compiled: _Compiled, matchers: list[Any]) -> _Step:
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
-    count = len(matchers)
-    words = np.zeros((count + 1, -(-(size + 1) // 32)), np.int32)
+    words = np.zeros((LIVE + len(matchers), -(-(size + 1) // 32)), np.int32)
     if matchers:
-        compiled.library.fill(matchers, words[:count])
-    is_complete = _bits(words, np.arange(count + 1), np.full(count + 1, size))
+        compiled.library.fill(matchers, words[LIVE:])
+    states = np.arange(len(words))
+    is_complete = _bits(words, states, np.full(len(words), size))
     words[:, size // 32] &= np.int32((1 << size % 32) - 1)  # no bit beyond the vocabulary
     masks = np.ascontiguousarray(words[:, : -(-size // 32)])
     is_over = is_complete & ~masks.any(1) & (not stop.size)
     for token_id in stop.tolist():
         bit = np.array(1 << token_id % 32, np.uint32).view(np.int32)
         masks[is_complete, token_id // 32] |= bit
-    return _Matchers(matchers, masks, is_over)
+    return _Step(matchers, masks, is_over)
 
 
 def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
@@ -169,13 +161,13 @@ def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
 
 
 def _advanced(
-    compiled: _Compiled, before: Future[_Matchers], parents: list[int], token_ids: list[int]
-) -> _Matchers:
+    compiled: _Compiled, before: Future[_Step], parents: Integers64, token_ids: Integers64
+) -> _Step:
     """Fork matchers and let them accept tokens; -1 leaves a matcher unchanged."""
     known, library = before.result().matchers, compiled.library
     matchers = [
         known[parent] if token_id < 0 else library.accepted(known[parent], token_id)
-        for parent, token_id in zip(parents, token_ids, strict=True)
+        for parent, token_id in zip(parents.tolist(), token_ids.tolist(), strict=True)
     ]
     return _filled(compiled, matchers)
 
@@ -183,77 +175,52 @@ def _advanced(
 class _PendingMasks(NamedTuple):
     """Masks of states that the constraint's thread computes."""
 
-    states: Future[_Matchers]
+    step: Future[_Step]
 
     def result(self) -> torch.Tensor:
-        return torch.from_numpy(self.states.result().masks)
+        return torch.from_numpy(self.step.result().masks)
 
 
-class _Matched(Constraint):
-    """The matchers of members, shared by members with equal histories."""
+class _Matched(StateConstraint):
+    """Members whose states are matchers, which members with equal histories share."""
 
     def __init__(self, compiled: _Compiled, matcher: Any, size: int) -> None:
+        super().__init__(np.full(size, LIVE))
         self.compiled = compiled
         # One thread, so that steps are computed in order.
         self.thread = ThreadPoolExecutor(1, "genlm-grammar")
-        self.state = self.thread.submit(_filled, compiled, [matcher])
-        self.index = np.zeros(size, np.int64)
-        self.log_potential = np.zeros(size)
-        self.finished = np.zeros(size, np.bool_)
-        self.finish_without_stop()
+        self.step = self.thread.submit(_filled, compiled, [matcher])
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of the distinct states; waits until they are filled."""
-        return torch.from_numpy(self.state.result().masks), self.index
+        return torch.from_numpy(self.step.result().masks), self.states
 
-    async def draw(
-        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
-    ) -> DrawnTokens:
-        """Draw as `Constraint.draw`; the masks are filled while the model runs."""
-        dead = np.isneginf(self.log_potential) & ~population.finished.numpy() & ~self.finished
-        drawn = await population.finish(self.finished | dead).draw(
-            _PendingMasks(self.state),
-            mask_index=self.index,
-            temperature=temperature,
-            seed=seed,
-        )
-        if dead.any():
-            for column in drawn[1:]:
-                column[torch.from_numpy(dead)] = -np.inf
-        return drawn
+    def _draw_masks(self) -> tuple[_PendingMasks, Integers64]:
+        return _PendingMasks(self.step), self.states
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Determine the distinct new states, which another thread computes."""
-        ids = token_column(token_ids, len(self))
-        size = len(self.compiled.tokens.texts)
-        is_given = (ids >= 0) & ~self.finished
-        is_allowed = is_given & _bits(self.state.result().masks, self.index, ids)
-        is_stop = self.compiled.is_stop[ids]
-        found = copy.copy(self)
-        found.finished = self.finished | is_allowed & is_stop
-        found.log_potential = np.where(is_given & ~is_allowed, -np.inf, self.log_potential)
-        needs_state = ~found.finished & (found.log_potential > -np.inf)
-        keys = self.index * (size + 1) + np.where(is_allowed, ids, size)
-        distinct, index = np.unique(keys[needs_state], return_inverse=True)
-        parents, tokens = np.divmod(distinct, size + 1)
-        tokens[tokens == size] = -1
-        found.index = np.full(len(self), len(distinct))
-        found.index[needs_state] = index
-        found.state = self.thread.submit(
-            _advanced, self.compiled, self.state, parents.tolist(), tokens.tolist()
+        tokens, states = self.compiled.tokens, self.states
+        ids = token_column(token_ids, len(self), len(tokens.texts))
+        is_allowed = _bits(self.step.result().masks, states, ids)
+        # The parent and the token of each new state; a token of -1 leaves a state as it is.
+        keys = states * (len(tokens.texts) + 1) + ids + 1
+        keys[(ids >= 0) & ~is_allowed] = DEAD
+        keys[is_allowed & tokens.is_stop[ids]] = FINISHED
+        keys[states < LIVE] = states[states < LIVE]
+        distinct, index = np.unique(
+            np.concatenate([[DEAD, FINISHED], keys]), return_inverse=True
         )
-        found.finish_without_stop()
-        return found
+        parents, after = np.divmod(distinct[LIVE:], len(tokens.texts) + 1)
+        found = self.moved(index[LIVE:])
+        found.step = self.thread.submit(
+            _advanced, self.compiled, self.step, parents - LIVE, after - 1
+        )
+        return found.ended()
 
-    def finish_without_stop(self) -> None:
+    def ended(self) -> Self:
         """Finish members whose text has no continuation, for models without stop tokens."""
-        if not self.compiled.tokens.stop.size:
-            self.finished = self.finished | self.state.result().is_over[self.index]
-
-    def __getitem__(self, ancestors: Any) -> Self:
-        chosen = chosen_members(ancestors)
-        found = copy.copy(self)
-        found.index = self.index[chosen]
-        found.finished = self.finished[chosen]
-        found.log_potential = self.log_potential[chosen]
-        return found
+        if self.compiled.tokens.stop.size:
+            return self
+        is_over = self.step.result().is_over[self.states]
+        return self.moved(np.where(is_over, FINISHED, self.states))

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import copy
+import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from genlm.constraints.automaton import Automaton
-from genlm.constraints.byte_automata import utf8_table
+from genlm.constraints.automaton import utf8
 from genlm.constraints.protocol import (
     Constraint,
     Flags,
     Integers64,
     IntegersLike,
     Language,
-    TextTokens,
+)
+from genlm.constraints.rejection import Rejection
+from genlm.constraints.states import (
+    DEAD,
+    FINISHED,
+    LIVE,
+    StateConstraint,
     chosen_members,
     token_column,
 )
-from genlm.constraints.rejection import Rejection
+from genlm.constraints.text_tokens import TextTokens, text_tokens
 from genlm.core.population import DrawnTokens
-from genlm.core.row_masks import RowMasks
-from genlm.core.sampling import stream_seeds
 from genlm.core.validation import checked_integer
 
 if TYPE_CHECKING:
@@ -36,9 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["Python"]
 
 _FIRST_DRAWS = 8
-"""Number of tokens drawn in the first round; each further round draws four times as many."""
-_MAX_ROUNDS = 32
-"""Maximum number of rounds; no vocabulary requires more."""
+"""Number of tokens drawn in the first round of the first step. Each further round draws four
+times as many; the first round of a later step draws as many as the step before needed."""
+_MAX_FIRST_DRAWS = 32
+"""Maximum number of tokens drawn in the first round of a step."""
 
 
 class Python(Language):
@@ -80,7 +85,7 @@ class Python(Language):
         for function in (self._prefix, self._complete):
             if not callable(function):
                 raise TypeError(f"expected a function of bytes; found {function!r}")
-        self._within = Automaton(*utf8_table()) if within is None else within
+        self._within = utf8() if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
         """Number of tokens drawn after the accepted one."""
 
@@ -89,7 +94,7 @@ class Python(Language):
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`."""
         within = self._within.start(llm, size, text=text, stop=stop)
-        return _Tested(self, TextTokens.of(llm.vocabulary, stop), within, [text] * size)
+        return _Tested(self, text_tokens.get(llm.vocabulary, stop), within, [text] * size)
 
     def allows(self, text: bytes) -> bool:
         """Whether a text may be continued."""
@@ -104,25 +109,23 @@ class Python(Language):
         return f"<Python {name} within {self._within!r}>"
 
 
-class _Tested(Constraint):
+class _Tested(StateConstraint):
     """The texts of members, and the constraint from whose masks tokens are drawn."""
 
     def __init__(
-        self,
-        language: Python,
-        tokens: TextTokens,
-        within: Constraint,
-        texts: list[bytes],
+        self, language: Python, tokens: TextTokens, within: Constraint, texts: list[bytes]
     ) -> None:
+        super().__init__(np.full(len(texts), LIVE))
         self.language = language
         self.tokens = tokens
         self.within = within
         self.texts = np.empty(len(texts), object)
         self.texts[:] = texts
-        self.stops = frozenset(tokens.stop.tolist())
-        self.accepted: dict[tuple[bytes, bool], bool] = {}
-        self.finished = np.zeros(len(texts), np.bool_)
-        self.log_potential = np.zeros(len(texts))
+        self.first_draws = _FIRST_DRAWS
+        self.known: dict[tuple[bytes, bool], bool] = {}
+        """Results of the functions, which are called once for a text and whether it ends."""
+        self.accepted: _Accepted | None = None
+        """The tokens of the last draw."""
 
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return the masks from which tokens are drawn before the function is called."""
@@ -130,48 +133,45 @@ class _Tested(Constraint):
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Append tokens to the texts. Drawn tokens are not tested again."""
-        ids = token_column(token_ids, len(self))
-        found = copy.copy(self)
-        found.accepted = {}
-        found.texts, found.finished = self.texts.copy(), self.finished.copy()
-        found.within = self.within.advance(ids)
-        found.log_potential = np.minimum(self.log_potential, found.within.log_potential)
-        is_stop = np.isin(ids, self.tokens.stop)
-        is_live = found.log_potential > -np.inf
-        for member in np.flatnonzero((ids >= 0) & ~self.finished & is_live).tolist():
-            if not self.accepts(member, int(ids[member])):
-                found.log_potential[member] = -np.inf
-            elif is_stop[member]:
-                found.finished[member] = True
-            else:
-                found.texts[member] = self.texts[member] + self.tokens.texts[ids[member]]
-        found.end_with(found.within.finished & ~found.finished)
+        ids = token_column(token_ids, len(self), len(self.tokens.texts))
+        within = self.within.advance(ids)
+        states = np.where(np.isneginf(within.log_potential), DEAD, self.states)
+        states[self.tokens.is_stop[ids] & (states == LIVE)] = FINISHED
+        states[self.states != LIVE] = self.states[self.states != LIVE]
+        texts, is_new = self.texts.copy(), (ids >= 0) & (self.states == LIVE)
+        if self.accepted is not None:
+            is_known = is_new & (ids == self.accepted.token_ids)
+            texts[is_known] = self.accepted.texts[is_known]
+            is_new &= ~is_known
+        for member in np.flatnonzero(is_new & (states != DEAD)).tolist():
+            texts[member], is_accepted = self.tested(self.texts[member], int(ids[member]))
+            if not is_accepted:
+                states[member] = DEAD
+        for member in np.flatnonzero(within.finished & (states == LIVE)).tolist():
+            is_accepted = self.language.may_end(texts[member])
+            states[member] = FINISHED if is_accepted else DEAD
+        found = self.moved(states)
+        found.within, found.texts, found.accepted = within, texts, None
+        found.known = {}
+        if self.accepted is not None:
+            found.first_draws = self.accepted.draws
         return found
 
-    def end_with(self, members: Flags) -> None:
-        """Finish members whose other constraint is finished, or mark them as dead."""
-        for member in np.flatnonzero(members & (self.log_potential > -np.inf)).tolist():
-            self.finished[member] = self.language.may_end(self.texts[member])
-            if not self.finished[member]:
-                self.log_potential[member] = -np.inf
+    def tested(self, text: bytes, token_id: int) -> tuple[bytes, bool]:
+        """Return a text extended by a token, and whether it may continue or end there."""
+        is_end = bool(self.tokens.is_stop[token_id])
+        key = (text if is_end else text + self.tokens.texts[token_id]), is_end
+        if key not in self.known:
+            function = self.language.may_end if is_end else self.language.allows
+            self.known[key] = function(key[0])
+        return key[0], self.known[key]
 
     def __getitem__(self, ancestors: Any) -> Self:
         chosen = chosen_members(ancestors)
-        found = copy.copy(self)
-        found.texts = self.texts[chosen]
-        found.finished = self.finished[chosen]
-        found.log_potential = self.log_potential[chosen]
-        found.within = self.within[chosen]
+        found = super().__getitem__(chosen)
+        found.within, found.texts = self.within[chosen], self.texts[chosen]
+        found.accepted = None
         return found
-
-    def accepts(self, member: int, token_id: int) -> bool:
-        """Whether a token of the masks may continue or end a text; a text is tested once."""
-        text, is_stop = self.texts[member], token_id in self.stops
-        key = (text if is_stop else text + self.tokens.texts[token_id]), is_stop
-        if key not in self.accepted:
-            test = self.language.may_end if is_stop else self.language.allows
-            self.accepted[key] = test(key[0])
-        return self.accepted[key]
 
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
@@ -181,96 +181,90 @@ class _Tested(Constraint):
         Returns:
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
         """
-        is_over = population.finished.numpy() | self.finished
-        search = _Search(self, ~is_over)
-        masks, index = self.masks()
-        count, seeds = _FIRST_DRAWS, stream_seeds(seed, _MAX_ROUNDS)
-        for round_seed in seeds:
-            waiting = search.waiting()
-            if not len(waiting):
-                break
-            is_done = np.ones(len(self), np.bool_)
-            is_done[waiting] = False
-            drawn = await population.finish(is_done).draw_without_replacement(
-                count, masks, mask_index=index, temperature=temperature, seed=round_seed
+        is_active = ~population.finished.numpy() & (self.states != FINISHED)
+        search, done, count = _Search(self, is_active), 0, self.first_draws
+        masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
+        seed = secrets.randbits(63) if seed is None else seed
+        while not search.rejection.is_over.all():
+            drawn = await population.finish(search.rejection.is_over).draw_without_replacement(
+                count, masks, mask_index=index, temperature=temperature, seed=seed
             )
-            search.take(waiting, drawn)
-            waiting = search.waiting()
-            if len(waiting):
-                masks, index = search.masks_left(waiting, masks, index)
-            count = min(4 * count, len(self.tokens.texts))
+            search.take(drawn, done)  # more draws by one seed begin with the same tokens
+            done, count = count, min(4 * count, len(self.tokens.texts) + 1)
+        self.accepted = search.accepted()
         return search.drawn()
+
+
+class _Accepted(NamedTuple):
+    """Accepted tokens of a draw.
+
+    Attributes:
+        token_ids: A token of each member; -1 for none.
+        texts: Texts of the members after these tokens.
+        draws: Number of draws that were sufficient for every accepted token and its estimate.
+    """
+
+    token_ids: Integers64
+    texts: npt.NDArray[np.object_]
+    draws: int
 
 
 class _Search:
     """The draws of one step for all members, until each has an accepted token."""
 
-    def __init__(self, constraint: _Tested, active: Flags) -> None:
+    def __init__(self, constraint: _Tested, is_active: Flags) -> None:
         self._constraint = constraint
-        self._size = len(constraint)
-        extra = constraint.language.extra_draws
-        self._rejections = {
-            member: Rejection(extra) for member in np.flatnonzero(active).tolist()
-        }
-        for member in np.flatnonzero(np.isneginf(constraint.log_potential)).tolist():
-            if member in self._rejections:
-                self._rejections[member].end()
-        self._drawn: dict[int, list[int]] = {member: [] for member in self._rejections}
-        self._token_ids = np.full(self._size, -1)
-        self._logprobs = np.zeros(self._size)
+        size = len(constraint)
+        self.rejection = Rejection(size, constraint.language.extra_draws)
+        self.rejection.end(np.flatnonzero(~is_active | (constraint.states == DEAD)))
+        self._is_active = is_active
+        self._token_ids = np.full(size, -1)
+        self._logprobs = np.zeros(size)
+        self._texts = constraint.texts.copy()
 
-    def waiting(self) -> Integers64:
-        """Return the members that need more draws, ascending."""
-        found = [member for member, each in self._rejections.items() if not each.is_over]
-        return np.array(found, np.int64)
-
-    def take(self, members: Integers64, drawn: DrawnTokens) -> None:
-        """Test the draws of some members, in order."""
-        for member in members.tolist():
-            rejection, ids = self._rejections[member], drawn.token_ids[member].tolist()
-            logprobs = drawn.draw_logprob[member].tolist()
-            for place, token_id in enumerate(ids):
-                if token_id < 0:
-                    rejection.end()
-                    break
-                is_accepted = self._constraint.accepts(member, token_id)
-                if is_accepted and rejection.place is None:
-                    self._token_ids[member] = token_id
-                    self._logprobs[member] = float(drawn.logprobs[member, place])
-                left = len(ids) - 1 - place
-                rejection.add(logprobs[place], left, is_accepted=is_accepted)
-                self._drawn[member].append(token_id)
-                if rejection.is_over:
-                    break
-
-    def masks_left(
-        self, members: Integers64, masks: MasksLike, index: Integers64 | None
-    ) -> tuple[torch.Tensor, Integers64]:
-        """Return the masks without the drawn tokens."""
-        tokens = self._constraint.tokens
-        size = len(tokens.texts)
-        rows = RowMasks(masks, self._size, size, index).of(members)
-        factors = rows.factors(0, len(members), torch.device("cpu"))
-        allowed = factors.bool().expand(len(members), size).numpy().copy()
-        for row, member in enumerate(members.tolist()):
-            allowed[row, self._drawn[member]] = False
-        places = np.zeros(self._size, np.int64)
-        places[members] = np.arange(len(members))
-        return tokens.pack(allowed), places
+    def take(self, drawn: DrawnTokens, done: int) -> None:
+        """Test the draws of members that are not over, in order, after the first `done`."""
+        rejection, tested = self.rejection, self._constraint.tested
+        token_ids, logprobs = drawn.token_ids.numpy(), drawn.logprobs.double().numpy()
+        draw_logprobs = drawn.draw_logprob.double().numpy()
+        for place in range(done, token_ids.shape[1]):
+            ids = token_ids[:, place]
+            members = np.flatnonzero(~rejection.is_over)
+            is_last = ids[members] < 0
+            rejection.end(members[is_last])
+            members = members[~is_last]
+            if not len(members):
+                break
+            texts, tokens = self._constraint.texts[members].tolist(), ids[members]
+            found = [*map(tested, texts, tokens.tolist())]
+            is_accepted = np.array([flag for _, flag in found])
+            is_new = is_accepted & (rejection.place[members] < 0)
+            new = members[is_new]
+            self._token_ids[new], self._logprobs[new] = tokens[is_new], logprobs[new, place]
+            for row in np.flatnonzero(is_new).tolist():
+                self._texts[members[row]] = found[row][0]
+            at_hand = token_ids.shape[1] - 1 - place
+            rejection.add(members, draw_logprobs[members, place], is_accepted, at_hand)
 
     def drawn(self) -> DrawnTokens:
         """Return the accepted tokens of the members, with their weights."""
-        log_weights, logprobs = np.zeros(self._size), self._logprobs.copy()
-        for member, rejection in self._rejections.items():
-            if rejection.place is None:
-                log_weights[member] = logprobs[member] = -np.inf
-            else:
-                ratio = logprobs[member] - rejection.log_probability
-                log_weights[member] = ratio + rejection.log_mass
+        rejection, logprobs = self.rejection, self._logprobs
         is_drawn = self._token_ids >= 0
-        draw_logprobs = np.where(is_drawn, logprobs, 0.0) - np.where(is_drawn, log_weights, 0.0)
-        columns = logprobs, log_weights, np.where(is_drawn, draw_logprobs, logprobs)
+        log_mass = np.where(is_drawn, rejection.log_mass, 0.0)
+        log_weights = np.where(is_drawn, logprobs - rejection.log_probability + log_mass, 0.0)
+        is_lost = self._is_active & ~is_drawn
+        log_weights[is_lost] = logprobs[is_lost] = -np.inf
+        draw_logprobs = logprobs.copy()
+        draw_logprobs[is_drawn] -= log_weights[is_drawn]
+        columns = logprobs, log_weights, draw_logprobs
         return DrawnTokens(
-            torch.from_numpy(self._token_ids),
+            torch.from_numpy(self._token_ids.copy()),
             *(torch.from_numpy(each).float() for each in columns),
         )
+
+    def accepted(self) -> _Accepted:
+        """Return the accepted tokens, and the number of draws for the next step."""
+        least = 1 + self._constraint.language.extra_draws
+        needed = int(self.rejection.place.max(initial=-1)) + least
+        draws = min(max(least, needed), max(least, _MAX_FIRST_DRAWS))
+        return _Accepted(self._token_ids, self._texts, draws)

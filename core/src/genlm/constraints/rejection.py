@@ -8,20 +8,15 @@ tokens. Their mass is estimated from subsequent draws, by the ordered estimates 
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
-import numpy.typing as npt
+
+from genlm.constraints.protocol import Flags, Floats, Integers64
 
 __all__ = ["Rejection"]
 
-Flags: TypeAlias = npt.NDArray[np.bool_]
-Floats: TypeAlias = npt.NDArray[np.float64]
-Integers64: TypeAlias = npt.NDArray[np.int64]
-
 
 class Rejection:
-    r"""The draws of one member, until a token is accepted and the mass is estimated.
+    r"""The draws of N members, each until a token is accepted and the mass is estimated.
 
     Let `q` be the distribution of the draws, `A` the set of accepted tokens, and `x` the first
     of the draws `y_1, y_2, ...` in `A`, at place `n`. For each later place `i`,
@@ -34,51 +29,65 @@ class Rejection:
     is `q(A)`, so that `x` and its weight are an importance sample of `A`.
 
     Args:
+        size: Number of members.
         extra: Number of draws after `x` that the estimate uses, at least 1.
+
+    Attributes:
+        is_over: Whether a member needs no further draw.
+        count: Number of draws of each member so far.
+        place: Place of `x` among the draws; -1 before `x` is drawn.
+        log_probability: Log of `q(x)`.
     """
 
-    def __init__(self, extra: int) -> None:
-        self._extra = extra
-        self._left = 0.0  # log of the remaining mass of q
-        self._accepted = 0.0  # q of the accepted tokens so far
-        self._estimates: list[float] = []
-        self.place: int | None = None
-        """Place of `x` among the draws; None before `x` is drawn."""
-        self.is_over = False
-        """Whether no further draw is needed."""
-        self.log_probability = 0.0
-        """Log of `q(x)`."""
-        self.count = 0
-        """Number of draws so far."""
+    def __init__(self, size: int, extra: int) -> None:
+        self.is_over = np.zeros(size, np.bool_)
+        self.count = np.zeros(size, np.int64)
+        self.place = np.full(size, -1)
+        self.log_probability = np.zeros(size)
+        self._extra = np.full(size, extra)
+        self._left = np.zeros(size)  # log of the remaining mass of q
+        self._accepted = np.zeros(size)  # q of the accepted tokens so far
+        self._sum = np.zeros(size)  # of the estimates
+        self._places = np.zeros(size, np.int64)  # number of the estimates
 
     @property
-    def log_mass(self) -> float:
+    def log_mass(self) -> Floats:
         """Log of the estimate of `q(A)`; `-inf` if no token was accepted."""
-        return float(np.log(np.mean(self._estimates))) if self._estimates else -np.inf
+        with np.errstate(divide="ignore"):
+            found: Floats = np.log(self._sum / np.maximum(self._places, 1))
+        return found
 
-    def add(self, draw_logprob: float, at_hand: int, *, is_accepted: bool) -> None:
-        """Record the next draw.
+    def add(
+        self, members: Integers64, draw_logprobs: Floats, is_accepted: Flags, at_hand: int
+    ) -> None:
+        """Record the next draw of members that are not over.
 
         Args:
-            draw_logprob: Log-probability of the token among the remaining tokens.
+            members: The members.
+            draw_logprobs: Log-probability of each token among the remaining tokens.
+            is_accepted: Whether each token is in `A`.
             at_hand: Number of further draws that are already available. If there are any, the
                 estimate uses only these.
-            is_accepted: Whether the token is in `A`.
         """
-        logprob, left = draw_logprob + self._left, float(np.exp(self._left))
-        if self.place is not None:
-            self._estimates.append(self._accepted + is_accepted * left)
-        elif is_accepted:
-            self.place, self.log_probability = self.count, logprob
-            self._extra = min(self._extra, at_hand) or self._extra
-        self._accepted += is_accepted * float(np.exp(logprob))
-        share = min(draw_logprob, 0.0)
-        self._left += float(np.log(-np.expm1(share))) if share < 0 else -np.inf
-        self.count += 1
-        self.is_over = len(self._estimates) >= self._extra
+        left, has_x = self._left[members], self.place[members] >= 0
+        logprobs = draw_logprobs + left
+        estimates = self._accepted[members] + is_accepted * np.exp(left)
+        self._sum[members] += has_x * estimates
+        self._places[members] += has_x
+        first = members[is_accepted & ~has_x]
+        self.place[first] = self.count[first]
+        self.log_probability[first] = logprobs[is_accepted & ~has_x]
+        if at_hand:
+            self._extra[first] = np.minimum(self._extra[first], at_hand)
+        self._accepted[members] += is_accepted * np.exp(logprobs)
+        with np.errstate(divide="ignore"):
+            self._left[members] += np.log(-np.expm1(np.minimum(draw_logprobs, 0.0)))
+        self.count[members] += 1
+        self.is_over[members] = self._places[members] >= self._extra[members]
 
-    def end(self) -> None:
-        """Record that no token remains: the accepted tokens are the whole of `A`."""
-        if self.place is not None and not self.is_over:
-            self._estimates += [self._accepted] * (self._extra - len(self._estimates))
-        self.is_over = True
+    def end(self, members: Integers64) -> None:
+        """Record that no token of members remains: the accepted tokens are the whole of `A`."""
+        rest = np.where(self.place[members] >= 0, self._extra[members], 0)
+        self._sum[members] += (rest - self._places[members]) * self._accepted[members]
+        self._places[members] = rest
+        self.is_over[members] = True

@@ -138,10 +138,7 @@ class _Weighted(GroupReduction):
     def _arranged(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, RowWeights, torch.Tensor]:
-        """Return a row for each distinct set of weights, and the place of each member's set.
-
-        `row_of` is ascending, and so are the places.
-        """
+        """Return a row for each distinct set of weights, and the place of each member's set."""
         weights = self.weights.of(members.numpy())
         first, weights_of = weights.distinct(row_of.numpy())
         chosen = row_of[torch.from_numpy(first)]
@@ -188,14 +185,14 @@ class DrawColumns(_Weighted):
     ) -> tuple[torch.Tensor, ...]:
         """Compute each distinct set of weights once, and draw a token for each member."""
         rows, weights, weights_of = self._arranged(rows, row_of, members)
-        return batch_draw(
-            rows,
-            self.uniforms[members],
-            weights,
-            row_of=weights_of,
-            top_k=self.top_k,
-            top_p=self.top_p,
-        )
+        uniforms = self.uniforms[members]
+        limits: dict[str, Any] = {"top_k": self.top_k, "top_p": self.top_p}
+        if (weights_of[1:] >= weights_of[:-1]).all():
+            return batch_draw(rows, uniforms, weights, row_of=weights_of, **limits)
+        weights_of, order = weights_of.sort()
+        drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of, **limits)
+        places = order.argsort().to(rows.device)
+        return tuple(column[places] for column in drawn)
 
 
 class SeveralDrawColumns(_Weighted):
@@ -213,8 +210,8 @@ class SeveralDrawColumns(_Weighted):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Draw from a copy of the row of each member."""
+        """Draw from the row of each member; equal members have copies of it."""
         weights = self.weights.of(members.numpy())
-        return batch_draw_without_replacement(
-            rows[moved(row_of, rows.device)], self.uniforms[members], weights
-        )
+        if not torch.equal(row_of, torch.arange(len(rows))):
+            rows = rows[moved(row_of, rows.device)]
+        return batch_draw_without_replacement(rows, self.uniforms[members], weights)

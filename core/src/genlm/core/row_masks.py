@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["PendingMasks", "RowMasks"]
 
 
-@runtime_checkable
 class PendingMasks(Protocol):
     """Masks that another thread computes, such as a `concurrent.futures.Future` of them."""
 
@@ -48,7 +47,9 @@ class RowMasks:
               word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
               device. Bits beyond the vocabulary are ignored;
             - `PendingMasks` of booleans or packed bits, with an index: the engine waits for
-              them when it has the rows.
+              them when it has the rows;
+            - `RowMasks` of m rows, which several requests use: their copies on devices are
+              kept.
 
             Arrays are not copied: they must not change while they are in use.
         count: Number of rows.
@@ -70,54 +71,54 @@ class RowMasks:
         index: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor | None = None,
     ) -> None:
         self._size = vocab_size
-        self._factors: dict[torch.device, torch.Tensor] = {}
-        self._index: torch.Tensor | None
-        self._unrestricted: torch.Tensor | None
-        if isinstance(masks, PendingMasks):
-            if index is None:
+        self._is_shared = isinstance(masks, RowMasks)
+        self._index = None if index is None else torch.as_tensor(index, dtype=torch.long).cpu()
+        if _is_pending(masks):
+            if self._index is None:
                 raise ValueError("pending masks need an index with the mask of each row")
-            self._pending: PendingMasks = masks
-            self._unrestricted = None
-            self._index = torch.as_tensor(index, dtype=torch.long).cpu()
+            self._pending: PendingMasks = masks  # type: ignore[assignment]
             return
-        self._rows, self._is_packed, full, places = _table(masks, vocab_size)
-        shown = len(self._rows) if places is None else len(places)
-        if index is not None:
-            chosen = torch.as_tensor(index, dtype=torch.long).cpu()
-            _check_index(chosen, count, shown)
-            places = chosen if places is None else places[chosen]
+        if isinstance(masks, RowMasks):
+            self._table, places = masks._table, masks._index  # noqa: SLF001 - of this class
+        else:
+            self._table, places = _table(masks, vocab_size)
+        shown = len(self._table.rows) if places is None else len(places)
+        if self._index is not None:
+            _check_index(self._index, count, shown)
+            places = self._index if places is None else places[self._index]
         elif shown not in {1, count}:
             raise ValueError(
                 f"{shown} masks for {count} rows; pass one for all, one for each, or an index "
                 f"with the mask of each row"
             )
-        if len(self._rows) == 1:
+        if len(self._table.rows) == 1:
             places = torch.zeros(count, dtype=torch.long)
         self._index = places
-        self._unrestricted = None if full is None or not full.any() else full
 
     @property
     def is_pending(self) -> bool:
         """Whether another thread computes the masks, which are not waited for yet."""
-        return "_rows" not in vars(self)
+        return "_table" not in vars(self)
 
     @functools.cached_property
-    def _rows(self) -> torch.Tensor:
-        table: torch.Tensor
-        table, self._is_packed = _array_table(self._pending.result(), self._size)
+    def _table(self) -> _MaskTable:
+        table = _array_table(self._pending.result(), self._size)
         assert self._index is not None  # noqa: S101 - pending masks have one
-        _check_index(self._index, len(self._index), len(table))
+        _check_index(self._index, len(self._index), len(table.rows))
         return table
 
     def __getstate__(self) -> dict[str, Any]:
-        """Wait for pending masks: other processes get arrays."""
-        _ = self._rows
-        return {name: each for name, each in vars(self).items() if name != "_pending"}
+        """Wait for pending masks: other processes get arrays, of the masks that rows have."""
+        table, index = self._table, self._index
+        if index is not None:
+            used, inverse = np.unique(index.numpy(), return_inverse=True)
+            table, index = table.of(torch.from_numpy(used)), torch.from_numpy(inverse)
+        return {"_size": self._size, "_is_shared": False, "_table": table, "_index": index}
 
     @property
     def unrestricted(self) -> torch.Tensor | None:
         """Which rows have None for a mask, shape `(count,)`, on the CPU; None if no row has."""
-        full = self._unrestricted
+        full = None if self.is_pending else self._table.unrestricted
         return full if full is None or self._index is None else full[self._index]
 
     def of(self, chosen: npt.NDArray[np.int64]) -> RowMasks:
@@ -130,17 +131,14 @@ class RowMasks:
     @property
     def places(self) -> torch.Tensor:
         """Which mask each row has: equal places are equal masks. Shape `(count,)`, int64."""
-        return torch.arange(len(self._rows)) if self._index is None else self._index
+        if self._index is None:
+            return torch.arange(len(self._table.rows))
+        return self._index
 
     @property
     def is_empty(self) -> npt.NDArray[np.bool_]:
         """Which rows have a mask without any token, shape `(count,)`."""
-        rows = self._rows
-        if self._is_packed:
-            whole, rest = divmod(self._size, 8)
-            last = rows[:, whole : whole + 1] & (2**rest - 1)  # bits beyond the vocabulary
-            rows = torch.cat([rows[:, :whole], last], 1)
-        empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu()[self.places].numpy()
+        empty: npt.NDArray[np.bool_] = self._table.is_empty[self.places.numpy()]
         return empty
 
     def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
@@ -150,40 +148,87 @@ class RowMasks:
             Shape `(end - begin, vocab_size)`, uint8, on `device`; `(1, vocab_size)` and float32
             if all rows have the same mask.
         """
-        if len(self._rows) == 1:
-            if device not in self._factors:
-                # torch multiplies by floats nearly twice as fast as by bytes.
-                self._factors[device] = self._unpacked(self._rows, device).float()
-            return self._factors[device]
+        table = self._table
+        if len(table.rows) == 1:
+            return table.single_factors(device)
         if self._index is None:
-            return self._unpacked(self._rows[begin:end], device)
+            return table.unpacked(table.rows[begin:end].to(device))
         places = self._index[begin:end]
-        if self._rows.device != device and len(self._rows) < end - begin:
-            return self._unpacked(self._rows.to(device)[places.to(device)], device)  # each once
-        return self._unpacked(self._rows[places.to(self._rows.device)], device)
+        is_copied = self._is_shared or len(table.rows) < end - begin
+        rows = table.on(device) if is_copied else table.rows
+        return table.unpacked(rows[places.to(rows.device)].to(device))
 
-    def _unpacked(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        rows = rows.to(device)
+
+class _MaskTable:
+    """Masks as rows of bits or of bytes, uint8, and their copies on devices.
+
+    Args:
+        rows: Shape `(m, bytes)`.
+        size: Number of ids in the vocabulary.
+        is_packed: Whether `rows` are bits.
+        unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if none does.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        size: int,
+        *,
+        is_packed: bool,
+        unrestricted: torch.Tensor | None = None,
+    ) -> None:
+        self.rows = rows
+        self.unrestricted = unrestricted
+        self._size = size
+        self._is_packed = is_packed
+        self._copies: dict[torch.device, torch.Tensor] = {}
+        self._single: dict[torch.device, torch.Tensor] = {}
+
+    def of(self, places: torch.Tensor) -> _MaskTable:
+        """Return some of the masks."""
+        full = None if self.unrestricted is None else self.unrestricted[places]
+        rows = self.rows[places.to(self.rows.device)]
+        return _MaskTable(rows, self._size, is_packed=self._is_packed, unrestricted=full)
+
+    @functools.cached_property
+    def is_empty(self) -> npt.NDArray[np.bool_]:
+        """Which masks have no token, shape `(m,)`."""
+        rows = self.rows
+        if self._is_packed:
+            whole, rest = divmod(self._size, 8)
+            last = rows[:, whole : whole + 1] & (2**rest - 1)  # bits beyond the vocabulary
+            rows = torch.cat([rows[:, :whole], last], 1)
+        empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu().numpy()
+        return empty
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return all masks on a device, to which they are copied once."""
+        if device not in self._copies:
+            self._copies[device] = self.rows.to(device)
+        return self._copies[device]
+
+    def single_factors(self, device: torch.device) -> torch.Tensor:
+        """Return the factors of the only mask, float32."""
+        if device not in self._single:
+            # torch multiplies by floats nearly twice as fast as by bytes.
+            self._single[device] = self.unpacked(self.rows.to(device)).float()
+        return self._single[device]
+
+    def unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of the table as bytes, on their device."""
         if not self._is_packed:
             return rows
-        if device.type == "cpu":
+        if rows.device.type == "cpu":
             bits = np.unpackbits(rows.numpy(), axis=1, count=self._size, bitorder="little")
             return torch.from_numpy(bits)
-        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         return ((rows[:, :, None] >> shifts) & 1).flatten(1)[:, : self._size]
 
 
-def _table(
-    masks: Any, size: int
-) -> tuple[torch.Tensor, bool, torch.Tensor | None, torch.Tensor | None]:
-    """Return masks as rows of a table.
-
-    Returns:
-        The table, uint8, of bits or of bytes; whether it is of bits; which of its rows are
-        None; and the place of each mask in it, None if mask i has place i.
-    """
+def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
+    """Return masks as a table, and the place of each in it; None if mask i has place i."""
     if getattr(masks, "ndim", 0) == 2:
-        return *_array_table(masks, size), None, None
+        return _array_table(masks, size), None
     if not (isinstance(masks, (list, tuple)) and masks and _is_mask(masks[0])):
         masks = [masks]
     every = np.full(-(-size // 8), 255, np.uint8)
@@ -197,21 +242,32 @@ def _table(
         return found
 
     places = torch.tensor(each_in_batch(place, masks))
-    table, full = torch.from_numpy(np.stack(made)), [each is every for each in made]
-    return table, True, torch.tensor(full), None if len(made) == len(masks) else places
+    full = torch.tensor([each is every for each in made])
+    table = _MaskTable(
+        torch.from_numpy(np.stack(made)),
+        size,
+        is_packed=True,
+        unrestricted=full if full.any() else None,
+    )
+    return table, None if len(made) == len(masks) else places
 
 
-def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> Any:
+def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _MaskTable:
     if isinstance(masks, np.ndarray):
         masks = torch.from_numpy(np.require(masks, requirements="W"))  # else torch warns
-    table = masks
     widths = {torch.bool: size, torch.int32: -(-size // 32)}
-    if table.dtype not in widths or table.shape[1] != widths[table.dtype]:
+    if masks.dtype not in widths or masks.shape[1] != widths[masks.dtype]:
         raise ValueError(
-            f"masks of shape {tuple(table.shape)}, {table.dtype}; expected booleans of shape "
+            f"masks of shape {tuple(masks.shape)}, {masks.dtype}; expected booleans of shape "
             f"(masks, {size}), or packed bits, int32, of shape (masks, {-(-size // 32)})"
         )
-    return table.contiguous().view(torch.uint8), table.dtype == torch.int32
+    rows = masks.contiguous().view(torch.uint8)
+    return _MaskTable(rows, size, is_packed=masks.dtype == torch.int32)
+
+
+def _is_pending(masks: object) -> bool:
+    """Whether masks have a result that is waited for; faster than a check of the protocol."""
+    return hasattr(masks, "result")
 
 
 def _is_mask(value: object) -> bool:

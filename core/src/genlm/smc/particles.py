@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import required
-from genlm.smc.resampling import Floats, effective_sample_size, normalised_weights
+from genlm.smc.resampling import Floats, effective_size, log_mean, normalised_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,14 +47,12 @@ class Step(NamedTuple):
     @property
     def log_evidence(self) -> float:
         """Log of the mean weight."""
-        return float(np.logaddexp.reduce(self.log_weights) - np.log(len(self.log_weights)))
+        return log_mean(self.log_weights)
 
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size before resampling; 0 if all weights are 0."""
-        if np.isneginf(self.log_weights).all():
-            return 0.0
-        return effective_sample_size(self.log_weights)
+        return effective_size(self.log_weights)
 
     @property
     def is_resampled(self) -> bool:
@@ -176,7 +174,7 @@ class Particles:
         With a constraint and no potential, the evidence is the probability that a sample of the
         unconstrained model satisfies the constraint for the same number of tokens.
         """
-        return float(np.logaddexp.reduce(self.log_weights) - np.log(len(self.log_weights)))
+        return log_mean(self.log_weights)
 
     @property
     def weights(self) -> Floats:
@@ -186,9 +184,7 @@ class Particles:
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size; 0 if all weights are 0."""
-        if np.isneginf(self.log_weights).all():
-            return 0.0
-        return effective_sample_size(self.log_weights)
+        return effective_size(self.log_weights)
 
     @property
     def texts(self) -> list[str]:

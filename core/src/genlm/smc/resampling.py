@@ -20,7 +20,9 @@ __all__ = [
     "Floats",
     "LogWeights",
     "effective_sample_size",
+    "effective_size",
     "float64_array",
+    "log_mean",
     "normalised_weights",
     "resampled",
     "systematic_resampling",
@@ -144,8 +146,17 @@ def resampled(
     size = len(given)
     if effective_sample_size(given) >= below * size:
         return np.arange(size), given
-    log_mean = np.logaddexp.reduce(given) - np.log(size)
-    return systematic_resampling(given, uniform), np.full(size, log_mean)
+    return systematic_resampling(given, uniform), np.full(size, log_mean(given))
+
+
+def log_mean(log_weights: Floats) -> float:
+    """Return the log of the mean weight."""
+    return float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
+
+
+def effective_size(log_weights: Floats) -> float:
+    """Return the effective sample size; 0 if all weights are 0."""
+    return effective_sample_size(log_weights) if np.isfinite(log_weights).any() else 0.0
 
 
 def float64_array(values: LogWeights) -> Floats:

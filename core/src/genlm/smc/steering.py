@@ -35,6 +35,7 @@ async def steer(
     *,
     max_tokens: int,
     constraint: Language | Constraint | None = None,
+    text: bytes = b"",
     potential: Callable[[Population], LogWeights] | None = None,
     stop: Integers | None = None,
     temperature: float = 1.0,
@@ -60,6 +61,7 @@ async def steer(
         max_tokens: Maximum number of steps.
         constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
             a `Constraint` of `size` members.
+        text: End of the prompt that belongs to the texts of the `Language`.
         potential: Function that returns the log of a factor of the probability of each member,
             shape `(n,)`; `-inf` for a sequence that cannot be continued.
         stop: Token ids that finish a particle; by default the tokenizer's end of text, if it
@@ -78,7 +80,7 @@ async def steer(
     if not 0 <= resample_below <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
     if isinstance(constraint, Language):
-        constraint = constraint.start(llm, size, stop=stop)
+        constraint = constraint.start(llm, size, text=text, stop=stop)
     if constraint is not None and len(constraint) != size:
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     end = llm.vocabulary.eos_token_id

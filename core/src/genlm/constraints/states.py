@@ -1,0 +1,68 @@
+"""`StateConstraint`: members in numbered states, with the rules that all languages share.
+
+A member that violated the language is dead. A stop token finishes a member whose text is
+complete; without stop tokens, so does a text that has no continuation. Dead and finished
+members do not change, and no token is drawn for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.constraints.protocol import Constraint, Integers64, IntegersLike
+
+__all__ = ["DEAD", "FINISHED", "LIVE", "StateConstraint", "chosen_members", "token_column"]
+
+States: TypeAlias = npt.NDArray[Any]
+
+DEAD, FINISHED, LIVE = 0, 1, 2
+"""States of dead and of finished members, and the first state of other members."""
+
+
+class StateConstraint(Constraint):
+    """A constraint whose members have numbered states; the first two are dead and finished.
+
+    Args:
+        states: State of each member, shape `(n,)`.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+        self.finished = states == FINISHED
+        self.log_potential = np.where(states == DEAD, -np.inf, 0.0)
+
+    def moved(self, states: States) -> Self:
+        """Return a copy whose members have other states."""
+        found = object.__new__(type(self))  # copy.copy takes several times as long
+        vars(found).update(vars(self))
+        StateConstraint.__init__(found, states)
+        return found
+
+    def __getitem__(self, ancestors: Any) -> Self:
+        return self.moved(self.states[chosen_members(ancestors)])
+
+
+def token_column(token_ids: IntegersLike, count: int, vocab_size: int) -> Integers64:
+    """Return the tokens of `count` members as an array.
+
+    Raises:
+        ValueError: The shape is not `(count,)`, or an id is outside the vocabulary.
+    """
+    given = token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else token_ids
+    found = np.asarray(given, np.int64)
+    if found.shape != (count,):
+        raise ValueError(f"token ids of shape {found.shape} for {count} members")
+    if count and not -1 <= found.min() <= found.max() < vocab_size:
+        raise ValueError(f"a token id is outside the vocabulary of {vocab_size} tokens")
+    return found
+
+
+def chosen_members(ancestors: Any) -> Any:
+    """Return an index of members in a form that numpy accepts: a slice or an array."""
+    if isinstance(ancestors, torch.Tensor):
+        return ancestors.cpu().numpy()
+    return ancestors if isinstance(ancestors, slice) else np.asarray(ancestors)

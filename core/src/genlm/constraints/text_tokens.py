@@ -1,0 +1,89 @@
+"""`TextTokens`: the bytes and the stop tokens of a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from genlm.constraints.protocol import Flags, Integers64
+
+if TYPE_CHECKING:
+    from genlm.core.validation import Integers
+    from genlm.core.vocab import Vocabulary
+
+__all__ = ["PerVocabulary", "TextTokens", "text_tokens"]
+
+T = TypeVar("T")
+
+
+class TextTokens(NamedTuple):
+    """The bytes and the stop tokens of a vocabulary.
+
+    Attributes:
+        texts: Bytes of each token id; empty for special tokens, ids without a token and tokens
+            without bytes, which are not part of any text.
+        stop: Token ids that end a text, ascending, int64.
+        is_stop: Whether each token id ends a text, and False for -1, shape `(vocab_size + 1,)`.
+    """
+
+    texts: list[bytes]
+    stop: Integers64
+    is_stop: Flags
+
+    def pack(self, allowed: Flags) -> torch.Tensor:
+        """Return booleans of shape `(n, vocab_size)` as packed bits, int32."""
+        count, size = allowed.shape
+        padded = np.zeros((count, -(-size // 32) * 32), np.bool_)
+        padded[:, :size] = allowed
+        return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+
+
+class PerVocabulary(Generic[T]):
+    """A value that is computed once for a vocabulary and stop tokens.
+
+    Args:
+        build: Function of the vocabulary and the stop tokens, ascending, that computes it.
+    """
+
+    def __init__(self, build: Callable[[Vocabulary, Integers64], T]) -> None:
+        self._build = build
+        self._found: WeakKeyDictionary[Vocabulary, dict[bytes, T]] = WeakKeyDictionary()
+
+    def get(self, vocabulary: Vocabulary, stop: Integers | None) -> T:
+        """Return the value for a vocabulary.
+
+        Args:
+            vocabulary: The vocabulary.
+            stop: Token ids that end a text; None for the end of text, if there is one.
+
+        Raises:
+            ValueError: An id of `stop` is outside the vocabulary.
+        """
+        end = vocabulary.eos_token_id
+        given = ([] if end is None else [end]) if stop is None else stop
+        ids = np.unique(np.asarray(given, np.int64))
+        if ids.size and not 0 <= ids[0] <= ids[-1] < vocabulary.size:
+            raise ValueError(f"stop={stop!r}; expected ids from 0 to {vocabulary.size - 1}")
+        found = self._found.setdefault(vocabulary, {})
+        key = ids.tobytes()
+        if key not in found:
+            found[key] = self._build(vocabulary, ids)
+        return found[key]
+
+
+def _text_tokens(vocabulary: Vocabulary, stop: Integers64) -> TextTokens:
+    apart = vocabulary.special_ids.union(vocabulary.missing_ids, stop.tolist())
+    texts = [
+        b"" if token.token_id in apart else bytes(token.byte_string)
+        for token in vocabulary.byte_vocab
+    ]
+    is_stop = np.zeros(len(texts) + 1, np.bool_)
+    is_stop[stop] = True
+    return TextTokens(texts, stop, is_stop)
+
+
+text_tokens = PerVocabulary(_text_tokens)

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from report import print_report
 
-from genlm.core.draws import batch_draw
-from genlm.core.row_weights import RowWeights
-from genlm.core.rows import row_parts
-from genlm.core.sampling import uniforms
-from genlm.core.selection import batch_top_k
+from genlm.core.rows.draws import batch_draw
+from genlm.core.rows.logits import row_parts
+from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.sampling import uniforms
+from genlm.core.rows.selection import batch_top_k
 
 ROWS, FEW = 1000, 100
 SIZES = (32_000, 128_000)

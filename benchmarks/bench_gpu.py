@@ -49,7 +49,7 @@ from trie_traffic import floor_bytes
 from trie_vocabulary import words
 
 from genlm import AsyncLM, Mask, OutputCache, Token
-from genlm.core.reductions import Draw, reduce_rows
+from genlm.core.rows.reductions import Draw, reduce_rows
 from genlm_hf.engine import HFEngine
 from genlm_trie_cuda.plan import TreePlan
 from genlm_trie_cuda.trie import DeviceTrie

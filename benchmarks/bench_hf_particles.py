@@ -40,7 +40,7 @@ from peer import Peer, peer_python
 from report import print_report
 
 from genlm import AsyncLM, OutputCache
-from genlm.core.statistics import Statistics
+from genlm.core.base.statistics import Statistics
 from genlm_hf.engine import HFEngine
 
 STEPS, FEW_STEPS = 24, 6

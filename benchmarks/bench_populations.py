@@ -36,7 +36,7 @@ from particle_population import CLOCKS, Clock, Population
 from report import in_turn, print_cases
 
 from genlm import AsyncLM, OutputCache
-from genlm.core.query import GroupReduction
+from genlm.core.queries.query import GroupReduction
 from genlm.prefix import ForwardResult, TableBatch
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed.attention import PackedForward

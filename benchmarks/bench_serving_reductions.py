@@ -60,9 +60,9 @@ from particle_model import save_model
 from report import print_report
 
 from genlm import AsyncLM, OutputCache, Reduction
-from genlm.core.masks import Mask
-from genlm.core.reductions import Draw
-from genlm.core.sampling import stream_uniform
+from genlm.core.rows.masks import Mask
+from genlm.core.rows.reductions import Draw
+from genlm.core.rows.sampling import stream_uniform
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes share the cores
 

@@ -57,7 +57,7 @@ REFERENCE = {
         "Caches and statistics",
         [
             *("genlm.OutputCache", "genlm.Statistics"),
-            "genlm.core.statistics.SchedulerStatistics",  # whose fields those have, too
+            "genlm.core.base.statistics.SchedulerStatistics",  # whose fields those have, too
         ],
     ),
     "vocabulary": (
@@ -80,7 +80,7 @@ REFERENCE = {
     "reference": ("Options of reference", ["genlm.core.reference.engine.ReferenceEngine"]),
     "cuda": ("Options of cuda", ["genlm_trie_cuda.trie.DeviceTrie"]),
     "choosing": ("Choosing a backend", ["genlm.use_backend", "genlm.list_backends"]),
-    "errors": ("Errors", ["genlm.core.errors", "genlm.UnverifiedModelWarning"]),
+    "errors": ("Errors", ["genlm.core.base.errors", "genlm.UnverifiedModelWarning"]),
     "plugin": (
         "For plugin authors",
         [
@@ -238,7 +238,7 @@ def _reference() -> dict[str, str]:
     """The Markdown of each page of the API reference that has anything to document."""
     objects = {page: list(listed) for page, (_, listed) in REFERENCE.items()}
     listed = {each for page in objects.values() for each in page}
-    listed |= {f"genlm.{name}" for name in _exports("genlm.core.errors")}
+    listed |= {f"genlm.{name}" for name in _exports("genlm.core.base.errors")}
     names = {each.rpartition(".")[2] for each in listed}
     for module, page in EXPORTS.items():
         new = [name for name in _exports(module) if name not in names]

@@ -113,7 +113,7 @@ EXPORTED = [
     *("genlm", "genlm.constraints", "genlm.plugin", "genlm.prefix", "genlm.smc"),
     "genlm.testing",
 ]
-HOMES = [*EXPORTED, "genlm.core.errors", "genlm.core.statistics"]
+HOMES = [*EXPORTED, "genlm.core.base.errors", "genlm.core.base.statistics"]
 """Modules under whose names the reference documents classes."""
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from genlm.core.engine import Engine
-from genlm.core.lm import AsyncLM
+from genlm.core.engine.engine import Engine
+from genlm.core.model.lm import AsyncLM
 
 MakeModel = Callable[..., AsyncLM]
 

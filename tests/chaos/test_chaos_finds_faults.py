@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from genlm import Completion, OutputCache, Query
-from genlm.core.draws import batch_draw
+from genlm.core.model.requests import Requests
 from genlm.core.reference import ReferenceEngine
-from genlm.core.requests import Requests
+from genlm.core.rows.draws import batch_draw
 from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.testing import EngineTarget
 from genlm.testing.check import CheckFailure, CheckTimeout
@@ -204,7 +204,7 @@ def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch
 
 def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "genlm.core.reductions.batch_draw",
+        "genlm.core.rows.reductions.batch_draw",
         lambda rows, _, weights, **__: batch_draw(-rows, [0.0] * len(rows), weights),
     )
     with pytest.raises(CheckFailure, match="the most likely token"):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 
 from genlm import AsyncLM, Capability, OutputCache, UnknownAdapterError
-from genlm.core.adapters import Adapters
+from genlm.core.model.adapters import Adapters
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 

@@ -7,7 +7,7 @@ import functools
 
 import genlm
 from genlm import AsyncTokenCharacterTrie, TokenCharacterTrie
-from genlm.core.query import Completion
+from genlm.core.queries.query import Completion
 from genlm.core.trie.async_trie import ReductionEngine
 from genlm.testing import TrieTarget
 

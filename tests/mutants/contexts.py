@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from genlm import Context
-from genlm.core.requests import Requests
-from genlm.core.sequence import TokenSequence
+from genlm.core.model.requests import Requests
+from genlm.core.queries.sequence import TokenSequence
 
 from .baselines import cached_target
 from .mutant import core_mutant, engine_mutant

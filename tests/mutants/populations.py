@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-import genlm.core.population
+import genlm.core.model.population
 from genlm import BatchEngine
-from genlm.core.generations import Lineage
-from genlm.core.groups import Columns
-from genlm.core.population import Population
-from genlm.core.row_weights import RowWeights
+from genlm.core.model.population import Population
+from genlm.core.queries.generations import Lineage
+from genlm.core.rows.groups import Columns
+from genlm.core.rows.row_weights import RowWeights
 
 from .baselines import cached_target
 from .mutant import core_mutant, engine_mutant
@@ -48,7 +48,7 @@ def masks_by_place(of):
 
 
 @core_mutant(
-    genlm.core.population, "uniforms", killed_by="population-draws-are-those-of-the-rows"
+    genlm.core.model.population, "uniforms", killed_by="population-draws-are-those-of-the-rows"
 )
 def one_random_number_for_all(uniforms):
     """Draws with the random number of the first member for all."""
@@ -62,7 +62,7 @@ def finished_members_go_on(finish):
 
 
 @core_mutant(
-    genlm.core.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
+    genlm.core.model.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
 )
 def random_numbers_by_place_among_the_active(uniforms):
     """Draws with the random numbers of the first members, whichever are drawn from."""
@@ -70,7 +70,7 @@ def random_numbers_by_place_among_the_active(uniforms):
 
 
 @core_mutant(
-    genlm.core.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
+    genlm.core.model.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
 )
 def step_of_a_population_forgotten(uniforms):
     """Draws with the random numbers of the first step at every step."""
@@ -78,7 +78,7 @@ def step_of_a_population_forgotten(uniforms):
 
 
 @core_mutant(
-    genlm.core.population, "RowMasks", killed_by="population-draws-are-those-of-the-seed"
+    genlm.core.model.population, "RowMasks", killed_by="population-draws-are-those-of-the-seed"
 )
 def mask_index_ignored(row_masks):
     """Gives members masks in turn, whatever `mask_index` says."""

@@ -6,13 +6,13 @@ import copy
 
 import torch
 
-import genlm.core.draws
-import genlm.core.reduction_methods
-import genlm.core.reductions
+import genlm.core.model.reduction_methods
+import genlm.core.rows.draws
+import genlm.core.rows.reductions
 from genlm import Capability, TokenScores
-from genlm.core.reductions import TargetScore, TokenLogprobs
-from genlm.core.requests import Requests
-from genlm.core.row_masks import RowMasks
+from genlm.core.model.requests import Requests
+from genlm.core.rows.reductions import TargetScore, TokenLogprobs
+from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation
 
 from .baselines import cached_target, plain_target
@@ -44,20 +44,24 @@ def tokens_in_ascending_order(compute):
 
 
 @core_mutant(
-    genlm.core.reduction_methods, "stream_uniforms", killed_by="draws-are-those-of-the-seed"
+    genlm.core.model.reduction_methods,
+    "stream_uniforms",
+    killed_by="draws-are-those-of-the-seed",
 )
 def position_forgotten(stream_uniforms):
     """Draws from the first number of the seed's stream at every step of a sequence."""
     return lambda seeds, positions: stream_uniforms(seeds, [0] * len(positions))
 
 
-@core_mutant(genlm.core.draws, "truncated", killed_by="draws-are-those-of-the-seed")
+@core_mutant(genlm.core.rows.draws, "truncated", killed_by="draws-are-those-of-the-seed")
 def one_token_too_many(truncated):
     """Lets top-k have one token more."""
     return lambda weights, top_k, top_p: truncated(weights, top_k + 1, top_p)
 
 
-@core_mutant(genlm.core.reductions, "_selected", killed_by="draws-do-not-depend-on-the-batch")
+@core_mutant(
+    genlm.core.rows.reductions, "_selected", killed_by="draws-do-not-depend-on-the-batch"
+)
 def rows_by_place_in_the_group(_selected):
     """Reduces the first rows of a batch in place of those that ask for it."""
     return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
@@ -127,7 +131,9 @@ def always_scored_natively(scores):
     return with_capabilities(lambda own: own | {Capability.SCORE})(scores)
 
 
-@core_mutant(genlm.core.reductions, "_computed", killed_by="a-failing-reduction-fails-alone")
+@core_mutant(
+    genlm.core.rows.reductions, "_computed", killed_by="a-failing-reduction-fails-alone"
+)
 def all_reductions_fail_together(computed):
     """Fails all requests of a class of reductions for the one that raises."""
 
@@ -154,7 +160,7 @@ class ScoresOfTheBaseModel(CachedEngine):
 
 
 @core_mutant(
-    genlm.core.reduction_methods,
+    genlm.core.model.reduction_methods,
     "checked_number",
     killed_by="wrong-reductions-are-refused",
     on=cached_target,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-import genlm.core.requests
+import genlm.core.model.requests
 from genlm import AsyncLM, EvaluationError, GenlmError
 
 from .mutant import core_mutant
 
 
-@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="bad-requests-fail-alone")
+@core_mutant(
+    genlm.core.model.requests, "checked_token_ids", killed_by="bad-requests-fail-alone"
+)
 def negative_ids_count_from_the_end(checked):
     """Takes negative ids as places counted from the end, as lists do."""
 
@@ -23,7 +25,9 @@ def negative_ids_count_from_the_end(checked):
     return broken
 
 
-@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="bad-requests-fail-alone")
+@core_mutant(
+    genlm.core.model.requests, "checked_token_ids", killed_by="bad-requests-fail-alone"
+)
 def too_long_is_cut(checked):
     """Cuts sequences that are longer than the context."""
 
@@ -35,7 +39,9 @@ def too_long_is_cut(checked):
     return broken
 
 
-@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="bad-requests-fail-alone")
+@core_mutant(
+    genlm.core.model.requests, "checked_token_ids", killed_by="bad-requests-fail-alone"
+)
 def floats_are_rounded(checked):
     """Rounds ids that are not integers."""
 
@@ -60,7 +66,7 @@ def errors_of_one_class(batch):
     return broken
 
 
-@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_mutant(genlm.core.model.requests, "checked_token_ids", killed_by="integers-of-any-kind")
 def bytes_of_arrays(checked):
     """Reads arrays of any width as if their integers had 64 bits."""
 
@@ -73,7 +79,7 @@ def bytes_of_arrays(checked):
     return broken
 
 
-@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_mutant(genlm.core.model.requests, "checked_token_ids", killed_by="integers-of-any-kind")
 def strides_ignored(checked):
     """Reads a strided view of an array as if it were contiguous."""
 
@@ -86,7 +92,7 @@ def strides_ignored(checked):
 
 
 @core_mutant(
-    genlm.core.requests,
+    genlm.core.model.requests,
     "checked_token_ids",
     killed_by="integers-of-any-kind",
     shows_as="exception",
@@ -101,7 +107,7 @@ def lists_only(checked):
 
 
 @core_mutant(
-    genlm.core.requests,
+    genlm.core.model.requests,
     "checked_token_ids",
     killed_by="the-context-can-be-filled",
     shows_as="exception",

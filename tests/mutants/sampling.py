@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-import genlm.core.reductions
-import genlm.core.sample_methods
+import genlm.core.model.sample_methods
+import genlm.core.rows.reductions
 from genlm import AsyncLM, Capability
 
 from .baselines import cached_target, plain_target
@@ -93,7 +93,7 @@ class StreamOfItsOwn(CachedEngine):
 
 
 @core_mutant(
-    genlm.core.sample_methods,
+    genlm.core.model.sample_methods,
     "stream_seeds",
     killed_by="streams-are-distinct",
     on=cached_target,
@@ -158,7 +158,9 @@ class ZeroMeansDefault(CachedEngine):
         )
 
 
-@core_mutant(genlm.core.reductions, "RowWeights", killed_by="equal-seeds-draw-equal-tokens")
+@core_mutant(
+    genlm.core.rows.reductions, "RowWeights", killed_by="equal-seeds-draw-equal-tokens"
+)
 def temperature_multiplies(weights):
     """The core's sampler multiplies by the temperature instead of dividing."""
 

@@ -7,7 +7,7 @@ import threading
 
 import genlm.core.scheduler.delivery as delivery
 from genlm import AsyncLM, EngineClosedError
-from genlm.core.requests import Requests
+from genlm.core.model.requests import Requests
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.delivery import Delivery
 from genlm.core.scheduler.request_table import Evaluation, RequestTable

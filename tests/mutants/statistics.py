@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from genlm import OutputCache
-from genlm.core import rows
+from genlm.core.base.statistics import RequestCounters
+from genlm.core.rows import logits as rows
 from genlm.core.scheduler import results
 from genlm.core.scheduler.request_table import RequestTable
-from genlm.core.statistics import RequestCounters
 
 from .mutant import core_mutant
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from genlm.core import requests
-from genlm.core.text_scores import PieceScores
+from genlm.core.model import requests
+from genlm.core.rows.text_scores import PieceScores
 
 from .baselines import cached_target
 from .mutant import core_mutant

@@ -14,7 +14,7 @@ import genlm.core.reference
 import genlm.core.trie
 import genlm.plugin
 import genlm.prefix
-from genlm.core import errors
+from genlm.core.base import errors
 from genlm.lazy_exports import lazy_exports
 
 

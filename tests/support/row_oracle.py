@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from genlm import AsyncLM, Reduction
-from genlm.core.masks import Mask
-from genlm.core.reductions import Draw, LogMass, TargetScore, TokenLogprobs, TopK
+from genlm.core.rows.masks import Mask
+from genlm.core.rows.reductions import Draw, LogMass, TargetScore, TokenLogprobs, TopK
 from genlm.plugin import TokenScores, stream_uniform
 from genlm.testing import TINY_VOCABULARY, TinyModel
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.context import Context
-from genlm.core.lm import AsyncLM
+from genlm.core.base.validation import checked_ids, checked_integer
+from genlm.core.model.context import Context
+from genlm.core.model.lm import AsyncLM
 from genlm.core.plugins import get_trie
-from genlm.core.validation import checked_ids, checked_integer
 
 __all__ = ["ByteReader"]
 

@@ -29,36 +29,34 @@ from typing import TYPE_CHECKING
 from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
-    from genlm.core.engine import BatchEngine as BatchEngine
-    from genlm.core.engine import Capability as Capability
-    from genlm.core.engine import Engine as Engine
-    from genlm.core.engine import LoraEngine as LoraEngine
-    from genlm.core.engine import PrefixCacheEngine as PrefixCacheEngine
-    from genlm.core.errors import AdapterError as AdapterError
-    from genlm.core.errors import AmbiguousBackendError as AmbiguousBackendError
-    from genlm.core.errors import BrokenPluginError as BrokenPluginError
-    from genlm.core.errors import ContextLengthError as ContextLengthError
-    from genlm.core.errors import EmptySequenceError as EmptySequenceError
-    from genlm.core.errors import EvaluationError as EvaluationError
-    from genlm.core.errors import GenlmError as GenlmError
-    from genlm.core.errors import MissingRequirementError as MissingRequirementError
-    from genlm.core.errors import ModelLoadError as ModelLoadError
-    from genlm.core.errors import PluginApiError as PluginApiError
-    from genlm.core.errors import PluginError as PluginError
-    from genlm.core.errors import QueryError as QueryError
-    from genlm.core.errors import TokenIdError as TokenIdError
-    from genlm.core.errors import UnknownAdapterError as UnknownAdapterError
-    from genlm.core.errors import UnknownBackendError as UnknownBackendError
-    from genlm.core.errors import UnsupportedCapabilityError as UnsupportedCapabilityError
-    from genlm.core.errors import VocabularyError as VocabularyError
-    from genlm.core.errors import WeightsError as WeightsError
-    from genlm.core.generations import Generation as Generation
-    from genlm.core.generations import Lineage as Lineage
-    from genlm.core.group_engine import with_groups as with_groups
-    from genlm.core.group_sampling import GroupSampling as GroupSampling
-    from genlm.core.group_sampling import SampledGroup as SampledGroup
-    from genlm.core.group_sampling import SamplingRun as SamplingRun
-    from genlm.core.groups import GroupWork as GroupWork
+    from genlm.core.base.errors import AdapterError as AdapterError
+    from genlm.core.base.errors import AmbiguousBackendError as AmbiguousBackendError
+    from genlm.core.base.errors import BrokenPluginError as BrokenPluginError
+    from genlm.core.base.errors import ContextLengthError as ContextLengthError
+    from genlm.core.base.errors import EmptySequenceError as EmptySequenceError
+    from genlm.core.base.errors import EvaluationError as EvaluationError
+    from genlm.core.base.errors import GenlmError as GenlmError
+    from genlm.core.base.errors import MissingRequirementError as MissingRequirementError
+    from genlm.core.base.errors import ModelLoadError as ModelLoadError
+    from genlm.core.base.errors import PluginApiError as PluginApiError
+    from genlm.core.base.errors import PluginError as PluginError
+    from genlm.core.base.errors import QueryError as QueryError
+    from genlm.core.base.errors import TokenIdError as TokenIdError
+    from genlm.core.base.errors import UnknownAdapterError as UnknownAdapterError
+    from genlm.core.base.errors import UnknownBackendError as UnknownBackendError
+    from genlm.core.base.errors import UnsupportedCapabilityError as UnsupportedCapabilityError
+    from genlm.core.base.errors import VocabularyError as VocabularyError
+    from genlm.core.base.errors import WeightsError as WeightsError
+    from genlm.core.base.progress import loading_stage as loading_stage
+    from genlm.core.engine.engine import BatchEngine as BatchEngine
+    from genlm.core.engine.engine import Capability as Capability
+    from genlm.core.engine.engine import Engine as Engine
+    from genlm.core.engine.engine import LoraEngine as LoraEngine
+    from genlm.core.engine.engine import PrefixCacheEngine as PrefixCacheEngine
+    from genlm.core.engine.group_engine import with_groups as with_groups
+    from genlm.core.engine.group_sampling import GroupSampling as GroupSampling
+    from genlm.core.engine.group_sampling import SampledGroup as SampledGroup
+    from genlm.core.engine.group_sampling import SamplingRun as SamplingRun
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
     from genlm.core.plugins import find_backend as find_backend
@@ -67,34 +65,36 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.plugins import hookimpl as hookimpl
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import refresh as refresh
-    from genlm.core.progress import loading_stage as loading_stage
-    from genlm.core.query import Completion as Completion
-    from genlm.core.query import GroupQuery as GroupQuery
-    from genlm.core.query import GroupReduction as GroupReduction
-    from genlm.core.query import GroupResult as GroupResult
-    from genlm.core.query import GroupValues as GroupValues
-    from genlm.core.query import Query as Query
-    from genlm.core.query import Reduced as Reduced
-    from genlm.core.query import Reduction as Reduction
-    from genlm.core.query import SamplingParams as SamplingParams
-    from genlm.core.query import TokenScores as TokenScores
-    from genlm.core.reductions import PositionReduction as PositionReduction
-    from genlm.core.reductions import reduce_logits as reduce_logits
-    from genlm.core.reductions import reduce_rows as reduce_rows
-    from genlm.core.rows import rows_from_logits as rows_from_logits
-    from genlm.core.sampling import draw_tokens as draw_tokens
-    from genlm.core.sampling import stream_seeds as stream_seeds
-    from genlm.core.sampling import stream_uniform as stream_uniform
+    from genlm.core.queries.checks import check_query as check_query
+    from genlm.core.queries.generations import Generation as Generation
+    from genlm.core.queries.generations import Lineage as Lineage
+    from genlm.core.queries.query import Completion as Completion
+    from genlm.core.queries.query import GroupQuery as GroupQuery
+    from genlm.core.queries.query import GroupReduction as GroupReduction
+    from genlm.core.queries.query import GroupResult as GroupResult
+    from genlm.core.queries.query import GroupValues as GroupValues
+    from genlm.core.queries.query import Query as Query
+    from genlm.core.queries.query import Reduced as Reduced
+    from genlm.core.queries.query import Reduction as Reduction
+    from genlm.core.queries.query import SamplingParams as SamplingParams
+    from genlm.core.queries.query import TokenScores as TokenScores
+    from genlm.core.queries.sequence import TokenSequence as TokenSequence
+    from genlm.core.rows.groups import GroupWork as GroupWork
+    from genlm.core.rows.logits import rows_from_logits as rows_from_logits
+    from genlm.core.rows.reductions import PositionReduction as PositionReduction
+    from genlm.core.rows.reductions import reduce_logits as reduce_logits
+    from genlm.core.rows.reductions import reduce_rows as reduce_rows
+    from genlm.core.rows.sampling import draw_tokens as draw_tokens
+    from genlm.core.rows.sampling import stream_seeds as stream_seeds
+    from genlm.core.rows.sampling import stream_uniform as stream_uniform
+    from genlm.core.rows.text_scores import ReducedText as ReducedText
     from genlm.core.scheduler import Scheduler as Scheduler
-    from genlm.core.sequence import TokenSequence as TokenSequence
-    from genlm.core.text import Tokenizer as Tokenizer
-    from genlm.core.text_scores import ReducedText as ReducedText
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
-    from genlm.core.validation import check_query as check_query
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
+    from genlm.core.vocab.text import Tokenizer as Tokenizer
     from genlm.engines.adapter_files import read_adapter_config as read_adapter_config
     from genlm.engines.adapter_files import read_lora_config as read_lora_config
     from genlm.engines.adapter_table import AdapterTable as AdapterTable

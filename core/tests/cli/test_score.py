@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import genlm
 from genlm import AsyncLM, Token, Vocabulary
 from genlm.cli import app
-from genlm.core import lm
+from genlm.core.model import lm
 
 TEXTS = ["The cat sat.", "Ünicode, too ", "x"]
 

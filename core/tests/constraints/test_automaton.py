@@ -254,6 +254,6 @@ def test_draws_follow_the_masks_and_skip_the_finished(llm):
 
 
 def llm_draw(constraint: Any, population: Any) -> Any:
-    from genlm.core.blocking import run_blocking
+    from genlm.core.base.blocking import run_blocking
 
     return run_blocking(constraint.draw(population, seed=1))

@@ -13,7 +13,7 @@ from constrained_model import END, TEXT_IDS, TOKENS, SmallEngine, text_of, unpac
 
 import genlm
 from genlm.constraints import Automaton, Grammar
-from genlm.core.blocking import run_blocking
+from genlm.core.base.blocking import run_blocking
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("llguidance")

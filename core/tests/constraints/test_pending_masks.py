@@ -12,7 +12,7 @@ import torch
 from constrained_model import TOKENS, SmallEngine
 
 import genlm
-from genlm.core.row_masks import RowMasks
+from genlm.core.rows.row_masks import RowMasks
 
 MASKS = torch.zeros(3, len(TOKENS), dtype=torch.bool)
 MASKS[0, [2, 3]] = True

@@ -24,7 +24,7 @@ from constrained_model import (
 import genlm
 from genlm.constraints import Automaton, Python, predicate
 from genlm.constraints.rejection import Rejection
-from genlm.core.blocking import run_blocking
+from genlm.core.base.blocking import run_blocking
 from genlm.smc import steer_sync
 
 PROMPT = (2,)

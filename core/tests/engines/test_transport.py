@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from genlm.core.group_reductions import SharedReduction
-from genlm.core.masks import Mask
-from genlm.core.reductions import Draw, DrawnToken, TopK, TopTokens
+from genlm.core.rows.group_reductions import SharedReduction
+from genlm.core.rows.masks import Mask
+from genlm.core.rows.reductions import Draw, DrawnToken, TopK, TopTokens
 from genlm.plugin import (
     Completion,
     EvaluationError,

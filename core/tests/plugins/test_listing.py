@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import genlm
-from genlm.core.errors import PluginError
+from genlm.core.base.errors import PluginError
 
 
 def status():

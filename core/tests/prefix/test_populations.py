@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from genlm import Query, Token, TokenIdError, Vocabulary
-from genlm.core.generations import Generation, Lineage
-from genlm.core.query import GroupQuery, GroupReduction, GroupResult
-from genlm.core.sequence import TokenSequence
+from genlm.core.queries.generations import Generation, Lineage
+from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
     ForwardResult,
     PathChoice,

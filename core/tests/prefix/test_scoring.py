@@ -330,7 +330,7 @@ def test_a_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     found = []
     for values in (1, 20, 10**6):
-        monkeypatch.setattr("genlm.core.text_scores._VALUES_AT_ONCE", values)
+        monkeypatch.setattr("genlm.core.rows.text_scores._VALUES_AT_ONCE", values)
         scores = pieces(np.arange(50), np.arange(50) % 9, vocabulary(9, (2,)))
         scores.add(np.arange(50), logits)
         found.append(result(scores))
@@ -389,7 +389,7 @@ def reduced(ids: Ids, start: int = 1) -> ScoredText:
 def test_reductions_of_texts_have_the_rows_before_their_tokens(
     capacity: int, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.core.rows._VALUES_ON_CPU", values)
+    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", values)
     program = random.Random(capacity)
     rows, _ = serve(capacity, max_tokens=16)
     shared = text(12, 0)
@@ -415,7 +415,7 @@ def test_reductions_of_texts_have_the_rows_before_their_tokens(
 
 
 def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.core.rows._VALUES_ON_CPU", SIZE)  # pieces have two
+    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", SIZE)  # pieces have two
     sizes: list[int] = []
 
     class Counted(Columns):

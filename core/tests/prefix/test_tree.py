@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from genlm.core.sequence import TokenSequence
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from programs import run_code
 
-from genlm.core.engine import Capability, LoraEngine
-from genlm.core.errors import AdapterError, ModelLoadError, UnknownAdapterError
-from genlm.core.query import Query
+from genlm.core.base.errors import AdapterError, ModelLoadError, UnknownAdapterError
+from genlm.core.engine.engine import Capability, LoraEngine
+from genlm.core.queries.query import Query
 from genlm.core.reference import ReferenceEngine
 
 PROMPTS = [b"The ", b"T", bytes([7, 7]), b"zqx", b"and the old m", b"boat"]

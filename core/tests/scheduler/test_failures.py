@@ -21,7 +21,7 @@ from genlm import (
     Scheduler,
     TokenIdError,
 )
-from genlm.core.blocking import run_blocking
+from genlm.core.base.blocking import run_blocking
 from genlm.core.scheduler import results
 
 

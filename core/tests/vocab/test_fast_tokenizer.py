@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab import decode_vocab
 
 

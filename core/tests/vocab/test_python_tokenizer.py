@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 from transformers import BertGenerationTokenizer, PreTrainedTokenizer
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab import Vocabulary, decode_vocab
 
 

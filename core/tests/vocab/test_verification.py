@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab.verification import check_added, check_decoding
 
 BYTES = {byte: bytes([byte]) for byte in range(256)}

@@ -7,7 +7,7 @@ import tokenizers
 from programs import run_code
 from tokenizers import decoders, models
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab import Vocabulary, decode_vocab
 
 

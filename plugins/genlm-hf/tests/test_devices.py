@@ -15,8 +15,8 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from genlm import AsyncLM, Capability, Mask, OutputCache, Query, UnsupportedCapabilityError
-from genlm.core.reductions import Draw
-from genlm.core.row_masks import RowMasks
+from genlm.core.rows.reductions import Draw
+from genlm.core.rows.row_masks import RowMasks
 from genlm_hf import storage
 from genlm_hf.engine import HFEngine
 from genlm_hf.storage import LayerShape, default_budget_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genlm import AsyncLM
-from genlm.core.population import Population
+from genlm.core.model.population import Population
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import plan, tables
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from genlm import DrawnToken, get_backend
-from genlm.core.reductions import Draw
+from genlm.core.rows.reductions import Draw
 from genlm.plugin import (
     Completion,
     EvaluationError,

@@ -12,7 +12,7 @@ import torch
 from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 
 from genlm import EvaluationError, Query, Reduction, SamplingParams
-from genlm.core.reductions import Draw, LogMass, TopK
+from genlm.core.rows.reductions import Draw, LogMass, TopK
 from genlm.plugin import TokenSequence, stream_uniform
 from genlm_sgl.conformance import TinyLlama
 

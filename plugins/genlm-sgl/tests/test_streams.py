@@ -12,7 +12,7 @@ from recorded_streams import RecordedStreams
 from torch.overrides import TorchFunctionMode
 
 from genlm import Query, SamplingParams
-from genlm.core.reductions import TopK
+from genlm.core.rows.reductions import TopK
 from genlm.plugin import draw_tokens, stream_uniform
 from genlm_sgl.lifecycle import separate_streams
 from genlm_sgl.requests import Requests

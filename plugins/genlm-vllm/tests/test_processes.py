@@ -18,7 +18,7 @@ import torch
 from programs import run_program
 
 import genlm
-from genlm.core.reductions import TopK
+from genlm.core.rows.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.processes import VARIABLE, FailureLog
 from genlm_vllm.worker import call_workers

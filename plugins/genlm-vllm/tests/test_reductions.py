@@ -13,8 +13,8 @@ import pytest
 from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 
 from genlm import DrawnToken, EvaluationError, SamplingParams
-from genlm.core.masks import Mask
-from genlm.core.reductions import Draw, LogMass, TopK
+from genlm.core.rows.masks import Mask
+from genlm.core.rows.reductions import Draw, LogMass, TopK
 from genlm.plugin import PackedCompletions, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
@@ -252,7 +252,7 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
     def copied(*arguments: Any) -> Any:
         raise AssertionError("a row was copied or stored")
 
-    monkeypatch.setattr("genlm.core.reductions.copied_rows", copied)
+    monkeypatch.setattr("genlm.core.rows.reductions.copied_rows", copied)
     monkeypatch.setattr("torch.unbind_copy", copied)
     asked = prompts(9, 20, 33)
     finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in asked])

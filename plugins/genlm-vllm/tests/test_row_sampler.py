@@ -14,7 +14,7 @@ import pytest
 import torch
 from recorded_streams import RecordedStreams
 
-from genlm.core.reductions import TopK
+from genlm.core.rows.reductions import TopK
 from genlm.plugin import Completion, EvaluationError, Reduced, stream_uniform
 from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds

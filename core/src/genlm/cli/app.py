@@ -18,7 +18,7 @@ from genlm.cli.new_plugin import plugin_commands
 from genlm.cli.plugins import plugins
 from genlm.cli.score import score
 from genlm.cli.serve import serve
-from genlm.core.errors import GenlmError
+from genlm.core.base.errors import GenlmError
 from genlm.core.plugins.lookup import is_strict
 
 __all__ = ["app", "main"]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from genlm.core.errors import GenlmError
+from genlm.core.base.errors import GenlmError
 from genlm.core.plugins import list_backends
 from genlm.core.plugins.spec import Kind
 from genlm.engines.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
+    from genlm.core.model.lm import AsyncLM
 
 __all__ = [
     "EngineOption",
@@ -123,7 +123,7 @@ def require_writable(option: str, path: Path) -> None:
 
 def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
     """Load a model with options that the user gave as `--options`."""
-    from genlm.core.lm import load_model  # imports torch
+    from genlm.core.model.lm import load_model  # imports torch
 
     try:
         return load_model(model, backend, **options)

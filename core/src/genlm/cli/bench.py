@@ -25,7 +25,7 @@ from genlm.cli.arguments import (
     require_writable,
 )
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
-from genlm.core.errors import MissingRequirementError
+from genlm.core.base.errors import MissingRequirementError
 
 __all__ = ["BenchReport", "bench"]
 
@@ -122,7 +122,7 @@ def _integers(option: str, text: str) -> list[int]:
 def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> BenchReport:
     from genlm.cli.engine_process import device_memory, peak_memory
     from genlm.cli.env import environment
-    from genlm.core.cache import OutputCache
+    from genlm.core.rows.output_cache import OutputCache
 
     terminal = Console(stderr=True)
     common = {"output_cache": OutputCache(0), "progress": terminal.is_terminal}

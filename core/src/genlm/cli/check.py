@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genlm.cli.arguments import SeedOption, backends, checked_dtype
-from genlm.core.errors import GenlmError, MissingRequirementError
+from genlm.core.base.errors import GenlmError, MissingRequirementError
 
 if TYPE_CHECKING:
     from genlm.testing.report import Report

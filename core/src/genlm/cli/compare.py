@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from genlm.cli.arguments import SeedOption, checked_dtype, finite, json_object, output_console
-from genlm.core.errors import UnknownBackendError
+from genlm.core.base.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 from genlm.testing.target import TOLERANCE_CAPS
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from genlm.core.lm import AsyncLM
+    from genlm.core.model.lm import AsyncLM
 
 __all__ = ["Particle", "Report", "demo"]
 
@@ -111,7 +111,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Sample texts without and with a limit on the length of words, and report the speed."""
-    from genlm.core.lm import load_model
+    from genlm.core.model.lm import load_model
 
     if max(map(len, _WORD.findall(prompt.encode())), default=0) > max_letters:
         raise typer.BadParameter(

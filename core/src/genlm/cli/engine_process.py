@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genlm.cli.text_ids import text_ids
-from genlm.core.errors import TokenizerError
-from genlm.core.lm import load_model
+from genlm.core.base.errors import TokenizerError
+from genlm.core.model.lm import load_model
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
 from genlm.engines.model_facts import ModelFacts
 from genlm.testing.comparison import contexts_of, request_rows
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
+    from genlm.core.model.lm import AsyncLM
 
 __all__ = [
     "Answer",

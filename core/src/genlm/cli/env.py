@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from genlm.cli.tested_versions import tested_versions
-from genlm.core.errors import described
+from genlm.core.base.errors import described
 from genlm.core.plugins import list_backends
 
 __all__ = ["env", "environment"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from genlm.core.context import Context
-    from genlm.core.lm import AsyncLM
+    from genlm.core.model.context import Context
+    from genlm.core.model.lm import AsyncLM
 
 __all__ = ["Cell", "Plan", "first_row_s", "measured"]
 

@@ -25,10 +25,10 @@ from genlm.cli.arguments import (
     require_writable,
 )
 from genlm.cli.text_file import LineOfText, bad_file, texts_of
-from genlm.core.errors import GenlmError
+from genlm.core.base.errors import GenlmError
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
+    from genlm.core.model.lm import AsyncLM
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["TextScore", "score"]

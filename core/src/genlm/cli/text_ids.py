@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from genlm.core.errors import TokenizerError
-from genlm.core.text import encode
+from genlm.core.base.errors import TokenizerError
 from genlm.core.vocab import Vocabulary
+from genlm.core.vocab.text import encode
 
 __all__ = ["fewest_token_ids", "text_ids"]
 

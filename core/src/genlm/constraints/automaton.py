@@ -22,13 +22,13 @@ from genlm.constraints.byte_automata import (
 from genlm.constraints.protocol import Constraint, Integers64, IntegersLike, Language
 from genlm.constraints.states import DEAD, FINISHED, LIVE, StateConstraint, token_column
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
-from genlm.core.row_masks import RowMasks
+from genlm.core.rows.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.lm import AsyncLM
 
 __all__ = ["Automaton"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import required
+from genlm.core.base.errors import required
 
 __all__ = [
     "NO_STATE",

@@ -21,8 +21,8 @@ from genlm.constraints.states import DEAD, FINISHED, LIVE, StateConstraint, toke
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.lm import AsyncLM
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["Grammar"]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import required
+from genlm.core.base.errors import required
 
 __all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "XGrammar"]
 

@@ -28,14 +28,14 @@ from genlm.constraints.states import (
     token_column,
 )
 from genlm.constraints.text_tokens import TextTokens, text_tokens
-from genlm.core.population import DrawnTokens
-from genlm.core.validation import checked_integer
+from genlm.core.base.validation import checked_integer
+from genlm.core.model.population import DrawnTokens
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
-    from genlm.core.population import Population
-    from genlm.core.row_masks import MasksLike
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.population import Population
+    from genlm.core.rows.row_masks import MasksLike
 
 __all__ = ["Python"]
 

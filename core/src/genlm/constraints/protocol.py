@@ -16,10 +16,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.lm import AsyncLM
-    from genlm.core.population import DrawnTokens, Population
-    from genlm.core.row_masks import MasksLike
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.population import DrawnTokens, Population
+    from genlm.core.rows.row_masks import MasksLike
 
 __all__ = ["Constraint", "Language"]
 

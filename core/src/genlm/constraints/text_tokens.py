@@ -12,7 +12,7 @@ import torch
 from genlm.constraints.protocol import Flags, Integers64
 
 if TYPE_CHECKING:
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["PerVocabulary", "TextTokens", "text_tokens"]

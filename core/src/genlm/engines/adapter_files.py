@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.core.errors import AdapterError
+from genlm.core.base.errors import AdapterError
 
 __all__ = ["read_adapter_config", "read_lora_config"]
 

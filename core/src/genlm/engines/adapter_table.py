@@ -6,7 +6,7 @@ import abc
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from genlm.core.errors import AdapterError, UnknownAdapterError
+from genlm.core.base.errors import AdapterError, UnknownAdapterError
 
 __all__ = ["AdapterTable"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from genlm.core.errors import ModelLoadError
+from genlm.core.base.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from genlm.core.errors import ModelLoadError
+from genlm.core.base.errors import ModelLoadError
 
 __all__ = ["model_source"]
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
-from genlm.core.errors import ModelLoadError
+from genlm.core.base.errors import ModelLoadError
 
 __all__ = ["claim_process", "preserve_process_state", "release_process"]
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from genlm.core.errors import EvaluationError
-from genlm.core.query import (
+from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.query import (
     Completion,
     GroupReduction,
     GroupResult,

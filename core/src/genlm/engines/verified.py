@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from genlm.core.errors import ModelLoadError
+from genlm.core.base.errors import ModelLoadError
 from genlm.engines.model_facts import ModelFacts
 
 __all__ = ["UnverifiedModelWarning", "VerifiedFamilies", "check_causal", "check_verified"]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
-    from genlm.core.text_scores import PieceScores as PieceScores
-    from genlm.core.text_scores import ScoredText as ScoredText
-    from genlm.core.text_scores import TextResult as TextResult
+    from genlm.core.rows.text_scores import PieceScores as PieceScores
+    from genlm.core.rows.text_scores import ScoredText as ScoredText
+    from genlm.core.rows.text_scores import TextResult as TextResult
     from genlm.prefix.continuation import TableBatch as TableBatch
     from genlm.prefix.engine import Adapters as Adapters
     from genlm.prefix.engine import PrefixEngine as PrefixEngine

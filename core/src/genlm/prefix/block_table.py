@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.core.generations import Integers64
+from genlm.core.queries.generations import Integers64
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 __all__ = ["BlockTable", "SlotReferences"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.core.generations import Integers64
+from genlm.core.queries.generations import Integers64
 from genlm.prefix.block_table import BlockTable
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from genlm.core.engine import BatchEngine, Capability
-from genlm.core.errors import UnknownAdapterError, UnsupportedCapabilityError
-from genlm.core.query import GroupQuery, GroupValues, Query
-from genlm.core.text_scores import ScoredText
-from genlm.core.validation import check_query
+from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.engine.engine import BatchEngine, Capability
+from genlm.core.queries.checks import check_query
+from genlm.core.queries.query import GroupQuery, GroupValues, Query
+from genlm.core.rows.text_scores import ScoredText
 from genlm.prefix.execution_path import PathChoice, ScoringPath
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.generations import Integers64
-    from genlm.core.text_scores import TextResult
+    from genlm.core.queries.generations import Integers64
+    from genlm.core.rows.text_scores import TextResult
     from genlm.prefix.populations import Populations
 
 __all__ = ["Adapters", "PrefixEngine"]

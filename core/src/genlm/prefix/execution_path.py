@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from genlm.core.errors import ModelLoadError
-from genlm.core.progress import loading_stage
+from genlm.core.base.errors import ModelLoadError
+from genlm.core.base.progress import loading_stage
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
-    from genlm.core.text_scores import ScoredText, TextResult
+    from genlm.core.rows.text_scores import ScoredText, TextResult
 
 __all__ = [
     "ExecutionPath",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from genlm.core.generations import NO_TOKEN, Integers64
-from genlm.core.query import GroupQuery
-from genlm.core.sequence import TokenSequence
+from genlm.core.queries.generations import NO_TOKEN, Integers64
+from genlm.core.queries.query import GroupQuery
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.continuation import TableBatch, continuation
 from genlm.prefix.node import SCRATCH_SLOT, Node, Slots

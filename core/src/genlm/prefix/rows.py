@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from genlm.core.errors import EvaluationError
-from genlm.core.rows import rows_from_logits
-from genlm.core.sequence import TokenSequence
+from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.logits import rows_from_logits
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.continuation import TableBatch
 from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TableForward, TreeBatch
@@ -23,9 +23,9 @@ from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.generations import Integers64
-    from genlm.core.query import GroupQuery
-    from genlm.core.text_scores import ScoredText, TextResult
+    from genlm.core.queries.generations import Integers64
+    from genlm.core.queries.query import GroupQuery
+    from genlm.core.rows.text_scores import ScoredText, TextResult
 
 __all__ = ["PrefixRows"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.core.sequence import TokenSequence
-from genlm.core.text_scores import PieceScores, ScoredText, TextResult
+from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.forward import Receive, TreeBatch
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from genlm.core.sequence import TokenSequence
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node, Slots
 
 __all__ = ["End", "OutOfSlotsError", "PrefixTree", "Tokens"]

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import required
+from genlm.core.base.errors import required
 from genlm.smc.resampling import Floats, effective_size, log_mean, normalised_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    from genlm.core.lm import AsyncLM
-    from genlm.core.population import Population
+    from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.population import Population
 
 __all__ = ["History", "Particles", "Step"]
 

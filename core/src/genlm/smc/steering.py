@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.protocol import Language
-from genlm.core.blocking import run_blocking
+from genlm.core.base.blocking import run_blocking
 from genlm.smc.particles import History, Particles, Step
 from genlm.smc.resampling import (
     LogWeights,
@@ -20,10 +20,10 @@ from genlm.smc.resampling import (
 
 if TYPE_CHECKING:
     from genlm.constraints.protocol import Constraint
-    from genlm.core.context import TokenIds
-    from genlm.core.lm import AsyncLM
-    from genlm.core.population import Population
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.context import TokenIds
+    from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.population import Population
 
 __all__ = ["steer", "steer_sync"]
 

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from genlm.core.errors import (
+from genlm.core.base.errors import (
     AmbiguousBackendError,
     BrokenPluginError,
     GenlmError,
@@ -31,7 +31,7 @@ from genlm.core.plugins.registry import CORE, PUBLISHED, Registry, find_plugins,
 from genlm.core.plugins.spec import BackendInfo, Kind
 
 if TYPE_CHECKING:
-    from genlm.core.engine import Engine
+    from genlm.core.engine.engine import Engine
     from genlm.core.trie import TokenCharacterTrie
 
 __all__ = [

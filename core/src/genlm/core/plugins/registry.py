@@ -20,8 +20,8 @@ from typing import Any
 
 import pluggy
 
-from genlm.core.errors import BrokenPluginError, described
-from genlm.core.forking import renew_in_forks
+from genlm.core.base.errors import BrokenPluginError, described
+from genlm.core.base.forking import renew_in_forks
 from genlm.core.plugins import spec as hookspecs
 from genlm.core.plugins.spec import API_VERSION, PROJECT, BackendInfo, BackendSpec, Kind, Status
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import pluggy
 
-from genlm.core.errors import (
+from genlm.core.base.errors import (
     BrokenPluginError,
     MissingRequirementError,
     PluginApiError,

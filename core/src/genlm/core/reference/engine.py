@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from genlm.core.engine import BatchEngine, Capability
-from genlm.core.errors import AdapterError, ModelLoadError, UnknownAdapterError
-from genlm.core.query import Query
+from genlm.core.base.errors import AdapterError, ModelLoadError, UnknownAdapterError
+from genlm.core.engine.engine import BatchEngine, Capability
+from genlm.core.queries.query import Query
 from genlm.core.reference.exact import exact_row
 from genlm.core.reference.ngram import NgramModel
 from genlm.core.reference.tokenizer import byte_vocabulary, default_text, split_documents

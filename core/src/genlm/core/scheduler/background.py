@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from genlm.core.forking import renew_in_forks
+from genlm.core.base.forking import renew_in_forks
 
 __all__ = ["run_in_background", "start_background_thread"]
 

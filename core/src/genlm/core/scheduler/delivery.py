@@ -11,8 +11,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from genlm.core.cache import copied
-from genlm.core.errors import EvaluationError, GenlmError, described
+from genlm.core.base.errors import EvaluationError, GenlmError, described
+from genlm.core.rows.output_cache import copied
 from genlm.core.scheduler.request_table import Evaluation, Request
 
 __all__ = ["Delivery", "Outcome", "distribute"]

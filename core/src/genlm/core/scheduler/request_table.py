@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from genlm.core.statistics import SchedulerStatistics
+from genlm.core.base.statistics import SchedulerStatistics
 
 __all__ = ["Evaluation", "Future", "Identified", "Request", "RequestTable"]
 

@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 
-from genlm.core.cache import OutputCache
-from genlm.core.errors import EvaluationError
-from genlm.core.query import ROW_ONLY, Completion, Query, Reduced, Reduction, TokenScores
-from genlm.core.reductions import reduce_rows
-from genlm.core.rows import invalid_rows
+from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.query import (
+    ROW_ONLY,
+    Completion,
+    Query,
+    Reduced,
+    Reduction,
+    TokenScores,
+)
+from genlm.core.rows.logits import invalid_rows
+from genlm.core.rows.output_cache import OutputCache
+from genlm.core.rows.reductions import reduce_rows
 from genlm.core.scheduler.delivery import Outcome
 from genlm.core.scheduler.request_table import Evaluation
 

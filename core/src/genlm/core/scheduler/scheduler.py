@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from genlm.core.blocking import is_blocking
-from genlm.core.cache import OutputCache
-from genlm.core.errors import EngineClosedError, QueryResetError
+from genlm.core.base.blocking import is_blocking
+from genlm.core.base.errors import EngineClosedError, QueryResetError
+from genlm.core.base.statistics import SchedulerStatistics
+from genlm.core.base.validation import checked_builder, checked_integer
+from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.background import run_in_background, start_background_thread
 from genlm.core.scheduler.request_table import Identified, Request
 from genlm.core.scheduler.worker import Submission, Worker
-from genlm.core.statistics import SchedulerStatistics
-from genlm.core.validation import checked_builder, checked_integer
 
 __all__ = ["Scheduler"]
 

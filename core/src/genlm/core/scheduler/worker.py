@@ -20,23 +20,23 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from genlm.core.cache import OutputCache
-from genlm.core.errors import (
+from genlm.core.base.errors import (
     EngineClosedError,
     EngineDiedError,
     EngineError,
     EvaluationError,
     described,
 )
-from genlm.core.forking import renew_in_forks
-from genlm.core.query import Completion, GroupQuery
+from genlm.core.base.forking import renew_in_forks
+from genlm.core.base.statistics import SchedulerStatistics
+from genlm.core.queries.query import Completion, GroupQuery
+from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
 from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import Finished, StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
 from genlm.core.scheduler.results import outcomes_of, stored
-from genlm.core.statistics import SchedulerStatistics
 
 __all__ = ["Submission", "Worker"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from genlm.core.forking import renew_in_forks
+from genlm.core.base.forking import renew_in_forks
 from genlm.core.plugins import get_trie
-from genlm.core.query import Completion
+from genlm.core.queries.query import Completion
 from genlm.core.scheduler import Scheduler
 from genlm.core.trie.reductions import Operation
 from genlm.core.trie.trie import TokenCharacterTrie

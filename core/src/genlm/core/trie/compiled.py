@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import MissingRequirementError, VocabularyError
+from genlm.core.base.errors import MissingRequirementError, VocabularyError
 from genlm.core.trie.reductions import Floats, Workspace
 from genlm.core.trie.segment_tree import Indices, SegmentTree
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 from genlm.core.trie.symbols import Symbols, shared_prefixes, sorted_order
 
 __all__ = ["TrieLayout"]

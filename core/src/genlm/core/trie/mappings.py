@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.forking import cached_property
+from genlm.core.base.forking import cached_property
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.symbols import item_key, symbols_of_codes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 
 __all__ = ["Symbols", "item_key", "shared_prefixes", "sorted_order", "symbols_of_codes"]
 

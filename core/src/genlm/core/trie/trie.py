@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import VocabularyError, required
-from genlm.core.forking import cached_property
+from genlm.core.base.errors import VocabularyError, required
+from genlm.core.base.forking import cached_property
 from genlm.core.trie.compiled import CompiledWorkspace, checked, use_compiled
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.mappings import TrieMappings

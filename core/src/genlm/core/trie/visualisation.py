@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import WeightsError
+from genlm.core.base.errors import WeightsError
+from genlm.core.base.validation import checked_integer
 from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.weights import Weights
-from genlm.core.validation import checked_integer
 
 __all__ = ["VisibleNode", "dot_source", "node_values", "visible_tree"]
 

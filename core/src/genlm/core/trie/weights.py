@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import WeightsError
+from genlm.core.base.errors import WeightsError
 
 __all__ = ["Returns", "Weights", "check_returns"]
 

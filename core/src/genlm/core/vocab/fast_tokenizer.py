@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain, UnknownStepError
 from genlm.core.vocab.verification import Decode, check_added, check_decoding, is_text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from genlm.core.errors import VocabularyError
+from genlm.core.base.errors import VocabularyError
 
 __all__ = ["check_added", "check_decoding", "is_text"]
 

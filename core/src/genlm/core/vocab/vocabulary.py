@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.errors import VocabularyError
-from genlm.core.progress import loading_stage
+from genlm.core.base.errors import VocabularyError
+from genlm.core.base.progress import loading_stage
 from genlm.core.vocab.fast_tokenizer import fast_tokenizer_bytes
 from genlm.core.vocab.python_tokenizer import (
     python_tokenizer_bytes,

@@ -15,7 +15,7 @@ import torch
 import genlm
 
 if TYPE_CHECKING:
-    from genlm.core.context import Context
+    from genlm.core.model.context import Context
 
 __all__ = ["EngineControl", "run_burst"]
 

@@ -14,7 +14,7 @@ from genlm.backend.cache import TokenTrie
 from genlm.backend.llm.served import ServedLM, with_rows_on_cpu
 
 if TYPE_CHECKING:
-    from genlm.core.context import TokenIds
+    from genlm.core.model.context import TokenIds
 
 __all__ = ["AsyncTransformer", "Query"]
 

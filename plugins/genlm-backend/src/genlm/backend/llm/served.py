@@ -26,8 +26,8 @@ from genlm.backend.tokenization.vocab import bytes_to_strs
 from genlm.plugin import Completion, Engine, Reduced, get_backend
 
 if TYPE_CHECKING:
-    from genlm.core.context import TokenBatch, TokenIds
-    from genlm.core.validation import Integers
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.context import TokenBatch, TokenIds
 
 __all__ = ["ServedLM", "installed_engine", "output_cache", "with_rows_on_cpu"]
 

@@ -1,0 +1,1 @@
+"""What every other part uses: errors, checks of arguments, statistics, synchronous twins."""

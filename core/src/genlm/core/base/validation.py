@@ -1,0 +1,334 @@
+"""Checks of arguments and queries."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from genlm.core.base.errors import (
+    ContextLengthError,
+    EmptySequenceError,
+    TokenIdError,
+    TokenTypeError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
+    Stop: TypeAlias = (
+        str | bytes | SupportsIndex | Iterable[str | bytes | SupportsIndex] | torch.Tensor
+    )
+
+T = TypeVar("T")
+
+_SHORT = 512
+"""Below this length, Python's `max` is faster than numpy's."""
+
+_BOOLEAN_DTYPES = frozenset({"bool", "torch.bool"})
+
+__all__ = [
+    "checked_batch",
+    "checked_builder",
+    "checked_count",
+    "checked_ids",
+    "checked_integer",
+    "checked_integers",
+    "checked_number",
+    "checked_share",
+    "checked_stop",
+    "checked_token_ids",
+    "checked_top_k",
+    "is_model_object",
+    "is_several",
+]
+
+
+def checked_token_ids(
+    token_ids: Integers, *, vocab_size: int, max_context: int | None
+) -> tuple[tuple[int, ...], bytes]:
+    """Return token ids as a tuple of Python integers, and packed in 32 bits each.
+
+    Args:
+        token_ids: A flat sequence of integers: list, tuple, numpy or torch.
+        vocab_size: Ids must be below it.
+        max_context: Maximum number of ids, None for no limit.
+    """
+    if not (type(token_ids) is list or type(token_ids) is tuple):
+        token_ids = checked_integers(token_ids)
+    if not token_ids:
+        raise EmptySequenceError
+    if max_context is not None and len(token_ids) > max_context:
+        raise ContextLengthError(len(token_ids), max_context)
+    try:
+        packed = array("I", token_ids)  # refuses what is no integer, and negative numbers
+    except (OverflowError, TypeError):
+        ids = _integers(token_ids, "token ids")
+        raise outside_vocabulary(ids, vocab_size) from None
+    ids = tuple(packed)
+    largest = max(ids) if len(ids) < _SHORT else int(np.frombuffer(packed, np.uintc).max())
+    if largest >= vocab_size:
+        raise outside_vocabulary(ids, vocab_size)
+    if largest <= 1:
+        _refuse_booleans(token_ids, "token ids")
+    return ids, packed.tobytes()
+
+
+def checked_stop(
+    stop: Stop | None, vocab_size: int, eos_token_id: int | None
+) -> tuple[frozenset[int], tuple[bytes, ...]]:
+    """Return the token ids and the texts, as bytes, that end a continuation.
+
+    Args:
+        stop: One or several token ids and texts; None for `eos_token_id` if there is one.
+        vocab_size: Ids must be below it.
+        eos_token_id: The end of a text, None if the vocabulary has none.
+    """
+    if stop is None:
+        return frozenset(() if eos_token_id is None else (eos_token_id,)), ()
+    several: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
+    if not isinstance(several, Iterable):
+        raise TypeError(f"stop={_shortened(stop)}; expected texts or token ids")
+    texts: list[bytes] = []
+    ids: list[int] = []
+    for each in several:
+        if isinstance(each, (str, bytes)):
+            texts.append(each.encode() if isinstance(each, str) else bytes(each))
+        elif _is_integer(each):
+            ids.append(index(each))
+        else:
+            raise TypeError(f"stop has {_shortened(each)}; expected str or bytes, or token ids")
+    if b"" in texts:
+        raise ValueError("stop has an empty text, which would end every continuation at once")
+    return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
+
+
+def checked_top_k(k: Any, vocab_size: int) -> int | None:
+    """Return a number of most likely tokens, None for all."""
+    return None if k is None else checked_count("top_k", k, vocab_size)
+
+
+def checked_count(name: str, value: Any, vocab_size: int) -> int:
+    """Return a number of tokens, at least 1."""
+    number = checked_integer(name, value, 1)
+    if number > vocab_size:
+        raise ValueError(
+            f"{name}={number} of a vocabulary of {vocab_size} ids; it must be {vocab_size} or "
+            f"less"
+        )
+    return number
+
+
+def checked_share(top_p: Any) -> float:
+    """Return a share of the probability, 1 for None."""
+    share = 1.0 if top_p is None else checked_number("top_p", top_p)
+    if not 0 < share <= 1:
+        raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
+    return share
+
+
+def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:
+    """Return any number of token ids, none included, as a tuple of Python integers."""
+    ids = checked_integers(values, argument or "token ids")
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise outside_vocabulary(ids, vocab_size, argument)
+    return ids
+
+
+def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int, ...]:
+    """Return a flat sequence of integers as a tuple of Python integers.
+
+    Sets, mappings and generators are refused: their order is undefined, or they can be
+    read only once. Arrays of booleans are masks and refused too.
+    """
+    if type(values) is list or type(values) is tuple:  # most frequent
+        return _integers(values, argument)
+    array_values = getattr(values, "tolist", None)
+    if array_values is None and (
+        isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
+    ):
+        raise TokenTypeError(_no_sequence(values), argument)
+    if str(getattr(values, "dtype", "")) in _BOOLEAN_DTYPES:
+        raise TokenTypeError(
+            "an array of booleans, a mask; its ids are mask.nonzero()", argument
+        )
+    if getattr(values, "ndim", 1) > 1:
+        shape = tuple(getattr(values, "shape", ()))
+        one = " Of the only row: array[0]" if shape[:1] == (1,) else ""
+        raise TokenTypeError(
+            f"an array of shape {shape}; methods with `batch` in their name take several "
+            f"sequences.{one}",
+            argument,
+        )
+    return _integers(values if array_values is None else array_values(), argument)
+
+
+def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) -> Iterable[T]:
+    """Return several sequences unchanged; refuse a single one."""
+    if hasattr(sequences, "input_ids"):
+        raise TypeError(
+            f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
+            f"its input_ids as lists without padding, or [llm.encode(text) for text in texts]"
+        )
+    is_list = isinstance(sequences, (list, tuple)) and len(sequences) > 1
+    if is_list and isinstance(cast("Sequence[object]", sequences)[0], int):
+        raise TokenTypeError(
+            f"one, {_shortened(sequences)}: pass [ids], or call the method without `batch`",
+            "a batch",
+            "several sequences of token ids, such as [[1, 2], [3]]",
+        )
+    if not isinstance(sequences, Iterable):
+        raise TypeError(
+            f"expected several sequences of token ids, such as [[1, 2], [3]]; found "
+            f"{type(sequences).__name__} {_shortened(sequences)}"
+        )
+    return sequences
+
+
+def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
+    """Return a function unchanged; refuse what cannot be called."""
+    if is_model_object(build_engine):
+        raise TypeError(
+            f"found the model {type(build_engine).__name__}; expected a function without "
+            f'arguments that makes an engine. To serve a model: genlm.load_model(model, "hf", '
+            f"tokenizer=tokenizer), with the name of an engine"
+        )
+    if not callable(build_engine):
+        raise TypeError(
+            f"build_engine={_shortened(build_engine)}; expected a function without arguments "
+            f"that makes the engine. genlm.load_model loads a model by its name"
+        )
+    return build_engine
+
+
+def is_several(value: object) -> bool:
+    """Whether an argument is a sequence or an array of values, not an array that is one."""
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+
+
+def is_model_object(value: object) -> bool:
+    """Whether it is a model of torch or MLX, not the name of one or a function."""
+    return callable(getattr(value, "parameters", None)) and not isinstance(value, type)
+
+
+def checked_integer(name: str, value: Any, least: int) -> int:
+    """Return an argument, an integer of any kind that is not below `least`, as an `int`."""
+    if type(value) is int:  # most frequent
+        number = value
+    elif _is_integer(value):
+        number = index(value)
+    else:
+        raise TypeError(f"{name}={_shortened(value)}; expected an integer, {least} or more")
+    if number < least:
+        raise ValueError(f"{name}={number}; it must be {least} or more")
+    return number
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Return an argument, a finite number that is not negative, as a float."""
+    if type(value) is float:  # most frequent
+        number: float | None = value
+    else:
+        number = None if isinstance(value, (str, bytes)) else _float(value)
+    if number is None:
+        raise TypeError(f"{name}={_shortened(value)}; expected a number, 0 or more")
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={number}; it must be finite and not negative")
+    return number
+
+
+def _float(value: Any) -> float | None:
+    if _is_boolean(value):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+    except OverflowError:  # an integer too large
+        return math.inf
+
+
+def _integers(values: Any, argument: str) -> tuple[int, ...]:
+    try:
+        ids = tuple(map(index, values))
+    except TypeError:
+        raise TokenTypeError(_first_wrong(values), argument) from None
+    if ids and max(ids) <= 1:
+        _refuse_booleans(values, argument)
+    return ids
+
+
+def _refuse_booleans(values: Iterable[Any], argument: str) -> None:
+    """Refuse a mask, which Python takes for the integers 0 and 1."""
+    if bool in map(type, values):
+        hint = (
+            "a mask; the ids that it marks are [i for i, marked in enumerate(mask) if marked]"
+        )
+        raise TokenTypeError(f"booleans, {hint}", argument)
+
+
+def outside_vocabulary(
+    ids: tuple[int, ...], vocab_size: int, argument: str = ""
+) -> TokenIdError:
+    position = next(i for i, value in enumerate(ids) if not 0 <= value < vocab_size)
+    return TokenIdError(ids[position], position, vocab_size, argument)
+
+
+def _no_sequence(values: object) -> str:
+    hint = (
+        "; llm.encode makes ids of text" if isinstance(values, str) else _id_attribute(values)
+    )
+    if hasattr(values, "input_ids"):
+        return f"{type(values).__name__}; pass its input_ids, or llm.encode(text)"
+    if hasattr(values, "ids"):
+        return f"{type(values).__name__}; pass its ids, or llm.encode(text)"
+    if _is_integer(values):
+        hint = f"; a sequence of this one is [{values}]"
+    return f"{type(values).__name__} {_shortened(values)}{hint}"
+
+
+def _id_attribute(value: object) -> str:
+    """Say which attribute of an object, such as a draw, has the ids."""
+    for name in ("token_id", "token_ids"):
+        if hasattr(value, name):
+            return f"; pass its {name}"
+    return ""
+
+
+def _first_wrong(values: Any) -> str:
+    if hint := _id_attribute(values):
+        return f"{type(values).__name__} {_shortened(values)}{hint}"
+    if not isinstance(values, Iterable):
+        return f"a single {type(values).__name__}, {_shortened(values)}"
+    position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
+    found = f"{type(value).__name__} {_shortened(value)} at position {position}"
+    if hint := _id_attribute(value):
+        found += hint
+    elif isinstance(value, (list, tuple)):
+        found += "; methods with `batch` in their name take several sequences"
+    return found
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether it is an integer of any kind; booleans are none."""
+    if _is_boolean(value):
+        return False
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in _BOOLEAN_DTYPES
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,548 @@
+"""The engine protocol: the interface between the scheduler and a plugin.
+
+An engine is built, called and closed on one thread, and is independent of asyncio, output
+caching and the number of callers. Plugins that drive the loop of a server (continuous batching)
+implement `Engine`; others derive from `BatchEngine` and implement `evaluate`.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+
+from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError, described
+from genlm.core.queries.query import (
+    ROW_ONLY,
+    Completion,
+    GroupValues,
+    Query,
+    Reduced,
+    TokenScores,
+)
+from genlm.core.vocab import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+    from genlm.core.queries.generations import Integers64
+    from genlm.core.queries.query import GroupQuery, Reduction
+    from genlm.core.rows.groups import GroupWork
+
+__all__ = [
+    "BatchEngine",
+    "Capability",
+    "Engine",
+    "LoraEngine",
+    "PrefixCacheEngine",
+    "checked_engine",
+    "require_capability",
+]
+
+
+Batch = TypeVar("Batch", "list[Query]", "Integers64")
+
+_GROUP_VALUES = 2**26
+"""Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
+
+
+class Capability(enum.StrEnum):
+    """Optional abilities of an engine beyond next-token rows."""
+
+    LORA = "lora"
+    """LoRA adapters per request; the engine is a `LoraEngine`."""
+
+    SAMPLE = "sample"
+    """Computes queries with `sampling`."""
+
+    PREFIX_CACHE = "prefix_cache"
+    """Caches computed prefixes; the engine is a `PrefixCacheEngine`."""
+
+    SCORE = "score"
+    """Computes queries with `targets`, all positions of a sequence at once."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Computes queries, several at a time, in any order.
+
+    An engine may also have `capability_hints`, a mapping from missing capabilities to
+    instructions such as `"load the model with enable_lora=True"`.
+
+    An engine whose `step` waits for other processes may also have a method `wake()`, which is
+    called from any thread when the engine has new queries, aborts or calls. `step` then returns
+    soon, with the completions that are ready, if any.
+
+    An engine with a method `submit_group(group)` accepts the query of a population as one
+    `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
+    its place, receive one query per distinct sequence. With a true attribute `samples_groups`
+    an engine also accepts group queries with `sampling`; otherwise the core submits one group
+    query per token.
+
+    Attributes:
+        vocabulary: Tokens whose ids are those of queries and the indices of rows.
+        max_context: Maximum number of tokens of a query, None for no limit.
+        capabilities: Abilities beyond next-token rows.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None
+    capabilities: frozenset[Capability]
+
+    def submit(self, query: Query) -> None:
+        """Accept a query, or raise to reject it."""
+        ...
+
+    def step(self) -> Iterable[Completion]:
+        """Make progress on submitted queries and return the completed ones.
+
+        `step` is called only while queries are in flight. A failed query is returned as a
+        `Completion` with an error. An exception means that the engine failed: all in-flight
+        queries are then aborted and fail.
+        """
+        ...
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query; a later completion of it is ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free all resources. Called once; only `statistics` may be called afterwards."""
+        ...
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counters and sizes, including `tokens_computed` if the engine counts tokens.
+
+        This is the only method that is called from any thread, also while `step` runs and after
+        `close`.
+        """
+        ...
+
+
+_MEMBERS = (
+    *("vocabulary", "max_context", "capabilities"),
+    *("submit", "step", "abort", "close", "statistics"),
+)
+
+
+def checked_engine(engine: Engine) -> Engine:
+    """Return an engine unchanged; refuse an object that lacks a member of `Engine`."""
+    missing = [name for name in _MEMBERS if not hasattr(engine, name)]
+    if missing:
+        raise TypeError(
+            f"build_engine made {engine!r}, which is not an engine: it lacks "
+            f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
+        )
+    return engine
+
+
+def require_capability(engine: Engine, capability: Capability, backend: str) -> None:
+    """Raise `UnsupportedCapabilityError`, with the engine's hint, if it lacks a capability."""
+    if capability not in engine.capabilities:
+        hints = getattr(engine, "capability_hints", {})
+        raise UnsupportedCapabilityError(capability, backend, hints.get(capability, ""))
+
+
+@runtime_checkable
+class LoraEngine(Engine, Protocol):
+    """Additional methods of an engine with `Capability.LORA`.
+
+    The engine may also have `adapters`, the names of preloaded adapters, and a method
+    `remove_adapter(name)` that frees an adapter loaded by `add_adapter`. `AsyncLM` calls it
+    when no in-flight query uses the adapter, and never reuses the name.
+    """
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load the adapter in folder `path` under the name `name`.
+
+        Raises:
+            AdapterError: The adapter cannot be loaded; the engine is unchanged.
+        """
+        ...
+
+
+@runtime_checkable
+class PrefixCacheEngine(Engine, Protocol):
+    """Additional methods of an engine with `Capability.PREFIX_CACHE`."""
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix and keep it until `clear_prefix_cache`."""
+        ...
+
+    def clear_prefix_cache(self) -> None:
+        """Free all cached prefixes. Results do not change."""
+        ...
+
+
+class BatchEngine(abc.ABC):
+    """Base class of engines that evaluate batches; subclasses implement `evaluate`.
+
+    Subclasses also set the attributes below. `step` evaluates the queries that `choose`
+    returns, by default all pending ones, in one call, and computes requested reductions of
+    their rows. When `evaluate` raises, the batch is halved until the queries at fault are
+    isolated; only those fail. When the device has failed, or all parts of the batch raise the
+    same error, all of its queries fail. Populations are computed in parts, between which steps
+    evaluate other queries.
+
+    Attributes:
+        vocabulary: Tokens whose ids are those of queries and the indices of rows.
+        max_context: Maximum number of tokens of a query, None for no limit.
+        capabilities: Abilities beyond next-token rows.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None = None
+    capabilities: frozenset[Capability] = frozenset()
+
+    _pending: dict[int, Query]
+    _groups: dict[int, GroupWork]
+    _group_is_next = False
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        """Initialise the pending queries, so that subclasses need not call `__init__`."""
+        engine = super().__new__(cls)
+        engine._pending = {}
+        engine._groups = {}
+        return engine
+
+    @abc.abstractmethod
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the next-token row of each query.
+
+        Args:
+            queries: At least one query, distinct in (adapter, token ids), with at least one
+                token id each.
+
+        Returns:
+            Natural-log probabilities, shape `(len(queries), vocabulary.size)`,
+            float32, normalised, row i for query i (`genlm.rows_from_logits` computes
+            them from logits). The engine must not reuse the memory.
+        """
+
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:  # noqa: ARG002
+        """Score the `targets` of queries; engines with `Capability.SCORE` implement this.
+
+        Args:
+            queries: At least one query, all with targets and no other output.
+
+        Returns:
+            Scores of the n targets of each query: target i is scored after the first
+            `len(query) - n + 1 + i` ids of the query.
+        """
+        raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
+
+    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
+        """Reduce the rows that predict the targets of queries; by default a few rows at a time.
+
+        Engines that compute all positions of a text in one pass override this method, and add
+        their logits to a `genlm.prefix.PieceScores`.
+
+        Args:
+            queries: At least one query, all with targets and a `PositionReduction`.
+
+        Returns:
+            The columns of the reduction, or the error, of each query.
+        """
+        import numpy as np
+
+        from genlm.core.rows.text_scores import PieceScores, ScoredText  # loads torch
+
+        texts = [ScoredText.of(query) for query in queries]
+        scores = PieceScores(texts, self.vocabulary)
+        for query, text, number in zip(queries, texts, scores.ends.tolist(), strict=False):
+            ids, count = query.token_ids, len(text.targets)
+            step = max(1, _GROUP_VALUES // self.vocabulary.size)
+            for begin in range(0, count, step):
+                places = range(begin, min(begin + step, count))
+                parts = [
+                    Query(query.query_id, ids[: text.first + 1 + place], query.adapter)
+                    for place in places
+                ]
+                scores.add(number + np.array(places), self._evaluated(parts))
+        return scores.results()  # type: ignore[return-value]  # each has a reduction
+
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Choose the queries that the next step evaluates; all by default.
+
+        The remaining queries stay pending and can be cancelled. The choice must not exceed what
+        the engine computes at once, and must include the oldest query, so that every query is
+        evaluated.
+
+        Args:
+            pending: At least one query, oldest first.
+
+        Returns:
+            At least one of the pending queries, without repetition.
+        """
+        return pending
+
+    def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
+        """Return the number of sequences that `evaluate_group` should compute at once."""
+        return max(1, _GROUP_VALUES // self.vocabulary.size)
+
+    def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
+        """Compute some of the sequences of a group; by default as separate queries.
+
+        Engines that compute populations on arrays override this.
+
+        Args:
+            group: Query of the population; its `generation` may hold the engine's state.
+            places: Consecutive places in `group.wanted`, at least one.
+
+        Returns:
+            Logits or rows, one per place.
+        """
+        lineage = group.generation.lineage
+        queries = [
+            Query(group.query_id, lineage.sequence(place), group.adapter)
+            for place in group.wanted[places].tolist()
+        ]
+        return GroupValues(self._evaluated(queries), are_logits=False)
+
+    def submit(self, query: Query) -> None:
+        """Accept a query for one of the next steps."""
+        self._pending[query.query_id] = query
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Accept the query of a population, which one or several steps compute."""
+        from genlm.core.rows.groups import GroupWork  # loads torch
+
+        self._groups[group.query_id] = GroupWork(group, self.vocabulary)
+
+    def step(self) -> list[Completion]:
+        """Evaluate the queries that `choose` returns; halve the batch to isolate errors.
+
+        Raises:
+            EvaluationError: `choose` returned no query, or a query that is not pending.
+        """
+        self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
+        if self._group_is_next:
+            return self._group_step()
+        if not self._pending:
+            return []
+        chosen = self._take_chosen()
+        scored = [query for query in chosen if query.targets]
+        if not scored:
+            return _completions(chosen, _Halving(self._evaluate_batch).results(chosen))
+        asked = [query for query in chosen if not query.targets]
+        completions = _completions(scored, _Halving(self._score_batch).results(scored))
+        if asked:
+            completions += _completions(asked, _Halving(self._evaluate_batch).results(asked))
+        return completions
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query that no step has evaluated yet."""
+        self._pending.pop(query_id, None)
+        self._groups.pop(query_id, None)
+
+    def close(self) -> None:  # noqa: B027 - optional for subclasses
+        """Free the engine's resources; nothing by default."""
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counters and sizes of the engine; none by default."""
+        return {}
+
+    def _group_step(self) -> list[Completion]:
+        """Compute a part of one group; the groups take turns."""
+        query_id, work = next(iter(self._groups.items()))
+        del self._groups[query_id]
+        part = work.next_part(self.group_limit(work.query))
+        self._evaluate_part(work, part)
+        if work.is_complete:
+            work.query.keep_contexts()
+            return [Completion(query_id, work.result())]
+        self._groups[query_id] = work
+        return []
+
+    def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
+        """Compute a part of a group, and record the errors of its sequences."""
+
+        def evaluate(places: Integers64) -> Sequence[None]:
+            work.reduce(places, self.evaluate_group(work.query, places))
+            return [None] * len(places)
+
+        results = _Halving(evaluate).results(part)
+        for place, error in zip(part.tolist(), results, strict=True):
+            if error is not None:
+                work.errors[place] = error
+
+    def _take_chosen(self) -> list[Query]:
+        pending = list(self._pending.values())
+        batch = list(self.choose(pending))
+        for query in batch:
+            if self._pending.pop(query.query_id, None) is None:
+                raise EvaluationError(
+                    f"{type(self).__name__}.choose picked query {query.query_id}, which is "
+                    f"not pending, or picked it twice; return queries that it was given"
+                )
+        if not batch:
+            raise EvaluationError(
+                f"{type(self).__name__}.choose picked none of {len(pending)} pending "
+                f"queries; return at least one"
+            )
+        return batch
+
+    def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
+        scored = [query for query in queries if query.outputs == ROW_ONLY]
+        reduced = [query for query in queries if query.outputs != ROW_ONLY]
+        results: dict[int, Any] = {}
+        for own, compute in ((scored, self.score), (reduced, self.reduce_texts)):
+            found: Any = compute(own) if own else []
+            if not isinstance(found, Sequence) or len(found) != len(own):
+                shown = f"{len(found)} results" if isinstance(found, Sequence) else repr(found)
+                raise EvaluationError(
+                    f"{type(self).__name__}.{compute.__name__} returned {shown} for {len(own)} "
+                    f"queries; expected a list with one result for each query"
+                )
+            results |= {query.query_id: each for query, each in zip(own, found, strict=True)}
+        return [results[query.query_id] for query in queries]
+
+    def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
+        """Evaluate queries and return their rows, or their requested outputs."""
+        # A batch can contain several queries of one sequence: for different outputs, or
+        # submitted when the first one could no longer be joined.
+        known: dict[tuple[str | None, bytes], int] = {}
+        places = [
+            known.setdefault((query.adapter, query.sequence.key), len(known))
+            for query in queries
+        ]
+        first: dict[int, Query] = {}
+        for query, place in zip(queries, places, strict=True):
+            first.setdefault(place, query)
+        rows = self._evaluated(list(first.values()))
+        if all(query.outputs == ROW_ONLY for query in queries):
+            own = self._own_rows(rows)
+            return [
+                own[place] if first[place] is query else own[place].clone()
+                for query, place in zip(queries, places, strict=True)
+            ]
+        from genlm.core.rows.reductions import reduce_rows  # loads torch
+
+        outputs: list[tuple[Reduction | None, ...]] = [()] * len(first)
+        parts = []
+        for query, place in zip(queries, places, strict=True):
+            begin = len(outputs[place])
+            outputs[place] += query.outputs
+            parts.append(slice(begin, len(outputs[place])))
+        reduced = reduce_rows(rows, outputs)
+        return [
+            _own_part(reduced[place], part, query)
+            for query, place, part in zip(queries, places, parts, strict=True)
+        ]
+
+    def _evaluated(self, queries: list[Query]) -> torch.Tensor:
+        import torch
+
+        rows = self.evaluate(queries).detach()  # else rows keep the autograd graph alive
+        expected = (len(queries), self.vocabulary.size)
+        if tuple(rows.shape) != expected or rows.dtype != torch.float32:
+            raise EvaluationError(
+                f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)}, "
+                f"{rows.dtype}, for {len(queries)} queries over {self.vocabulary.size} ids; "
+                f"expected {expected}, torch.float32"
+            )
+        return rows
+
+    @staticmethod
+    def _own_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return rows that share no memory, for changes in place."""
+        from genlm.core.rows.logits import copied_rows  # loads torch
+
+        # A slice would keep the whole tensor alive; an expanded row aliases itself.
+        owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
+        if len(rows) == 1 and owns_memory and not rows.is_inference():
+            return [rows[0]]
+        return copied_rows(rows)
+
+
+class _Halving(Generic[Batch]):
+    """Evaluates a batch; if that raises, its halves, recursively, down to the items at fault.
+
+    Halving stops when it cannot isolate items: when the device has failed, or when both halves
+    of a batch raise the same error, their first and last items raise it alone, and no item of
+    the batch has been evaluated yet. All remaining items then fail.
+    """
+
+    def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
+        self._evaluate: Callable[[Batch], Sequence[Any]] = evaluate
+        self._has_succeeded = False
+        self._device_error: Exception | None = None
+
+    def results(self, batch: Batch) -> Sequence[Any]:
+        """Return the results or errors of the items."""
+        outcome = self._attempt(batch)
+        return self._divided(batch, outcome) if isinstance(outcome, Exception) else outcome
+
+    def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:
+        if self._device_error is not None:
+            return self._device_error
+        try:
+            results: Sequence[Any] = self._evaluate(batch)
+        except Exception as error:  # noqa: BLE001 - it fails the item that causes it
+            if _is_of_device(error):
+                self._device_error = error
+            return error
+        self._has_succeeded = True
+        return results
+
+    def _divided(self, batch: Batch, error: Exception) -> Sequence[Any]:
+        """Evaluate items that raised as one batch."""
+        if len(batch) == 1 or self._device_error is not None:
+            return [error] * len(batch)
+        middle = len(batch) // 2
+        halves = [batch[:middle], batch[middle:]]
+        outcomes = [self._attempt(half) for half in halves]
+        is_alike = self._all_fail_alike(halves, outcomes)
+        results: list[Any] = []
+        for half, outcome in zip(halves, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                results += outcome
+            else:
+                results += [outcome] * len(half) if is_alike else self._divided(half, outcome)
+        return results
+
+    def _all_fail_alike(
+        self, halves: list[Batch], outcomes: list[Sequence[Any] | Exception]
+    ) -> bool:
+        """Whether both halves and the items at their ends raise the same error."""
+        if self._has_succeeded:
+            return False
+        expected = _kind_of(outcomes[0])
+        if _kind_of(outcomes[1]) != expected:
+            return False
+        ends = [end for half in halves if len(half) > 1 for end in (half[:1], half[-1:])]
+        return all(_kind_of(self._attempt(end)) == expected for end in ends)
+
+
+def _kind_of(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
+    return type(outcome), described(outcome) if isinstance(outcome, Exception) else ""
+
+
+def _completions(queries: Sequence[Query], results: Sequence[Any]) -> list[Completion]:
+    return [
+        Completion(query.query_id, error=result)
+        if isinstance(result, Exception)
+        else Completion(query.query_id, result)
+        for query, result in zip(queries, results, strict=True)
+    ]
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the accelerator has failed, so that no later computation on it succeeds."""
+    import torch
+
+    accelerator_errors = getattr(torch, "AcceleratorError", ())  # torch 2.8
+    message = str(error)
+    is_failure = isinstance(error, accelerator_errors) or (
+        isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
+    )
+    return is_failure and "out of memory" not in message
+
+
+def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:
+    """Return the outputs of one of the queries that share a row."""
+    if isinstance(reduced, Exception):
+        return reduced
+    values = reduced.values[part]
+    return values[0] if query.outputs == ROW_ONLY else Reduced(values)

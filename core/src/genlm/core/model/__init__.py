@@ -1,0 +1,1 @@
+"""What programs use: models, contexts, populations, and the requests that they make."""

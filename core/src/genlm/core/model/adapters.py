@@ -1,0 +1,140 @@
+"""`Adapters`: the LoRA adapters of a model, by user-defined names.
+
+In the engine, an adapter has a name that is never reused: cached rows and prefixes of a removed
+adapter are then never mistaken for those of its successor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from genlm.core.base.errors import AdapterError, UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.engine.engine import Capability, Engine, require_capability
+from genlm.core.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from genlm.core.engine.engine import LoraEngine
+
+__all__ = ["Adapters"]
+
+_MODEL_ITSELF = "the model itself"
+
+
+class _Adapter(NamedTuple):
+    """A loaded adapter: its name in the engine and its folder."""
+
+    engine_name: str
+    folder: str
+
+
+class Adapters:
+    """The loaded adapters; every method may be called from any thread.
+
+    Args:
+        scheduler: Scheduler of the engine, which loads and removes adapters on its thread.
+        own: Names of preloaded adapters.
+        backend: Engine name for messages.
+        forget_rows: Function that drops the cached rows of an adapter, given its engine name.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Engine],
+        own: Iterable[str],
+        *,
+        backend: str,
+        forget_rows: Callable[[str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._forget_rows = forget_rows
+        self._by_name = {name: _Adapter(name, _MODEL_ITSELF) for name in own}
+        self._engine_names = {*self._by_name}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """User-defined names of the loaded adapters, in the order of loading."""
+        return tuple(self._by_name)
+
+    def engine_name(self, name: str) -> str:
+        """Return the engine name of a loaded adapter."""
+        return self._loaded(name).engine_name
+
+    def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
+        """Load an adapter; see `AsyncLM.load_lora`."""
+        self._require_adapters()
+        _check_name(name)
+        if not name:
+            raise AdapterError(
+                f"asked to load {path!r} under an empty name; an adapter's name has at least "
+                f"one character"
+            )
+        path = os.fsdecode(path)
+        folder = os.path.realpath(path)
+
+        def load(engine: Engine) -> None:  # on the engine's thread, so one at a time
+            known = self._by_name.get(name)
+            if known is not None and not replace:
+                if known.folder == folder:
+                    return
+                raise AdapterError(
+                    f"asked to load {path!r} as adapter {name!r}, which is already "
+                    f"loaded from {known.folder!r}; choose another name, or pass replace=True"
+                )
+            engine_name = self._unused_engine_name(name)
+            cast("LoraEngine", engine).add_adapter(engine_name, path)
+            self._engine_names.add(engine_name)
+            known = self._by_name.get(name)  # it may have been removed meanwhile
+            self._by_name[name] = _Adapter(engine_name, folder)
+            if known is not None:
+                self._free(known)
+
+        self._scheduler.run(load)
+
+    def remove(self, name: str) -> None:
+        """Unload an adapter; see `AsyncLM.unload_lora`."""
+        own = self._loaded(name).folder == _MODEL_ITSELF
+        if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
+            raise UnsupportedCapabilityError(
+                "unload_lora", self._backend, "its engine lacks the method remove_adapter"
+            )
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:  # another thread removed it
+            raise UnknownAdapterError(name, self._by_name)
+        self._free(adapter)
+
+    def _loaded(self, name: str) -> _Adapter:
+        _check_name(name)
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            self._require_adapters()
+            raise UnknownAdapterError(name, self._by_name)
+        return adapter
+
+    def _require_adapters(self) -> None:
+        require_capability(self._scheduler.engine, Capability.LORA, self._backend)
+
+    def _unused_engine_name(self, name: str) -> str:
+        """Choose a name that no adapter of this engine has had."""
+        others = (f"{name}@{number}" for number in itertools.count(2))
+        return next(n for n in itertools.chain([name], others) if n not in self._engine_names)
+
+    def _free(self, adapter: _Adapter) -> None:
+        """Free a removed adapter once the requests that use it have ended."""
+        if adapter.folder == _MODEL_ITSELF:
+            return
+
+        def remove(engine: Engine) -> None:
+            self._forget_rows(adapter.engine_name)
+            if hasattr(engine, "remove_adapter"):
+                engine.remove_adapter(adapter.engine_name)
+
+        self._scheduler.run_after(lambda query: query.adapter == adapter.engine_name, remove)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"an adapter's name is a string; found {name!r}")

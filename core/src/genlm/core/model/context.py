@@ -1,0 +1,184 @@
+"""`Context`: a handle to a token sequence of one model, extended in constant time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+
+from genlm.core.base.errors import TokenIdError
+from genlm.core.base.validation import checked_integers, checked_token_ids
+from genlm.core.queries.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.leases import ContextLease, LeaseTable
+    from genlm.core.model.lm import AsyncLM
+    from genlm.core.queries.query import Reduction
+    from genlm.core.rows.masks import MaskLike
+    from genlm.core.rows.reductions import DrawnToken, TopTokens
+
+    TokenIds: TypeAlias = Integers | "Context"
+    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
+
+__all__ = ["Context"]
+
+
+class Context:
+    """A sequence of token ids of one model and adapter, created with `AsyncLM.context`.
+
+    Contexts are immutable and hashable: those of the same ids, model and adapter are equal. The
+    cost of `extend` and of requests does not depend on the length. The engine's state of a
+    context, such as keys and values, may be freed when no reference remains to the context or
+    to an extension of it that has not been requested yet.
+    """
+
+    __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
+
+    def __init__(
+        self,
+        lm: AsyncLM,
+        sequence: TokenSequence,
+        lora_name: str | None,
+        adapter: str | None,
+        lease: ContextLease | None = None,
+    ) -> None:
+        self._lm = lm
+        self._lease = lease
+        self._adapter = adapter
+        self.sequence = sequence
+        self.lora_name = lora_name
+
+    def extend(self, token_ids: SupportsIndex | Integers) -> Context:
+        """Return the context that continues this one by one or several token ids.
+
+        Any number of extensions of one context may exist. No row is computed.
+
+        Raises:
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is neither an integer nor a flat sequence of integers.
+        """
+        if type(token_ids) is int:
+            packed = self._packed(token_ids)
+        else:
+            try:
+                packed = self._packed(index(token_ids))  # type: ignore[arg-type]
+            except TypeError:
+                packed = self._all_packed(token_ids)  # type: ignore[arg-type]
+        if not packed:
+            return self
+        sequence = TokenSequence(packed, self.sequence)
+        return Context(self._lm, sequence, self.lora_name, self._adapter, self._lease)
+
+    def _packed(self, token_id: int) -> bytes:
+        size = self._lm.vocabulary.size
+        if not 0 <= token_id < size:
+            raise TokenIdError(token_id, len(self.sequence), size)
+        return token_id.to_bytes(4, sys.byteorder)
+
+    def _all_packed(self, token_ids: Integers) -> bytes:
+        ids = checked_integers(token_ids)
+        size = self._lm.vocabulary.size
+        return checked_token_ids(ids, vocab_size=size, max_context=None)[1] if ids else b""
+
+    def next_token_logprobs(self) -> Coroutine[Any, Any, torch.Tensor]:
+        """Return the next-token log-probabilities; see `AsyncLM.next_token_logprobs`.
+
+        Returns:
+            A coroutine that returns natural-log probabilities, shape `(vocab_size,)`,
+            float32, on the engine's device. The tensor is the caller's.
+        """
+        return self._lm.next_token_logprobs(self)  # without another frame
+
+    def next_token_logprobs_sync(self) -> torch.Tensor:
+        """Wait for the next-token log-probabilities; see `next_token_logprobs`."""
+        return self._lm.next_token_logprobs_sync(self)
+
+    def sample(self, max_tokens: int, **options: Any) -> Coroutine[Any, Any, list[int]]:
+        """Draw a continuation; see `AsyncLM.sample`, which has the options."""
+        return self._lm.sample(self, max_tokens, **options)
+
+    def token_logprobs(self, token_ids: Integers) -> Coroutine[Any, Any, torch.Tensor]:
+        """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""
+        return self._lm.token_logprobs(self, token_ids)
+
+    def top_tokens(self, k: int) -> Coroutine[Any, Any, TopTokens]:
+        """Return the `k` most likely next tokens; see `AsyncLM.top_tokens`."""
+        return self._lm.top_tokens(self, k)
+
+    def log_mass(self, mask: MaskLike) -> Coroutine[Any, Any, float]:
+        """Return the log-probability of a set of next tokens; see `AsyncLM.log_mass`."""
+        return self._lm.log_mass(self, mask)
+
+    def draw(
+        self,
+        mask: MaskLike | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> Coroutine[Any, Any, DrawnToken]:
+        """Draw the next token; see `AsyncLM.draw`."""
+        return self._lm.draw(
+            self, mask, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+
+    def reduce(self, reduction: Reduction) -> Coroutine[Any, Any, Any]:
+        """Return a reduction of the row; see `AsyncLM.reduce`."""
+        return self._lm.reduce(self, reduction)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All token ids, oldest first, assembled in time proportional to their number."""
+        return self.sequence.token_ids
+
+    def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
+        """Lease the engine's state of this context, in place of that of its parent.
+
+        Args:
+            leases: Lease table of the model.
+            is_computed: Whether the engine has just computed the state; otherwise the context
+                only joins an existing lease.
+        """
+        key = (self._adapter, self.sequence.key)
+        if self._lease is None or self._lease.keys != (key,):
+            lease = leases.lease([key]) if is_computed else leases.find(key)
+            self._lease = lease or self._lease
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        # Models that share an engine (`with_lora`) share `_model` as well.
+        return self._lm._model, self._adapter, self.sequence.key  # noqa: SLF001
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Context) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self.sequence.key)
+
+    def __repr__(self) -> str:
+        lora = "" if self.lora_name is None else f", lora {self.lora_name!r}"
+        ids = self.sequence.ids_from(max(0, len(self) - 8))
+        shown = ", ".join(map(str, ids))
+        more = "" if len(ids) == len(self) else "..., "
+        return f"<Context of {self._lm.name!r}{lora}: {len(self)} tokens, {more}{shown}>"
+
+    def __copy__(self) -> Context:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Context:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
+            "and make it again with the model's method context"
+        )

@@ -1,0 +1,75 @@
+"""`LeaseTable`: counts the references to the contexts whose state an engine keeps."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from genlm.core.base.forking import renew_in_forks
+
+__all__ = ["ContextKey", "ContextLease", "LeaseTable"]
+
+ContextKey = tuple[str | None, bytes]
+"""The engine name of the adapter, and the key of the token sequence."""
+
+
+class ContextLease:
+    """Keeps the engine's state of contexts alive until the lease is garbage-collected."""
+
+    __slots__ = ("_on_drop", "keys")
+
+    def __init__(
+        self,
+        keys: tuple[ContextKey, ...],
+        on_drop: Callable[[tuple[ContextKey, ...]], object],
+    ) -> None:
+        self.keys = keys
+        self._on_drop = on_drop
+
+    def __del__(self) -> None:
+        self._on_drop(self.keys)
+
+
+class LeaseTable:
+    """Counts the leases of each context of one model.
+
+    Attributes:
+        on_drop: Function that is called once per lease with its keys, when the lease is
+            dropped; on any thread, also during garbage collection. It must schedule `release`
+            with the keys.
+    """
+
+    def __init__(self) -> None:
+        self.on_drop: Callable[[tuple[ContextKey, ...]], object] = lambda _keys: None
+        self._counts: dict[ContextKey, int] = {}
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def lease(self, keys: Sequence[ContextKey]) -> ContextLease:
+        """Return a lease of several contexts with state in the engine."""
+        with self._lock:
+            for key in keys:
+                self._counts[key] = self._counts.get(key, 0) + 1
+        return ContextLease(tuple(keys), self.on_drop)
+
+    def find(self, key: ContextKey) -> ContextLease | None:
+        """Return another lease of a context that has a lease, else None."""
+        with self._lock:
+            if key not in self._counts:
+                return None
+            self._counts[key] += 1
+        return ContextLease((key,), self.on_drop)
+
+    def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
+        """Release the contexts without remaining leases, on the engine's thread."""
+        free = []
+        with self._lock:
+            for key in itertools.chain.from_iterable(dropped):
+                self._counts[key] -= 1
+                if not self._counts[key]:
+                    del self._counts[key]
+                    free.append(key)
+        for each in free:
+            engine.release_context(*each)

@@ -1,0 +1,598 @@
+"""`AsyncLM`: the public language model, the same class for every engine.
+
+`Requests` checks arguments, reads the output cache and submits queries to the scheduler, which
+runs the engine. `reduction_methods`, `score_methods` and `sample_methods` contain the public
+methods for results other than rows. Every method that waits is a coroutine method with a
+blocking twin, derived by `blocking`: `..._sync`, or the name without `a`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Self, cast, overload
+
+import torch
+
+from genlm.core.base.blocking import blocking, off_loop
+from genlm.core.base.progress import stages_shown
+from genlm.core.base.statistics import RequestCounters, Statistics
+from genlm.core.base.validation import (
+    checked_batch,
+    checked_builder,
+    checked_integer,
+    is_model_object,
+)
+from genlm.core.engine.engine import Capability, Engine, checked_engine, require_capability
+from genlm.core.engine.group_engine import GroupEngine, with_groups
+from genlm.core.model.adapters import Adapters
+from genlm.core.model.context import Context
+from genlm.core.model.leases import LeaseTable
+from genlm.core.model.loading import engine_builder
+from genlm.core.model.members import first_generation
+from genlm.core.model.population import Population
+from genlm.core.model.reduction_methods import ReductionMethods
+from genlm.core.model.requests import COPIED_ON_LOOP, Requests, drop_results
+from genlm.core.model.sample_methods import SampleMethods
+from genlm.core.model.score_methods import ScoreMethods
+from genlm.core.rows.output_cache import OutputCache
+from genlm.core.scheduler import Scheduler
+from genlm.core.vocab import Token, Vocabulary
+from genlm.core.vocab.text import decode, encode, encode_chat
+
+if TYPE_CHECKING:
+    from genlm.core.base.validation import Integers
+    from genlm.core.engine.engine import PrefixCacheEngine
+    from genlm.core.model.context import TokenBatch, TokenIds
+
+__all__ = ["AsyncLM", "load_model", "load_model_by_name"]
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+"""A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
+
+DEFAULT_CACHE_ENTRIES = 65_536
+
+
+class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
+    """A language model: next-token log-probabilities of any number of sequences at once.
+
+    Concurrent calls may share one forward pass; batching never changes which sequence a
+    result belongs to. Every method may be called from any thread and from any number of
+    event loops. Use the model as a context manager, or call `close`.
+
+    Rows are natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
+    device, `logsumexp` 0 within 1e-4. They belong to the caller: changing one changes
+    neither the cache nor another caller's row.
+
+    Args:
+        build_engine: Function that returns the engine; called on the engine's thread.
+        name: Engine name for messages.
+        output_cache: Cache of results; by default up to 65,536 rows and 256 MiB.
+            `OutputCache(0)` stores nothing.
+        max_batch_size: Maximum number of concurrent queries, None for no limit.
+        max_pending: Maximum number of accepted queries; further requests wait.
+
+    Raises:
+        TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not return an
+            engine, or a limit is not a number.
+        ValueError: A limit is below 1.
+        Exception: The error that `build_engine` raised.
+    """
+
+    def __init__(
+        self,
+        build_engine: Callable[[], Engine],
+        *,
+        name: str = "engine",
+        output_cache: OutputCache | None = None,
+        max_batch_size: int | None = None,
+        max_pending: int | None = None,
+    ) -> None:
+        if output_cache is None:
+            output_cache = OutputCache(DEFAULT_CACHE_ENTRIES, max_bytes=DEFAULT_CACHE_BYTES)
+        elif not isinstance(output_cache, OutputCache):
+            raise TypeError(
+                f"output_cache={output_cache!r}; expected an OutputCache, such as "
+                f"genlm.OutputCache(1000), which keeps 1000 rows"
+            )
+        build = checked_builder(build_engine)
+        self._cache = output_cache
+        self._model = object()  # in every key: models may share one cache
+        leases = LeaseTable()
+        self._scheduler: Scheduler[Engine] = Scheduler(
+            lambda: with_groups(checked_engine(build())),
+            cache=output_cache,
+            release=leases.release,
+            max_batch_size=max_batch_size,
+            max_pending=max_pending,
+            name=f"genlm-{name}",
+        )
+        engine = self._scheduler.engine
+        self.name = name
+        self.model_name: str | None = None  # the argument of `load_model`
+        self.vocabulary: Vocabulary = engine.vocabulary
+        self.max_context: int | None = engine.max_context
+        self.capabilities: frozenset[Capability] = engine.capabilities
+        self._adapters = Adapters(
+            self._scheduler,
+            getattr(engine, "adapters", ()),  # preloaded adapters
+            backend=name,
+            forget_rows=functools.partial(drop_results, output_cache, self._model),
+        )
+        leases.on_drop = self._scheduler.release
+        self._counters = RequestCounters()
+        self._requests = Requests(
+            self._scheduler,
+            model=self._model,
+            cache=output_cache,
+            adapters=self._adapters,
+            counters=self._counters,
+            leases=leases if hasattr(engine, "release_context") else None,
+        )
+
+    @classmethod
+    def from_name(
+        cls,
+        model: Any,
+        backend: str | None = None,
+        *,
+        output_cache: OutputCache | None = None,
+        max_batch_size: int | None = None,
+        max_pending: int | None = None,
+        progress: bool = False,
+        **engine_options: Any,
+    ) -> Self:
+        """Load a model with one of the installed engines; `genlm.load_model` is this method.
+
+        The engine computes one row before this method returns, so that a model whose kernels
+        fail is rejected here. The call blocks while the model loads; in a coroutine use
+        `asyncio.to_thread`.
+
+        Args:
+            model: Model id or path: a hub id, a folder or `"demo"`; or a model object of the
+                engine's library, with `tokenizer=`.
+            backend: Engine name, see `genlm plugins`; by default the engine chosen with
+                `use_backend` or `GENLM_BACKEND`, or the only installed engine.
+            output_cache: Cache of results; see `AsyncLM`.
+            max_batch_size: Maximum number of concurrent queries, None for no limit.
+            max_pending: Maximum number of accepted queries; further requests wait.
+            progress: Whether to show the stages of loading on standard error: reading
+                weights, decoding the vocabulary, computing the first row.
+            **engine_options: Passed to the engine's constructor; `genlm plugins NAME` lists
+                them with their defaults.
+
+        Returns:
+            The model; close it, or use it as a context manager.
+
+        Raises:
+            PluginError: The backend is unknown, ambiguous, broken or lacks a library.
+            ModelLoadError: The engine cannot serve this model, or its first row fails.
+            TypeError: The engine does not accept an option, or does not accept model objects.
+            ValueError: A limit is below 1.
+        """
+        common = ("output_cache", "max_batch_size", "max_pending", "progress")
+        with stages_shown(shown=progress):
+            name, build = engine_builder(model, backend, engine_options, common)
+            llm = cls(
+                functools.partial(contextvars.copy_context().run, build),
+                name=name,
+                output_cache=output_cache,
+                max_batch_size=max_batch_size,
+                max_pending=max_pending,
+            )
+        llm.model_name = type(model).__name__ if is_model_object(model) else str(model)
+        return llm
+
+    def __repr__(self) -> str:
+        context = "any length" if self.max_context is None else f"{self.max_context} tokens"
+        abilities = ", ".join(["rows", *sorted(self.capabilities)])
+        lora = "" if self.lora_name is None else f"; lora {self.lora_name!r}"
+        model = "" if self.model_name is None else f"{self.model_name!r} on "
+        closed = "; closed" if self._scheduler.closed else ""
+        return (
+            f"<{type(self).__name__} {model}{self.name!r}: {self.vocab_size} token ids, "
+            f"context of {context}; {abilities}{lora}{closed}>"
+        )
+
+    # -- vocabulary -------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer object."""
+        return self.vocabulary.tokenizer
+
+    @property
+    def byte_vocab(self) -> list[Token]:
+        """The tokens, with their exact bytes, indexed by id."""
+        return self.vocabulary.byte_vocab
+
+    @property
+    def str_vocab(self) -> list[str]:
+        """Readable strings of the tokens, indexed by id, for display only."""
+        return self.vocabulary.str_vocab
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, the length of every row."""
+        return self.vocabulary.size
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Encode a text with the model's BOS convention.
+
+        Special tokens that the tokenizer adds are kept, except an EOS token at the end. If it
+        adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the separator of the
+        training texts of such models (GPT-2, GPT-NeoX), unless the tokenizer was created with
+        `add_bos_token=False`.
+
+        Args:
+            text: Text to encode. The tokenizer decides whether names of special tokens in the
+                text are encoded as these tokens.
+            begin: Whether the text begins a sequence; False adds no special tokens.
+
+        Raises:
+            TokenizerError: The engine's tokenizer has no `encode`.
+            TypeError: `text` is not a string.
+        """
+        return encode(self.vocabulary, text, begin=begin)
+
+    def decode(self, token_ids: TokenIds, *, special_tokens: bool = False) -> str:
+        """Decode token ids from the exact bytes of their tokens.
+
+        A continuation keeps its leading space. Bytes that are not valid UTF-8, such as those of
+        an incomplete character, become U+FFFD.
+
+        Args:
+            token_ids: Token ids as for `next_token_logprobs`; may be empty.
+            special_tokens: Whether the text includes the names of special tokens.
+
+        Raises:
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            TokenIdError: An id is outside the vocabulary.
+        """
+        ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
+        return decode(self.vocabulary, ids, special_tokens=special_tokens)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """Encode messages with the tokenizer's chat template and its generation prompt.
+
+        Args:
+            messages: Messages such as `[{"role": "user", "content": "Hello"}]`.
+            **template_options: Passed to the tokenizer's `apply_chat_template`, for example
+                `tools`, `chat_template` or `add_generation_prompt=False`.
+
+        Raises:
+            TokenizerError: The tokenizer lacks a chat template, or the template fails.
+            TypeError: `messages` is not a sequence of mappings.
+        """
+        return encode_chat(self.vocabulary, messages, **template_options)
+
+    # -- next-token log-probabilities -------------------------------------------------
+
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, *, lora_name: str | None = None, use_cache: bool = True
+    ) -> torch.Tensor:
+        """Return the log-probabilities of every possible next token after `token_ids`.
+
+        Args:
+            token_ids: Prompt and continuation, oldest first: a list, tuple, numpy or
+                torch array of at least one integer.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+            use_cache: Whether the row may come from the output cache. A computed row is stored
+                in the cache in both cases.
+
+        Returns:
+            Natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
+            device. The tensor is the caller's.
+
+        Raises:
+            EmptySequenceError: `token_ids` is empty.
+            ContextLengthError: `token_ids` is longer than `max_context`.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: An adapter is named, but the engine serves no adapters.
+            EvaluationError: The engine raised for this sequence, or computed a row that is
+                not a distribution.
+            EngineClosedError: The model was closed before the result.
+            EngineDiedError: The engine's thread ended before the result.
+            QueryResetError: `cancel_all` was called before the result.
+        """
+        row: torch.Tensor = await self._requests.row(token_ids, lora_name, use_cache=use_cache)
+        return row
+
+    next_token_logprobs_sync = blocking(next_token_logprobs)
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: TokenBatch, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the next-token log-probabilities of several sequences.
+
+        All sequences are checked before any is evaluated.
+
+        Args:
+            token_ids_list: Sequences as for `next_token_logprobs`, or one array of shape
+                `(n, length)` for sequences of equal length.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            Row i for sequence i, shape `(len(token_ids_list), vocab_size)`, float32;
+            shape `(0, vocab_size)` for an empty list. The tensor is the caller's.
+
+        Raises:
+            GenlmError: As `next_token_logprobs`, for the first sequence that fails; its
+                `places` are the indices of all sequences that fail.
+        """
+        rows = await self._requests.batch(token_ids_list, None, lora_name)
+        if not rows:
+            return torch.empty(0, self.vocab_size, dtype=torch.float32)
+        if 4 * self.vocab_size * len(rows) <= COPIED_ON_LOOP:
+            return torch.stack(rows)
+        return await off_loop(torch.stack, rows)
+
+    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs)
+
+    def cached_logprobs(
+        self, token_ids: TokenIds, *, lora_name: str | None = None
+    ) -> torch.Tensor | None:
+        """Return a copy of the row if the output cache contains it, else None."""
+        _, key = self._requests.build_query(token_ids, lora_name)
+        row: torch.Tensor | None = self._cache.get(key)
+        return row
+
+    # -- contexts ---------------------------------------------------------------------
+
+    def context(self, token_ids: Integers, *, lora_name: str | None = None) -> Context:
+        """Return a context: a token sequence that is extended and requested in constant time.
+
+        No row is computed. Every method that accepts token ids also accepts contexts of this
+        model; a context determines the adapter, too.
+
+        Args:
+            token_ids: Token ids as for `next_token_logprobs`.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Raises:
+            EmptySequenceError: `token_ids` is empty.
+            ContextLengthError: `token_ids` is longer than `max_context`.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: An adapter is named, but the engine serves no adapters.
+        """
+        return Context(self, *self._requests.context_parts(token_ids, lora_name))
+
+    @overload
+    def population(
+        self, prompts: TokenIds, size: int, *, lora_name: str | None = None
+    ) -> Population: ...
+    @overload
+    def population(
+        self, prompts: TokenBatch, size: None = None, *, lora_name: str | None = None
+    ) -> Population: ...
+    def population(
+        self,
+        prompts: TokenIds | TokenBatch,
+        size: int | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> Population:
+        """Return a population: sequences that are extended, sampled and copied as arrays.
+
+        No row is computed.
+
+        Args:
+            prompts: With `size`, one sequence for all members: token ids or a `Context`;
+                without `size`, one sequence for each member.
+            size: Number of members.
+            lora_name: Name of a loaded adapter; by default the adapter of the contexts or of
+                `with_lora`.
+
+        Raises:
+            TypeError: `size` is not an integer.
+            ValueError: `size` is negative, or contexts have different adapters.
+            GenlmError: As `context`.
+        """
+        listed: list[Any] = (
+            list(checked_batch(cast("TokenBatch", prompts))) if size is None else [prompts]
+        )
+        parts = [self._requests.context_parts(each, lora_name) for each in listed]
+        kinds = {part[1:] for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the members of a population have one adapter; found "
+                f"{', '.join(sorted(str(name) for name, _ in kinds))}"
+            )
+        generation, places = first_generation([part[0] for part in parts])
+        if size is not None:
+            places = places.repeat(checked_integer("size", size, 0))
+        name, adapter = kinds.pop() if kinds else (None, None)
+        return Population(self, generation, places, lora_name=name, adapter=adapter)
+
+    # -- adapters ---------------------------------------------------------------------
+
+    async def aload_lora(
+        self,
+        lora_path: str | os.PathLike[str],
+        lora_name: str = "lora_1",
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Load a LoRA adapter. Loading the same folder under the same name has no effect.
+
+        Args:
+            lora_path: Adapter folder.
+            lora_name: Adapter name for requests.
+            replace: Whether the new adapter replaces a loaded adapter of this name, as if
+                `unload_lora` had been called for the loaded one.
+
+        Raises:
+            UnsupportedCapabilityError: The engine serves no adapters.
+            AdapterError: The adapter cannot be loaded, or its name belongs to another folder.
+            TypeError: The name is not a string, or the folder is not a path.
+        """
+        await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
+
+    load_lora = blocking(aload_lora, "load_lora")
+
+    def unload_lora(self, lora_name: str) -> None:
+        """Unload an adapter without waiting; its name can be reused at once.
+
+        In-flight requests complete with the adapter. After the last of them, the adapter's
+        rows are dropped from the output cache and its weights are freed; for a preloaded
+        adapter, only the name is removed. A continuation that is drawn row by row fails with
+        `UnknownAdapterError`.
+
+        Raises:
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: The engine serves no adapters, or cannot remove them.
+        """
+        self._adapters.remove(lora_name)
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters; preloaded adapters come first."""
+        return self._adapters.names
+
+    @property
+    def lora_name(self) -> str | None:
+        """Default adapter of requests, None for the base model."""
+        return self._requests.default_lora
+
+    def with_lora(self, lora_name: str | None) -> Self:
+        """Return this model with another default adapter, None for the base model.
+
+        Both models share the engine, the caches and the counters, and their requests can share
+        a batch. Closing one of them closes both.
+
+        Raises:
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: The engine serves no adapters.
+        """
+        if lora_name is not None:
+            self._adapters.engine_name(lora_name)
+        bound = object.__new__(type(self))
+        vars(bound).update(vars(self))
+        bound._requests = copy.copy(self._requests)
+        bound._requests.default_lora = lora_name
+        return bound
+
+    # -- parts ------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for reading its attributes and `statistics`; only its thread calls it.
+
+        Raises:
+            EngineClosedError: The model was closed, which frees the engine.
+        """
+        engine = self._scheduler.engine
+        return engine.engine if isinstance(engine, GroupEngine) else engine
+
+    @property
+    def output_cache(self) -> OutputCache:
+        """The cache of rows and reductions."""
+        return self._cache
+
+    # -- caches, statistics, closing --------------------------------------------------
+
+    async def apin_prefix(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
+        """Compute a prefix and pin it in the engine's cache until `clear_kv_cache`.
+
+        Raises:
+            UnsupportedCapabilityError: The engine has no prefix cache.
+            GenlmError: As `next_token_logprobs`.
+        """
+        self._require(Capability.PREFIX_CACHE)
+        query, _ = self._requests.build_query(prompt, lora_name)
+        await off_loop(
+            self._scheduler.run,
+            lambda engine: cast("PrefixCacheEngine", engine).cache_prefix(
+                query.token_ids, query.adapter
+            ),
+        )
+
+    pin_prefix = blocking(apin_prefix, "pin_prefix")
+
+    async def aclear_kv_cache(self) -> None:
+        """Free all prefixes in the engine's cache. Results do not change.
+
+        Raises:
+            UnsupportedCapabilityError: The engine has no prefix cache.
+        """
+        self._require(Capability.PREFIX_CACHE)
+        await off_loop(
+            self._scheduler.run,
+            lambda engine: cast("PrefixCacheEngine", engine).clear_prefix_cache(),
+        )
+
+    clear_kv_cache = blocking(aclear_kv_cache, "clear_kv_cache")
+
+    def clear_output_cache(self) -> None:
+        """Drop this model's entries from the output cache. Results do not change."""
+        drop_results(self._cache, self._model)
+
+    def cancel_all(self) -> None:
+        """Fail all in-flight requests with `QueryResetError`; the model stays usable."""
+        self._scheduler.reset()
+
+    def statistics(self) -> Statistics:
+        """Return counters of requests and results since the model was loaded."""
+        engine = self._scheduler.engine_statistics()
+        return Statistics(
+            **asdict(self._scheduler.statistics()),
+            **self._counters.snapshot(),
+            cache_entries=len(self._cache),
+            cache_bytes=self._cache.nbytes,
+            engine=engine.copy() if isinstance(engine, dict) else dict(engine),
+        )
+
+    async def aclose(self) -> None:
+        """Fail all in-flight requests with `EngineClosedError` and free the engine.
+
+        The call waits for the engine's current step. Closing twice is allowed; later requests
+        raise `EngineClosedError`. The model drops its reference to the engine.
+        """
+        await off_loop(self._scheduler.close)
+        drop_results(self._cache, self._model)
+
+    close = blocking(aclose, "close")
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a loaded model cannot be pickled or copied; load it in each process, or share one "
+            "between processes with genlm-ray"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _require(self, capability: Capability) -> None:
+        require_capability(self._scheduler.engine, capability, self.name)
+
+
+for _methods in (ReductionMethods, ScoreMethods, SampleMethods):
+    for _name, _method in vars(_methods).items():
+        if isinstance(_method, FunctionType):  # Python's messages then name the public class
+            _method.__qualname__ = f"AsyncLM.{_name}"
+
+load_model = AsyncLM.from_name
+
+load_model_by_name = load_model
+"""Name of `load_model` in genlm-backend."""

@@ -1,0 +1,178 @@
+"""Construction of an engine from a backend name, with a test of one row."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from genlm.core.base.errors import ModelLoadError, TokenIdError
+from genlm.core.base.progress import loading_stage
+from genlm.core.base.validation import is_model_object
+from genlm.core.engine.engine import Engine
+from genlm.core.plugins import find_backend, get_backend
+from genlm.core.queries.query import Query
+from genlm.core.rows.logits import invalid_rows
+from genlm.core.vocab import Vocabulary
+
+__all__ = ["engine_builder", "with_first_row"]
+
+_FIRST_ROW_ID = -1
+"""The scheduler's query ids begin at 0."""
+
+_FIRST_ROW_TOKENS = 3
+
+_MAX_STEPS = 10_000
+"""Maximum number of steps of the first row; no engine needs as many for a short prompt."""
+
+
+def engine_builder(
+    model: Any,
+    backend: str | None,
+    options: Mapping[str, Any],
+    common_options: Sequence[str],
+) -> tuple[str, Callable[[], Engine]]:
+    """Find the engine that `load_model` asks for.
+
+    Args:
+        model: Passed to the engine; a model object and the option `tokenizer` to its
+            `from_model`.
+        backend: Name of an engine; None follows the order of choice of `find_backend`.
+        options: Passed to the engine.
+        common_options: Options of `load_model` itself, for messages.
+
+    Returns:
+        The name of the backend, and a function that builds the engine and computes one row
+        with it.
+    """
+    info = find_backend(backend)
+    loading_stage(f"importing {info.name}")
+    build = get_backend(info.provider)
+    if is_model_object(model):
+        build = _of_objects(build, info.name, model, options)
+    _check_options(build, info.name, options, common_options)
+    return info.name, lambda: with_first_row(build(model, **options), info.name, model)
+
+
+def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
+    """Return a new engine after it has computed one row; close it if that fails."""
+    loading_stage("first row")
+    try:
+        row = _first_row(engine)
+        problem = invalid_rows([row], engine.vocabulary.size).get(0)
+        if problem is not None:
+            raise problem
+    except Exception as error:
+        engine.close()
+        name = type(model).__name__ if is_model_object(model) else str(model)
+        raise ModelLoadError(
+            f"asked {backend!r} for the model {name!r}; it was loaded, but its first row "
+            f"failed: {type(error).__name__}: {error}"
+        ) from error
+    except BaseException:  # Ctrl-C
+        engine.close()
+        raise
+    return engine
+
+
+def _first_row(engine: Engine) -> Any:
+    """Compute the row of a few equal tokens: the first id that the model can embed."""
+    length = min(_FIRST_ROW_TOKENS, engine.max_context or _FIRST_ROW_TOKENS)
+    for token_id in _token_ids(engine.vocabulary):
+        try:
+            engine.submit(Query(_FIRST_ROW_ID, (token_id,) * length))
+        except TokenIdError:
+            continue
+        return _row_of(engine, _FIRST_ROW_ID)
+    raise ValueError("the model embeds none of the tokenizer's ids")
+
+
+def _row_of(engine: Engine, query_id: int) -> Any:
+    for _ in range(_MAX_STEPS):
+        for completion in engine.step():
+            if completion.query_id == query_id:
+                if completion.error is not None:
+                    raise completion.error
+                return completion.result
+    raise RuntimeError(f"no row after {_MAX_STEPS} steps of the engine")
+
+
+def _token_ids(vocabulary: Vocabulary) -> Iterator[int]:
+    """Yield the ids of tokens, those that begin and end texts first."""
+    missing = set(vocabulary.missing_ids)
+    known = [token_id for token_id in range(vocabulary.size) if token_id not in missing]
+    for name in ("bos_token_id", "eos_token_id"):
+        token_id = getattr(vocabulary.tokenizer, name, None)
+        if token_id in known:
+            yield token_id
+    yield from known
+
+
+def _of_objects(
+    build: Callable[..., Any], backend: str, model: object, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return the function that builds an engine from a model object and a tokenizer."""
+    kind = type(model).__name__
+    from_model: Callable[..., Any] | None = getattr(build, "from_model", None)
+    if from_model is None:
+        raise TypeError(
+            f"asked {backend!r} to serve a model object, {kind}; it loads models itself: pass "
+            f"a folder or a name"
+        )
+    tokenizer = options.get("tokenizer")
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise TypeError(
+            f"tokenizer={str(tokenizer)!r} is a name; pass the tokenizer itself, such as "
+            f"transformers.AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+        )
+    if tokenizer is None:
+        raise TypeError(
+            f"asked {backend!r} to serve a model object, {kind}, without its tokenizer: "
+            f"load_model(model, {backend!r}, tokenizer=tokenizer)"
+        )
+    return from_model
+
+
+def _check_options(
+    build: Callable[..., Any], backend: str, options: Mapping[str, Any], common: Sequence[str]
+) -> None:
+    """Reject unknown options before loading."""
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise TypeError(
+            f"backend {backend!r} takes no option {', '.join(map(repr, unknown))}. "
+            f"It takes: {', '.join(known) or 'none'}. On any backend: {', '.join(common)}"
+            + _advice(build, unknown[0], options[unknown[0]], [*known, *common])
+        )
+
+
+def _advice(build: object, name: str, value: object, known: Sequence[str]) -> str:
+    """Say where an option belongs that the engine does not take itself.
+
+    The engine's `option_homes` maps the beginnings of names of its library's options to its
+    own option that takes them; the first that fits counts, `""` fits every name.
+    """
+    if name == "tokenizer":
+        return ". tokenizer= goes with a model object; a folder has its own"
+    if name in {"cache_size", "cache_opts"}:  # of genlm-backend
+        return ". Pass output_cache=genlm.OutputCache(...)"
+    homes: Mapping[str, str] = getattr(build, "option_homes", {})
+    home = next((homes[each] for each in homes if each and name.startswith(each)), None)
+    close = difflib.get_close_matches(name, known, 1) if home is None else []
+    if close:
+        return f". Did you mean {close[0]!r}?"
+    if home is None and (name.endswith("opts") or "" not in homes):
+        return ""
+    if home is None:
+        home = homes[""]
+        return (
+            f". If it is an option of the engine's library, pass {home}={{{name!r}: {value!r}}}"
+        )
+    passed = f"{{{name!r}: {value!r}}}" if home.endswith("opts") else repr(value)
+    return f". Pass {home}={passed}"

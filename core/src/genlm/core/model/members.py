@@ -1,0 +1,260 @@
+"""`Members`: the token sequences of a population, and operations that return populations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
+from genlm.core.model.context import Context
+from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64, Lineage
+from genlm.core.queries.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from genlm.core.model.lm import AsyncLM
+
+__all__ = ["ArrayLike", "Flags", "Members", "checked_array", "first_generation"]
+
+Flags: TypeAlias = npt.NDArray[np.bool_]
+ArrayLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
+MembersT = TypeVar("MembersT", bound="Members")
+
+
+class Members:
+    """N token sequences of one model and adapter, immutable; see `Population`."""
+
+    __slots__ = (
+        *("__weakref__", "_finished", "_generation", "_lm", "_places", "_step"),
+        *("_adapter", "lora_name"),
+    )
+
+    def __init__(
+        self,
+        lm: AsyncLM,
+        generation: Generation,
+        places: Integers64,
+        *,
+        lora_name: str | None,
+        adapter: str | None,
+        finished: Flags | None = None,
+        step: int = 0,
+    ) -> None:
+        self._lm = lm
+        self._generation = generation
+        self._places = places
+        self._finished = np.zeros(len(places), bool) if finished is None else finished
+        self._step = step
+        self.lora_name = lora_name
+        """Name of the LoRA adapter of all members, None for the base model."""
+        self._adapter = adapter
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Number of token ids of each member, shape `(n,)`, int64."""
+        return torch.from_numpy(self._lineage.lengths[self._places])
+
+    @property
+    def finished(self) -> torch.Tensor:
+        """Flags of the finished members, shape `(n,)`, bool."""
+        return torch.from_numpy(self._finished.copy())
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token ids of each member, padded with -1, shape `(n, longest)`, int64."""
+        lineage = self._lineage
+        beginnings, after = lineage.suffixes(self._places)
+        first = lineage.first
+        lengths = lineage.lengths[self._places]
+        found = np.full((len(self), int(lengths.max(initial=0))), NO_TOKEN)
+        for place in np.unique(beginnings).tolist():
+            found[beginnings == place, : first.lengths[place]] = first.sequence(place).token_ids
+        adds = after >= 0
+        columns = first.lengths[beginnings][:, None] + np.cumsum(adds, axis=1) - 1
+        rows = np.broadcast_to(np.arange(len(self))[:, None], adds.shape)
+        found[rows[adds], columns[adds]] = after[adds]
+        return torch.from_numpy(found)
+
+    @overload
+    def __getitem__(self, index: int) -> Context: ...
+    @overload
+    def __getitem__(self, index: slice | ArrayLike) -> Self: ...
+    def __getitem__(self, index: Any) -> Context | Self:
+        """Return a member as a `Context`, or members as a population.
+
+        Args:
+            index: An integer; or a slice, an index array, possibly with repetitions, or an
+                array of n booleans, as in numpy and torch.
+
+        Raises:
+            IndexError: The index is out of range or of another form.
+        """
+        if isinstance(index, torch.Tensor):
+            index = index.cpu().numpy()
+        if isinstance(index, slice):
+            chosen = np.arange(len(self))[index]
+        else:
+            array = np.asarray(index)
+            if array.ndim == 0 and array.dtype.kind in "iu":
+                return self._context(int(array))
+            if array.ndim != 1 or (array.dtype.kind not in "iub" and array.size):
+                raise IndexError(
+                    f"a population is indexed by an integer, a slice, or an array of integers "
+                    f"or booleans of one dimension; found {array.dtype} of shape {array.shape}"
+                )
+            chosen = np.arange(len(self))[array if array.size else array.astype(np.int64)]
+        return self._with(
+            self._generation, self._places[chosen], self._finished[chosen], self._step
+        )
+
+    def __iter__(self) -> Iterator[Context]:
+        return map(self._context, range(len(self)))
+
+    @staticmethod
+    def cat(populations: Sequence[MembersT]) -> MembersT:
+        """Return the concatenation of several populations.
+
+        Raises:
+            ValueError: There are no populations, or their models or adapters differ.
+        """
+        if not populations:
+            raise ValueError("no populations; pass at least one")
+        parts = [each._parts for each in populations]  # noqa: SLF001 - of the same class
+        models, generations, places, finished, steps = zip(*parts, strict=True)
+        if len(set(models)) > 1:
+            raise ValueError("the populations have different models or adapters")
+        generation = generations[0]
+        if all(each is generation for each in generations):
+            joined = np.concatenate(places)
+        else:
+            generation, joined = first_generation(
+                [
+                    each.lineage.sequence(place)
+                    for each, own in zip(generations, places, strict=True)
+                    for place in own.tolist()
+                ]
+            )
+        ended, step = np.concatenate(finished), max(steps)
+        return populations[0]._with(generation, joined, ended, step)  # noqa: SLF001
+
+    @property
+    def _parts(self) -> tuple[tuple[object, ...], Generation, Integers64, Flags, int]:
+        model = self._lm._model, self._adapter  # noqa: SLF001 - a part of AsyncLM
+        return model, self._generation, self._places, self._finished, self._step
+
+    def extend(self, token_ids: ArrayLike) -> Self:
+        """Return the population whose members continue these; nothing is computed.
+
+        Args:
+            token_ids: One token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
+                adds no token. A list or a numpy or torch array of integers.
+
+        Raises:
+            ValueError: The shape is not one of these.
+            PopulationError: Ids are outside the vocabulary.
+        """
+        new = self._checked_tokens(token_ids)
+        columns = new[:, None] if new.ndim == 1 else new
+        generation, places = self._generation.extended(self._places, columns)
+        step = self._step + columns.shape[1]
+        return self._with(generation, places, self._finished, step)
+
+    def finish(self, members: ArrayLike) -> Self:
+        """Return the population with more finished members, for which no token is drawn.
+
+        Args:
+            members: Flags of these members, shape `(n,)`, bool.
+
+        Raises:
+            ValueError: `members` is not one boolean for each member.
+        """
+        finished = self._finished | _flags(members, len(self))
+        return self._with(self._generation, self._places, finished, self._step)
+
+    @property
+    def _lineage(self) -> Lineage:
+        return self._generation.lineage
+
+    def _checked_tokens(self, token_ids: ArrayLike) -> Integers64:
+        """Return token ids of the members, shape `(n,)` or `(n, k)`, -1 for no token."""
+        ids = checked_array(token_ids)
+        if ids.ndim not in {1, 2} or len(ids) != len(self):
+            raise ValueError(
+                f"token ids of shape {ids.shape} for {len(self)} members; expected "
+                f"({len(self)},) or ({len(self)}, k)"
+            )
+        size = self._lm.vocabulary.size
+        if ids.size and (ids.min() < NO_TOKEN or ids.max() >= size):
+            columns = ids.reshape(len(ids), -1)
+            wrong = (columns < NO_TOKEN) | (columns >= size)
+            members = np.flatnonzero(wrong.any(axis=1))
+            place = int(wrong[members[0]].argmax())
+            error = TokenIdError(int(columns[members[0], place]), place, size, "token_ids")
+            raise PopulationError(members.tolist(), len(self), error)
+        return ids
+
+    def _with(
+        self, generation: Generation, places: Integers64, finished: Flags, step: int
+    ) -> Self:
+        return type(self)(
+            self._lm,
+            generation,
+            places,
+            lora_name=self.lora_name,
+            adapter=self._adapter,
+            finished=finished,
+            step=step,
+        )
+
+    def _context(self, member: int) -> Context:
+        sequence = self._lineage.sequence(int(self._places[member]))
+        return Context(self._lm, sequence, self.lora_name, self._adapter)
+
+    def __repr__(self) -> str:
+        lora = "" if self.lora_name is None else f", lora {self.lora_name!r}"
+        lengths = self._lineage.lengths[self._places]
+        tokens = f"{lengths.min()} to {lengths.max()} tokens" if len(self) else "no tokens"
+        return f"<Population of {self._lm.name!r}{lora}: {len(self)} members, {tokens}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
+            "and make it again with the model's method population"
+        )
+
+
+def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:
+    """Return a generation of the distinct sequences, and the place of each sequence in it."""
+    places: dict[bytes, int] = {}
+    distinct: list[TokenSequence] = []
+    for sequence in sequences:
+        if sequence.key not in places:
+            places[sequence.key] = len(distinct)
+            distinct.append(sequence)
+    found = np.array([places[sequence.key] for sequence in sequences], np.int64)
+    return Generation(Lineage.of_sequences(distinct)), found
+
+
+def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
+    """Return an array of 64-bit integers."""
+    array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    if array.dtype.kind not in "iu" and array.size:
+        raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
+    return array.astype(np.int64, copy=False)
+
+
+def _flags(values: ArrayLike, count: int) -> Flags:
+    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
+    flags = np.asarray(array)
+    if flags.dtype != bool or flags.shape != (count,):
+        raise ValueError(
+            f"members has shape {flags.shape} and type {flags.dtype}; expected a boolean for "
+            f"each of {count} members"
+        )
+    return flags

@@ -1,0 +1,499 @@
+"""`Population`: sequences of one model that are extended, drawn from and copied as arrays."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from genlm.core.base.blocking import blocking
+from genlm.core.base.errors import GenlmError, PopulationError
+from genlm.core.base.validation import (
+    checked_count,
+    checked_integer,
+    checked_share,
+    checked_stop,
+    checked_top_k,
+)
+from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
+from genlm.core.model.members import ArrayLike, Members, checked_array
+from genlm.core.queries.generations import (
+    NO_TOKEN,
+    Integers64,
+    distinct_sequences,
+    raise_failed,
+)
+from genlm.core.queries.query import GroupReduction, GroupResult, Reduction
+from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.group_reductions import (
+    DrawColumns,
+    MassColumns,
+    Rows,
+    SeveralDrawColumns,
+    TokenColumns,
+    TopColumns,
+    checked_reduction,
+)
+from genlm.core.rows.reductions import TopTokens
+from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.sampling import uniforms
+
+if TYPE_CHECKING:
+    from genlm.core.base.validation import Stop
+    from genlm.core.rows.row_masks import MasksLike
+
+__all__ = ["DrawnTokens", "Population", "SampledTokens"]
+
+
+class SampledTokens(NamedTuple):
+    """Continuations of the members of a population. All tensors are in main memory.
+
+    Attributes:
+        token_ids: Shape `(n, k)`, int64, -1 after the end of a member; k is the number of
+            tokens of the longest continuation.
+        logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
+        draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
+            float32; 0 for -1.
+        population: The population that is extended by the tokens.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    draw_logprob: torch.Tensor
+    population: Population
+
+
+class _Settings(NamedTuple):
+    """Arguments of a draw from the members of a population.
+
+    Attributes:
+        active: Members for which a token is drawn, ascending.
+        log_mass: Log-mass of the inactive members, shape `(n,)`: 0 if finished, else `-inf`.
+        weights: Masks, temperature and bias of the active members.
+    """
+
+    active: Integers64
+    log_mass: torch.Tensor
+    weights: RowWeights
+
+
+class Population(Members):
+    """N token sequences of one model and adapter, created with `AsyncLM.population`.
+
+    A population is immutable: `extend` and indexing return new populations, in time that does
+    not depend on the lengths of the sequences. Equal members are computed once. The engine's
+    state of a population, such as keys and values, is freed when no population refers to it.
+
+        pop = llm.population(prompt, 1000)
+        for _ in range(steps):
+            drawn = await pop.draw(masks, seed=seed)
+            log_weights += drawn.log_mass.numpy()
+            pop = pop.extend(drawn.token_ids)
+            pop = pop[genlm.smc.systematic_resampling(log_weights, rng.random())]
+
+    Every coroutine method is one request for all members, and has a blocking twin, such as
+    `draw_sync` for `draw`. If members fail, the method raises one `PopulationError` that lists
+    them; the population is unchanged and the request can be repeated. Cancellation ends the
+    request for all members.
+    """
+
+    __slots__ = ()
+
+    # -- rows and reductions ----------------------------------------------------------
+
+    async def next_token_logprobs(self) -> torch.Tensor:
+        """Return the row of each member.
+
+        Returns:
+            Natural-log probabilities, shape `(n, vocab_size)`, float32, on the engine's
+            device. The tensor is the caller's.
+
+        Raises:
+            PopulationError: The contexts of members are full, or their rows are not
+                distributions.
+            GenlmError: As `AsyncLM.next_token_logprobs`.
+        """
+        if not len(self):
+            return torch.empty(0, self._lm.vocabulary.size)
+        return (await self._reduced(Rows()))[0]
+
+    next_token_logprobs_sync = blocking(next_token_logprobs)
+
+    async def token_logprobs(self, token_ids: ArrayLike) -> torch.Tensor:
+        """Return the log-probabilities of given next tokens.
+
+        Args:
+            token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token.
+
+        Returns:
+            Natural-log probabilities, the same shape, float32, in main memory; 0 for -1.
+
+        Raises:
+            ValueError: The shape is not one of these.
+            PopulationError: Ids are outside the vocabulary, or as `next_token_logprobs`.
+        """
+        ids = self._checked_tokens(token_ids)
+        if not ids.size:
+            return torch.empty(ids.shape)
+        columns = torch.from_numpy(ids.reshape(len(ids), -1))
+        found = (await self._reduced(TokenColumns(columns)))[0]
+        return found.view(ids.shape)
+
+    token_logprobs_sync = blocking(token_logprobs)
+
+    async def top_tokens(self, k: int) -> TopTokens:
+        """Return the `k` most likely next tokens of each member.
+
+        Returns:
+            Log-probabilities and ids, both of shape `(n, k)`, in main memory, in descending
+            order of probability; ties in ascending order of ids.
+        """
+        count = checked_count("k", k, self._lm.vocabulary.size)
+        if not len(self):
+            return TopTokens(torch.empty(0, count), torch.empty(0, count, dtype=torch.long))
+        return TopTokens(*await self._reduced(TopColumns(count)))
+
+    top_tokens_sync = blocking(top_tokens)
+
+    async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
+        """Return a user-defined reduction of the row of each member.
+
+        Args:
+            reduction: A `GroupReduction`, whose columns have an entry for each member, or a
+                `Reduction` that all members share.
+
+        Returns:
+            The results of all members: a tensor whose first dimension is n, or a tuple of such
+            tensors.
+
+        Raises:
+            TypeError: `reduction` is of another class.
+            PopulationError: As `next_token_logprobs`, or `compute` of the reduction raised.
+        """
+        reduction = checked_reduction(reduction)
+        if len(self):
+            columns = await self._reduced(reduction)
+        else:
+            rows, nothing = torch.empty(0, self._lm.vocabulary.size), torch.empty(0).long()
+            columns = reduction.compute(rows, nothing, nothing)
+        return columns[0] if len(columns) == 1 else columns
+
+    reduce_sync = blocking(reduce)
+
+    # -- draws ------------------------------------------------------------------------
+
+    async def log_mass(
+        self, masks: MasksLike, *, mask_index: ArrayLike | None = None, bias: ArrayLike = 0.0
+    ) -> torch.Tensor:
+        """Return the log-probability that each member's next token is in a set.
+
+        Args:
+            masks: As `draw`.
+            mask_index: As `draw`.
+            bias: As `draw`.
+
+        Returns:
+            Log masses, shape `(n,)`, float32, in main memory; `-inf` for a member with an
+            empty mask, 0 for a finished member.
+        """
+        settings = self._settings(masks, mask_index, 1.0, bias)
+        found = settings.log_mass
+        if len(settings.active):
+            [mass] = await self._reduced(MassColumns(settings.weights), settings.active)
+            self._refuse_masses(mass, settings.active)
+            found[settings.active] = mass
+        return found
+
+    log_mass_sync = blocking(log_mass)
+
+    async def draw(
+        self,
+        masks: MasksLike | None = None,
+        *,
+        mask_index: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        bias: ArrayLike = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> DrawnTokens:
+        """Draw the next token of each member.
+
+        The probability of an allowed token is proportional to
+        `exp((logprob + bias) / temperature)`. The random number of a member depends on the
+        seed, on the index of the member, and on the number of tokens that the population was
+        extended by; it is the same on every engine and device. One seed therefore suffices for
+        all steps, and copies of a member draw independently.
+
+        Args:
+            masks: Allowed tokens; None for all. One mask for all members, in any form that
+                `Mask` accepts; a list of such masks, with None for all tokens; booleans of
+                shape `(m, vocab_size)`; or packed bits, int32 of shape
+                `(m, ceil(vocab_size / 32))`, as the bitmasks of xgrammar and llguidance.
+                Arrays are numpy or torch arrays, on any device, and must not change before the
+                result. A future of such an array, with `mask_index`, is awaited after the model
+                has computed the rows.
+            mask_index: Index of each member's mask among the m masks, shape `(n,)`; by default
+                member i has mask i.
+            temperature: One number for all members, or shape `(n,)`; 0 selects the most likely
+                token.
+            bias: Addend of the log-probabilities: a number, or shape `(n,)`, `(vocab_size,)`
+                or `(n, vocab_size)`.
+            top_k: Number of most likely allowed tokens to which the draw is limited.
+            top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
+                the fewest most likely tokens that reach it.
+            seed: Random seed; None for fresh randomness.
+
+        Returns:
+            Tokens and their log-probabilities. A member without an allowed token gets token
+            -1 and log-mass `-inf`, a finished member -1 and 0; neither is computed.
+
+        Raises:
+            ValueError: A shape does not fit the members or the vocabulary, or a number is out
+                of range.
+            TypeError: A temperature or bias is not numeric.
+            PopulationError: As `next_token_logprobs`, or a bias is NaN or infinite.
+        """
+        settings = self._settings(masks, mask_index, temperature, bias)
+        k, share = checked_top_k(top_k, self._lm.vocabulary.size), checked_share(top_p)
+        numbers = uniforms(_checked_seed(seed), settings.active, self._step)
+        reduction = DrawColumns(settings.weights, numbers, k, share)
+        return await self._drawn(reduction, settings, (len(self),))
+
+    draw_sync = blocking(draw)
+
+    async def draw_without_replacement(
+        self,
+        k: int,
+        masks: MasksLike | None = None,
+        *,
+        mask_index: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        bias: ArrayLike = 0.0,
+        seed: int | None = None,
+    ) -> DrawnTokens:
+        """Draw `k` different next tokens of each member, one after the other.
+
+        Every token is drawn as by `draw` from the remaining tokens; the first is the token that
+        `draw` returns for the same seed. The Gumbel-top-k trick of Kool, van Hoof, Welling:
+        "Stochastic beams and where to find them", 2019, has the same distribution.
+
+        Args:
+            k: Number of tokens, at least 1.
+            masks: As `draw`.
+            mask_index: As `draw`.
+            temperature: As `draw`, above 0.
+            bias: As `draw`.
+            seed: As `draw`.
+
+        Returns:
+            Tensors of shape `(n, k)`, and `log_mass` of shape `(n,)`; token -1 if fewer than
+            `k` tokens are possible. The sum of `draw_logprob` is the log-probability of
+            drawing these tokens in this order.
+        """
+        count = checked_integer("k", k, 1)
+        settings = self._settings(masks, mask_index, temperature, bias)
+        if settings.weights.is_greedy:
+            raise ValueError(
+                "draws without replacement need a temperature above 0; top_tokens returns the "
+                "most likely tokens"
+            )
+        numbers = uniforms(_checked_seed(seed), settings.active, self._step, count)
+        reduction = SeveralDrawColumns(settings.weights, numbers)
+        return await self._drawn(reduction, settings, (len(self), count))
+
+    draw_without_replacement_sync = blocking(draw_without_replacement)
+
+    async def sample(
+        self,
+        max_tokens: int,
+        *,
+        stop: Stop | None = None,
+        temperature: ArrayLike = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> SampledTokens:
+        """Draw up to `max_tokens` tokens for each member that is not finished.
+
+        The tokens are those that repeated calls of `draw` and `extend` with the same seed give.
+
+        Args:
+            max_tokens: Maximum number of tokens for each member.
+            stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
+                `()` for none. By default the end of a text, which is the `eos_token_id` of the
+                vocabulary if it has one; other ends replace it. A text finishes a member with
+                the token that completes it among the tokens that this call draws.
+            temperature: As `draw`.
+            top_k: As `draw`.
+            top_p: As `draw`.
+            seed: As `draw`.
+
+        Returns:
+            The tokens, and the population extended by them. The token that finishes a member is
+            the last of its tokens.
+        """
+        count, size = len(self), self._lm.vocabulary.size
+        ids, texts = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
+        sampling = GroupSampling(
+            self._places,
+            self._finished,
+            checked_integer("max_tokens", max_tokens, 0),
+            RowWeights((count, size), temperature=temperature),
+            checked_top_k(top_k, size),
+            checked_share(top_p),
+            _checked_seed(seed),
+            self._step,
+            np.array(sorted(ids), np.int64),
+            texts,
+        )
+        active = np.flatnonzero(~self._finished)
+        if not len(active) or not sampling.max_tokens:
+            nothing = torch.empty(count, 0)
+            return SampledTokens(nothing.long(), nothing, nothing.clone(), self)
+        found: SampledGroup = await self._answer(sampling.draws(active, 0), active, sampling)
+        step = self._step + found.token_ids.shape[1]
+        population = self._with(found.generation, found.places, found.finished, step)
+        return SampledTokens(found.token_ids, found.logprobs, found.draw_logprob, population)
+
+    sample_sync = blocking(sample)
+
+    async def score(self, continuations: ArrayLike) -> torch.Tensor:
+        """Return the log-probability of each token of a continuation of each member.
+
+        Engines with `Capability.SCORE` compute all positions of a member in one pass.
+
+        Args:
+            continuations: Token ids, shape `(n, k)`; -1 after the end of shorter ones.
+
+        Returns:
+            Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1.
+
+        Raises:
+            ValueError: The shape is another one, or a token follows -1.
+            PopulationError: Ids are outside the vocabulary, texts exceed the context by more
+                than one token, or as `next_token_logprobs`.
+        """
+        ids = self._checked_tokens(continuations)
+        if ids.ndim != 2:
+            raise ValueError(
+                f"continuations of shape {ids.shape}; expected ({len(self)}, k) with -1 after "
+                f"the end of shorter ones"
+            )
+        counts = (ids >= 0).sum(1)
+        if (np.arange(ids.shape[1]) < counts[:, None]).tobytes() != (ids >= 0).tobytes():
+            raise ValueError("a continuation has a token after -1; -1 is for its end only")
+        found = torch.zeros(ids.shape)
+        members = np.flatnonzero(counts).tolist()
+        contexts = [self._context(member) for member in members]
+        texts = [
+            context.extend(ids[member, : counts[member]])
+            for context, member in zip(contexts, members, strict=True)
+        ]
+        starts = [len(context) for context in contexts]
+        try:
+            scored = await self._lm.batch_score(texts, starts)
+        except GenlmError as error:
+            if not error.places:
+                raise
+            failed = [members[place] for place in error.places]
+            raise PopulationError(failed, len(self), error) from error
+        for member, scores in zip(members, scored, strict=True):
+            found[member, : len(scores)] = scores
+        return found
+
+    score_sync = blocking(score)
+
+    # -- internals --------------------------------------------------------------------
+
+    async def _drawn(
+        self, reduction: GroupReduction, settings: _Settings, shape: tuple[int, ...]
+    ) -> DrawnTokens:
+        """Draw for the active members, and return the draws of all members."""
+        active, log_mass = settings.active, settings.log_mass
+        columns = await self._reduced(reduction, active) if len(active) else ()
+        if columns:
+            self._refuse_masses(columns[2], active)
+        if len(active) == len(self) > 0:
+            return DrawnTokens(*columns)
+        unset = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+        found = DrawnTokens(torch.full(shape, NO_TOKEN), unset.clone(), log_mass, unset.clone())
+        places = torch.from_numpy(active)
+        for column, part in zip(found, columns, strict=False):
+            column[places] = part
+        return found
+
+    def _refuse_masses(self, log_mass: torch.Tensor, members: Integers64) -> None:
+        """Raise an error that lists the members whose log-mass is NaN or infinite.
+
+        Rows are distributions, so the bias is the cause. Checking the bias beforehand would
+        take another pass over `(n, vocab_size)` numbers.
+        """
+        wrong = ~(log_mass < math.inf)
+        if wrong.any():
+            error = ValueError("bias is NaN or inf for a token that may be drawn")
+            raise PopulationError(members[wrong.numpy()].tolist(), len(self), error)
+
+    async def _reduced(
+        self, reduction: GroupReduction, members: Integers64 | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the columns of a reduction of some members.
+
+        Args:
+            reduction: Reduction to compute.
+            members: Ascending, at least one; None for all.
+        """
+        answer: GroupResult = await self._answer(reduction, members)
+        return answer.columns
+
+    async def _answer(
+        self,
+        reduction: GroupReduction,
+        members: Integers64 | None,
+        sampling: GroupSampling | None = None,
+    ) -> Any:
+        """Return the result of a query of some members."""
+        requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
+        requests.adapter_of(self, None)
+        wanted, row_of = distinct_sequences(
+            self._lineage, self._places, members, max_context=self._lm.max_context
+        )
+        answer = await requests.group(
+            self._generation, wanted, row_of, reduction, self._adapter, sampling=sampling
+        )
+        if sampling is None:
+            raise_failed(answer.errors, row_of, members, len(self))
+        return answer
+
+    def _settings(
+        self,
+        masks: MasksLike | None,
+        mask_index: ArrayLike | None,
+        temperature: ArrayLike,
+        bias: ArrayLike,
+    ) -> _Settings:
+        """Check the arguments of a draw, and select the active members."""
+        count, size = len(self), self._lm.vocabulary.size
+        index = None if mask_index is None else checked_array(mask_index, "mask_index")
+        if masks is None and index is not None:
+            raise ValueError("mask_index without masks; it says which of them a member has")
+        rows = None if masks is None else RowMasks(masks, count, size, index)
+        log_mass = torch.zeros(count)
+        active = ~self._finished
+        if rows is not None and not rows.is_pending:
+            dead = active & rows.is_empty
+            log_mass[torch.from_numpy(dead)] = -math.inf
+            active &= ~dead
+        members = np.flatnonzero(active)
+        weights = RowWeights((count, size), rows, temperature=temperature, bias=bias)
+        if len(members) < count:
+            weights = weights.of(members)
+        return _Settings(members, log_mass, weights)
+
+
+def _checked_seed(seed: int | None) -> int:
+    return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)

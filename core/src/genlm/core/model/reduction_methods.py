@@ -1,0 +1,388 @@
+"""Reduction and draw methods of `AsyncLM`.
+
+The methods check their arguments and build a `Reduction`, which `reduce` or `batch_reduce`
+computes. Every method has four forms: for one context and for several (`batch_...`), as a
+coroutine method and as its blocking twin (`..._sync`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from genlm.core.base.blocking import blocking
+from genlm.core.base.errors import each_in_batch
+from genlm.core.base.validation import (
+    checked_batch,
+    checked_count,
+    checked_ids,
+    checked_integer,
+    checked_number,
+    checked_share,
+    checked_top_k,
+    is_several,
+)
+from genlm.core.queries.query import Reduction
+from genlm.core.rows.masks import Mask
+from genlm.core.rows.reductions import (
+    Draw,
+    DrawnToken,
+    LogMass,
+    TokenLogprobs,
+    TopK,
+    TopTokens,
+)
+from genlm.core.rows.sampling import stream_seeds, stream_uniforms
+
+if TYPE_CHECKING:
+    from genlm.core.base.validation import Integers
+    from genlm.core.model.context import TokenBatch, TokenIds
+    from genlm.core.model.requests import Requests
+    from genlm.core.rows.masks import MaskLike
+    from genlm.core.vocab import Vocabulary
+
+__all__ = ["ReductionMethods"]
+
+T = TypeVar("T")
+
+
+class ReductionMethods:
+    """Reduction and draw methods of `AsyncLM`.
+
+    Contexts are token ids as for `next_token_logprobs`, or `Context` objects, and every method
+    raises the errors of `next_token_logprobs`. Concurrent requests for one context share its
+    evaluation, and only the results leave the device of the rows.
+    """
+
+    vocabulary: Vocabulary
+    _requests: Requests
+
+    # -- any reduction ----------------------------------------------------------------
+
+    async def reduce(
+        self, context: TokenIds, reduction: Reduction, *, lora_name: str | None = None
+    ) -> Any:
+        """Return a reduction of the row of a context.
+
+        Args:
+            context: Token ids or a `Context`.
+            reduction: Instance of a subclass of `Reduction`.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            The result of `compute` for this request, which belongs to the caller. A result
+            None is not cached.
+
+        Raises:
+            TypeError: `reduction` is not a `Reduction`.
+            EvaluationError: `compute` of the reduction raised.
+            GenlmError: As `next_token_logprobs`.
+        """
+        wanted = _checked_reduction(reduction)
+        item = (*self._requests.build_query(context, lora_name), wanted)
+        [value] = await self._requests.answer([item], [context])
+        return value
+
+    reduce_sync = blocking(reduce)
+
+    async def batch_reduce(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Return a reduction of the row of each of several contexts.
+
+        Args:
+            contexts: Several sequences of token ids, or `Context` objects.
+            reductions: One reduction per context; they may be of different classes.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            The results, in order.
+
+        Raises:
+            TypeError: An element of `reductions` is not a `Reduction`.
+            ValueError: The numbers of reductions and contexts differ.
+            GenlmError: As `reduce`, for the first context that fails; its `places` are the
+                indices of all contexts that fail.
+        """
+        wanted = each_in_batch(_checked_reduction, reductions)
+        return await self._requests.batch(contexts, wanted, lora_name)
+
+    batch_reduce_sync = blocking(batch_reduce)
+
+    # -- given tokens -----------------------------------------------------------------
+
+    async def token_logprobs(
+        self, context: TokenIds, token_ids: Integers, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of given next tokens.
+
+        Args:
+            context: Token ids or a `Context`.
+            token_ids: Ids of next tokens; may be empty.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            Natural-log probabilities, shape `(len(token_ids),)`, float32, on the CPU.
+
+        Raises:
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            GenlmError: As `next_token_logprobs`.
+        """
+        wanted = self._token_logprobs(token_ids)
+        found: torch.Tensor = await self.reduce(context, wanted, lora_name=lora_name)
+        return found
+
+    token_logprobs_sync = blocking(token_logprobs)
+
+    async def batch_token_logprobs(
+        self,
+        contexts: TokenBatch,
+        token_ids: Sequence[Integers],
+        *,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the log-probabilities of given next tokens of each context."""
+        wanted = each_in_batch(self._token_logprobs, token_ids)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    batch_token_logprobs_sync = blocking(batch_token_logprobs)
+
+    def _token_logprobs(self, token_ids: Integers) -> TokenLogprobs:
+        return TokenLogprobs(checked_ids(token_ids, self.vocabulary.size))
+
+    # -- the most likely tokens -------------------------------------------------------
+
+    async def top_tokens(
+        self, context: TokenIds, k: int, *, lora_name: str | None = None
+    ) -> TopTokens:
+        """Return the `k` most likely next tokens.
+
+        Args:
+            context: Token ids or a `Context`.
+            k: Number of tokens, from 1 to the size of the vocabulary.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            Log-probabilities and ids, in descending order of probability; ties in ascending
+            order of ids.
+
+        Raises:
+            TypeError: `k` is not an integer.
+            ValueError: `k` is below 1 or above the size of the vocabulary.
+            GenlmError: As `next_token_logprobs`.
+        """
+        found: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
+        return found
+
+    top_tokens_sync = blocking(top_tokens)
+
+    async def batch_top_tokens(
+        self, contexts: TokenBatch, k: int, *, lora_name: str | None = None
+    ) -> list[TopTokens]:
+        """Return the `k` most likely next tokens of each context."""
+        contexts = list(checked_batch(contexts))
+        wanted = [self._top_k(k)] * len(contexts)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    batch_top_tokens_sync = blocking(batch_top_tokens)
+
+    def _top_k(self, k: int) -> TopK:
+        return TopK(checked_count("k", k, self.vocabulary.size))
+
+    # -- sets of tokens ---------------------------------------------------------------
+
+    async def log_mass(
+        self, context: TokenIds, mask: MaskLike, *, lora_name: str | None = None
+    ) -> float:
+        """Return the log-probability that the next token is in a set.
+
+        Args:
+            context: Token ids or a `Context`.
+            mask: The set, in any form that `Mask` accepts.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            `logsumexp` of the row over the mask; `-inf` for an empty mask.
+
+        Raises:
+            ValueError: The length of the mask is not the size of the vocabulary.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `mask` is not a mask.
+            GenlmError: As `next_token_logprobs`.
+        """
+        wanted = LogMass(self._mask(mask))
+        found: float = await self.reduce(context, wanted, lora_name=lora_name)
+        return found
+
+    log_mass_sync = blocking(log_mass)
+
+    async def batch_log_mass(
+        self,
+        contexts: TokenBatch,
+        masks: Sequence[MaskLike],
+        *,
+        lora_name: str | None = None,
+    ) -> list[float]:
+        """Return the log-probability of a set of next tokens for each context."""
+        contexts = list(checked_batch(contexts))
+        listed = self._listed(masks, len(contexts))
+        wanted = each_in_batch(lambda mask: LogMass(self._mask(mask)), listed)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    batch_log_mass_sync = blocking(batch_log_mass)
+
+    def _mask(self, allowed: MaskLike) -> Mask:
+        size = self.vocabulary.size
+        if isinstance(allowed, Mask) and allowed.vocab_size == size:
+            return allowed
+        return Mask(allowed, size)
+
+    # -- draws ------------------------------------------------------------------------
+
+    async def draw(
+        self,
+        context: TokenIds,
+        mask: MaskLike | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> DrawnToken:
+        """Draw the next token, optionally among the tokens of a mask.
+
+        The token depends only on the arguments and the row, not on the engine. The random
+        number is the one at position `len(context)` of the seed's stream, so one seed suffices
+        for all steps of one sequence. Equal contexts with equal seeds draw equal tokens, and
+        different contexts of one length share the random number. Use a different seed for
+        every particle, and a new one after resampling, or call
+        `batch_draw(contexts, seed=...)` with a new number at every step.
+
+        Args:
+            context: Token ids or a `Context`.
+            mask: Allowed tokens, in any form that `Mask` accepts; None for all.
+            temperature: Divisor of the log-probabilities; 0 selects the most likely token.
+            top_k: Number of most likely allowed tokens to which the draw is limited.
+            top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
+                the fewest most likely tokens that reach it.
+            seed: Random seed; None for fresh randomness.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Returns:
+            The id, its log-probability in the row, the log mass of the mask (0 without a mask),
+            and the log-probability with which the token was drawn.
+
+        Raises:
+            ValueError: The length of the mask is not the size of the vocabulary, or another
+                argument is out of range.
+            GenlmError: As `next_token_logprobs`.
+        """
+        masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
+        [wanted] = self._draws([context], masks, temperature, top_k, top_p, seeds)
+        drawn: DrawnToken = await self.reduce(context, wanted, lora_name=lora_name)
+        return drawn
+
+    draw_sync = blocking(draw)
+
+    async def batch_draw(
+        self,
+        contexts: TokenBatch,
+        masks: Sequence[MaskLike | None] | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        lora_name: str | None = None,
+    ) -> list[DrawnToken]:
+        """Draw the next token of each context; see `draw`.
+
+        Args:
+            contexts: Contexts as for `draw`.
+            masks: One mask per context; None for all tokens.
+            temperature: As `draw`.
+            top_k: As `draw`.
+            top_p: As `draw`.
+            seed: One seed per context, or one number from which the seeds are derived; equal
+                contexts then draw independently. Pass a new number at every step.
+            lora_name: As `draw`.
+        """
+        contexts = list(checked_batch(contexts))
+        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    batch_draw_sync = blocking(batch_draw)
+
+    def _draws(  # noqa: PLR0917
+        self,
+        contexts: Sequence[TokenIds],
+        masks: Sequence[MaskLike | None] | None,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | Sequence[int] | None,
+    ) -> list[Draw]:
+        count = len(contexts)
+        temperature = checked_number("temperature", temperature)
+        top_k, share = checked_top_k(top_k, self.vocabulary.size), checked_share(top_p)
+        listed = [None] * count if masks is None else self._listed(masks, count)
+        allowed = (
+            each_in_batch(self._allowed, listed) if count > 1 else map(self._allowed, listed)
+        )
+        uniforms = _uniforms(contexts, seed)
+        return [
+            Draw(uniform, temperature, mask, top_k, share)
+            for uniform, mask in zip(uniforms, allowed, strict=True)
+        ]
+
+    def _allowed(self, mask: MaskLike | None) -> Mask | None:
+        return None if mask is None else self._mask(mask)
+
+    def _listed(self, masks: Sequence[T], count: int) -> list[T]:
+        """Return the masks; check that there is one per context."""
+        ndim = getattr(masks, "ndim", 2)
+        if isinstance(cast("object", masks), Mask) or ndim == 1:
+            raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
+        is_packed = str(getattr(masks, "dtype", "")).endswith("int32")
+        size = self.vocabulary.size
+        listed: list[Any] = [Mask.from_packed(row, size) if is_packed else row for row in masks]  # type: ignore[arg-type]
+        _check_count("masks", listed, count)
+        return listed
+
+
+def _checked_reduction(reduction: Reduction) -> Reduction:
+    if not isinstance(reduction, Reduction):
+        raise TypeError(
+            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
+        )
+    return reduction
+
+
+def _uniforms(
+    contexts: Sequence[TokenIds], seed: int | Sequence[int] | None
+) -> Sequence[float]:
+    if seed is None:
+        return [secrets.randbits(53) / 2**53 for _ in contexts]
+    if is_several(seed):
+        seeds = [checked_integer("seed", each, 0) for each in cast("Sequence[int]", seed)]
+        _check_count("seeds", seeds, len(contexts))
+    else:
+        seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
+    # The check of the request rejects an object without a length.
+    lengths = [len(context) if is_several(context) else 0 for context in contexts]
+    found: list[float] = stream_uniforms(seeds, lengths).tolist()
+    return found
+
+
+def _check_count(what: str, found: Sequence[object], count: int) -> None:
+    if len(found) != count:
+        raise ValueError(f"{len(found)} {what} for {count} contexts; pass one for each")

@@ -1,0 +1,1 @@
+"""What an engine receives: token sequences, populations as arrays, queries."""

@@ -1,0 +1,338 @@
+"""Values that the scheduler and an engine exchange: queries, requested outputs, completions.
+
+`Query` and `Completion` are created for every request, so neither is a frozen dataclass, whose
+construction takes twice the time.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+
+from genlm.core.queries.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    import torch
+
+    from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
+    from genlm.core.queries.generations import Generation, Integers64
+
+__all__ = [
+    "ROW_ONLY",
+    "Completion",
+    "GroupQuery",
+    "GroupReduction",
+    "GroupResult",
+    "GroupValues",
+    "Query",
+    "Reduced",
+    "Reduction",
+    "SamplingParams",
+    "TokenScores",
+]
+
+ROW_ONLY: tuple[None] = (None,)
+"""The outputs of a query for a row only."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Parameters of a continuation.
+
+    Attributes:
+        max_tokens: Maximum number of tokens, at least 1.
+        temperature: Divisor of the log-probabilities; 0 selects the most likely token.
+        stop_token_ids: Ids that end the continuation, which does not include them.
+        seed: Random seed; None for a fresh seed.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int | None = None
+
+
+class Query:
+    """One request to an engine, validated against its vocabulary and context.
+
+    Two queries are equal if all their attributes are equal. Attributes must not be changed;
+    `replace` returns a new query.
+
+    Attributes:
+        query_id: Id of the query and of its completion, unique within the scheduler.
+        adapter: Name of a loaded LoRA adapter, None for the base model.
+        sampling: Parameters of a continuation, which only engines with `Capability.SAMPLE`
+            compute; None for the next-token row.
+        outputs: Requested outputs: the row itself (None) and reductions. An engine may
+            ignore them and return the row, which the core then reduces.
+        targets: If not empty, the query requests `TokenScores` in place of a row: the scores
+            of the last tokens of the sequence, where all targets but the last one are the last
+            ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
+            output may be a `PositionReduction` of the rows that predict the targets.
+        is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
+
+    Args:
+        query_id: As above.
+        token_ids: The sequence, oldest first, at least one id.
+        adapter: As above.
+        sampling: As above.
+        outputs: As above.
+        targets: As above.
+    """
+
+    __slots__ = (
+        *("_sequence", "_token_ids", "adapter", "is_checked", "outputs", "query_id"),
+        *("sampling", "targets"),
+    )
+
+    def __init__(
+        self,
+        query_id: int,
+        token_ids: Sequence[int] | TokenSequence,
+        adapter: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        outputs: tuple[Reduction | None, ...] = ROW_ONLY,
+        targets: tuple[int, ...] = (),
+    ) -> None:
+        self.query_id = query_id
+        self.adapter = adapter
+        self.sampling = sampling
+        self.outputs = outputs
+        self.targets = targets
+        self.is_checked = type(token_ids) is TokenSequence
+        self._sequence: TokenSequence | None = None
+        self._token_ids: tuple[int, ...] | None = None
+        if type(token_ids) is TokenSequence:
+            self._sequence = token_ids
+        else:
+            self._token_ids = tuple(cast("Sequence[int]", token_ids))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids, assembled on first access."""
+        if self._token_ids is None:
+            assert self._sequence is not None  # noqa: S101 - one of the two is there
+            self._token_ids = self._sequence.token_ids
+        return self._token_ids
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The token ids as a `TokenSequence`, with key and last ids in constant time."""
+        if self._sequence is None:
+            assert self._token_ids is not None  # noqa: S101 - one of the two is there
+            self._sequence = TokenSequence.of(self._token_ids)
+        return self._sequence
+
+    def __len__(self) -> int:
+        """Number of token ids."""
+        return len(self.sequence if self._token_ids is None else self._token_ids)
+
+    def replace(self, **changes: Any) -> Query:
+        """Return a copy with changed arguments."""
+        tokens = self._token_ids if self._sequence is None else self._sequence
+        arguments: dict[str, Any] = {
+            "query_id": self.query_id,
+            "token_ids": tokens,
+            "adapter": self.adapter,
+            "sampling": self.sampling,
+            "outputs": self.outputs,
+            "targets": self.targets,
+        }
+        return type(self)(**(arguments | changes))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Query):
+            return NotImplemented
+        return self._details == other._details and self.token_ids == other.token_ids
+
+    def __hash__(self) -> int:
+        return hash(self._details)
+
+    @property
+    def _details(self) -> tuple[object, ...]:
+        return self.query_id, self.adapter, self.sampling, self.outputs, self.targets
+
+    def __repr__(self) -> str:
+        more = "" if self.outputs == ROW_ONLY else f", outputs={self.outputs!r}"
+        more += f", targets={self.targets}" if self.targets else ""
+        return (
+            f"Query(query_id={self.query_id}, token_ids={self.token_ids}, "
+            f"adapter={self.adapter!r}, sampling={self.sampling!r}{more})"
+        )
+
+
+class Reduced(NamedTuple):
+    """The result of a query for reductions, or for a row and reductions.
+
+    Attributes:
+        values: Results of the query's `outputs`, in order: a row, the result of a reduction,
+            or the exception of a failed output.
+    """
+
+    values: tuple[Any, ...]
+
+
+class TokenScores(NamedTuple):
+    """Scores of given tokens, conditioned on the tokens before them.
+
+    Attributes:
+        logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory; `-inf` for
+            an impossible token.
+        is_top: Whether no other token was more likely, shape `(n,)`, bool, in main memory.
+    """
+
+    logprobs: torch.Tensor
+    is_top: torch.Tensor
+
+
+class Reduction(abc.ABC):
+    """A function of a row, requested in place of the row; equal instances share one result.
+
+    Subclasses are immutable and hashable, such as frozen dataclasses. If the engine runs in
+    other processes, these must be able to import the subclass.
+    """
+
+    is_cacheable: bool = True
+    """Whether the output cache stores results for later requests with an equal instance. A
+    result None is never stored."""
+
+    @classmethod
+    @abc.abstractmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
+        """Reduce one row for each request.
+
+        If `compute` raises, the requests are computed one by one, and only the requests that
+        cause the error fail.
+
+        Args:
+            rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on
+                the engine's device. They must not be changed: other reductions read them.
+            requests: Requested instances; row i is the row of request i.
+
+        Returns:
+            One result per request, in main memory; an exception as result fails only its
+            request. Tensors and arrays that are views of the rows or of other memory, also
+            those in tuples, lists and dictionaries, are copied for their callers.
+        """
+
+
+class GroupReduction(abc.ABC):
+    """A function of the rows of a group; its results are columns with an entry for each member.
+
+    The attributes of a subclass are also columns, or numbers that all members share. If the
+    engine runs in other processes, these must be able to import the subclass.
+    """
+
+    stays_on_device: ClassVar[bool] = False
+    """Whether the columns are returned on the engine's device, not in main memory."""
+
+    @abc.abstractmethod
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduce the rows of some members.
+
+        Args:
+            rows: Natural-log probabilities of distinct sequences, shape `(d, vocab_size)`,
+                float32, on the engine's device. They must not be changed.
+            row_of: Index of each member's row, shape `(m,)`, int64, in main memory.
+            members: Indices of these members in the columns of this object, shape `(m,)`,
+                int64, in main memory.
+
+        Returns:
+            Tensors whose first dimension is `m`. Their number, dtypes and further dimensions
+            are the same in all calls.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupQuery:
+    """A request for reductions of the rows of many sequences.
+
+    Attributes:
+        query_id: Id of the query and of its completion, unique within the scheduler.
+        generation: The sequences.
+        wanted: Indices of the sequences of the generation whose rows are needed, without
+            repetition, shape `(d,)`.
+        row_of: Place of each member's sequence in `wanted`, shape `(n,)`.
+        reduction: Reduction that computes the columns of the result.
+        adapter: Name of a loaded LoRA adapter, None for the base model.
+        lease: Function that keeps the engine's state of contexts, given as pairs of adapter
+            and sequence key, alive until its result is dropped; None if the engine has no state
+            of contexts. An engine that keeps the generation by other means need not call it.
+        sampling: Parameters of continuations that are computed instead of `reduction`, else
+            None: `wanted` and `row_of` then belong to the members that draw a first token, and
+            the result is a `SampledGroup`. Only engines whose attribute `samples_groups` is
+            true receive such queries.
+    """
+
+    query_id: int
+    generation: Generation
+    wanted: Integers64
+    row_of: Integers64
+    reduction: GroupReduction
+    adapter: str | None = None
+    lease: Callable[[list[tuple[str | None, bytes]]], object] | None = None
+    sampling: GroupSampling | None = None
+
+    def keep_contexts(self) -> None:
+        """Lease the engine's state of the sequences for the generation."""
+        if self.generation.state is not None:
+            return
+        kept: object = ()
+        if self.lease is not None:
+            sequence = self.generation.lineage.sequence
+            kept = self.lease([(self.adapter, sequence(i).key) for i in self.wanted.tolist()])
+        self.generation.keep(kept)
+
+    def __len__(self) -> int:
+        """Number of token ids of the sequences."""
+        return int(self.generation.lineage.lengths[self.wanted].sum())
+
+
+class GroupResult(NamedTuple):
+    """The result of a `GroupQuery`.
+
+    Attributes:
+        columns: Results of the reduction, one entry per member; entries of failed members are
+            undefined. Empty if all members failed.
+        errors: Errors of failed sequences, by their place in `wanted`.
+    """
+
+    columns: tuple[torch.Tensor, ...]
+    errors: dict[int, Exception]
+
+
+class GroupValues(NamedTuple):
+    """Rows or logits of a part of a group.
+
+    Attributes:
+        values: Shape `(d, width)`, on the engine's device.
+        are_logits: Whether the values are logits for `rows_from_logits`, not rows.
+    """
+
+    values: torch.Tensor
+    are_logits: bool
+
+
+class Completion(NamedTuple):
+    """The result or the error of one query, never both.
+
+    Attributes:
+        query_id: Id of the query.
+        result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
+            query with `sampling` the list of drawn token ids, for a query with `targets` and
+            no other output its `TokenScores`; for a `GroupQuery` a `GroupResult` or a
+            `SampledGroup`. A row shares its memory with no other tensor and belongs to the
+            receiver.
+        error: The error, if the query failed.
+    """
+
+    query_id: int
+    result: (
+        torch.Tensor | Reduced | TokenScores | list[int] | GroupResult | SampledGroup | None
+    ) = None
+    error: Exception | None = None

@@ -1,0 +1,1 @@
+"""Rows and what is computed from them: masks, draws, reductions, scores, the output cache."""

@@ -1,0 +1,217 @@
+"""Reductions of the rows of a population: columns in, columns out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.query import GroupReduction, Reduction
+from genlm.core.rows.draws import batch_draw, batch_draw_without_replacement, batch_log_mass
+from genlm.core.rows.logits import moved
+from genlm.core.rows.selection import batch_top_k
+
+if TYPE_CHECKING:
+    from genlm.core.rows.row_weights import RowWeights
+
+__all__ = [
+    "DrawColumns",
+    "MassColumns",
+    "Rows",
+    "SeveralDrawColumns",
+    "SharedReduction",
+    "TokenColumns",
+    "TopColumns",
+    "checked_reduction",
+]
+
+
+class Rows(GroupReduction):
+    """The rows themselves: one column, shape `(n, vocab_size)`, on the engine's device."""
+
+    stays_on_device = True
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Copy the row of each member."""
+        del members
+        return (rows[moved(row_of, rows.device)],)
+
+
+class TokenColumns(GroupReduction):
+    """The log-probabilities of given tokens: one column, shape `(n, k)`, float32.
+
+    Args:
+        token_ids: Shape `(n, k)`, int64, in main memory; -1 for no token, which gives 0.
+    """
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self.token_ids = token_ids
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Gather the tokens of all members in one operation."""
+        ids = moved(self.token_ids[members], rows.device)
+        found = rows[moved(row_of, rows.device)[:, None], ids.clamp(min=0)]
+        return (found.masked_fill(ids < 0, 0.0),)
+
+
+class TopColumns(GroupReduction):
+    """The `k` most likely tokens: log-probabilities and ids, both of shape `(n, k)`."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Select the tokens of each distinct row once."""
+        del members
+        logprobs, token_ids = batch_top_k(rows, self.k)
+        places = moved(row_of, rows.device)
+        return logprobs[places], token_ids[places]
+
+
+class SharedReduction(GroupReduction):
+    """A reduction of one row, the same for all members; its results as columns.
+
+    Args:
+        reduction: Returns numbers, tensors of one shape, or tuples of these.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduce each distinct row once."""
+        del members
+        if not len(rows):
+            return (torch.empty(0),)
+        kind = type(self.reduction)
+        found = kind.compute(rows, [self.reduction] * len(rows))
+        if found and isinstance(found[0], tuple):
+            return tuple(_column(each, kind)[row_of] for each in zip(*found, strict=True))
+        return (_column(found, kind)[row_of],)
+
+
+def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
+    """Return a reduction of columns."""
+    if isinstance(reduction, Reduction):
+        return SharedReduction(reduction)
+    if not isinstance(reduction, GroupReduction):
+        raise TypeError(
+            f"expected a genlm.GroupReduction or a genlm.Reduction; found {reduction!r}"
+        )
+    return reduction
+
+
+def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(list(values)).cpu()
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError) as error:
+        raise EvaluationError(
+            f"{kind.__name__}.compute returned {type(values[0]).__name__} for a row, which is "
+            f"no column; return numbers or tensors of one shape, or derive from "
+            f"genlm.GroupReduction"
+        ) from error
+
+
+class _Weighted(GroupReduction):
+    """A reduction of weights: rows under masks, temperature and bias."""
+
+    def __init__(self, weights: RowWeights) -> None:
+        self.weights = weights
+
+    def _arranged(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, RowWeights, torch.Tensor]:
+        """Return a row for each distinct set of weights, and the place of each member's set."""
+        weights = self.weights.of(members.numpy())
+        first, weights_of = weights.distinct(row_of.numpy())
+        chosen = row_of[torch.from_numpy(first)]
+        if len(chosen) != len(rows) or not torch.equal(chosen, torch.arange(len(rows))):
+            rows = rows[moved(chosen, rows.device)]
+        return rows, weights.of(first), torch.from_numpy(weights_of)
+
+
+class MassColumns(_Weighted):
+    """The log of the mass of allowed tokens: one column, shape `(n,)`, float32."""
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Sum each distinct set of weights once."""
+        rows, weights, weights_of = self._arranged(rows, row_of, members)
+        return (batch_log_mass(rows, weights)[moved(weights_of, rows.device)],)
+
+
+class DrawColumns(_Weighted):
+    """A token for each member: the columns of `DrawnTokens`, each of shape `(n,)`.
+
+    Args:
+        weights: Masks, temperature and bias of each member.
+        uniforms: The randomness: a number in [0, 1) for each member, shape `(n,)`.
+        top_k: Draw from the k most likely tokens; None for all.
+        top_p: Draw from the fewest tokens that have this share of the probability.
+    """
+
+    def __init__(
+        self,
+        weights: RowWeights,
+        uniforms: npt.NDArray[np.float64],
+        top_k: int | None,
+        top_p: float,
+    ) -> None:
+        super().__init__(weights)
+        self.uniforms = torch.from_numpy(uniforms)
+        self.top_k = top_k
+        self.top_p = top_p
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute each distinct set of weights once, and draw a token for each member."""
+        rows, weights, weights_of = self._arranged(rows, row_of, members)
+        uniforms = self.uniforms[members]
+        limits: dict[str, Any] = {"top_k": self.top_k, "top_p": self.top_p}
+        if (weights_of[1:] >= weights_of[:-1]).all():
+            return batch_draw(rows, uniforms, weights, row_of=weights_of, **limits)
+        weights_of, order = weights_of.sort()
+        drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of, **limits)
+        places = order.argsort().to(rows.device)
+        return tuple(column[places] for column in drawn)
+
+
+class SeveralDrawColumns(_Weighted):
+    """Several different tokens for each member; see `batch_draw_without_replacement`.
+
+    Args:
+        weights: Masks, temperature and bias of each member.
+        uniforms: The randomness: numbers in [0, 1), shape `(n, k)`.
+    """
+
+    def __init__(self, weights: RowWeights, uniforms: npt.NDArray[np.float64]) -> None:
+        super().__init__(weights)
+        self.uniforms = torch.from_numpy(uniforms)
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Draw from the row of each member; equal members have copies of it."""
+        weights = self.weights.of(members.numpy())
+        if not torch.equal(row_of, torch.arange(len(rows))):
+            rows = rows[moved(row_of, rows.device)]
+        return batch_draw_without_replacement(rows, self.uniforms[members], weights)

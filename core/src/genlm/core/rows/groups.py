@@ -1,0 +1,141 @@
+"""The computation of a `GroupQuery` in parts, and the columns of its results.
+
+The rows of a part are reduced to columns before the next part is computed, so memory does not
+grow with the number of members.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from genlm.core.queries.generations import Integers64
+from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
+from genlm.core.rows.logits import invalid_rows, moved, row_parts, rows_from_logits
+from genlm.core.vocab import Vocabulary
+
+__all__ = ["Columns", "GroupWork"]
+
+
+class Columns:
+    """The columns of a reduction, whose members are computed in parts and in any order."""
+
+    def __init__(self, reduction: GroupReduction, count: int) -> None:
+        self._reduction = reduction
+        self._count = count
+        self._columns: tuple[torch.Tensor, ...] = ()
+
+    def reduce(self, rows: torch.Tensor, row_of: Integers64, members: Integers64) -> None:
+        """Reduce the rows of some members; see `GroupReduction.compute`."""
+        places = torch.from_numpy(members)
+        self.add(members, self._reduction.compute(rows, torch.from_numpy(row_of), places))
+
+    def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
+        """Add the results of some members."""
+        found: object = columns
+        if not isinstance(found, tuple):
+            raise TypeError(
+                f"{type(self._reduction).__name__}.compute returned {type(found).__name__}; "
+                f"expected a tuple of tensors"
+            )
+        for part in columns:
+            if len(part) != len(members):
+                raise ValueError(f"{len(part)} results for {len(members)} members")
+        if not self._columns:
+            self._columns = tuple(
+                each.new_empty((self._count, *each.shape[1:])) for each in columns
+            )
+        places = torch.from_numpy(members)
+        for column, part in zip(self._columns, columns, strict=True):
+            column[moved(places, column.device)] = part.to(column.device)
+
+    def result(self) -> tuple[torch.Tensor, ...]:
+        """Return the columns, in main memory unless the reduction leaves them on the device."""
+        if self._reduction.stays_on_device:
+            return self._columns
+        return tuple(column.cpu() for column in self._columns)
+
+
+class GroupWork:
+    """A group query that is computed part by part.
+
+    Args:
+        query: The query.
+        vocabulary: Vocabulary of the rows.
+
+    Attributes:
+        query: As above.
+        errors: Errors of sequences, by their place in `query.wanted`.
+    """
+
+    def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
+        self.query = query
+        self.errors: dict[int, Exception] = {}
+        self._vocabulary = vocabulary
+        self._done = 0
+        self._columns = Columns(query.reduction, len(query.row_of))
+        self._by_row = _members_by_row(query.row_of)
+        places = np.arange(len(query.wanted) + 1)
+        self._bounds = np.searchsorted(query.row_of[self._by_row], places)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all sequences were computed or failed."""
+        return self._done == len(self.query.wanted)
+
+    def next_part(self, limit: int) -> Integers64:
+        """Return the places of the next sequences to compute, and mark them as done."""
+        begin = self._done
+        self._done = min(begin + max(1, limit), len(self.query.wanted))
+        return np.arange(begin, self._done)
+
+    def reduce(self, part: Integers64, computed: GroupValues) -> None:
+        """Reduce the values of a part, a few rows at a time on a CPU.
+
+        Args:
+            part: Places in `query.wanted`, in any order.
+            computed: Rows or logits of these places, in the same order.
+        """
+        values = computed.values
+        for begin, end in row_parts(len(part), values.shape[1], values.device):
+            rows, places = values[begin:end], part[begin:end]
+            if computed.are_logits:
+                rows = rows_from_logits(rows, self._vocabulary)
+            invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
+            self.errors |= {int(places[i]): error for i, error in invalid.items()}
+            members, row_of = self._members(places)
+            if invalid:
+                valid = ~np.isin(row_of, list(invalid))
+                members, row_of = members[valid], row_of[valid]
+            if len(members):
+                self._columns.reduce(rows, row_of, members)
+
+    def members_of(self, place: int) -> Integers64:
+        """Return the members that have the sequence at a place in `query.wanted`."""
+        return self._by_row[self._bounds[place] : self._bounds[place + 1]]
+
+    def add(self, place: int, columns: tuple[torch.Tensor, ...]) -> None:
+        """Add the reduced columns of the members of one sequence; see `Columns.add`."""
+        self._columns.add(self.members_of(place), columns)
+
+    def result(self) -> GroupResult:
+        """Return the columns of all members, once."""
+        # Tracebacks refer to this object, which must not wait for the garbage collector.
+        errors, self.errors = self.errors, {}
+        return GroupResult(self._columns.result(), errors)
+
+    def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
+        """Return the members of some rows, by row, and which of these rows each has."""
+        begins = self._bounds[places]
+        counts = self._bounds[places + 1] - begins
+        ends = np.cumsum(counts)
+        row_of = np.repeat(np.arange(len(places)), counts)
+        within = np.arange(len(row_of)) - np.repeat(ends - counts, counts)
+        return self._by_row[np.repeat(begins, counts) + within], row_of
+
+
+def _members_by_row(row_of: Integers64) -> Integers64:
+    """Return the members, those of the first row first, shape `(n,)`."""
+    if (row_of[1:] >= row_of[:-1]).all():
+        return np.arange(len(row_of))
+    return np.argsort(row_of, kind="stable")

@@ -1,0 +1,213 @@
+"""Rows of log-probabilities: computation from logits, and checks that they are distributions.
+
+A row is natural-log probabilities over the vocabulary, float32, normalised.
+Models often have more logits than the tokenizer has ids (embeddings padded to a
+round number) and sometimes fewer (tokens added to the tokenizer only).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from genlm.core.base.errors import EvaluationError
+from genlm.core.vocab import Vocabulary
+
+__all__ = [
+    "copied_rows",
+    "invalid_rows",
+    "known_logits",
+    "moved",
+    "row_parts",
+    "rows_from_logits",
+]
+
+_SUM_TOLERANCE = 1e-2
+"""How far from 1 the probabilities of a row may sum. Rows of a correct engine are within
+1e-4; a larger bound tells a broken computation from coarse rounding."""
+
+_STACKED_SIZE = 2**14
+"""Rows up to this size are checked stacked: for longer ones the copy takes more time than
+one operation for each row."""
+
+_VALUES_ON_CPU = 2**20
+"""Maximum number of entries of rows that are computed at once on a CPU: 4 MiB in float32, so
+that intermediate results stay in the CPU's caches and memory does not grow with the batch."""
+
+_VALUES_ON_DEVICE = 2**27
+"""The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
+
+_missing: WeakKeyDictionary[Vocabulary, dict[tuple[int, torch.device], torch.Tensor]]
+_missing = WeakKeyDictionary()
+
+
+def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """Normalise logits over exactly the ids that the vocabulary has.
+
+    Logits beyond the vocabulary and those of ids without tokens are removed before the
+    normalisation; ids without logits get `-inf`.
+
+    Args:
+        logits: Shape `(n, width)`, any floating dtype, any device.
+        vocabulary: Vocabulary of the rows.
+
+    Returns:
+        Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the device of
+        `logits`, with `logsumexp` 0 in every row. The result never aliases `logits`.
+
+    Raises:
+        ValueError: `logits` is not a matrix of numbers.
+    """
+    if logits.ndim != 2:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)}; expected rows of them, (n, width)"
+        )
+    size = vocabulary.size
+    rows = torch.log_softmax(known_logits(logits, vocabulary), dim=-1)
+    if rows.shape[1] == size:
+        return rows
+    padded = rows.new_full((rows.shape[0], size), float("-inf"))
+    padded[:, : rows.shape[1]] = rows
+    return padded
+
+
+def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """Return the logits of the vocabulary's ids, `-inf` for ids that no token has.
+
+    Args:
+        logits: Shape `(n, width)`, any floating dtype, any device.
+        vocabulary: Says which ids there are.
+
+    Returns:
+        Shape `(n, min(width, vocabulary.size))`, float32; may share memory with `logits`.
+    """
+    kept = logits[:, : vocabulary.size].float()
+    if vocabulary.missing_ids:
+        index = _missing_index(vocabulary, kept.shape[1], kept.device)
+        kept = kept.index_fill(1, index, float("-inf"))
+    return kept
+
+
+def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, int]]:
+    """Divide `count` rows of `size` entries into parts that are computed at once.
+
+    Returns:
+        Where each part begins and ends, in order.
+    """
+    values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
+    most = max(1, values // max(1, size))
+    return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor, such as indices or random numbers, on a device.
+
+    A copy from pageable memory to a GPU waits for all operations that were launched before. On
+    CUDA the tensor is therefore copied from pinned memory, without waiting.
+    """
+    is_copied = device.type == "cuda" and tensor.device.type == "cpu"
+    if is_copied and torch.cuda.is_available():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Copy each row into separate memory.
+
+    On CUDA a few kernels copy all of them. `torch.unbind_copy` launches one for each row.
+    """
+    if rows.device.type != "cuda":
+        copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
+        return list(copies)
+    return _copied_at_once(rows)
+
+
+def _copied_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
+    count, size = rows.shape
+    copies = [rows.new_empty(size) for _ in range(count)]
+    torch.split_with_sizes_copy(rows.reshape(-1), [size] * count, out=copies)
+    return copies
+
+
+def invalid_rows(
+    rows: Sequence[torch.Tensor] | torch.Tensor, size: int, *, normalised: bool = False
+) -> dict[int, Exception]:
+    """Find the rows that are not distributions: NaN, +inf, or a sum far from 1.
+
+    Reads the sums of the rows from each device, which waits until the rows are computed.
+
+    Args:
+        rows: Candidates for natural-log probabilities, each of shape `(size,)`, float32, or
+            all of them in one tensor.
+        size: Number of ids in the vocabulary.
+        normalised: Whether `rows`, one tensor, is what `rows_from_logits` returned: then NaN
+            is all that can be wrong, and no exponential is needed to find it.
+
+    Returns:
+        An error for each invalid row, by its position.
+    """
+    if isinstance(rows, torch.Tensor) and rows.ndim == 2:
+        if normalised:
+            broken = rows.amax(-1).isnan().nonzero()[:, 0].tolist()
+            return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
+        return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
+    groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
+    for position, row in enumerate(rows):
+        groups.setdefault((row.device, row.dtype, row.shape), []).append(position)
+    errors: dict[int, Exception] = {}
+    for (_, dtype, shape), positions in groups.items():
+        if shape != (size,) or dtype != torch.float32:
+            found = f"shape {tuple(shape)}, {dtype}; expected ({size},), torch.float32"
+            errors |= {position: _invalid(found) for position in positions}
+            continue
+        errors |= _invalid_sums(rows, positions, _sums([rows[i] for i in positions]), size)
+    return errors
+
+
+def _invalid_sums(
+    rows: Sequence[torch.Tensor] | torch.Tensor,
+    positions: Sequence[int],
+    sums: list[float],
+    size: int,
+) -> dict[int, Exception]:
+    errors: dict[int, Exception] = {}
+    for position, total in zip(positions, sums, strict=True):
+        if not abs(total - 1) <= _SUM_TOLERANCE:  # true for NaN
+            nans = int(rows[position].isnan().sum())
+            what = f"NaN at {nans} of {size} ids" if nans else f"a sum of {total:.6g}"
+            errors[position] = _invalid(what)
+    return errors
+
+
+def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
+    """Sum the probabilities of each row; one transfer for rows on a GPU."""
+    if not len(rows):
+        return []
+    if len(rows[0]) > _STACKED_SIZE and rows[0].device.type == "cpu":
+        return [row.exp().sum().item() for row in rows]
+    # In place where the memory is new: a second allocation of this size is slow on CPUs.
+    weights = torch.stack(rows).exp_() if isinstance(rows, list) else rows.exp()
+    sums: list[float] = weights.sum(-1).tolist()
+    return sums
+
+
+def _invalid(found: str) -> EvaluationError:
+    return EvaluationError(
+        f"the engine computed a row that is not a distribution: {found}. The computation "
+        f"overflowed, or the engine does not serve this model correctly: try dtype='float32' "
+        f"or another engine"
+    )
+
+
+def _missing_index(vocabulary: Vocabulary, width: int, device: torch.device) -> torch.Tensor:
+    """Return the ids below `width` that no token has, copied to each device once."""
+    known = _missing.setdefault(vocabulary, {})
+    if (width, device) not in known:
+        missing = [token_id for token_id in vocabulary.missing_ids if token_id < width]
+        with torch.inference_mode(False):  # later calls may compute gradients
+            index = torch.tensor(missing, dtype=torch.long, device=device)
+        known[width, device] = index
+    return known[width, device]

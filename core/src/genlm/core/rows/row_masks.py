@@ -1,0 +1,287 @@
+"""`RowMasks`: the sets of tokens that the rows of a batch are restricted to.
+
+Masks stay packed, a bit for each id, until a part of the rows is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.base.errors import each_in_batch
+from genlm.core.rows.masks import Mask
+
+if TYPE_CHECKING:
+    from genlm.core.rows.masks import MaskLike
+
+    MasksLike: TypeAlias = (
+        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor "
+        "| PendingMasks"
+    )
+
+__all__ = ["PendingMasks", "RowMasks"]
+
+
+class PendingMasks(Protocol):
+    """Masks that another thread computes, such as a `concurrent.futures.Future` of them."""
+
+    def result(self) -> torch.Tensor:
+        """Wait for the masks, and return them: booleans, or packed bits."""
+        ...
+
+
+class RowMasks:
+    """A set of tokens for each row of a batch.
+
+    Args:
+        masks: One of
+            - one mask for all rows, in any form that `Mask` takes;
+            - a list of masks, each in such a form, or None for all tokens;
+            - booleans, shape `(m, vocab_size)`, numpy or torch on any device;
+            - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
+              word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
+              device. Bits beyond the vocabulary are ignored;
+            - `PendingMasks` of booleans or packed bits, with an index: the engine waits for
+              them when it has the rows;
+            - `RowMasks` of m rows, which several requests use: their copies on devices are
+              kept.
+
+            Arrays are not copied: they must not change while they are in use.
+        count: Number of rows.
+        vocab_size: Number of ids in the vocabulary.
+        index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
+            row i has mask i, or all rows have the only one.
+
+    Raises:
+        ValueError: Another number of masks than of rows, or masks of another size.
+        TokenIdError: An id outside the vocabulary.
+        TokenTypeError: None of these forms.
+    """
+
+    def __init__(
+        self,
+        masks: MasksLike,
+        count: int,
+        vocab_size: int,
+        index: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor | None = None,
+    ) -> None:
+        self._size = vocab_size
+        self._is_shared = isinstance(masks, RowMasks)
+        self._index = None if index is None else torch.as_tensor(index, dtype=torch.long).cpu()
+        if _is_pending(masks):
+            if self._index is None:
+                raise ValueError("pending masks need an index with the mask of each row")
+            self._pending: PendingMasks = masks  # type: ignore[assignment]
+            return
+        if isinstance(masks, RowMasks):
+            self._table, places = masks._table, masks._index  # noqa: SLF001 - of this class
+        else:
+            self._table, places = _table(masks, vocab_size)
+        shown = len(self._table.rows) if places is None else len(places)
+        if self._index is not None:
+            _check_index(self._index, count, shown)
+            places = self._index if places is None else places[self._index]
+        elif shown not in {1, count}:
+            raise ValueError(
+                f"{shown} masks for {count} rows; pass one for all, one for each, or an index "
+                f"with the mask of each row"
+            )
+        if len(self._table.rows) == 1:
+            places = torch.zeros(count, dtype=torch.long)
+        self._index = places
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether another thread computes the masks, which are not waited for yet."""
+        return "_table" not in vars(self)
+
+    @functools.cached_property
+    def _table(self) -> _MaskTable:
+        table = _array_table(self._pending.result(), self._size)
+        assert self._index is not None  # noqa: S101 - pending masks have one
+        _check_index(self._index, len(self._index), len(table.rows))
+        return table
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Wait for pending masks: other processes get arrays, of the masks that rows have."""
+        table, index = self._table, self._index
+        if index is not None:
+            used, inverse = np.unique(index.numpy(), return_inverse=True)
+            table, index = table.of(torch.from_numpy(used)), torch.from_numpy(inverse)
+        return {"_size": self._size, "_is_shared": False, "_table": table, "_index": index}
+
+    @property
+    def unrestricted(self) -> torch.Tensor | None:
+        """Which rows have None for a mask, shape `(count,)`, on the CPU; None if no row has."""
+        full = None if self.is_pending else self._table.unrestricted
+        return full if full is None or self._index is None else full[self._index]
+
+    def of(self, chosen: npt.NDArray[np.int64]) -> RowMasks:
+        """Return the masks of some rows, repeated or not."""
+        found = object.__new__(RowMasks)
+        vars(found).update(vars(self))
+        found._index = self.places[torch.from_numpy(chosen)]
+        return found
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Which mask each row has: equal places are equal masks. Shape `(count,)`, int64."""
+        if self._index is None:
+            return torch.arange(len(self._table.rows))
+        return self._index
+
+    @property
+    def is_empty(self) -> npt.NDArray[np.bool_]:
+        """Which rows have a mask without any token, shape `(count,)`."""
+        empty: npt.NDArray[np.bool_] = self._table.is_empty[self.places.numpy()]
+        return empty
+
+    def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        """Return 1 for the tokens that rows may have, 0 for others.
+
+        Returns:
+            Shape `(end - begin, vocab_size)`, uint8, on `device`; `(1, vocab_size)` and float32
+            if all rows have the same mask.
+        """
+        table = self._table
+        if len(table.rows) == 1:
+            return table.single_factors(device)
+        if self._index is None:
+            return table.unpacked(table.rows[begin:end].to(device))
+        places = self._index[begin:end]
+        is_copied = self._is_shared or len(table.rows) < end - begin
+        rows = table.on(device) if is_copied else table.rows
+        return table.unpacked(rows[places.to(rows.device)].to(device))
+
+
+class _MaskTable:
+    """Masks as rows of bits or of bytes, uint8, and their copies on devices.
+
+    Args:
+        rows: Shape `(m, bytes)`.
+        size: Number of ids in the vocabulary.
+        is_packed: Whether `rows` are bits.
+        unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if none does.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        size: int,
+        *,
+        is_packed: bool,
+        unrestricted: torch.Tensor | None = None,
+    ) -> None:
+        self.rows = rows
+        self.unrestricted = unrestricted
+        self._size = size
+        self._is_packed = is_packed
+        self._copies: dict[torch.device, torch.Tensor] = {}
+        self._single: dict[torch.device, torch.Tensor] = {}
+
+    def of(self, places: torch.Tensor) -> _MaskTable:
+        """Return some of the masks."""
+        full = None if self.unrestricted is None else self.unrestricted[places]
+        rows = self.rows[places.to(self.rows.device)]
+        return _MaskTable(rows, self._size, is_packed=self._is_packed, unrestricted=full)
+
+    @functools.cached_property
+    def is_empty(self) -> npt.NDArray[np.bool_]:
+        """Which masks have no token, shape `(m,)`."""
+        rows = self.rows
+        if self._is_packed:
+            whole, rest = divmod(self._size, 8)
+            last = rows[:, whole : whole + 1] & (2**rest - 1)  # bits beyond the vocabulary
+            rows = torch.cat([rows[:, :whole], last], 1)
+        empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu().numpy()
+        return empty
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return all masks on a device, to which they are copied once."""
+        if device not in self._copies:
+            self._copies[device] = self.rows.to(device)
+        return self._copies[device]
+
+    def single_factors(self, device: torch.device) -> torch.Tensor:
+        """Return the factors of the only mask, float32."""
+        if device not in self._single:
+            # torch multiplies by floats nearly twice as fast as by bytes.
+            self._single[device] = self.unpacked(self.rows.to(device)).float()
+        return self._single[device]
+
+    def unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of the table as bytes, on their device."""
+        if not self._is_packed:
+            return rows
+        if rows.device.type == "cpu":
+            bits = np.unpackbits(rows.numpy(), axis=1, count=self._size, bitorder="little")
+            return torch.from_numpy(bits)
+        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+        return ((rows[:, :, None] >> shifts) & 1).flatten(1)[:, : self._size]
+
+
+def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
+    """Return masks as a table, and the place of each in it; None if mask i has place i."""
+    if getattr(masks, "ndim", 0) == 2:
+        return _array_table(masks, size), None
+    if not (isinstance(masks, (list, tuple)) and masks and _is_mask(masks[0])):
+        masks = [masks]
+    every = np.full(-(-size // 8), 255, np.uint8)
+    place_of: dict[int, int] = {}
+    made: list[npt.NDArray[np.uint8]] = []
+
+    def place(mask: Any) -> int:
+        found = place_of.setdefault(id(mask), len(made))
+        if found == len(made):
+            made.append(every if mask is None else Mask(mask, size).packed)
+        return found
+
+    places = torch.tensor(each_in_batch(place, masks))
+    full = torch.tensor([each is every for each in made])
+    table = _MaskTable(
+        torch.from_numpy(np.stack(made)),
+        size,
+        is_packed=True,
+        unrestricted=full if full.any() else None,
+    )
+    return table, None if len(made) == len(masks) else places
+
+
+def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _MaskTable:
+    if isinstance(masks, np.ndarray):
+        masks = torch.from_numpy(np.require(masks, requirements="W"))  # else torch warns
+    widths = {torch.bool: size, torch.int32: -(-size // 32)}
+    if masks.dtype not in widths or masks.shape[1] != widths[masks.dtype]:
+        raise ValueError(
+            f"masks of shape {tuple(masks.shape)}, {masks.dtype}; expected booleans of shape "
+            f"(masks, {size}), or packed bits, int32, of shape (masks, {-(-size // 32)})"
+        )
+    rows = masks.contiguous().view(torch.uint8)
+    return _MaskTable(rows, size, is_packed=masks.dtype == torch.int32)
+
+
+def _is_pending(masks: object) -> bool:
+    """Whether masks have a result that is waited for; faster than a check of the protocol."""
+    return hasattr(masks, "result")
+
+
+def _is_mask(value: object) -> bool:
+    """Whether an entry of a list is a mask, not a token id or a boolean."""
+    return value is None or (hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
+
+
+def _check_index(index: torch.Tensor, count: int, masks: int) -> None:
+    if tuple(index.shape) != (count,):
+        raise ValueError(f"an index of shape {tuple(index.shape)} for {count} rows")
+    if count and not 0 <= int(index.min()) <= int(index.max()) < masks:
+        wrong = ((index < 0) | (index >= masks)).nonzero()[:, 0].tolist()
+        shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
+        raise ValueError(
+            f"indices of masks must be from 0 to {masks - 1}; {len(wrong)} of {count} are not, "
+            f"at places {shown}; the first is {int(index[wrong[0]])}"
+        )

@@ -1,0 +1,192 @@
+"""`RowWeights`: masks, temperatures and biases, under which tokens are drawn from rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.rows.logits import moved, row_parts
+from genlm.core.rows.row_masks import RowMasks
+
+if TYPE_CHECKING:
+    from genlm.core.queries.generations import Integers64
+    from genlm.core.rows.row_masks import MasksLike
+
+__all__ = ["RowPart", "RowWeights"]
+
+
+class RowPart(NamedTuple):
+    """Rows that are computed at once, and their settings."""
+
+    rows: torch.Tensor
+    """Log-probabilities."""
+    places: slice
+    """Places among all rows."""
+    temperatures: npt.NDArray[np.float64]
+    factors: torch.Tensor | None
+    """1 for the tokens of the mask and 0 for others, for all rows or each."""
+    unrestricted: torch.Tensor | None
+    """Which rows have no mask where others have one."""
+    bias: torch.Tensor | None
+    """Numbers for each token, for all rows or each."""
+    offset: torch.Tensor | None
+    """A number for each row."""
+    memory: torch.Tensor
+    """Memory for weights, of the shape of the rows."""
+
+
+class RowWeights:
+    """Masks, temperatures and biases of the rows of a batch.
+
+    The weight of token v in a row is `exp((logprob[v] + bias[v]) / temperature)`, and 0 outside
+    the mask.
+
+    Args:
+        shape: Number of rows, and number of ids in the vocabulary.
+        masks: The tokens that may be drawn, as `RowMasks` takes them; None for all.
+        mask_index: The mask of each row, shape `(n,)`; by default mask i is that of row i, or
+            one mask that of all.
+        temperature: A number that is finite and not negative, or one for each row. At
+            temperature 0 the token with the largest `logprob + bias` has all the weight, the
+            lowest of equals.
+        bias: A number, or numbers of shape `(n,)`, `(n, 1)`, `(vocab_size,)`,
+            `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes a token.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        masks: MasksLike | None = None,
+        mask_index: Any = None,
+        *,
+        temperature: npt.ArrayLike | torch.Tensor = 1.0,
+        bias: Any = 0.0,
+    ) -> None:
+        count, vocab_size = shape
+        if masks is not None and not isinstance(masks, RowMasks):
+            masks = RowMasks(masks, count, vocab_size, mask_index)
+        self._count = count
+        self._masks: RowMasks | None = masks
+        self._temperature = _checked_numbers("temperature", temperature).astype(np.float64)
+        if self._temperature.shape not in {(), (count,)}:
+            raise ValueError(
+                f"temperature has shape {self._temperature.shape}; expected a number or one "
+                f"for each of {count} rows"
+            )
+        if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
+            raise ValueError("a temperature must be finite and not negative")
+        self._bias, self._offset = _biases(bias, count, vocab_size)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether some row has temperature 0."""
+        return not self._temperature.all()
+
+    def of(self, chosen: Integers64) -> RowWeights:
+        """Return the weights of some rows, repeated or not."""
+        found = object.__new__(RowWeights)
+        temperature, bias, offset = self._temperature, self._bias, self._offset
+        found._count = len(chosen)
+        found._masks = None if self._masks is None else self._masks.of(chosen)
+        found._temperature = temperature[chosen] if temperature.ndim else temperature
+        found._bias = bias if bias is None or len(bias) == 1 else bias[chosen]
+        found._offset = offset if offset is None or len(offset) == 1 else offset[chosen]
+        return found
+
+    def distinct(self, row_of: Integers64) -> tuple[Integers64, Integers64]:
+        """Find the members with distinct sets of weights.
+
+        Args:
+            row_of: The row of each member, shape `(n,)`, ascending.
+
+        Returns:
+            One member for each distinct set of weights, ascending by row, shape `(p,)`, and
+            the place of each member's set among these, shape `(n,)`.
+        """
+        each = np.arange(len(row_of))
+        is_first = np.diff(row_of, prepend=-1) > 0
+        if is_first.all() or self._offset is not None:
+            return each, each
+        if self._bias is not None and len(self._bias) > 1:
+            return each, each
+        if self._masks is None and not self._temperature.ndim:
+            return np.flatnonzero(is_first), np.cumsum(is_first) - 1
+        keys = row_of
+        if self._masks is not None:
+            places = self._masks.places.numpy()
+            keys = keys * (int(places.max(initial=0)) + 1) + places
+        if self._temperature.ndim:
+            _, numbers = np.unique(self._temperature, return_inverse=True)
+            keys = keys * (int(numbers.max(initial=0)) + 1) + numbers
+        found, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        return (each, each) if len(found) == len(keys) else (first, inverse)
+
+    def parts(self, rows: torch.Tensor) -> Iterator[RowPart]:
+        """Yield the parts of the rows that are computed at once, with their weights."""
+        masks, device = self._masks, rows.device
+        free = None if masks is None else masks.unrestricted
+        temperatures = np.broadcast_to(self._temperature, (self._count,))
+        memory: torch.Tensor | None = None
+        for begin, end in row_parts(len(rows), rows.shape[1], device):
+            part = rows[begin:end].detach()
+            if memory is None:
+                memory = part.new_empty(part.shape)
+            yield RowPart(
+                part,
+                slice(begin, end),
+                temperatures[begin:end],
+                None if masks is None else masks.factors(begin, end, device),
+                None if free is None else moved(free[begin:end], device),
+                _shown(self._bias, begin, end, device),
+                _shown(self._offset, begin, end, device),
+                memory[: end - begin],
+            )
+
+
+def _shown(
+    values: torch.Tensor | None, begin: int, end: int, device: torch.device
+) -> torch.Tensor | None:
+    if values is None:
+        return None
+    own = values if len(values) == 1 else values[begin:end]
+    return own.to(torch.float32).to(device)
+
+
+def _biases(
+    bias: Any, count: int, size: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the biases of tokens, `(1 or n, size)`, and those of rows, `(1 or n,)`."""
+    if isinstance(bias, torch.Tensor) and bias.dtype != torch.bool:
+        values = bias.detach()
+    else:
+        array = _checked_numbers("bias", bias)
+        if not array.ndim and array == 0:
+            return None, None
+        values = torch.from_numpy(np.require(array, requirements="W"))  # else torch warns
+    shape = tuple(values.shape)
+    if shape in {(count,), (size,)} and count == size:
+        raise ValueError(
+            f"a bias of shape {shape} for {count} rows over {size} tokens may be of rows or of "
+            f"tokens; pass shape ({count}, 1) or (1, {size})"
+        )
+    if shape in {(), (1, 1), (count,), (count, 1)}:
+        return None, values.reshape(-1)
+    if shape in {(size,), (1, size), (count, size)}:
+        return values.reshape(-1, size), None
+    raise ValueError(
+        f"a bias of shape {shape} for {count} rows over {size} tokens; expected a number, "
+        f"({count},), ({size},) or ({count}, {size})"
+    )
+
+
+def _checked_numbers(name: str, values: Any) -> npt.NDArray[Any]:
+    if isinstance(values, torch.Tensor):
+        values = values.cpu().double() if values.is_floating_point() else values.cpu()
+    numbers = np.asarray(values)
+    if numbers.dtype.kind not in "iuf" and numbers.size:
+        raise TypeError(f"{name} has values of type {numbers.dtype}; expected numbers")
+    return numbers

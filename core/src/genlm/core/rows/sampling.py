@@ -1,0 +1,186 @@
+"""Random numbers of draws, and drawing tokens from rows reproducibly on every engine.
+
+The token at a position of a continuation depends on the row, the temperature, the seed of the
+continuation and the position, and on nothing else: no generator keeps a state. Chunked
+prefills, preemption and other requests change nothing, every rank of a model that is split
+over several devices draws the same token, and so does every engine with equal rows.
+
+All numbers are made by SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+generators", 2014), which computes any position of a stream directly. `stream_seeds` derives
+the seeds of streams from one seed by the same function, and `uniforms` computes numbers of
+many streams at once. They are computed in 64-bit integers on the host, so they are the same
+on every machine and device.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.rows.draws import batch_draw
+from genlm.core.rows.row_weights import RowWeights
+
+__all__ = [
+    "draw_tokens",
+    "stream_seeds",
+    "stream_uniform",
+    "stream_uniforms",
+    "uniforms",
+]
+
+_Words = npt.NDArray[np.uint64]
+
+_MASK = 2**64 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def stream_seeds(seed: int | None, count: int) -> list[int]:
+    """Derive one seed per sequence, distinct and independent, from one seed.
+
+    Args:
+        seed: An integer, 0 or more, of any size; None takes fresh entropy from the operating
+            system.
+        count: Number of seeds; the first n are the same for every count.
+
+    Returns:
+        Integers from 0 to 2**63 - 1.
+
+    Raises:
+        ValueError: `seed` is negative.
+    """
+    key = secrets.randbits(64) if seed is None else _key(seed)
+    found: list[int] = _member_seeds(key, np.arange(count)).tolist()
+    return found
+
+
+def stream_uniform(seed: int, position: int) -> float:
+    """Return the uniform number in [0, 1) at a position of a seed's stream.
+
+    Args:
+        seed: An integer, taken modulo 2**64.
+        position: 0 for the first token of a continuation.
+
+    Returns:
+        A multiple of 2**-53.
+    """
+    return float(_mixed(_state(int(seed) & _MASK, position)) >> 11) / 2**53
+
+
+def stream_uniforms(
+    seeds: Sequence[int] | npt.NDArray[Any], positions: Sequence[int] | npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """Return `stream_uniform` of each seed and position.
+
+    Args:
+        seeds: Integers, taken modulo 2**64.
+        positions: Positions from 0, one per seed.
+
+    Returns:
+        Shape `(n,)`, float64.
+    """
+    return _numbers(_mixed(_state(_words(seeds), _words(positions))))
+
+
+def uniforms(
+    seed: int,
+    members: npt.NDArray[np.integer],
+    steps: int | npt.NDArray[np.integer],
+    count: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """Return uniform numbers in [0, 1) of members of a population, each at a step.
+
+    The number of member i at a step is that of the stream of `stream_seeds(seed, n)[i]` at
+    position `step`: it depends on the seed, the member and the step alone, not on the other
+    members.
+
+    Args:
+        seed: An integer, 0 or more, of any size.
+        members: Indices of the members, shape `(n,)`.
+        steps: Step of each member, from 0, shape `(n,)`, or one step for all.
+        count: Number of random numbers per member, of which the first is that without `count`;
+            None for one number, without this dimension.
+
+    Returns:
+        Multiples of 2**-53, shape `(n,)` or `(n, count)`, float64.
+    """
+    seeds = _member_seeds(_key(seed), members)
+    state = _mixed(_state(seeds, _words(steps)))
+    if count is None:
+        return _numbers(state)
+    # The output of a step is the seed of its further numbers; the first is itself.
+    others = _mixed(_state(state[:, None], np.arange(max(0, count - 1), dtype=np.uint64)))
+    return _numbers(np.concatenate([state[:, None], others], axis=1)[:, :count])
+
+
+def _key(seed: int) -> int:
+    """Combine the 64-bit words of a seed of any size into one."""
+    if seed < 0:
+        raise ValueError(f"seed={seed}; it must be 0 or more")
+    key: int = _mixed(seed + _GOLDEN_GAMMA & _MASK)
+    while seed := seed >> 64:
+        key = _mixed((key ^ seed) + _GOLDEN_GAMMA & _MASK)
+    return key
+
+
+def _member_seeds(key: int, members: npt.NDArray[np.integer]) -> _Words:
+    seeds: _Words = _mixed(_state(np.uint64(key), _words(members)))
+    return seeds >> np.uint64(1)  # engines take signed 64 bits
+
+
+def _state(seed: Any, position: Any) -> Any:
+    """Return the state of SplitMix64 at a position of a stream; for integers and arrays."""
+    return seed + (position + 1) * _GOLDEN_GAMMA & _MASK
+
+
+def _mixed(state: Any) -> Any:
+    """Return the outputs of SplitMix64 for states: integers below 2**64, or arrays of them."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+    return state ^ (state >> 31)
+
+
+def _numbers(outputs: _Words) -> npt.NDArray[np.float64]:
+    return (outputs >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _words(values: Any) -> _Words:
+    if not isinstance(values, np.ndarray):
+        values = [values] if isinstance(values, int) else [int(each) & _MASK for each in values]
+        return np.array(values, np.uint64)
+    return values.astype(np.uint64)
+
+
+def draw_tokens(
+    logprobs: torch.Tensor,
+    temperatures: Sequence[float],
+    uniforms: Sequence[float],
+    top_k: Sequence[int | None] | None = None,
+    top_p: Sequence[float] | None = None,
+) -> torch.Tensor:
+    """Draw one id per row, with probability proportional to `exp(logprobs / temperature)`.
+
+    Inverts the cumulative distribution. Each row is drawn from independently. At
+    temperature 0 the result is the most likely id, the lowest of equals.
+
+    Args:
+        logprobs: Shape `(n, vocab_size)`, float32, not necessarily normalised, `-inf` for ids
+            that must not be drawn; not changed.
+        temperatures: One temperature per row, finite and not negative.
+        uniforms: One random number in [0, 1) per row: for reproducible draws, `stream_uniform`
+            of the continuation's seed and the token's position in it.
+        top_k: Number of most likely ids to which draws are limited; None for no limit. Ties
+            are in ascending order of ids.
+        top_p: Share of the probability at the temperature after top-k, in (0, 1], to which the
+            most likely ids are limited; 1 for no limit.
+
+    Returns:
+        Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without a possible
+        id.
+    """
+    weights = RowWeights(logprobs.shape, temperature=temperatures)
+    return batch_draw(logprobs, uniforms, weights, top_k=top_k, top_p=top_p).token_ids

@@ -1,0 +1,182 @@
+"""Selecting entries of rows: given ids, the largest, and those that top-k and top-p keep.
+
+All rows are computed at once by array operations. Only `truncated` waits for a device, once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.rows.logits import moved, row_parts
+
+__all__ = [
+    "SUM_BLOCK",
+    "batch_token_logprobs",
+    "batch_top_k",
+    "block_sums",
+    "truncated",
+    "wide",
+]
+
+_BLOCKS = (64, 16)
+"""Numbers of neighbouring ids of which only the largest entry is compared at first, the
+smaller for large k."""
+
+SUM_BLOCK = 512
+"""Ids whose weights are summed together."""
+
+_CANDIDATES = (256, 8192)
+"""Numbers of the largest weights among which top-p is looked for, before all are sorted."""
+
+_LARGEST_ID = 2**31 - 1
+
+
+def batch_token_logprobs(rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of given tokens in each row.
+
+    Args:
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32.
+        token_ids: Shape `(n, k)`, int64, below the vocabulary's size, on any device; -1 for
+            no token.
+
+    Returns:
+        Shape `(n, k)`, float32, on the device of `rows`; `-inf` where the id is -1.
+    """
+    ids = moved(token_ids, rows.device)
+    return rows.gather(1, ids.clamp(min=0)).masked_fill_(ids < 0, float("-inf"))
+
+
+def batch_top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `k` most likely tokens of each row, of equals those with the lowest ids.
+
+    Args:
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32, without NaN; on any device;
+            not changed.
+        k: From 1 to `vocab_size`.
+
+    Returns:
+        Log-probabilities, the largest first, and their ids, of equals the lowest first: shape
+        `(n, k)`, float32 and int64, on the device of `rows`.
+    """
+    bounds = row_parts(len(rows), rows.shape[1], rows.device)
+    parts = [_largest(rows[begin:end], k) for begin, end in bounds]
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return rows[:, :k], torch.empty(0, k, dtype=torch.long, device=rows.device)
+    values, ids = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `k` largest entries of each row in their order.
+
+    The k largest are in the k blocks with the largest maxima: each of these has an entry that
+    precedes all entries of any other block.
+    """
+    size = rows.shape[1]
+    block = next((block for block in _BLOCKS if 2 * k * block <= size), None)
+    if block is None:
+        ids = _first_ids(rows, torch.arange(size, device=rows.device), k)
+        return rows.gather(1, ids), ids
+    whole = size // block * block
+    maxima = rows[:, :whole].unfold(1, block, block).amax(-1)
+    if whole < size:
+        maxima = torch.cat([maxima, rows[:, whole:].amax(-1, keepdim=True)], 1)
+    chosen = _first_ids(maxima, torch.arange(maxima.shape[1], device=rows.device), k)
+    inside = torch.arange(block, device=rows.device)
+    ids = (chosen[:, :, None] * block + inside).flatten(1)
+    values = rows.gather(1, ids.clamp(max=size - 1))
+    # Ids beyond the row come after every other of a value that nothing is below.
+    values = values.masked_fill_(ids >= size, float("-inf"))
+    ids = _first_ids(values, ids, k)
+    return rows.gather(1, ids), ids
+
+
+def _first_ids(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the ids of the `k` largest values of each row, of equals the lowest ids."""
+    device = values.device
+    if device.type == "mps":  # whose top-k takes neither 64 bits nor many values
+        values, ids = values.cpu(), ids.cpu()
+    bits = (values + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    ordered = bits ^ ((bits >> 31) & _LARGEST_ID)  # as integers in the order of the floats
+    # One integer for a value and its id, so no two are equal.
+    keys = (ordered.long() << 32) | (_LARGEST_ID - ids)
+    return (_LARGEST_ID - (keys.topk(k).values & 0xFFFFFFFF)).to(device)
+
+
+def truncated(
+    weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """Return weights, 0 for those outside each row's top-k and top-p.
+
+    Args:
+        weights: Shape `(n, vocab_size)`, float32, not negative; not changed.
+        top_k: How many of the largest are kept, of equals the lowest ids first, shape `(n,)`;
+            `vocab_size` for all.
+        top_p: The fewest of these are kept that have this share of their sum, shape `(n,)`;
+            1 for all.
+    """
+    size = weights.shape[1]
+    has_all = top_k >= size
+    found = torch.empty_like(weights)
+    rest = np.arange(len(weights))
+    widths = [int(np.where(has_all, width, top_k).max()) for width in _CANDIDATES]
+    for width in [*(width for width in widths if width <= size // 4), size]:
+        places = moved(torch.from_numpy(rest), weights.device)
+        of_rest = weights if len(rest) == len(weights) else weights[places]
+        largest = batch_top_k(of_rest, width) if width < size else _sorted(of_rest)
+        found[places], is_short = _limited(of_rest, largest, top_k[rest], top_p[rest])
+        if width == size or not has_all[rest].any():
+            break
+        rest = rest[has_all[rest] & is_short.cpu().numpy()]
+        if not len(rest):
+            break
+    return found
+
+
+def _sorted(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = weights.sort(dim=-1, descending=True, stable=True)
+    return values, ids
+
+
+def _limited(
+    weights: torch.Tensor,
+    largest: tuple[torch.Tensor, torch.Tensor],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights limited to some of the largest, and whether all of these are kept."""
+    ids, values = largest[1], wide(largest[0])
+    ks, ps = (
+        moved(torch.from_numpy(limit[:, None]), values.device) for limit in (top_k, top_p)
+    )
+    in_top_k = torch.arange(values.shape[1], device=values.device) < ks
+    values = values * in_top_k
+    cumulative = values.cumsum(-1)
+    sums = cumulative[:, -1:]
+    if (top_k >= weights.shape[1]).any():  # their sum goes beyond the candidates
+        every = block_sums(wide(weights)).sum(-1, keepdim=True)
+        sums = torch.where(ks >= weights.shape[1], every, sums)
+    is_kept = in_top_k & ((cumulative - values < ps * sums) | (ps >= 1))
+    kept = (values * is_kept).to(weights)
+    return torch.zeros_like(weights).scatter_(1, ids, kept), is_kept[:, -1]
+
+
+def block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums of blocks of ids in float64, the last block shorter or not."""
+    size = weights.shape[1]
+    whole = size // SUM_BLOCK * SUM_BLOCK
+    sums = weights[:, :0]
+    if whole:
+        sums = weights[:, :whole].unfold(1, SUM_BLOCK, SUM_BLOCK).sum(-1)
+    if whole < size:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    return wide(sums)
+
+
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float64, on the CPU for Apple's GPUs, which lack it."""
+    return (values.cpu() if values.device.type == "mps" else values).double()

@@ -1,0 +1,269 @@
+"""Scores and reductions of all positions of texts, from logits that come in pieces.
+
+A query with `targets` asks for the log-probability of each target, or, with a
+`PositionReduction` as its output, for a reduction of the rows that predict them. Engines hand
+over logits of positions, a few at a time and in any order; the rows of a text are never in
+memory together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from genlm.core.base.errors import EvaluationError, described
+from genlm.core.queries.generations import Integers64
+from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
+from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.group_reductions import SharedReduction
+from genlm.core.rows.groups import Columns
+from genlm.core.rows.logits import known_logits, moved, row_parts, rows_from_logits
+from genlm.core.rows.reductions import PositionReduction
+from genlm.core.vocab import Vocabulary
+
+__all__ = ["PieceScores", "ReducedText", "ScoredText", "TextResult"]
+
+# Logits that are normalised at once on a CPU: 1 MiB in float32, which stays in its caches.
+_VALUES_AT_ONCE = 2**18
+
+TextResult = TokenScores | Reduced | EvaluationError
+"""Result of a text: scores, columns or an error."""
+
+
+class ScoredText(NamedTuple):
+    """A text whose last tokens are scored, or the rows that predict them reduced.
+
+    Attributes:
+        sequence: The text without its last token.
+        targets: The last tokens, one of which the sequence lacks.
+        reduction: Reduction of the rows that predict the targets; None for scores.
+    """
+
+    sequence: TokenSequence
+    targets: tuple[int, ...]
+    reduction: GroupReduction | None = None
+
+    @classmethod
+    def of(cls, query: Query) -> ScoredText:
+        """Return the text of a query with targets."""
+        [output] = query.outputs
+        reduction: GroupReduction | None = None
+        if isinstance(output, PositionReduction):
+            reduction = output.reduction
+        elif output is not None:  # stands for a reduction that could not be sent here
+            reduction = SharedReduction(output)
+        return cls(query.sequence, query.targets, reduction)
+
+    @property
+    def first(self) -> int:
+        """Position of the token after which the first target follows."""
+        return len(self.sequence) - len(self.targets)
+
+
+class PieceScores:
+    """Scores and reductions of texts, from logits that come in pieces and in any order.
+
+    Targets are numbered through all texts. The logits that predict a target have a key, by
+    default the number of the target; an engine with other keys, such as slots, passes them to
+    `expect`.
+
+    Args:
+        texts: The texts.
+        vocabulary: Vocabulary of the rows.
+
+    Attributes:
+        targets: The targets of all texts, shape `(n,)`.
+        ends: Number of targets of the texts before each, and of all, shape `(texts + 1,)`.
+    """
+
+    def __init__(self, texts: Sequence[ScoredText], vocabulary: Vocabulary) -> None:
+        self.targets = np.array([i for text in texts for i in text.targets], np.int64)
+        self.ends = np.cumsum([0, *(len(text.targets) for text in texts)])
+        self._vocabulary = vocabulary
+        self._scored = np.repeat(
+            [text.reduction is None for text in texts], np.diff(self.ends)
+        ).astype(bool)
+        self._reduced = {
+            index: ReducedText(text.reduction, len(text.targets))
+            for index, text in enumerate(texts)
+            if text.reduction is not None
+        }
+        self._known = np.zeros(len(self.targets), bool)
+        self._parts: list[tuple[Integers64, torch.Tensor]] = []
+        self._alone: dict[int, TextResult] = {}
+        everything = np.arange(len(self.targets))
+        self.expect(everything, everything)
+
+    def expect(self, keys: Integers64, members: Integers64) -> None:
+        """Set the targets of the positions of the next logits.
+
+        Args:
+            keys: Key of the position before each target; several targets may share a key.
+            members: Numbers of the targets.
+        """
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._members = keys[order], members[order]
+
+    def add(self, keys: Integers64, logits: torch.Tensor) -> None:
+        """Score or reduce the rows of some positions.
+
+        Args:
+            keys: Keys of positions; those that no target follows are ignored.
+            logits: Shape `(len(keys), width)`, any floating dtype, any device.
+        """
+        begins = np.searchsorted(self._keys, keys, "left")
+        counts = np.searchsorted(self._keys, keys, "right") - begins
+        rows = np.repeat(np.arange(len(keys)), counts)
+        if not len(rows):
+            return
+        # The targets of each key follow each other.
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        members = self._members[np.repeat(begins, counts) + offsets]
+        self._known[members] = True
+        logits = logits.detach()
+        scored = self._scored[members]
+        if scored.any():
+            own = members[scored]
+            found = self._score(logits, rows[scored], self.targets[own])
+            self._parts.append((own, torch.stack(found)))
+        if not scored.all():
+            self._reduce(logits, rows[~scored], members[~scored])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the logits before all targets were added."""
+        return bool(self._known.all())
+
+    def put(self, index: int, result: TextResult) -> None:
+        """Set the result of a text that was computed by other means."""
+        self._alone[index] = result
+
+    def results(self) -> list[TextResult]:
+        """Return the result or the error of each text.
+
+        `EvaluationError` for a text of which a row is not a distribution, whose reduction
+        raised, or of which positions were not computed.
+        """
+        logprobs, highest = torch.full((2, len(self.targets)), math.nan)
+        for members, values in self._parts:
+            places = torch.from_numpy(members)
+            logprobs[places], highest[places] = values.cpu()
+        found: list[TextResult] = []
+        for index, (begin, end) in enumerate(zip(self.ends, self.ends[1:], strict=False)):
+            if index in self._alone:
+                found.append(self._alone[index])
+            elif not self._known[begin:end].all():
+                count = int(self._known[begin:end].sum())
+                found.append(
+                    EvaluationError(
+                        f"the engine computed {count} of {end - begin} positions of a text"
+                    )
+                )
+            elif index in self._reduced:
+                found.append(self._reduced[index].result())
+            else:
+                found.append(_scores(logprobs[begin:end], highest[begin:end]))
+        return found
+
+    def _score(
+        self, logits: torch.Tensor, rows: Integers64, targets: Integers64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probability of each target, and the highest one of its row."""
+        width = min(logits.shape[1], self._vocabulary.size)
+        missing = targets >= width
+        if self._vocabulary.missing_ids:
+            missing |= np.isin(targets, np.array(self._vocabulary.missing_ids))
+        numbers = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
+        row, column, is_missing = moved(torch.from_numpy(numbers), logits.device)
+        totals, highest = self._normalisers(logits)
+        found = logits[row, column].float().masked_fill(is_missing.bool(), -math.inf)
+        return found - totals[row], highest[row] - totals[row]
+
+    def _normalisers(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logsumexp and the maximum of each row, a few rows at a time on a CPU."""
+        step = len(logits)
+        if logits.device.type == "cpu":
+            step = max(1, _VALUES_AT_ONCE // logits.shape[1])
+        totals, highest = [], []
+        for part in torch.split(logits, step):
+            known = known_logits(part, self._vocabulary)
+            totals.append(known.logsumexp(-1))
+            highest.append(known.amax(-1))
+        return torch.cat(totals), torch.cat(highest)
+
+    def _reduce(self, logits: torch.Tensor, rows: Integers64, members: Integers64) -> None:
+        """Reduce the rows before some targets, those of each text by themselves."""
+        texts = np.searchsorted(self.ends, members, "right") - 1
+        for index in np.unique(texts).tolist():
+            own = texts == index
+            places, own_rows = members[own] - self.ends[index], rows[own]
+            for begin, end in row_parts(len(own_rows), self._vocabulary.size, logits.device):
+                part = logits[moved(torch.from_numpy(own_rows[begin:end]), logits.device)]
+                computed = rows_from_logits(part, self._vocabulary)
+                self._reduced[index].add(places[begin:end], computed)
+
+
+class ReducedText:
+    """The columns of one text's reduction, computed in pieces and in any order.
+
+    Args:
+        reduction: Reduction of the rows that predict the targets.
+        count: Number of targets.
+    """
+
+    def __init__(self, reduction: GroupReduction, count: int) -> None:
+        self._columns = Columns(reduction, count)
+        self._kind = type(reduction).__name__
+        self._count = count
+        self._invalid: list[torch.Tensor] = []
+        self._error: EvaluationError | None = None
+
+    def add(self, places: Integers64, rows: torch.Tensor) -> None:
+        """Reduce the rows of some positions; nothing after an error.
+
+        Args:
+            places: Indices of targets.
+            rows: Natural-log probabilities that predict them, shape
+                `(len(places), vocab_size)`, float32.
+        """
+        if self._error is not None:
+            return
+        self._invalid.append(rows[:, 0].isnan().sum())  # not read here: it waits for a GPU
+        try:
+            self._columns.reduce(rows, np.arange(len(rows)), places)
+        except Exception as error:  # noqa: BLE001 - it fails this text alone
+            self._error = EvaluationError(f"{self._kind}.compute raised {described(error)}")
+            self._error.__cause__ = error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the reduction raised."""
+        return self._error is not None
+
+    def result(self) -> Reduced | EvaluationError:
+        """Return the columns, or the error of the text."""
+        invalid = sum(int(each) for each in self._invalid)
+        if invalid:
+            return _not_distributions(invalid, self._count)
+        if self._error is not None:
+            return self._error
+        return Reduced((self._columns.result(),))
+
+
+def _scores(logprobs: torch.Tensor, highest: torch.Tensor) -> TokenScores | EvaluationError:
+    invalid = int((~highest.isfinite()).sum())
+    if invalid:
+        return _not_distributions(invalid, len(highest))
+    return TokenScores(logprobs.clone(), logprobs >= highest)
+
+
+def _not_distributions(count: int, total: int) -> EvaluationError:
+    return EvaluationError(
+        f"the engine computed {count} of {total} rows that are not distributions: logits are "
+        f"NaN, infinite or all -inf. The computation overflowed, or the engine does not serve "
+        f"this model correctly: try dtype='float32' or another engine"
+    )

@@ -1,0 +1,166 @@
+"""Conversion between text and token ids, and the interface of tokenizers.
+
+Decoding needs no tokenizer, because a vocabulary contains the exact bytes of its tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from genlm.core.base.errors import GenlmError, TokenizerError
+from genlm.core.base.validation import checked_ids
+from genlm.core.vocab import Vocabulary
+
+if TYPE_CHECKING:
+    from genlm.core.base.validation import Integers
+
+__all__ = ["Tokenizer", "decode", "encode", "encode_chat", "search_stop"]
+
+
+class Tokenizer(Protocol):
+    """Interface of a vocabulary's tokenizer for `llm.encode`.
+
+    The tokenizer may be any object, or None: rows, samples, `llm.decode` and the commands of
+    genlm work without it. If a tokenizer with `encode` has these members, they are used, too:
+
+    - `bos_token_id`, `eos_token_id`: BOS and EOS ids, or None.
+    - `encode(text, add_special_tokens=False)`: the ids of the text without special tokens.
+    - `all_special_ids`: ids that are not text; by default the BOS and EOS ids.
+    - `apply_chat_template(messages, ...)`, as in transformers, for `llm.encode_chat`.
+
+    `genlm check` verifies the members that an engine's tokenizer has.
+    """
+
+    def encode(self, text: str, /) -> Any:
+        """Return the ids of a text: a list of integers, or an object with such a list `ids`."""
+
+
+def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
+    """Encode a text, by default as the beginning of one; see `AsyncLM.encode`."""
+    if not isinstance(text, str):
+        raise TypeError(
+            f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
+            f"decode takes token ids"
+        )
+    method = _method(vocabulary, "encode")
+    ids = _ids(vocabulary, method(text), "encode")
+    if _takes(method, "add_special_tokens"):
+        without_special = _ids(vocabulary, method(text, add_special_tokens=False), "encode")
+    else:
+        without_special = ids[1:] if ids[:1] == [vocabulary.bos_token_id] else ids
+    return _with_bos(vocabulary, ids, without_special) if begin else without_special
+
+
+def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]) -> list[int]:
+    """Return the ids of a text with BOS, given its ids with and without special tokens.
+
+    Special tokens that the tokenizer adds are kept, except EOS at the end, because the text is
+    continued. If it adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the
+    separator of the training texts (GPT-2, GPT-NeoX).
+    """
+    bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
+    if ids != without_special:
+        is_ended = ids[-1:] == [eos] != without_special[-1:]
+        return ids[:-1] if is_ended else ids
+    made_with = getattr(vocabulary.tokenizer, "init_kwargs", {})
+    if bos is None or bos != eos or made_with.get("add_bos_token") is False:
+        return ids
+    return ids if ids[:1] == [bos] else [bos, *ids]
+
+
+def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
+    """Decode token ids from the exact bytes of their tokens; see `AsyncLM.decode`."""
+    ids = checked_ids(token_ids, vocabulary.size)
+    omitted = frozenset() if special_tokens else vocabulary.special_ids
+    data = b"".join(
+        vocabulary.byte_vocab[each].byte_string for each in ids if each not in omitted
+    )
+    if ids and ids[0] in omitted and data.startswith(b" ") and _adds_a_space(vocabulary):
+        data = data[1:]
+    return data.decode(errors="replace")
+
+
+def _adds_a_space(vocabulary: Vocabulary) -> bool:
+    """Whether the tokenizer prepends a space to every text, as many SentencePiece ones do."""
+    try:
+        ids = encode(vocabulary, "a", begin=False)
+    except GenlmError:
+        return False
+    return bool(ids) and vocabulary.byte_vocab[ids[0]].startswith(b" ")
+
+
+def search_stop(text: bytes, stop: tuple[bytes, ...]) -> tuple[bool, bytes]:
+    """Return whether a text contains a stop text, and its end, where one may have begun."""
+    longest = max(map(len, stop))
+    return any(each in text for each in stop), text[max(0, len(text) - longest + 1) :]
+
+
+def encode_chat(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_options: Any,
+) -> list[int]:
+    """Encode messages with the tokenizer's chat template; see `AsyncLM.encode_chat`."""
+    if isinstance(messages, Mapping) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError(
+            'encode_chat takes messages, such as [{"role": "user", "content": "Hello"}]; '
+            "encode takes a text"
+        )
+    method = _method(vocabulary, "apply_chat_template")
+    own = getattr(vocabulary.tokenizer, "chat_template", "")
+    if own is None and template_options.get("chat_template") is None:
+        raise TokenizerError(
+            f"{type(vocabulary.tokenizer).__name__} has no chat template: the model was not "
+            f"trained on conversations. Pass chat_template=, or encode a text"
+        )
+    try:
+        found = method(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **template_options,
+        )
+    except Exception as error:
+        raise TokenizerError(
+            f"the chat template of {type(vocabulary.tokenizer).__name__} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return _ids(vocabulary, found, "apply_chat_template")
+
+
+def _method(vocabulary: Vocabulary, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] | None = getattr(vocabulary.tokenizer, name, None)
+    if method is None or not callable(method):
+        found = "no tokenizer"
+        if vocabulary.tokenizer is not None:
+            found = f"a tokenizer, {type(vocabulary.tokenizer).__name__}, without {name}"
+        raise TokenizerError(
+            f"asked for {name}; the engine has {found}. Pass token ids: llm.byte_vocab has "
+            f"the bytes of each"
+        )
+    return method
+
+
+def _takes(method: Callable[..., Any], argument: str) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:  # written in another language
+        return False
+    return any(one.name == argument or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _ids(vocabulary: Vocabulary, found: Any, method: str) -> list[int]:
+    """Return the ids that a method of a tokenizer returned, after a check."""
+    found = getattr(found, "ids", found)
+    try:
+        return list(checked_ids(found, vocabulary.size))
+    except GenlmError as error:
+        kind = type(vocabulary.tokenizer).__name__
+        raise TokenizerError(
+            f"{method} of {kind} returned no ids of the vocabulary: {error}"
+        ) from error

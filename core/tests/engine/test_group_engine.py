@@ -1,0 +1,159 @@
+"""Populations on engines that answer single sequences."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedEngine, oracle_row
+
+import genlm
+from genlm.core.engine.group_engine import with_groups
+from genlm.core.queries.generations import Generation, Lineage
+from genlm.core.queries.query import Completion, GroupQuery, Query, Reduced
+from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.group_reductions import Rows
+from genlm.core.rows.reductions import reduce_rows
+
+SIZE = 16
+MEMBERS = [(3,), (3, 1), (5, 5), (3,), (7,)]
+
+
+def whole_row(query: Query) -> Any:
+    """As an engine that ignores what queries ask of their rows."""
+    return oracle_row(query.token_ids, query.adapter, SIZE)
+
+
+def reduced(query: Query) -> Any:
+    """As an engine that reduces rows itself."""
+    [found] = reduce_rows(whole_row(query)[None], [query.outputs])
+    return found
+
+
+class Single:
+    """Answers one query a step, the latest first, as a function says."""
+
+    max_context = None
+    capabilities: frozenset[genlm.Capability] = frozenset()
+
+    def __init__(self, answer: Callable[[Query], Any] = whole_row) -> None:
+        self.vocabulary = ScriptedEngine(SIZE).vocabulary
+        self.answer = answer
+        self.refused: set[tuple[int, ...]] = set()
+        self.pending: dict[int, Query] = {}
+        self.answered: list[tuple[int, ...]] = []
+        self.aborted: list[int] = []
+        self.released: Counter[bytes] = Counter()
+
+    def submit(self, query: Query) -> None:
+        if query.token_ids in self.refused:
+            raise ArithmeticError(f"refused {query.token_ids}")
+        self.pending[query.query_id] = query
+
+    def step(self) -> list[Completion]:
+        query_id, query = self.pending.popitem()
+        self.answered.append(query.token_ids)
+        return [Completion(query_id, self.answer(query))]
+
+    def abort(self, query_id: int) -> None:
+        self.aborted.append(query_id)
+        self.pending.pop(query_id, None)
+
+    def close(self) -> None:
+        pass
+
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        self.released[key] += 1
+
+
+@pytest.mark.parametrize("answer", [whole_row, reduced])
+def test_each_distinct_sequence_is_one_query(make_model, answer):
+    engine = Single(answer)
+    population = make_model(engine).population(MEMBERS)
+    expected = torch.stack([oracle_row(ids, None, SIZE) for ids in MEMBERS])
+    assert torch.equal(population.next_token_logprobs_sync(), expected)
+    assert sorted(engine.answered) == sorted(set(MEMBERS))
+    batched = make_model(ScriptedEngine(SIZE)).population(MEMBERS)
+    masks = [[1, 2], [5], None, [3, 9, 10], [4]]
+    expected = batched.draw_sync(masks, temperature=0.5, seed=6)
+    for one, another in zip(
+        population.draw_sync(masks, temperature=0.5, seed=6), expected, strict=True
+    ):
+        assert torch.equal(one, another)
+
+
+def test_a_refused_query_fails_its_members_alone(make_model):
+    engine = Single()
+    engine.refused = {(3,)}
+    population = make_model(engine).population(MEMBERS)
+    with pytest.raises(genlm.PopulationError, match="refused") as caught:
+        population.draw_sync(seed=0)
+    assert caught.value.members == (0, 3)
+    engine.refused.clear()
+    assert (population.draw_sync(seed=0).token_ids >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(None, 7, [1, 2], Reduced(()), Reduced((1, 2)), Reduced((3,)), torch.zeros(3)),
+        Reduced(((torch.zeros(7), torch.zeros(7)),)),
+    ],
+)
+def test_a_wrong_answer_fails_the_members_of_its_sequence(make_model, wrong):
+    engine = Single(lambda query: wrong if query.token_ids == (3, 1) else whole_row(query))
+    population = make_model(engine).population(MEMBERS)
+    with pytest.raises(genlm.PopulationError) as caught:
+        population.token_logprobs_sync([9] * 5)
+    assert caught.value.members == (1,)
+    engine.answer = whole_row
+    expected = [float(oracle_row(ids, None, SIZE)[9]) for ids in MEMBERS]
+    assert population.token_logprobs_sync([9] * 5).tolist() == expected
+
+
+def test_an_aborted_group_aborts_all_its_queries():
+    engine = Single()
+    both = with_groups(engine)
+    lineage = Lineage.of_sequences([TokenSequence.of(ids) for ids in ((1,), (2,), (3,))])
+    places = np.arange(3)
+    both.submit(Query(5, (9,)))
+    both.submit_group(GroupQuery(8, Generation(lineage), places, places, Rows()))
+    both.step()
+    left = set(engine.pending) - {5}
+    assert len(left) == 2
+    both.abort(8)
+    assert set(engine.aborted) == left
+    [completion] = both.step()
+    assert completion.query_id == 5
+    assert engine.pending == {}
+
+
+def test_an_engine_that_takes_groups_and_samples_them_is_left_as_it_is():
+    engine = ScriptedEngine(SIZE)
+    engine.samples_groups = True
+    assert with_groups(engine) is engine
+
+
+def test_contexts_are_leased_once_and_released_with_the_population(make_model):
+    engine = Single()
+    llm = make_model(engine)
+    population = llm.population(MEMBERS)
+    population.draw_sync(seed=0)
+    population.draw_sync(seed=1)
+    copies = population[[0, 0, 1]]
+    del population
+    gc.collect()
+    llm.next_token_logprobs_sync((1,))
+    assert not engine.released
+    del copies
+    gc.collect()
+    llm.next_token_logprobs_sync((2,))  # the engine's thread releases before it steps
+    assert engine.released == {TokenSequence.of(ids).key: 1 for ids in MEMBERS}

@@ -1,0 +1,341 @@
+"""`AsyncLM` answers from memory what it can, owns what it remembers, and counts it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
+
+from genlm import BatchEngine, Query, Reduction, Token, Vocabulary
+from genlm.core.base.errors import EvaluationError
+from genlm.core.model.lm import AsyncLM
+from genlm.core.rows import output_cache as cache
+from genlm.core.rows.output_cache import OutputCache
+
+VOCAB_SIZE = 16
+ROW_BYTES = 4 * VOCAB_SIZE
+MakeModel = Callable[..., AsyncLM]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until a condition holds."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("cache_size", [0, 10])
+def test_every_caller_owns_its_row_fresh_joined_or_cached(
+    make_model: MakeModel, cache_size: int
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine, output_cache=OutputCache(cache_size))
+
+    async def main() -> list[torch.Tensor]:
+        engine.hold()
+        callers = [asyncio.create_task(llm.next_token_logprobs([1])) for _ in range(3)]
+        await asyncio.to_thread(engine.wait_until_entered)
+        callers.append(asyncio.create_task(llm.next_token_logprobs([1], use_cache=False)))
+        await until(lambda: llm.statistics().joined == 3)
+        engine.release()
+        return [*await asyncio.gather(*callers), await llm.next_token_logprobs([1])]
+
+    rows = asyncio.run(main())
+    for index, row in enumerate(rows):
+        assert torch.equal(row, oracle_row([1], None, VOCAB_SIZE))
+        assert row.untyped_storage().nbytes() == ROW_BYTES
+        row.fill_(index)
+    assert [row.tolist() for row in rows] == [[float(i)] * VOCAB_SIZE for i in range(len(rows))]
+
+
+# -- cache and statistics -------------------------------------------------------------
+
+
+def test_a_repeated_request_comes_from_the_cache_until_it_is_cleared(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    for _ in range(3):
+        llm.next_token_logprobs_sync([1, 2])
+    assert len(engine.batches) == 1
+    llm.clear_output_cache()
+    assert llm.statistics().cache_entries == llm.statistics().cache_bytes == 0
+    llm.next_token_logprobs_sync([1, 2])
+    assert len(engine.batches) == 2
+
+
+def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    for _ in range(2):
+        asyncio.run(llm.next_token_logprobs([1], use_cache=False))
+    assert len(engine.batches) == 2
+    llm.next_token_logprobs_sync([1])
+    assert len(engine.batches) == 2
+    statistics = llm.statistics()
+    assert (statistics.requests, statistics.tokens_asked, statistics.cache_hits) == (3, 3, 1)
+
+
+def test_a_number_of_rows_is_no_cache(make_model: MakeModel) -> None:
+    with pytest.raises(TypeError, match=r"output_cache=1000; expected an OutputCache"):
+        make_model(ScriptedEngine(VOCAB_SIZE), output_cache=1000)
+
+
+def test_models_that_share_a_cache_keep_their_rows_apart(make_model: MakeModel) -> None:
+    class OtherEngine(ScriptedEngine):
+        def evaluate(self, queries: Any) -> torch.Tensor:
+            return super().evaluate(queries).flip(-1)
+
+    cache = OutputCache(10)
+    first = make_model(ScriptedEngine(VOCAB_SIZE), output_cache=cache)
+    second = make_model(OtherEngine(VOCAB_SIZE), output_cache=cache)
+    for _ in range(2):
+        assert torch.equal(first.next_token_logprobs_sync([1]), oracle_row([1], None, 16))
+        assert torch.equal(
+            second.next_token_logprobs_sync([1]), oracle_row([1], None, 16).flip(0)
+        )
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("ending", ["clear_output_cache", "close"])
+def test_a_model_that_ends_leaves_the_rows_of_others_in_a_shared_cache(
+    make_model: MakeModel, ending: str
+) -> None:
+    cache, engine = OutputCache(10), ScriptedEngine(VOCAB_SIZE)
+    cache.put("somebody's own", torch.zeros(1))
+    first = make_model(ScriptedEngine(VOCAB_SIZE), output_cache=cache)
+    second = make_model(engine, output_cache=cache)
+    for llm in (first, second):
+        llm.next_token_logprobs_sync([1])
+    getattr(first, ending)()
+    assert len(cache) == 2
+    second.next_token_logprobs_sync([1])
+    assert engine.batches == [[(1,)]]
+
+
+def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeModel) -> None:
+    class CountingEngine(ScriptedEngine):
+        def statistics(self) -> dict[str, int]:
+            return {"tokens_computed": 42}
+
+    llm = make_model(CountingEngine(VOCAB_SIZE, poison=[7]))
+    llm.batch_next_token_logprobs_sync([[1], [2, 3], [1], [4]])  # the second [1] joins
+    asyncio.run(settled(llm, [[1], [2, 3], [5, 6, 8]]))  # two hits
+    with pytest.raises(EvaluationError):
+        llm.next_token_logprobs_sync([7, 7])
+    statistics = llm.statistics()
+    assert statistics.requests == 8
+    assert statistics.cache_hits == 2
+    assert statistics.joined == 1
+    assert statistics.answered == 4
+    assert statistics.failed == 1
+    assert statistics.abandoned == statistics.pending == statistics.waiting == 0
+    assert statistics.tokens_asked == 5 + 6 + 2
+    assert statistics.cache_entries == 4
+    assert statistics.cache_bytes == 4 * ROW_BYTES + 4 * 7  # of [1], [2, 3], [4], [5, 6, 8]
+    assert sum(size * n for size, n in statistics.batch_sizes.items()) == 5
+    assert sum(statistics.batch_sizes.values()) == statistics.batches
+    assert statistics.mean_batch_size == 5 / statistics.batches
+    assert statistics.largest_batch == 3
+    assert statistics.dispatched == 5
+    assert statistics.mean_queue_s == statistics.queue_seconds / 5 > 0
+    assert statistics.cache_hit_ratio == 2 / 8
+    assert statistics.joined_ratio == 1 / 8
+    assert statistics.requests_per_s == pytest.approx(8 / statistics.seconds)
+    assert statistics.engine == {"tokens_computed": 42}
+
+
+@pytest.mark.parametrize("cache_size", [0, 5, 1000])
+def test_statistics_add_up_exactly_whatever_threads_and_loops_ask(
+    make_model: MakeModel, cache_size: int
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE, poison=[13])
+    llm = make_model(engine, output_cache=OutputCache(cache_size))
+    threads, rounds = 4, 40
+    start = threading.Barrier(threads)
+
+    def work(thread: int) -> int:
+        generator = np.random.default_rng([thread])
+        start.wait(TIMEOUT_S)
+        tokens = 0
+        for turn in range(rounds):
+            sequences = [[int(each)] * (turn % 3 + 1) for each in generator.integers(0, 16, 5)]
+            tokens += sum(map(len, sequences))
+            if turn % 2:
+                rows = asyncio.run(settled(llm, sequences))
+            else:
+                rows = [sync_or_error(llm, each) for each in sequences]
+            for row, sequence in zip(rows, sequences, strict=True):
+                if 13 in sequence:
+                    assert isinstance(row, EvaluationError)
+                else:
+                    assert isinstance(row, torch.Tensor)
+                    assert torch.equal(row, oracle_row(sequence, None, VOCAB_SIZE))
+        return tokens
+
+    with ThreadPoolExecutor(threads) as pool:
+        tokens_asked = sum(pool.map(work, range(threads)))
+    found = llm.statistics()
+    assert found.requests == threads * rounds * 5
+    assert found.tokens_asked == tokens_asked
+    assert found.requests == found.cache_hits + found.joined + found.answered + found.failed
+    assert found.abandoned == found.pending == found.waiting == 0
+    assert sum(n * count for n, count in found.batch_sizes.items()) == (
+        found.answered + found.failed
+    )
+    assert (found.cache_hits > 0) == (cache_size > 0)
+
+
+async def settled(llm: AsyncLM, sequences: Sequence[list[int]]) -> list[Any]:
+    return await asyncio.gather(
+        *map(llm.next_token_logprobs, sequences), return_exceptions=True
+    )
+
+
+def sync_or_error(llm: AsyncLM, sequence: list[int]) -> torch.Tensor | EvaluationError:
+    try:
+        return llm.next_token_logprobs_sync(sequence)
+    except EvaluationError as error:
+        return error
+
+
+# -- where rows are touched -----------------------------------------------------------
+
+LARGE = 20_000
+"""Ids of a vocabulary of which one row is more than the event loop may copy."""
+
+
+class WideEngine(BatchEngine):
+    """Has rows that are too large to be touched on the event loop."""
+
+    def __init__(self) -> None:
+        tokens = [Token(i, i.to_bytes(2, "big")) for i in range(LARGE)]
+        self.vocabulary = Vocabulary(None, tokens, [str(i) for i in range(LARGE)])
+        self.evaluated: list[tuple[int, ...]] = []
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        self.evaluated += [query.token_ids for query in queries]
+        rows = [
+            torch.randn(LARGE, generator=torch.Generator().manual_seed(sum(query.token_ids)))
+            for query in queries
+        ]
+        return torch.stack(rows).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Where(Reduction):
+    """The thread that reduces, and how many rows it reduces at once."""
+
+    number: int = 0
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Where]) -> list[tuple[str, int]]:
+        return [(threading.current_thread().name, len(requests))] * len(requests)
+
+
+def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: MakeModel) -> None:
+    engine = WideEngine()
+    llm = make_model(engine)
+    contexts = [[i] for i in range(8)]
+    llm.batch_next_token_logprobs_sync(contexts)
+    evaluated = engine.evaluated.copy()
+
+    async def main() -> list[Any]:
+        wanted = [Where(i) for i in range(8)]
+        return [
+            *await llm.batch_reduce(contexts, wanted),
+            await llm.reduce([3], Where(99)),
+        ]
+
+    own = threading.current_thread().name
+    *several, one = asyncio.run(main())
+    assert {count for _, count in several} == {8}
+    assert one[1] == 1
+    assert own not in {name for name, _ in [*several, one]}
+    waited = llm.batch_reduce_sync(contexts, [Where(100 + i) for i in range(8)])
+    assert waited == [(own, 8)] * 8  # a thread that waits anyway
+    assert engine.evaluated == evaluated
+
+
+def test_known_rows_that_are_large_are_copied_off_the_event_loop(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_model(WideEngine())
+    rows = llm.batch_next_token_logprobs_sync([[1], [2]])
+    threads: list[str] = []
+
+    def copied(row: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return row.clone()
+
+    monkeypatch.setattr(cache, "copied", copied)
+
+    async def main() -> None:
+        assert torch.equal(await llm.next_token_logprobs([1]), rows[0])
+        assert torch.equal(await llm.batch_next_token_logprobs([[1], [2]]), rows)
+
+    asyncio.run(main())
+    assert len(threads) == 3
+    assert threading.current_thread().name not in threads
+
+
+def test_draws_from_known_rows_are_those_from_rows_that_are_computed(
+    make_model: MakeModel,
+) -> None:
+    engine = WideEngine()
+    llm = make_model(engine, output_cache=OutputCache(0))
+    known = make_model(WideEngine())
+    contexts = [[i % 3] for i in range(9)]
+    known.batch_next_token_logprobs_sync(contexts)
+    expected = llm.batch_draw_sync(contexts, seed=4)
+    assert asyncio.run(known.batch_draw(contexts, seed=4)) == expected
+    assert known.batch_draw_sync(contexts, seed=4) == expected
+
+
+def test_rows_that_are_evicted_while_others_are_read_are_found_or_computed(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = WideEngine()
+    llm = make_model(engine)
+    rows = llm.batch_next_token_logprobs_sync([[1], [2], [3]])
+
+    def find(self: OutputCache, key: Any) -> Any:
+        entry = original(self, key)
+        if entry is not None:
+            self.clear()
+        return entry
+
+    original = OutputCache.find
+    monkeypatch.setattr(OutputCache, "find", find)
+    again = asyncio.run(llm.batch_next_token_logprobs([[3], [1]]))
+    assert torch.equal(again, rows[[2, 0]])
+    [top] = asyncio.run(llm.batch_top_tokens([[1]], 1))
+    assert top.token_ids.item() == rows[0].argmax()
+    assert len(engine.evaluated) == 4
+    assert llm.statistics().cache_hits == 2
+
+
+def test_draws_are_neither_stored_nor_do_they_evict_rows(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine, output_cache=OutputCache(3))
+    llm.next_token_logprobs_sync([1])
+    kept = list(llm.output_cache._entries)
+    for seed in range(10):
+        llm.draw_sync([1], [2, 3], seed=seed)
+        llm.draw_sync([seed], seed=seed)
+        llm.sample_sync([4], 3, seed=seed)
+    assert list(llm.output_cache._entries) == kept
+    llm.log_mass_sync([5], [2, 3])
+    assert len(llm.output_cache) == 2  # a later request can find this one
+    computed = len(engine.batches)
+    llm.log_mass_sync([5], [2, 3])
+    assert len(engine.batches) == computed

@@ -1,0 +1,579 @@
+"""Reductions and scores of a model: shared, cached, checked, on every kind of engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedEngine, oracle_row
+
+import genlm
+from genlm import AsyncLM, Capability, EvaluationError, OutputCache, Reduction, TokenScores
+from genlm.core.queries.query import Completion, Query, Reduced
+from genlm.core.rows.reductions import reduce_rows
+from genlm.core.rows.sampling import stream_seeds
+from genlm.plugin import TokenIdError, Vocabulary
+
+SIZE = 16
+MakeModel = Callable[..., AsyncLM]
+
+
+@dataclass(frozen=True)
+class Entropy(Reduction):
+    """A reduction of one's own."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Entropy]) -> Sequence[float]:
+        return torch.special.entr(rows.exp()).sum(-1).tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Nothing(Reduction):
+    """A reduction without a result."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Nothing]) -> Sequence[None]:
+        return [None] * len(requests)
+
+
+@dataclass(frozen=True)
+class Failing(Reduction):
+    """A reduction that fails for every row."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Failing]) -> Sequence[float]:
+        raise ArithmeticError("no result")
+
+
+def row_of(token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+    return oracle_row(token_ids, adapter, SIZE)
+
+
+# -- who reduces ----------------------------------------------------------------------
+
+
+class WholeRows:
+    """An `Engine` that knows nothing of outputs: it returns the row of every query."""
+
+    max_context = None
+    capabilities: frozenset[Capability] = frozenset()
+
+    def __init__(self) -> None:
+        self.vocabulary: Vocabulary = ScriptedEngine(SIZE).vocabulary
+        self.pending: dict[int, Query] = {}
+
+    def submit(self, query: Query) -> None:
+        self.pending[query.query_id] = query
+
+    def step(self) -> Iterable[Completion]:
+        finished = [Completion(i, row_of(q.token_ids)) for i, q in self.pending.items()]
+        self.pending.clear()
+        return finished
+
+    def abort(self, query_id: int) -> None:
+        self.pending.pop(query_id, None)
+
+    def close(self) -> None: ...
+
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+
+class Reducing(WholeRows):
+    """An `Engine` that reduces itself."""
+
+    def step(self) -> Iterable[Completion]:
+        queries = list(self.pending.values())
+        self.pending.clear()
+        rows = torch.stack([row_of(query.token_ids) for query in queries])
+        for query, reduced in zip(
+            queries, reduce_rows(rows, [query.outputs for query in queries]), strict=True
+        ):
+            assert isinstance(reduced, Reduced)
+            yield Completion(query.query_id, reduced)
+
+
+class TooFewValues(WholeRows):
+    """An `Engine` that leaves values out."""
+
+    def step(self) -> Iterable[Completion]:
+        return [Completion(each.query_id, Reduced(())) for each in super().step()]
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, WholeRows, Reducing])
+def test_every_kind_of_engine_answers_reductions(engine: type, make_model: MakeModel) -> None:
+    llm = make_model(engine(), output_cache=OutputCache(0))
+    ids = [1, 2, 3]
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            llm.token_logprobs(ids, [4, 0]),
+            llm.next_token_logprobs(ids),
+            llm.log_mass(ids, [4, 0]),
+            llm.reduce(ids, Entropy()),
+            llm.draw(ids, seed=3),
+            llm.top_tokens([5], 2),
+        )
+
+    given, row, mass, entropy, drawn, top = asyncio.run(ask())
+    expected = row_of(ids)
+    assert given.tolist() == expected[[4, 0]].tolist()
+    assert torch.equal(row, expected)
+    assert mass == pytest.approx(float(expected[[0, 4]].logsumexp(0)), abs=1e-6)
+    assert entropy == pytest.approx(float(torch.special.entr(expected.exp()).sum()))
+    assert drawn.logprob == float(expected[drawn.token_id])
+    assert top.token_ids.tolist() == row_of([5]).topk(2).indices.tolist()
+
+
+def test_an_engine_that_returns_too_few_values_fails_its_query(make_model: MakeModel) -> None:
+    llm = make_model(TooFewValues())
+    with pytest.raises(EvaluationError, match="0 values for a query with 1 outputs"):
+        llm.top_tokens_sync([1], 2)
+
+
+# -- sharing --------------------------------------------------------------------------
+
+
+def test_requests_for_one_context_are_one_evaluation(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine, output_cache=OutputCache(0))
+
+    async def ask() -> None:
+        context = llm.context([1, 2])
+        await asyncio.gather(
+            *(llm.draw(context, seed=seed) for seed in range(20)),
+            *(llm.draw([1, 2]) for _ in range(20)),
+            llm.top_tokens([1, 2], 1),
+            llm.next_token_logprobs(context),
+        )
+
+    asyncio.run(ask())
+    assert engine.batches == [[(1, 2)]]
+    assert llm.statistics().joined == 41
+
+
+def test_a_request_for_something_else_of_a_running_evaluation_is_asked_again(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine, output_cache=OutputCache(0))
+
+    async def ask() -> list[Any]:
+        engine.hold()
+        first = asyncio.ensure_future(llm.top_tokens([1, 2], 1))
+        await asyncio.to_thread(engine.wait_until_entered)
+        late = [
+            asyncio.ensure_future(
+                llm.top_tokens([1, 2], 1)
+            ),  # what the engine computes: shared
+            asyncio.ensure_future(llm.draw([1, 2], seed=1)),
+            asyncio.ensure_future(llm.next_token_logprobs([1, 2])),
+        ]
+        await asyncio.sleep(0)
+        engine.release()
+        return await asyncio.gather(first, *late)
+
+    top, same, drawn, row = asyncio.run(ask())
+    assert top.token_ids.tolist() == same.token_ids.tolist() == [int(row_of([1, 2]).argmax())]
+    assert drawn.logprob == float(row_of([1, 2])[drawn.token_id])
+    assert torch.equal(row, row_of([1, 2]))
+    assert engine.batches == [[(1, 2)], [(1, 2)]]
+
+
+def test_queries_of_one_sequence_in_one_batch_are_evaluated_once() -> None:
+    from genlm.core.rows.reductions import Draw, TopK
+
+    engine = ScriptedEngine(SIZE)
+    engine.submit(Query(0, (1, 2), outputs=(TopK(1),)))
+    engine.submit(Query(1, (3,)))
+    engine.submit(Query(2, (1, 2)))
+    engine.submit(Query(3, (1, 2), outputs=(Draw(0.5), None)))
+    engine.submit(Query(4, (1, 2), "red", outputs=(TopK(1),)))
+    found = {each.query_id: each.result for each in engine.step()}
+    assert engine.batches == [[(1, 2), (3,), (1, 2)]]
+    assert torch.equal(found[1], row_of([3]))  # type: ignore[arg-type]
+    assert torch.equal(found[2], row_of([1, 2]))  # type: ignore[arg-type]
+    assert found[0].values[0].token_ids.tolist() == [int(row_of([1, 2]).argmax())]  # type: ignore[union-attr]
+    assert torch.equal(found[3].values[1], row_of([1, 2]))  # type: ignore[union-attr]
+    best = int(row_of([1, 2], "red").argmax())
+    assert found[4].values[0].token_ids.tolist() == [best]  # type: ignore[union-attr]
+
+
+# -- the output cache -----------------------------------------------------------------
+
+
+def test_reductions_are_cached_and_cached_rows_answer_them(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    first = llm.token_logprobs_sync([1], [2, 3])
+    first.zero_()  # the caller's own
+    assert llm.token_logprobs_sync([1], [2, 3]).tolist() == row_of([1])[[2, 3]].tolist()
+    assert len(engine.batches) == 1
+    assert llm.cached_logprobs([1]) is None  # rows that nobody asked for are not kept
+    llm.next_token_logprobs_sync([4])
+    llm.draw_sync([4], [1, 2])
+    llm.top_tokens_sync([4], 3)
+    assert len(engine.batches) == 2
+    assert llm.statistics().cache_hits == 3
+    llm.clear_output_cache()
+    llm.token_logprobs_sync([1], [2, 3])
+    assert len(engine.batches) == 3
+
+
+def test_a_result_that_is_none_is_evaluated_each_time(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    assert [llm.reduce_sync([1], Nothing()) for _ in range(2)] == [None, None]
+    assert engine.batches == [[(1,)], [(1,)]]
+    assert llm.batch_reduce_sync([[1], [2]], [Nothing(), Entropy()])[0] is None
+    assert llm.statistics().cache_hits == 0
+
+
+def test_draws_without_a_seed_are_not_cached(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    drawn = {llm.draw_sync([1], temperature=5.0).token_id for _ in range(40)}
+    assert len(drawn) > 1
+    assert llm.statistics().cache_entries == 0
+
+
+def test_reductions_of_a_removed_adapter_are_forgotten(make_model: MakeModel) -> None:
+    class Removing(ScriptedEngine):
+        def remove_adapter(self, name: str) -> None:
+            del self.adapters[name]
+
+    llm = make_model(Removing(SIZE))
+    llm.load_lora("folder", "red")
+    llm.top_tokens_sync([1], 1, lora_name="red")
+    llm.top_tokens_sync([1], 1)
+    llm.unload_lora("red")
+    llm.next_token_logprobs_sync([2])  # after the removal, on the engine's thread
+    assert llm.statistics().cache_entries == 2
+
+
+def test_the_cache_counts_the_bytes_of_results_masks_and_ids(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    llm.token_logprobs_sync([1], list(range(10)))
+    context, tensor, ids = 4, 10 * 4, 10 * 40
+    before = context + tensor + ids
+    assert llm.statistics().cache_bytes == before
+    llm.log_mass_sync([1], [3])
+    number, mask = 64, SIZE // 8
+    assert llm.statistics().cache_bytes == before + context + number + mask
+
+
+# -- the four forms -------------------------------------------------------------------
+
+
+def test_all_forms_of_a_reduction_agree(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE), output_cache=OutputCache(0))
+    contexts = [llm.context([1, 2]), [3], (4, 5)]
+    masks: list[Any] = [[1, 2], [0], list(range(SIZE))]
+    forms = {
+        "token_logprobs": ([[1], [2, 3], []],),
+        "log_mass": (masks,),
+    }
+    for name, (others,) in forms.items():
+        batch = getattr(llm, f"batch_{name}_sync")(contexts, others)
+        batch_async = asyncio.run(getattr(llm, f"batch_{name}")(contexts, others))
+        one = [getattr(llm, f"{name}_sync")(c, o) for c, o in zip(contexts, others)]
+        one_async = [asyncio.run(getattr(llm, name)(c, o)) for c, o in zip(contexts, others)]
+        for results in zip(batch, batch_async, one, one_async, strict=True):
+            assert len({str(result) for result in results}) == 1
+    tops = llm.batch_top_tokens_sync(contexts, 2)
+    assert str(tops) == str(asyncio.run(llm.batch_top_tokens(contexts, 2)))
+    assert str(tops) == str([llm.top_tokens_sync(context, 2) for context in contexts])
+    drawn = llm.batch_draw_sync(contexts, masks, seed=7, top_p=0.9)
+    assert drawn == asyncio.run(llm.batch_draw(contexts, masks, seed=7, top_p=0.9))
+    seeds = stream_seeds(7, 3)
+    assert drawn == llm.batch_draw_sync(contexts, masks, seed=seeds, top_p=0.9)
+    assert drawn == [
+        llm.draw_sync(context, mask, seed=seed, top_p=0.9)
+        for context, mask, seed in zip(contexts, masks, seeds, strict=True)
+    ]
+    entropies = llm.batch_reduce_sync(contexts, [Entropy()] * 3)
+    assert entropies == [llm.reduce_sync(context, Entropy()) for context in contexts]
+
+
+def test_contexts_have_the_methods_too(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    context = llm.context([1]).extend(2)
+
+    async def ask() -> list[Any]:
+        return [
+            await context.draw([3, 4], seed=1),
+            await context.log_mass([3, 4]),
+            (await context.top_tokens(1)).token_ids.tolist(),
+            (await context.token_logprobs([5])).tolist(),
+            await context.reduce(Entropy()),
+        ]
+
+    assert asyncio.run(ask()) == [
+        llm.draw_sync([1, 2], [3, 4], seed=1),
+        llm.log_mass_sync([1, 2], [3, 4]),
+        llm.top_tokens_sync([1, 2], 1).token_ids.tolist(),
+        llm.token_logprobs_sync([1, 2], [5]).tolist(),
+        llm.reduce_sync([1, 2], Entropy()),
+    ]
+
+
+# -- wrong arguments ------------------------------------------------------------------
+
+
+WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("top_tokens", {"k": 0}, ValueError, "k=0; it must be 1 or more"),
+    ("top_tokens", {"k": 17}, ValueError, "k=17 of a vocabulary of 16 ids"),
+    ("top_tokens", {"k": 1.5}, TypeError, "k=1.5; expected an integer"),
+    ("token_logprobs", {"token_ids": [16]}, TokenIdError, "token id 16 at position 0"),
+    ("log_mass", {"mask": [True] * 15}, ValueError, r"shape \(15,\); expected \(16,\)"),
+    ("draw", {"temperature": math.nan}, ValueError, "temperature=nan"),
+    ("draw", {"top_k": 17}, ValueError, "top_k=17 of a vocabulary of 16"),
+    ("draw", {"top_p": 0}, ValueError, "top_p=0.0; it must be above 0"),
+    ("draw", {"seed": 1.5}, TypeError, "seed=1.5"),
+    ("batch_draw", {"masks": [[1]]}, ValueError, "1 masks for 2 contexts"),
+    ("batch_draw", {"seed": [1]}, ValueError, "1 seeds for 2 contexts"),
+    ("batch_reduce", {"reductions": [Entropy()]}, ValueError, "1 reductions for 2 contexts"),
+    ("reduce", {"reduction": Entropy}, TypeError, "expected an object of a subclass of"),
+    ("score", {"start": 0}, ValueError, "start=0; it must be 1 or more"),
+    ("score", {"start": 4}, ValueError, "start=4 of a text of 3 tokens"),
+    ("batch_score", {"start": [1, 2, 3]}, ValueError, "3 starts for 2 texts"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "error", "message"), WRONG)
+def test_wrong_arguments_are_refused_before_anything_is_asked(
+    method: str,
+    arguments: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    make_model: MakeModel,
+) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    contexts = [[1, 2, 3], [4]] if method.startswith("batch") else [1, 2, 3]
+    with pytest.raises(error, match=message):
+        asyncio.run(getattr(llm, method)(contexts, **arguments))
+    with pytest.raises(error, match=message):
+        getattr(llm, f"{method}_sync")(contexts, **arguments)
+    assert llm.statistics().requests == 0
+
+
+def test_a_context_of_a_wrong_kind_is_named(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    with pytest.raises(TypeError, match="int 5"):
+        llm.draw_sync(5, seed=1)  # type: ignore[arg-type]
+
+
+# -- scores ---------------------------------------------------------------------------
+
+
+class ScoringEngine(ScriptedEngine):
+    """Scores whole texts itself."""
+
+    capabilities = frozenset({Capability.LORA, Capability.SCORE})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(SIZE, **options)
+        self.scored: list[Query] = []
+
+    def score(self, queries: Sequence[Query]) -> list[TokenScores]:
+        self.scored += queries
+        if any(self.poison & set(query.token_ids) for query in queries):
+            raise ArithmeticError("poisoned text")
+        return [self._scores(query) for query in queries]
+
+    def _scores(self, query: Query) -> TokenScores:
+        first = len(query) - len(query.targets) + 1
+        rows = [
+            row_of(query.token_ids[: first + i], query.adapter)
+            for i in range(len(query.targets))
+        ]
+        logprobs = [row[target] for row, target in zip(rows, query.targets, strict=True)]
+        return TokenScores(
+            torch.stack(logprobs),
+            torch.tensor([bool(p >= row.max()) for p, row in zip(logprobs, rows, strict=True)]),
+        )
+
+
+def loop_over_rows(ids: Sequence[int], start: int, adapter: str | None = None) -> list[float]:
+    return [float(row_of(ids[:i], adapter)[ids[i]]) for i in range(start, len(ids))]
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine, WholeRows])
+def test_scores_are_those_of_the_rows(engine: type, make_model: MakeModel) -> None:
+    llm = make_model(engine())
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, SIZE, n).tolist() for n in (1, 2, 7, 40, 300)]
+    starts = [1, 1, 3, 40, 7]
+    found = llm.batch_token_scores_sync(texts, starts)
+    for text, start, scores in zip(texts, starts, found, strict=True):
+        assert isinstance(scores, TokenScores)
+        assert scores.logprobs.dtype == torch.float32
+        assert scores.logprobs.tolist() == loop_over_rows(text, start)
+        tops = [bool(row_of(text[:i]).argmax() == text[i]) for i in range(start, len(text))]
+        assert scores.is_top.tolist() == tops
+    plain = asyncio.run(llm.batch_score(texts, 1, progress=True))
+    assert [each.tolist() for each in plain] == [loop_over_rows(t, 1) for t in texts]  # type: ignore[union-attr]
+    assert llm.score_sync(llm.context(texts[2])).tolist() == loop_over_rows(texts[2], 1)
+    assert asyncio.run(llm.score(np.array(texts[2]), 7)).shape == (0,)
+
+
+def test_a_text_may_have_one_token_more_than_the_context(make_model: MakeModel) -> None:
+    for engine in (ScoringEngine(max_context=4), ScriptedEngine(SIZE, max_context=4)):
+        llm = make_model(engine)
+        assert llm.score_sync([1, 2, 3, 4, 5]).tolist() == loop_over_rows([1, 2, 3, 4, 5], 1)
+        with pytest.raises(ValueError, match="6"):
+            llm.score_sync([1] * 6)
+
+
+def test_scores_by_rows_use_the_output_cache(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    text = [1, 2, 3, 4]
+    llm.next_token_logprobs_sync(text[:2])
+    expected = loop_over_rows(text, 1)
+    for evaluations in (3, 3):
+        assert llm.score_sync(text).tolist() == expected
+        assert llm.statistics().answered == evaluations
+
+
+def test_positions_are_looked_up_and_counted_part_by_part(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    generator = np.random.default_rng(0)
+    text, other, last = (generator.integers(0, SIZE, 200).tolist() for _ in range(3))
+    found = llm.batch_score_sync([text, text])  # the rest of the second after the first part
+    assert [each.tolist() for each in found] == [loop_over_rows(text, 1)] * 2
+    counted = llm.statistics()
+    assert (counted.requests, counted.cache_hits, counted.answered) == (398, 142, 199)
+    assert counted.joined == 57
+
+    async def cancelled() -> None:
+        engine.hold()
+        scoring = asyncio.ensure_future(llm.batch_score([other, last]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        engine.release()
+
+    asyncio.run(cancelled())
+    assert (llm.statistics() - counted).requests == 256
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine])
+@pytest.mark.parametrize("wrong", [[1, SIZE], [], "ab"])
+def test_nothing_of_a_batch_with_a_wrong_text_is_counted_or_looked_up(
+    engine: type, wrong: Any, make_model: MakeModel
+) -> None:
+    llm = make_model(engine(), output_cache=OutputCache(2))
+    llm.batch_score_sync([[1, 2], [3, 4]])
+    kept = list(llm.output_cache._entries)  # the least recently used first
+    before = llm.statistics()
+    with pytest.raises(genlm.QueryError):
+        llm.batch_score_sync([[1, 2], wrong])
+    with pytest.raises(genlm.QueryError):
+        asyncio.run(llm.batch_score([[1, 2], wrong]))
+    after = llm.statistics()
+    assert (after - before).requests == (after - before).cache_hits == 0
+    assert list(llm.output_cache._entries) == kept
+
+
+def test_every_request_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    llm.batch_next_token_logprobs_sync([[1], [2]])
+    before = llm.statistics()
+    contexts, reductions = [[1], [3], [2]], [Entropy(), Entropy(), Failing()]
+    with pytest.raises(EvaluationError, match="no result"):
+        llm.batch_reduce_sync(contexts, reductions)
+    with pytest.raises(EvaluationError, match="no result"):
+        asyncio.run(llm.batch_reduce(contexts, reductions))
+    counted = llm.statistics() - before
+    assert (counted.requests, counted.cache_hits) == (6, 5)
+    assert engine.batches == [[(1,), (2,)], [(3,)]]
+
+
+def test_scores_are_shared_cached_and_of_their_adapter(make_model: MakeModel) -> None:
+    engine = ScoringEngine()
+    llm = make_model(engine)
+    llm.load_lora("folder", "red")
+    text = [1, 2, 3]
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            llm.score(text),
+            llm.score(text),
+            llm.score(text, 2),
+            llm.score(text, lora_name="red"),
+            llm.score([1, 2, 4]),
+        )
+
+    first, same, tail, red, other = asyncio.run(ask())
+    assert len(engine.scored) == 4
+    first.zero_()
+    assert same.tolist() == loop_over_rows(text, 1)
+    assert tail.tolist() == loop_over_rows(text, 2)
+    assert red.tolist() == loop_over_rows(text, 1, "red")
+    assert other.tolist() == loop_over_rows([1, 2, 4], 1)
+    assert llm.score_sync(text).tolist() == loop_over_rows(text, 1)
+    assert len(engine.scored) == 4
+
+
+def test_a_text_that_fails_does_so_alone(make_model: MakeModel) -> None:
+    llm = make_model(ScoringEngine(poison=[9]))
+
+    async def ask() -> list[Any]:
+        texts = [[1, 2], [9, 2], [3, 4, 5]]
+        row = llm.next_token_logprobs([6])
+        scores = (llm.score(text) for text in texts)
+        return list(await asyncio.gather(row, *scores, return_exceptions=True))
+
+    row, first, failed, last = asyncio.run(ask())
+    assert torch.equal(row, row_of([6]))
+    assert first.tolist() == loop_over_rows([1, 2], 1)
+    assert isinstance(failed, EvaluationError)
+    assert last.tolist() == loop_over_rows([3, 4, 5], 1)
+
+
+def test_scores_of_a_wrong_shape_are_errors(make_model: MakeModel) -> None:
+    class OneTooFew(ScoringEngine):
+        def _scores(self, query: Query) -> TokenScores:
+            return TokenScores(*(each[1:] for each in super()._scores(query)))
+
+    llm = make_model(OneTooFew())
+    with pytest.raises(
+        EvaluationError, match=r"of shapes \(1,\) and \(1,\) for a query of 2 t"
+    ):
+        llm.score_sync([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (
+            torch.zeros(1, 16),
+            r"Other.score returned tensor\(.* for 1 queries; expected a list",
+        ),
+        ([torch.zeros(16)], "type Tensor for a query that asks for TokenScores"),
+        ([(torch.zeros(2), torch.ones(2))], "type tuple for a query that asks for TokenScores"),
+        (TokenScores(torch.zeros(2), torch.ones(2)), "returned 2 results for 1 queries"),
+        (None, "returned None for 1 queries"),
+        ([], "returned 0 results for 1 queries"),
+        ([TokenScores(torch.zeros(2), None)], r"of shapes \(2,\) and \(\) for a query of 2"),  # type: ignore[arg-type]
+    ],
+)
+def test_scores_of_another_kind_are_errors_that_say_what_is_expected(
+    make_model: MakeModel, result: Any, found: str
+) -> None:
+    class Other(ScoringEngine):
+        def score(self, queries: Sequence[Query]) -> Any:
+            return result
+
+    llm = make_model(Other())
+    with pytest.raises(EvaluationError, match=found):
+        llm.score_sync([1, 2, 3])

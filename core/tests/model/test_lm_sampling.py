@@ -1,0 +1,449 @@
+"""Continuations repeat with their seed, whatever else is in their batch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedEngine, oracle_row
+
+from genlm.core.base.errors import EmptySequenceError, EvaluationError, TokenIdError
+from genlm.core.engine.engine import Capability
+from genlm.core.model.lm import AsyncLM
+from genlm.core.queries.query import Completion, Query, SamplingParams
+from genlm.core.rows.sampling import draw_tokens, stream_seeds, stream_uniform
+
+VOCAB_SIZE = 16
+MakeModel = Callable[..., AsyncLM]
+OPTIONS: dict[str, Any] = {"stop": [4], "temperature": 0.8, "seed": 2}
+
+
+class NativeEngine(ScriptedEngine):
+    """Draws by itself: continues with the token ids that follow the last one."""
+
+    capabilities = frozenset({Capability.LORA, Capability.SAMPLE})
+
+    def __init__(self, poison: Sequence[int] = ()) -> None:
+        super().__init__(VOCAB_SIZE, poison=poison)
+        self.sampled: list[Query] = []
+
+    def step(self) -> list[Completion]:
+        drawing = [query for query in self._pending.values() if query.sampling is not None]
+        for query in drawing:
+            del self._pending[query.query_id]
+        self.sampled += drawing
+        return [*map(self._continued, drawing), *super().step()]
+
+    def _continued(self, query: Query) -> Completion:
+        assert query.sampling is not None
+        if self.poison & set(query.token_ids):
+            error = ArithmeticError(f"poisoned prompt {query.token_ids}")
+            return Completion(query.query_id, error=error)
+        last = query.token_ids[-1]
+        return Completion(
+            query.query_id, [last + 1 + i for i in range(query.sampling.max_tokens)]
+        )
+
+
+def chain(
+    prompt: Sequence[int],
+    count: int,
+    stream: int,
+    temperature: float,
+    adapter: str | None = None,
+) -> list[int]:
+    """A continuation drawn from the oracle's rows, one token after the other."""
+    sequence = list(prompt)
+    for position in range(count):
+        row = oracle_row(sequence, adapter, VOCAB_SIZE)[None]
+        uniform = stream_uniform(stream, position)
+        sequence.append(int(draw_tokens(row, [temperature], [uniform])))
+    return sequence[len(prompt) :]
+
+
+def batch_sample(
+    llm: AsyncLM, prompts: Sequence[Any], *args: Any, **kw: Any
+) -> list[list[int]]:
+    return asyncio.run(llm.batch_sample(prompts, *args, **kw))
+
+
+# -- drawn from rows ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 1.0, 2.0])
+def test_continuation_i_is_drawn_from_the_rows_with_stream_i(
+    make_model: MakeModel, temperature: float
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    prompts = [[1, 2], [1, 2], [3], [2, 1]]
+    expected = [
+        chain(prompt, 8, stream, temperature)
+        for prompt, stream in zip(prompts, stream_seeds(11, 4), strict=True)
+    ]
+    drawn = batch_sample(llm, prompts, 8, temperature=temperature, seed=11)
+    assert drawn == expected
+    assert (drawn[0] == drawn[1]) == (temperature == 0)
+    assert drawn == batch_sample(llm, prompts, 8, stop=(), temperature=temperature, seed=11)
+
+
+def test_a_draw_does_not_depend_on_what_else_is_asked(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE), max_batch_size=2)
+    alone = asyncio.run(llm.sample([1, 2], 10, seed=5))
+    assert batch_sample(llm, [[1, 2]], 10, seed=5) == [alone]
+    assert batch_sample(llm, [[1, 2], [3], [4]], 10, seed=5)[0] == alone
+    llm.clear_output_cache()
+    assert batch_sample(llm, [[1, 2], *([[9]] * 20)], 10, seed=5)[0] == alone
+
+
+def test_without_a_seed_every_call_draws_afresh(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    assert batch_sample(llm, [[1]], 20) != batch_sample(llm, [[1]], 20)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_a_stop_id_of_any_integer_kind_ends_the_continuation(
+    make_model: MakeModel, kind: Callable[[Any], Any]
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    endless = asyncio.run(llm.sample([1], 12, seed=3))
+    stop = endless[6]
+    found = asyncio.run(llm.sample(kind([1]), 12, stop=kind([stop]), seed=3))
+    assert found == endless[: endless.index(stop)]
+
+
+def test_a_continuation_ends_when_the_context_is_full(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE, max_context=4))
+    assert list(map(len, batch_sample(llm, [[1], [1, 2, 3], [1] * 4], 9))) == [4, 2, 1]
+
+
+def test_a_continuation_uses_the_adapter_it_was_asked_with(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    llm.load_lora("folder", "a")
+    [stream] = stream_seeds(2, 1)
+
+    async def main() -> list[int]:
+        drawing = asyncio.create_task(llm.with_lora("a").sample([1], 6, seed=2))
+        await asyncio.sleep(0)
+        base = asyncio.create_task(llm.with_lora(None).sample([1], 6, seed=2))
+        assert await base == chain([1], 6, stream, 1.0)
+        return await drawing
+
+    assert asyncio.run(main()) == chain([1], 6, stream, 1.0, "a")
+
+
+def test_no_prompts_and_no_tokens_ask_nothing(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    assert batch_sample(llm, [], 5) == []
+    assert batch_sample(llm, [[1], [2]], 0) == [[], []]
+    assert engine.batches == []
+
+
+# -- wrong requests and errors --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": -1},
+        {"temperature": -0.5},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(
+    make_model: MakeModel, options: dict[str, Any]
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    with pytest.raises(ValueError, match="it must be"):
+        batch_sample(make_model(engine), [[1]], **{"max_tokens": 2, **options})
+    assert engine.batches == []
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_wrong_prompt_or_stop_id_is_refused_before_anything_is_drawn(
+    make_model: MakeModel, max_tokens: int
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    with pytest.raises(EmptySequenceError):
+        batch_sample(llm, [[1], []], max_tokens)
+    for wrong in ([None], 3.5, [[3]]):
+        with pytest.raises(TypeError, match=r"expected .*token ids"):
+            batch_sample(llm, [[1]], max_tokens, stop=wrong)
+    assert engine.batches == []
+
+
+@pytest.mark.parametrize(
+    "engine_type", [lambda **kw: ScriptedEngine(VOCAB_SIZE, **kw), NativeEngine]
+)
+@pytest.mark.parametrize("prompts", [[[7]], [[1], [7], [2], [7, 7]]])
+def test_an_error_comes_plain_with_its_cause_and_ends_the_others(
+    make_model: MakeModel,
+    engine_type: Callable[..., ScriptedEngine],
+    prompts: list[list[int]],
+) -> None:
+    llm = make_model(engine_type(poison=[7]))
+    with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as found:
+        batch_sample(llm, prompts, 10_000, seed=0)
+    assert isinstance(found.value.__cause__, ArithmeticError)
+    statistics = llm.statistics()
+    assert statistics.pending == statistics.waiting == 0
+    assert llm.next_token_logprobs_sync([1]).shape == (VOCAB_SIZE,)
+
+
+# -- drawn by the engine --------------------------------------------------------------
+
+
+def sampling_of(queries: Iterable[Query]) -> dict[tuple[int, ...], SamplingParams | None]:
+    return {query.token_ids: query.sampling for query in queries}
+
+
+def test_an_engine_that_draws_gets_one_query_per_prompt(make_model: MakeModel) -> None:
+    engine = NativeEngine()
+    llm = make_model(engine)
+    drawn = batch_sample(llm, [[1], [5], [1, 2]], 3, stop=[9, 8], temperature=0.5, seed=4)
+    assert drawn == [[2, 3, 4], [6, 7, 8], [3, 4, 5]]
+    streams = stream_seeds(4, 3)
+    stop = frozenset({8, 9})
+    assert sampling_of(engine.sampled) == {
+        (1,): SamplingParams(3, 0.5, stop, streams[0]),
+        (5,): SamplingParams(3, 0.5, stop, streams[1]),
+        (1, 2): SamplingParams(3, 0.5, stop, streams[2]),
+    }
+    assert engine.batches == []
+    statistics = llm.statistics()
+    assert (statistics.requests, statistics.answered) == (3, 3)
+    assert (statistics.tokens_asked, statistics.cache_entries) == (4, 0)
+
+
+def test_equal_prompts_are_drawn_apart_and_rows_are_still_rows(make_model: MakeModel) -> None:
+    engine = NativeEngine()
+    llm = make_model(engine)
+    llm.load_lora("folder", "a")
+
+    async def main() -> tuple[list[list[int]], torch.Tensor]:
+        return await asyncio.gather(
+            llm.batch_sample([[1], [1]], 2, lora_name="a", seed=0),
+            llm.next_token_logprobs([1], lora_name="a"),
+        )
+
+    drawn, row = asyncio.run(main())
+    assert drawn == [[2, 3], [2, 3]]
+    assert torch.equal(row, oracle_row([1], "a", VOCAB_SIZE))
+    assert [query.adapter for query in engine.sampled] == ["a", "a"]
+    seeds = [query.sampling.seed for query in engine.sampled if query.sampling]
+    assert seeds == stream_seeds(0, 2)
+
+
+def test_a_continuation_that_fills_the_context_is_logged(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE, max_context=6))
+    asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 6, seed=0))
+    [record] = caplog.records
+    assert record.message.startswith(
+        "1 of 2 continuations ended before max_tokens=6: the model"
+    )
+    caplog.clear()
+    asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 4, seed=0))
+    assert not caplog.records
+
+
+# -- stop texts, top-k, top-p, streams, threads ---------------------------------------
+
+
+def bytes_of(ids: Iterable[int]) -> bytes:
+    """The text of ids in `ScriptedEngine`, whose token i is byte i."""
+    return bytes(ids)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_stop_text_ends_a_continuation_with_the_token_that_completes_it(
+    native: bool, make_model: MakeModel
+) -> None:
+    llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 40, stream, 1.0)
+    for first, second in [(whole[10], whole[11]), (whole[20], whole[21])]:
+        stop = bytes_of([first, second])
+        end = bytes_of(whole).index(stop) + 2
+        for form in (stop, [stop], [stop.decode("latin-1"), b"zz"]):
+            found = asyncio.run(llm.sample([1], 40, seed=3, stop=form))
+            assert found == whole[:end]
+
+
+def test_stop_takes_token_ids_as_well(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 40, stream, 1.0)
+    for token_id in {*whole}:
+        before = whole[: whole.index(token_id)]
+        for form in (token_id, [token_id], np.array([token_id, token_id]), [b"zz", token_id]):
+            assert llm.sample_sync([1], 40, seed=3, stop=form) == before
+
+
+def test_a_continuation_ends_with_the_text_unless_other_ends_are_given(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 40, stream, 1.0)
+    end, other = whole[9], whole[4]
+    engine.vocabulary = dataclasses.replace(
+        engine.vocabulary, tokenizer=SimpleNamespace(eos_token_id=end)
+    )
+    llm = make_model(engine)
+    ended = whole[: whole.index(end)]
+    assert llm.sample_sync([1], 40, seed=3) == ended
+    assert llm.batch_sample_sync([[1]], 40, seed=3) == [ended]
+    assert llm.sample_sync([1], 40, stop=(), seed=3) == whole
+    assert llm.sample_sync([1], 40, stop=other, seed=3) == whole[: whole.index(other)]
+
+    sampled = llm.population([1], 20).sample_sync(40, seed=4)
+    drawn = [ids[ids >= 0].tolist() for ids in sampled.token_ids]
+    assert all(end not in ids[:-1] for ids in drawn)
+    assert sampled.population.finished.tolist() == [ids[-1] == end for ids in drawn]
+    assert llm.population([1], 20).sample_sync(40, stop=(), seed=4).token_ids.shape == (20, 40)
+
+
+def test_stop_texts_may_be_of_one_token_and_longer_than_any(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 30, stream, 1.0)
+    long = bytes_of(whole[5:25])
+    assert asyncio.run(llm.sample([1], 30, seed=3, stop=long)) == whole[:25]
+    one = bytes_of(whole[7:8])
+    end = bytes_of(whole).index(one) + 1
+    assert asyncio.run(llm.sample([1], 30, seed=3, stop=one)) == whole[:end]
+
+
+def test_top_k_and_top_p_leave_the_likeliest_tokens(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    for options in ({"top_k": 3}, {"top_p": 0.4}, {"top_k": 1}):
+        drawn = asyncio.run(llm.sample([1], 60, seed=5, temperature=2.0, **options))  # type: ignore[arg-type]
+        sequence = [1]
+        for token_id in drawn:
+            row = oracle_row(sequence, None, VOCAB_SIZE).double()
+            order = (row / 2).softmax(0).sort(descending=True)
+            share = order.values.cumsum(0) - order.values
+            count = options.get("top_k") or int((share < options["top_p"]).sum())
+            assert token_id in order.indices[: int(count)].tolist()
+            sequence.append(token_id)
+
+
+def test_a_stream_has_the_tokens_of_sample_and_their_log_probabilities(
+    make_model: MakeModel,
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+
+    async def streamed() -> list[Any]:
+        tokens = llm.stream([1], 12, seed=9, temperature=0.7, stop=b"zz", top_k=5)
+        return [token async for token in tokens]
+
+    tokens = asyncio.run(streamed())
+    ids = [token.token_id for token in tokens]
+    assert ids == asyncio.run(llm.sample([1], 12, seed=9, temperature=0.7, top_k=5))
+    for place, token in enumerate(tokens):
+        row = oracle_row([1, *ids[:place]], None, VOCAB_SIZE)
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-6)
+
+
+def test_a_stream_that_is_left_asks_for_no_more(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+
+    async def left() -> None:
+        tokens = llm.stream([1], 100, seed=0)
+        async for _ in tokens:
+            break
+        await tokens.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(left())
+    assert len(engine.batches) == 1
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_sampling_without_an_event_loop_and_inside_one(
+    native: bool, make_model: MakeModel
+) -> None:
+    llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
+    expected = asyncio.run(llm.batch_sample([[1], [2, 3]], 6, **OPTIONS))
+    assert llm.batch_sample_sync([[1], [2, 3]], 6, **OPTIONS) == expected
+    alone = asyncio.run(llm.sample([1], 6, **OPTIONS))
+    assert llm.sample_sync([1], 6, **OPTIONS) == alone
+
+    async def inside() -> list[list[int]]:
+        return llm.batch_sample_sync([[1], [2, 3]], 6, **OPTIONS)
+
+    assert asyncio.run(inside()) == expected
+    with pytest.raises(EmptySequenceError):
+        llm.sample_sync([], 3)
+
+
+WRONG_LIMITS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"stop": [b"a", b""]}, ValueError, "stop has an empty text"),
+    ({"stop": 1.5}, TypeError, "stop=1.5; expected texts or token ids"),
+    ({"stop": ["a", None]}, TypeError, "stop has None; expected str or bytes, or token ids"),
+    ({"stop": True}, TypeError, "stop=True; expected"),
+    ({"stop": [3, VOCAB_SIZE]}, TokenIdError, "stop"),
+    ({"top_k": 0}, ValueError, "top_k=0; it must be 1 or more"),
+    ({"top_k": VOCAB_SIZE + 1}, ValueError, "top_k=17 of a vocabulary of 16"),
+    ({"top_p": 0.0}, ValueError, "top_p=0.0; it must be above 0"),
+    ({"top_p": "1"}, TypeError, "top_p='1'; expected a number"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG_LIMITS)
+def test_wrong_limits_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str, make_model: MakeModel
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    with pytest.raises(error, match=message):
+        llm.sample_sync([1], 2, **options)
+    assert llm.statistics().requests == 0
+
+
+def test_an_interrupt_ends_the_wait_for_samples(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    engine.hold()
+
+    def interrupt() -> None:
+        engine.wait_until_entered()
+        signal.pthread_kill(main, signal.SIGINT)
+        engine.release()
+
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGINT, raising)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.sample_sync([1], 10**6, seed=0)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert asyncio.run(llm.sample([1], 2, seed=0)) == chain([1], 2, stream_seeds(0, 1)[0], 1.0)
+
+
+def test_an_unknown_argument_is_reported_with_the_public_name_of_the_method() -> None:
+    with AsyncLM.from_name("demo", "reference") as llm:
+        for method in (llm.sample_sync, llm.batch_draw_sync, llm.score_sync):
+            unknown: dict[str, Any] = {"max_new_tokens": 3}
+            with pytest.raises(TypeError, match=r"^AsyncLM\.\w+\(\) got an unexpected"):
+                method([[1]], **unknown)

@@ -1,0 +1,561 @@
+"""Populations against float64 oracles and against requests one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm.core.engine.group_engine import GroupEngine
+from genlm.core.queries.generations import Generation, Lineage
+from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.sampling import uniforms
+
+SIZE = 7
+POISON = 6
+MASKS = np.array([[1, 1, 0, 1, 0, 1, 0], [0, 1, 1, 0, 1, 0, 0], [0] * 7], bool)
+
+
+def logits(token_ids: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng((3, *token_ids)).normal(scale=2, size=SIZE))
+
+
+def row(token_ids: Sequence[int]) -> torch.Tensor:
+    return torch.log_softmax(logits(token_ids), 0)
+
+
+class TinyEngine(genlm.BatchEngine):
+    """Fixed random rows; sequences that contain `POISON` raise while `is_strict`."""
+
+    is_strict = False
+    nan_after: int | None = None
+    part = 1000
+
+    def __init__(self, max_context: int | None = None) -> None:
+        tokens = [genlm.Token(i, bytes([97 + i])) for i in range(SIZE)]
+        self.vocabulary = genlm.Vocabulary(None, tokens, [str(each) for each in tokens])
+        self.max_context = max_context
+        self.evaluated: list[list[tuple[int, ...]]] = []
+
+    def group_limit(self, group: Any) -> int:
+        return self.part
+
+    def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+        self.evaluated.append([query.token_ids for query in queries])
+        if self.is_strict and any(POISON in query.token_ids for query in queries):
+            raise ArithmeticError("poison")
+        rows = torch.stack([row(query.token_ids) for query in queries]).float()
+        for place, query in enumerate(queries):
+            if query.token_ids[-1] == self.nan_after:
+                rows[place] = float("nan")
+        return rows
+
+
+class ServingEngine:
+    """An engine with a loop of its own, which answers single sequences in any order."""
+
+    def __init__(self) -> None:
+        self.inner = TinyEngine()
+        self.vocabulary, self.max_context = self.inner.vocabulary, None
+        self.capabilities: frozenset[genlm.Capability] = frozenset()
+        self.aborted: list[int] = []
+        self.released: list[tuple[str | None, bytes]] = []
+
+    def submit(self, query: genlm.Query) -> None:
+        if POISON in query.token_ids and self.inner.is_strict:
+            raise ArithmeticError("refused")
+        self.inner.submit(query)
+
+    def step(self) -> list[genlm.Completion]:
+        return self.inner.step()[::-1]
+
+    def abort(self, query_id: int) -> None:
+        self.aborted.append(query_id)
+        self.inner.abort(query_id)
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        self.released.append((adapter, key))
+
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture(params=[TinyEngine, ServingEngine])
+def llm(request: pytest.FixtureRequest) -> Iterator[genlm.AsyncLM]:
+    with genlm.AsyncLM(request.param, output_cache=genlm.OutputCache(0)) as model:
+        yield model
+
+
+@pytest.fixture
+def tiny() -> Iterator[genlm.AsyncLM]:
+    with genlm.AsyncLM(TinyEngine, output_cache=genlm.OutputCache(0)) as model:
+        yield model
+
+
+def strict(llm: genlm.AsyncLM) -> TinyEngine:
+    engine: Any = llm.engine
+    inner: TinyEngine = getattr(engine, "inner", engine)
+    inner.is_strict = True
+    return inner
+
+
+def members(population: genlm.Population) -> list[tuple[int, ...]]:
+    return [context.token_ids for context in population]
+
+
+def expected_rows(population: genlm.Population) -> torch.Tensor:
+    return torch.stack([row(each) for each in members(population)])
+
+
+# -- sequences ------------------------------------------------------------------------
+
+
+def test_equal_extensions_are_one_sequence_and_others_are_apart() -> None:
+    first = Lineage.of_sequences([TokenSequence.of([1]), TokenSequence.of([2])])
+    lineage, places = first.extended(np.array([0, 1, 0, 0, 1]), np.array([5, 5, 5, 6, -1]))
+    assert len(lineage) == 4
+    assert places[0] == places[2]
+    found = [lineage.sequence(place).token_ids for place in places.tolist()]
+    assert found == [(1, 5), (2, 5), (1, 5), (1, 6), (2,)]
+    assert lineage.lengths[places].tolist() == [2, 2, 2, 2, 1]
+    suffixes = lineage.suffixes(places)
+    assert suffixes.places.tolist() == [0, 1, 0, 0, 1]
+    assert suffixes.token_ids.tolist() == [[5], [5], [5], [6], [-1]]
+
+
+def test_a_generation_refers_to_the_state_of_an_earlier_one_until_it_has_its_own() -> None:
+    lineage = Lineage.of_sequences([TokenSequence.of([1])])
+    first, state = Generation(lineage), object()
+    assert first.with_state() is None
+    first.keep(state)
+    third = Generation(lineage, Generation(lineage, first))
+    assert third.with_state() is first
+    third.keep(object())
+    assert third.with_state() is third
+    assert third.base is None
+
+
+def test_thousands_of_extensions_are_dropped_without_recursion() -> None:
+    lineage, places = Lineage.of_sequences([TokenSequence.of([1])]), np.zeros(2, np.int64)
+    generation = Generation(lineage)
+    for _ in range(10_000):
+        lineage, places = lineage.extended(places, np.array([1, 2]))
+        generation = Generation(lineage, generation)
+    assert len(lineage.sequence(int(places[1]))) == 10_001
+    del lineage, generation
+
+
+def test_members_are_extended_copied_and_joined_as_numpy_does(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([1, 2], 3).extend([[3, 4], [-1, 5], [-1, -1]])
+    assert members(population) == [(1, 2, 3, 4), (1, 2, 5), (1, 2)]
+    assert population.lengths.tolist() == [4, 3, 2]
+    assert population.tokens.tolist() == [[1, 2, 3, 4], [1, 2, 5, -1], [1, 2, -1, -1]]
+    assert members(population[[2, 0, 0]]) == [(1, 2), (1, 2, 3, 4), (1, 2, 3, 4)]
+    assert members(population[1:]) == [(1, 2, 5), (1, 2)]
+    assert members(population[np.array([True, False, True])]) == [(1, 2, 3, 4), (1, 2)]
+    assert members(population[torch.tensor([1])]) == [(1, 2, 5)]
+    assert population[-1].token_ids == (1, 2)
+    joined = genlm.Population.cat([population[:1], population.extend([6, 6, 6])[1:]])
+    assert members(joined) == [(1, 2, 3, 4), (1, 2, 5, 6), (1, 2, 6)]
+    mixed = tiny.population([[1], tiny.context([2, 3])])
+    assert members(mixed) == [(1,), (2, 3)]
+    for index in (3, [0, 3], [0.5], [[0]]):
+        with pytest.raises(IndexError):
+            population[index]
+
+
+def test_wrong_extensions_name_the_members_and_change_nothing(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([1], 3)
+    with pytest.raises(genlm.PopulationError, match=r"2 of 3 members.*member 0, 2") as raised:
+        population.extend([SIZE, 0, -2])
+    assert raised.value.members == (0, 2)
+    assert isinstance(raised.value.__cause__, genlm.TokenIdError)
+    for wrong in ([1, 2], [[[1]]] * 3):
+        with pytest.raises(ValueError, match="3 members"):
+            population.extend(wrong)
+    with pytest.raises(genlm.TokenTypeError):
+        population.extend([0.5, 1, 2])
+    with pytest.raises(ValueError, match="boolean for each of 3 members"):
+        population.finish([1, 0, 1])
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(population)
+    with pytest.raises(ValueError, match="no populations"):
+        genlm.Population.cat([])
+    assert members(population) == [(1,)] * 3
+
+
+# -- rows and reductions --------------------------------------------------------------
+
+
+def test_rows_and_their_reductions_are_those_of_the_members(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1, 2], 5).extend([3, 4, 3, -1, 5])[[0, 0, 1, 2, 3, 4]]
+    rows = expected_rows(population)
+    torch.testing.assert_close(
+        population.next_token_logprobs_sync().double(), rows, atol=1e-6, rtol=0
+    )
+    ids = torch.tensor([[0, 1], [2, -1], [3, 3], [4, 0], [5, 6], [6, 0]])
+    found = population.token_logprobs_sync(ids)
+    wanted = rows.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=0)
+    top = population.top_tokens_sync(3)
+    assert torch.equal(top.token_ids, rows.sort(descending=True).indices[:, :3])
+    index = [0, 1, 2, 0, 1, 0]
+    mass = population.log_mass_sync(MASKS, mask_index=index)
+    wanted = rows.masked_fill(~torch.from_numpy(MASKS[index]), -torch.inf).logsumexp(1)
+    torch.testing.assert_close(mass.double(), wanted, atol=1e-6, rtol=0)
+    scores = population.score_sync([[1, 2], [3, -1], [-1, -1], [0, 0], [1, 1], [2, 2]])
+    first = rows[0, 1] + 0, row((*members(population)[0], 1))[2]
+    torch.testing.assert_close(scores[0].double(), torch.stack(first), atol=1e-6, rtol=0)
+    assert scores[2].tolist() == [0, 0]
+
+
+class Entropy(genlm.Reduction):
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> Any:
+        return torch.special.entr(rows.exp()).sum(-1).tolist()
+
+
+class OfToken(genlm.GroupReduction):
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self.token_ids = token_ids
+
+    def compute(self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor) -> Any:
+        return (rows[row_of, self.token_ids[members]], members)
+
+
+def test_reductions_of_ones_own_get_columns_and_return_columns(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 4).extend([1, 2, 2, 3])
+    rows = expected_rows(population)
+    entropy = population.reduce_sync(Entropy())
+    torch.testing.assert_close(
+        entropy.double(), torch.special.entr(rows.exp()).sum(1), atol=1e-5, rtol=0
+    )
+    logprobs, order = population.reduce_sync(OfToken(torch.tensor([3, 2, 1, 0])))
+    assert order.tolist() == [0, 1, 2, 3]
+    wanted = rows[torch.arange(4), torch.tensor([3, 2, 1, 0])]
+    torch.testing.assert_close(logprobs.double(), wanted, atol=1e-6, rtol=0)
+    with pytest.raises(TypeError, match="GroupReduction"):
+        population.reduce_sync("entropy")
+
+
+# -- draws ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["booleans", "list", "packed", "torch", "one"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("bias", ["none", "members", "tokens", "both"])
+def test_draws_invert_the_distribution_of_each_member(
+    llm: genlm.AsyncLM, form: str, temperature: float, bias: str
+) -> None:
+    population = llm.population([1], 6).extend([1, 2, 2, 3, 4, 5])
+    index = np.array([0, 1, 0, 0, 1, 0]) * (form != "one")
+    masks: Any = {
+        "booleans": MASKS[index],
+        "list": [np.flatnonzero(MASKS[i]).tolist() for i in index],
+        "packed": np.packbits(
+            np.pad(MASKS[index], ((0, 0), (0, 25))), axis=1, bitorder="little"
+        ).view(np.int32),
+        "torch": torch.from_numpy(MASKS[index]),
+        "one": MASKS[0],
+    }[form]
+    generator = np.random.default_rng(0)
+    shape = {"none": (), "members": (6,), "tokens": (SIZE,), "both": (6, SIZE)}[bias]
+    added: Any = torch.from_numpy(generator.normal(size=shape)) if shape else 0.0
+    drawn = population.draw_sync(masks, temperature=temperature, bias=added, seed=11)
+    numbers = uniforms(11, np.arange(6), 1)
+    own = added[:, None] if bias == "members" else added
+    rows = expected_rows(population)
+    scores = (rows + own).masked_fill(~torch.from_numpy(MASKS[index]), -torch.inf)
+    mass = scores.logsumexp(1)
+    for member in range(6):
+        if temperature:
+            chances = (scores[member] / temperature).softmax(0)
+            token = int(torch.searchsorted(chances.cumsum(0), numbers[member], right=True))
+            draw_logprob = float(chances[token].log())
+        else:
+            token, draw_logprob = int(scores[member].argmax()), 0.0
+        assert int(drawn.token_ids[member]) == token
+        found = [float(column[member]) for column in drawn[1:]]
+        wanted = [float(rows[member, token]), float(mass[member]), draw_logprob]
+        assert found == pytest.approx(wanted, abs=2e-5)
+
+
+def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 200)
+    first = population.draw_sync(seed=5)
+    assert torch.equal(first.token_ids, population.draw_sync(seed=5).token_ids)
+    assert len(set(first.token_ids.tolist())) == SIZE
+    extended = population.extend(first.token_ids)
+    copies = extended[np.zeros(200, np.int64)].draw_sync(seed=5)
+    assert len(set(copies.token_ids.tolist())) > 3
+    fresh = [population.draw_sync().token_ids for _ in range(2)]
+    assert not torch.equal(*fresh)
+
+
+def test_draws_without_replacement_are_ordered_and_different(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 50)
+    drawn = population.draw_without_replacement_sync(4, MASKS[0], seed=3)
+    assert drawn.token_ids.shape == (50, 4)
+    chances = row([1]).masked_fill(~torch.from_numpy(MASKS[0]), -torch.inf).exp()
+    for ids, logprobs in zip(
+        drawn.token_ids.tolist(), drawn.draw_logprob.tolist(), strict=True
+    ):
+        assert sorted(ids) == np.flatnonzero(MASKS[0]).tolist()
+        left = chances.clone()
+        for token, logprob in zip(ids, logprobs, strict=True):
+            assert logprob == pytest.approx(float((left[token] / left.sum()).log()), abs=1e-4)
+            left[token] = 0
+    single = population.draw_sync(MASKS[0], seed=3)
+    assert torch.equal(single.token_ids, drawn.token_ids[:, 0])
+
+
+def test_samples_are_repeated_draws_and_end_with_a_stop(llm: genlm.AsyncLM) -> None:
+    population, steps = llm.population([1], 8), []
+    sampled = population.sample_sync(4, stop=[2, "de"], seed=9)
+    for _ in range(4):
+        drawn = population.draw_sync(seed=9)
+        ended = drawn.token_ids == 2
+        population = population.extend(drawn.token_ids).finish(ended)
+        texts = [bytes(97 + i for i in each[1:]) for each in members(population)]
+        population = population.finish(np.array([b"de" in text for text in texts]))
+        steps.append(drawn.token_ids)
+    longest = sampled.token_ids.shape[1]
+    assert torch.equal(sampled.token_ids, torch.stack(steps, 1)[:, :longest])
+    assert members(sampled.population) == members(population)
+    assert torch.equal(sampled.population.finished, population.finished)
+    found = llm.population([1], 8).score_sync(sampled.token_ids)
+    torch.testing.assert_close(found, sampled.logprobs, atol=1e-5, rtol=0)
+
+
+# -- ends, errors, cancellation -------------------------------------------------------
+
+
+def test_dead_and_finished_members_are_not_computed(tiny: genlm.AsyncLM) -> None:
+    engine: Any = tiny.engine
+    population = tiny.population([[1], [2], [3], [4]]).finish([False, True, False, False])
+    drawn = population.draw_sync(MASKS, mask_index=[0, 0, 2, 1], seed=0)
+    assert engine.evaluated == [[(1,), (4,)]]
+    assert drawn.token_ids[1:3].tolist() == [-1, -1]
+    assert drawn.log_mass[1:3].tolist() == [0, -np.inf]
+    assert drawn.draw_logprob[1:3].tolist() == [0, -np.inf]
+    assert population.finished.tolist() == [False, True, False, False]
+    assert tiny.population([1], 0).draw_sync().token_ids.shape == (0,)
+    assert population[[1]].draw_sync().log_mass.tolist() == [0]
+    assert len(engine.evaluated) == 1
+    again = population.extend(drawn.token_ids)
+    assert members(again)[1:3] == [(2,), (3,)]
+
+
+def test_equal_members_are_computed_once(tiny: genlm.AsyncLM) -> None:
+    engine: Any = tiny.engine
+    tiny.population([1], 100).extend([1, 2] * 50).next_token_logprobs_sync()
+    assert engine.evaluated == [[(1, 1), (1, 2)]]
+    assert tiny.statistics().requests == 2
+
+
+def test_members_that_fail_are_listed_and_the_others_can_be_asked_again(
+    llm: genlm.AsyncLM,
+) -> None:
+    engine = strict(llm)
+    population = llm.population([1], 4).extend([2, POISON, 3, POISON])
+    with pytest.raises(genlm.PopulationError, match="2 of 4 members") as raised:
+        population.next_token_logprobs_sync()
+    assert raised.value.members == (1, 3)
+    assert isinstance(raised.value.error, ArithmeticError)
+    engine.is_strict = False
+    engine.nan_after = 3
+    with pytest.raises(genlm.PopulationError, match="not a distribution") as raised:
+        population.draw_sync(seed=1)
+    assert raised.value.members == (2,)
+    engine.nan_after = None
+    torch.testing.assert_close(
+        population.next_token_logprobs_sync().double(),
+        expected_rows(population),
+        atol=1e-6,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": True},
+        {"temperature": "1"},
+        {"temperature": [1.0, None]},
+        {"bias": True},
+        {"bias": "high"},
+        {"bias": [["high"] * SIZE] * 2},
+    ],
+    ids=repr,
+)
+def test_temperatures_and_biases_that_are_not_numbers_are_refused(
+    tiny: genlm.AsyncLM, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} has values of type"):
+        tiny.population([1], 2).draw_sync(seed=1, **wrong)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_bias_that_is_no_number_fails_the_members_that_have_it(
+    tiny: genlm.AsyncLM, value: float, temperature: float
+) -> None:
+    population = tiny.population([[1], [2], [3]])
+    of_tokens = np.zeros((3, SIZE))
+    of_tokens[1, 2] = value
+    for bias in (np.array([0, value, 0]), of_tokens):
+        for ask in (
+            lambda bias: population.draw_sync(temperature=temperature, bias=bias, seed=1),
+            lambda bias: population.log_mass_sync([1, 2], bias=bias),
+            lambda bias: population.draw_without_replacement_sync(2, bias=bias, seed=1),
+        ):
+            with pytest.raises(genlm.PopulationError, match="bias is NaN or inf") as raised:
+                ask(bias)
+            assert raised.value.members == (1,)
+    excluded = population.draw_sync([3, 4], bias=of_tokens, temperature=temperature, seed=1)
+    assert set(excluded.token_ids.tolist()) <= {3, 4}
+
+
+def test_settings_that_cannot_be_meant_are_refused_before_anything_is_computed(
+    tiny: genlm.AsyncLM,
+) -> None:
+    population = tiny.population([1], 3)
+    with pytest.raises(ValueError, match="temperature above 0; top_tokens"):
+        population.draw_without_replacement_sync(2, temperature=[1, 0, 1])
+    with pytest.raises(ValueError, match="mask_index without masks"):
+        population.draw_sync(mask_index=[0, 0, 1])
+    with pytest.raises(TypeError, match="bias has values of type bool"):
+        population.draw_sync(bias=torch.ones(SIZE, dtype=torch.bool))
+    with pytest.raises(genlm.TokenIdError) as raised:
+        population.draw_sync([[1], [2], [SIZE]])
+    assert raised.value.places == (2,)
+    engine: Any = tiny.engine
+    assert engine.evaluated == []
+
+
+def test_continuations_that_cannot_be_scored_name_their_members() -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(max_context=3)) as llm:
+        population = llm.population([1], 3)
+        with pytest.raises(genlm.PopulationError, match="longer than the context") as raised:
+            population.score_sync([[-1] * 4, [1, 2, -1, -1], [1, 2, 3, 4]])
+        assert raised.value.members == (2,)
+        with pytest.raises(genlm.PopulationError, match="outside the vocabulary") as raised:
+            population.score_sync([[1], [SIZE], [1]])
+        assert raised.value.members == (1,)
+        strict(llm)
+        with pytest.raises(genlm.PopulationError, match="ArithmeticError") as raised:
+            population.score_sync([[-1, -1], [POISON, 2], [1, 2]])
+        assert raised.value.members == (1,)
+
+
+def test_an_engine_that_always_fails_is_called_few_times(tiny: genlm.AsyncLM) -> None:
+    engine = strict(tiny)
+    population = tiny.population([POISON], 64).extend(np.arange(64) % SIZE).extend([0] * 64)
+    with pytest.raises(genlm.PopulationError, match="64 of 64"):
+        population.next_token_logprobs_sync()
+    assert len(engine.evaluated) <= 7
+
+
+def test_contexts_that_are_full_are_listed() -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(max_context=3)) as llm:
+        population = llm.population([1, 2], 3).extend([[3, 4], [3, -1], [-1, -1]])
+        with pytest.raises(genlm.PopulationError, match=r"member 0.*context of 3") as raised:
+            population.draw_sync()
+        assert isinstance(raised.value.error, genlm.ContextLengthError)
+        assert len(population[1:].draw_sync().token_ids) == 2
+
+
+def test_a_large_population_is_computed_in_parts_between_which_others_run() -> None:
+    with genlm.AsyncLM(TinyEngine, output_cache=genlm.OutputCache(0)) as llm:
+        engine: Any = llm.engine
+        engine.part = 2
+
+        async def together() -> list[Any]:
+            population = llm.population([1], 7).extend(np.arange(7))
+            task = asyncio.ensure_future(population.next_token_logprobs())
+            await asyncio.sleep(0)
+            return [population, await llm.next_token_logprobs([5, 5]), await task]
+
+        population, single, rows = asyncio.run(together())
+        torch.testing.assert_close(rows.double(), expected_rows(population), atol=1e-6, rtol=0)
+        torch.testing.assert_close(single.double(), row([5, 5]), atol=1e-6, rtol=0)
+        sizes = [len(each) for each in engine.evaluated]
+        assert sorted(sizes) == [1, 1, 2, 2, 2]
+        assert engine.evaluated.index([(5, 5)]) < len(sizes) - 1
+
+
+def test_a_cancelled_request_leaves_nothing_behind(llm: genlm.AsyncLM) -> None:
+    async def cancelled() -> None:
+        population = llm.population([1], 50).extend(np.arange(50) % SIZE)
+        for _ in range(5):
+            task = asyncio.ensure_future(population.draw())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        drawn = await population.draw(seed=2)
+        assert torch.equal(drawn.token_ids, (await population.draw(seed=2)).token_ids)
+
+    asyncio.run(cancelled())
+    assert llm.statistics().pending == 0
+
+
+def test_contexts_are_leased_while_a_population_refers_to_them() -> None:
+    with genlm.AsyncLM(ServingEngine, output_cache=genlm.OutputCache(0)) as llm:
+        engine: Any = llm.engine
+        assert isinstance(engine, ServingEngine)
+        assert not isinstance(engine, GroupEngine)
+        population = llm.population([1], 3).extend([1, 2, 3])
+        keys = {(None, context.sequence.key) for context in population}
+        population.draw_sync()
+        population = population.extend([4, 4, 4])
+        population.draw_sync()  # computes the extension, which no longer needs the first ones
+        gc.collect()
+        llm.next_token_logprobs_sync([6])
+        for _ in range(100):
+            if len(engine.released) >= 3:
+                break
+            llm.next_token_logprobs_sync([6, len(engine.released) % SIZE])
+        assert set(engine.released) == keys
+
+
+def test_blocking_twins_work_in_a_running_event_loop(llm: genlm.AsyncLM) -> None:
+    async def inside() -> Any:
+        return llm.population([1], 3).draw_sync(seed=4)
+
+    outside = llm.population([1], 3).draw_sync(seed=4)
+    assert torch.equal(asyncio.run(inside()).token_ids, outside.token_ids)
+
+
+def test_populations_of_other_models_and_adapters_are_refused(tiny: genlm.AsyncLM) -> None:
+    with genlm.AsyncLM(TinyEngine) as other:
+        with pytest.raises(ValueError, match="different models or adapters"):
+            genlm.Population.cat([tiny.population([1], 1), other.population([1], 1)])
+        with pytest.raises(ValueError, match="different model"):
+            other.population([tiny.context([1])])
+    with pytest.raises(genlm.UnsupportedCapabilityError):
+        tiny.population([1], 2, lora_name="red")
+    with pytest.raises(TypeError, match="size"):
+        tiny.population([1], 1.5)  # type: ignore[call-overload]
+
+
+def test_populations_of_none_and_of_one_member_are_like_others(llm: genlm.AsyncLM) -> None:
+    nobody = llm.population([1], 0)
+    assert nobody.reduce_sync(Entropy()).shape == (0,)
+    assert nobody.next_token_logprobs_sync().shape == (0, SIZE)
+    assert nobody.tokens.shape == (0, 0)
+    assert nobody.log_mass_sync(MASKS[0]).shape == (0,)
+    assert nobody.sample_sync(3).token_ids.shape == (0, 0)
+    one = llm.population([1], 2)
+    drawn = one.finish([True, False]).draw_sync(bias=[0.0, 1.5], seed=1)
+    assert drawn.log_mass.tolist() == pytest.approx([0, 1.5], abs=1e-6)

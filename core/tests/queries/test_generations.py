@@ -1,0 +1,187 @@
+"""`Lineage` against lists of tuples, and which generation has a state."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core.queries.generations import NO_TOKEN, Generation, Lineage
+from genlm.core.queries.sequence import TokenSequence
+
+PROMPTS = [(5,), (), (7, 7, 2)]
+STEPS = st.lists(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(-1, 3)), min_size=1, max_size=6),
+    max_size=6,
+)
+
+
+def lineage_of(prompts: list[tuple[int, ...]] = PROMPTS) -> Lineage:
+    return Lineage.of_sequences([TokenSequence.of(ids) for ids in prompts])
+
+
+def sequences(lineage: Lineage) -> list[tuple[int, ...]]:
+    return [lineage.sequence(place).token_ids for place in range(len(lineage))]
+
+
+def extended(lineage: Lineage, places: list[int], tokens: list[int]) -> tuple[Lineage, list]:
+    found, after = lineage.extended(np.array(places), np.array(tokens))
+    return found, after.tolist()
+
+
+def test_extensions_of_one_sequence_by_one_token_become_one_sequence():
+    lineage, places = extended(lineage_of(), [0, 2, 0, 2, 0], [1, 1, 1, 3, NO_TOKEN])
+    assert len(lineage) == 4
+    assert len(set(places)) == 4
+    assert places[0] == places[2]
+    made = sequences(lineage)
+    assert [made[place] for place in places] == [
+        (5, 1),
+        (7, 7, 2, 1),
+        (5, 1),
+        (7, 7, 2, 3),
+        (5,),
+    ]
+
+
+def test_distinct_extensions_stay_in_the_order_of_the_members():
+    lineage, places = extended(lineage_of(), [2, 0, 1], [0, 9, 4])
+    assert places == [0, 1, 2]
+    assert sequences(lineage) == [(7, 7, 2, 0), (5, 9), (4,)]
+    assert lineage.lengths.tolist() == [4, 2, 1]
+
+
+def test_the_end_of_one_sequence_is_not_taken_for_the_beginning_of_the_next():
+    """The keys of (place, token) differ also for no token and for the largest token."""
+    lineage, places = extended(lineage_of(), [0, 1, 1, 2], [3, NO_TOKEN, 3, NO_TOKEN])
+    assert len(set(places)) == 4
+    assert [sequences(lineage)[place] for place in places] == [(5, 3), (), (3,), (7, 7, 2)]
+
+
+@given(STEPS)
+def test_extensions_and_suffixes_are_those_of_lists_of_tuples(steps):
+    first = lineage = lineage_of()
+    places = np.arange(len(PROMPTS))
+    members = [(ids, ids) for ids in PROMPTS]  # what each begins with, and what it is
+    middle, middle_places, middle_members = lineage, places, members
+    for number, step in enumerate(steps):
+        parents = [index % len(places) for index, _ in step]
+        tokens = [token for _, token in step]
+        lineage, places = lineage.extended(places[parents], np.array(tokens))
+        members = [
+            (members[i][0], members[i][1] + ((token,) if token >= 0 else ()))
+            for i, token in zip(parents, tokens, strict=True)
+        ]
+        if number == 2:
+            middle, middle_places, middle_members = lineage, places, members
+    assert [lineage.sequence(place).token_ids for place in places] == [
+        ids for _, ids in members
+    ]
+    assert lineage.lengths[places].tolist() == [len(ids) for _, ids in members]
+    assert lineage.first is first
+    beginnings, after = lineage.suffixes(places)
+    assert after.shape == (len(members), len(steps))
+    for place, suffix, (prompt, ids) in zip(beginnings, after, members, strict=True):
+        assert PROMPTS[place] == prompt
+        assert (*prompt, *suffix[suffix >= 0].tolist()) == ids
+    beginnings, after = lineage.suffixes(places, middle)
+    assert after.shape == (
+        len(members),
+        max(0, len(steps) - 3) if middle is not first else len(steps),
+    )
+    made = {place: ids for place, (_, ids) in zip(middle_places, middle_members, strict=True)}
+    for place, suffix, (_, ids) in zip(beginnings, after, members, strict=True):
+        assert (*made[place], *suffix[suffix >= 0].tolist()) == ids
+
+
+@given(STEPS, st.lists(st.integers(0, 9), min_size=4, max_size=4))
+def test_last_tokens_are_those_of_the_sequences(steps, wanted):
+    lineage = lineage_of([(5, 6), (4,), (7, 7, 2)])
+    for step in steps:
+        places = [place % len(lineage) for place, _ in step]
+        lineage, _ = extended(lineage, places, [token for _, token in step])
+    places = np.array([i % len(lineage) for i in range(len(wanted))])
+    counts = np.minimum(wanted, lineage.lengths[places])
+    found = lineage.last_tokens(places, counts)
+    for place, count, row in zip(places.tolist(), counts.tolist(), found.tolist(), strict=True):
+        ids = lineage.sequence(place).token_ids
+        assert [i for i in row if i != NO_TOKEN] == list(ids[len(ids) - count :])
+
+
+def test_a_lineage_is_extended_by_no_members():
+    lineage, places = lineage_of().extended(np.empty(0, np.int64), np.empty(0, np.int64))
+    assert len(lineage) == len(places) == 0
+    beginnings, after = lineage.suffixes(places)
+    assert beginnings.shape == (0,)
+    assert after.shape == (0, 1)
+
+
+def test_a_sequence_is_made_once_and_shares_that_of_its_ancestor():
+    lineage, [place] = extended(lineage_of(), [2], [1])
+    later, [end] = extended(lineage, [place], [NO_TOKEN])
+    made = later.sequence(end)
+    assert later.sequence(end) is made
+    assert lineage.sequence(place) is made
+
+
+class State:
+    """Something that can be referred to weakly."""
+
+
+def child(parent: Lineage, token_id: int) -> Lineage:
+    """What `extended` returns for the only sequence of a lineage, in less time."""
+    return Lineage(parent, np.zeros(1, np.int64), np.array([token_id]), parent.lengths + 1)
+
+
+def test_a_sequence_of_100_000_generations_is_put_together():
+    lineage = lineage_of([(9,)])
+    for index in range(100_000):
+        lineage = child(lineage, index % 7)
+    assert lineage.lengths.tolist() == [100_001]
+    assert lineage.sequence(0).token_ids == (9, *(index % 7 for index in range(100_000)))
+    assert lineage.suffixes(np.zeros(1, np.int64)).token_ids.shape == (1, 100_000)
+
+
+def test_a_chain_of_100_000_generations_is_dropped_without_an_error(capfd):
+    first = generation = Generation(lineage_of([(9,)]))
+    first.keep(State())
+    for _ in range(100_000):
+        generation = Generation(child(generation.lineage, 1), generation)
+    assert generation.with_state() is first
+    state = weakref.ref(first.state)
+    del first, generation
+    gc.collect()
+    assert state() is None
+    assert capfd.readouterr().err == ""
+
+
+def test_a_generation_serves_until_one_that_extends_it_has_a_state():
+    lineage = lineage_of()
+    first = Generation(lineage)
+    assert first.with_state() is None
+    second = Generation(lineage.extended(np.arange(3), np.zeros(3, np.int64))[0], first)
+    third = Generation(second.lineage.extended(np.arange(3), np.zeros(3, np.int64))[0], second)
+    assert third.with_state() is None
+    first.keep("first")
+    assert third.with_state() is second.with_state() is first.with_state() is first
+    third.keep("third")
+    assert third.with_state() is third
+    assert third.base is None
+    assert second.with_state() is first
+
+
+def test_a_state_is_dropped_with_the_last_generation_that_it_serves():
+    lineage = lineage_of()
+    first = Generation(lineage)
+    first.keep(State())
+    state = weakref.ref(first.state)
+    second = Generation(lineage.extended(np.arange(3), np.zeros(3, np.int64))[0], first)
+    del first
+    gc.collect()
+    assert state() is not None
+    second.keep(State())
+    gc.collect()
+    assert state() is None

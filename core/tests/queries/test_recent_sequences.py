@@ -1,0 +1,137 @@
+"""`RecentSequences` finds lists that it was given, and those longer by an id, and no others."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genlm.core.queries import recent_sequences
+from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
+from genlm.core.queries.sequence import TokenSequence
+
+VOCAB_SIZE = 1000
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+@pytest.fixture
+def known() -> tuple[RecentSequences, list[int]]:
+    """A list of ids and what knows it."""
+    recent, ids = RecentSequences(), ids_of(SHORTEST + 40)
+    recent.add(list(ids), TokenSequence.of(ids))
+    return recent, ids
+
+
+def test_a_list_grows_in_place_and_its_siblings_are_found(known: Any) -> None:
+    recent, ids = known
+    grown = list(ids)
+    for token_id in ids_of(50, seed=1):
+        grown.append(token_id)
+        assert recent.find(grown, VOCAB_SIZE) == TokenSequence.of(grown)
+    for length in (len(ids) + 1, len(ids) + 30):
+        sibling = [*grown[:length], (grown[length] + 1) % VOCAB_SIZE]
+        for _ in range(2):
+            assert recent.find(sibling, VOCAB_SIZE) == TokenSequence.of(sibling)
+        assert recent.find(grown[:length], VOCAB_SIZE) == TokenSequence.of(grown[:length])
+    assert recent.find(grown, VOCAB_SIZE) == TokenSequence.of(grown)
+    assert recent.find(ids, VOCAB_SIZE) == TokenSequence.of(ids)
+
+
+def test_what_was_found_is_the_callers_list_at_that_time(known: Any) -> None:
+    recent, ids = known
+    mine = [*ids, 1]
+    assert recent.find(mine, VOCAB_SIZE) == TokenSequence.of(mine)
+    mine[3] += 1  # the caller's own list, changed after the request
+    assert recent.find([*ids, 1], VOCAB_SIZE) == TokenSequence.of([*ids, 1])
+    assert recent.find(mine, VOCAB_SIZE) in {None, TokenSequence.of(mine)}
+
+
+@pytest.mark.parametrize("place", [0, 1, 50, -9, -2])
+def test_a_list_that_differs_in_one_place_is_not_found(known: Any, place: int) -> None:
+    recent, ids = known
+    other = list(ids)
+    other[place] = (other[place] + 1) % VOCAB_SIZE
+    assert recent.find(other, VOCAB_SIZE) is None
+    assert recent.find([*other, 5], VOCAB_SIZE) is None
+    assert recent.find([*ids, 5], VOCAB_SIZE) == TokenSequence.of([*ids, 5])
+
+
+@pytest.mark.parametrize(
+    "last",
+    [VOCAB_SIZE, -1, 1.0, None, "a", [1], True, np.int64(3), torch.tensor(3), np.ones(2)],
+    ids=repr,
+)
+def test_what_needs_another_check_is_left_to_it(known: Any, last: Any) -> None:
+    recent, ids = known
+    assert recent.find([*ids, last], VOCAB_SIZE) is None
+    assert recent.find([*ids[:-1], last], VOCAB_SIZE) is None
+    assert recent.find([*ids[:60], last, *ids[61:]], VOCAB_SIZE) is None
+    assert recent.find([*ids, 5], VOCAB_SIZE) == TokenSequence.of([*ids, 5])
+
+
+@pytest.mark.parametrize("place", [0, 3, 50, -9, -2, -1])
+@pytest.mark.parametrize("kind", [float, np.int64, np.float32, torch.tensor])
+def test_an_equal_object_of_another_type_is_left_to_another_check(
+    known: Any, kind: Any, place: int
+) -> None:
+    recent, ids = known
+    other: list[Any] = list(ids)
+    other[place] = kind(ids[place])
+    assert recent.find(other, VOCAB_SIZE) is None
+    assert recent.find([*other, 5], VOCAB_SIZE) is None
+    assert recent.find([*ids, 5], VOCAB_SIZE) == TokenSequence.of([*ids, 5])
+
+
+@pytest.mark.parametrize("places", [[0], [7], [-1], range(SHORTEST)])
+def test_a_mask_is_left_to_another_check(places: Any) -> None:
+    recent, ids = RecentSequences(), [1, 0] * SHORTEST
+    recent.add(list(ids), TokenSequence.of(ids))
+    other: list[Any] = list(ids)
+    for place in places:
+        other[place] = bool(ids[place])
+    assert recent.find(other, VOCAB_SIZE) is None
+
+
+def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_sequences, "_MOST_IDS", 2000)
+    recent, used = RecentSequences(), ids_of(100, seed=-1)
+    recent.add(list(used), TokenSequence.of(used))
+    for seed in range(300):
+        ids = ids_of(100, seed)
+        recent.add(list(ids), TokenSequence.of(ids))
+        assert recent.find(used, VOCAB_SIZE) is not None
+        held = {id(known.ids): len(known.ids) for known in recent._young.values()}
+        held |= {id(known.ids): len(known.ids) for known in recent._old.values()}
+        assert sum(held.values()) < 3 * 2000
+    assert recent.find(ids_of(100, 0), VOCAB_SIZE) is None
+    assert recent.find(ids, VOCAB_SIZE) == TokenSequence.of(ids)
+
+
+def test_threads_get_the_sequences_of_their_lists(known: Any) -> None:
+    recent, ids = known
+    wrong: list[list[int]] = []
+
+    def grow(seed: int) -> None:
+        mine = list(ids)
+        for token_id in ids_of(300, seed):
+            mine.append(token_id)
+            found = recent.find(mine, VOCAB_SIZE)
+            if found is None:
+                recent.add(list(mine), TokenSequence.of(mine))
+            elif found.token_ids != tuple(mine):
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=grow, args=(seed,)) for seed in (1, 1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,488 @@
+"""Draws from batches of rows against their definition in float64, row by row."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from genlm import Mask
+from genlm.core.rows import draws
+from genlm.core.rows import logits as rows_module
+from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.sampling import uniforms
+
+INF = math.inf
+SIZE = 1300
+COUNT = 24
+"""Rows of most tests."""
+
+Array = np.ndarray[Any, Any]
+
+
+def some_rows(count: int = COUNT, size: int = SIZE, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(3 * torch.randn(count, size, generator=generator), -1)
+
+
+NUMBERS = uniforms(1, np.arange(COUNT), 0)
+
+
+def weights_of(
+    rows: torch.Tensor, masks: Any, index: Any, temperature: Any = 1.0, bias: Any = None
+) -> RowWeights:
+    return RowWeights(
+        rows.shape, masks, index, temperature=temperature, bias=0.0 if bias is None else bias
+    )
+
+
+def batch_draw(
+    rows: torch.Tensor,
+    numbers: Any,
+    masks: Any = None,
+    index: Any = None,
+    *,
+    top_k: Any = None,
+    top_p: Any = None,
+    **settings: Any,
+) -> DrawnTokens:
+    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
+    return draws.batch_draw(rows, numbers, weights_of(rows, masks, index, **settings), **limits)
+
+
+def batch_draw_without_replacement(
+    rows: torch.Tensor, numbers: Any, masks: Any = None, **settings: Any
+) -> DrawnTokens:
+    weights = weights_of(rows, masks, None, **settings)
+    return draws.batch_draw_without_replacement(rows, numbers, weights)
+
+
+def batch_log_mass(
+    rows: torch.Tensor, masks: Any = None, index: Any = None, **settings: Any
+) -> torch.Tensor:
+    return draws.batch_log_mass(rows, weights_of(rows, masks, index, **settings))
+
+
+def sets_of_tokens(count: int = COUNT, seed: int = 1) -> Array:
+    """Booleans, some rows with few and one with no token."""
+    generator = np.random.default_rng(seed)
+    shares = generator.choice([0.003, 0.3, 0.9], (count, 1))
+    allowed: Array = generator.random((count, SIZE)) < shares
+    allowed[5] = False
+    return allowed
+
+
+def words_of(allowed: Array) -> Array:
+    padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)), constant_values=True)
+    return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32)
+
+
+def same(found: DrawnTokens, expected: DrawnTokens) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+def check_draws(
+    found: DrawnTokens,
+    rows: torch.Tensor,
+    numbers: Array,
+    allowed: Array | None = None,
+    temperatures: Array | None = None,
+    bias: Array | None = None,
+) -> None:
+    """Compare draws with the inversion of the cumulative weights in float64."""
+    count, size = rows.shape
+    exact = rows.double().numpy()
+    allowed = np.ones((count, size), np.bool_) if allowed is None else allowed
+    scores = np.where(allowed, exact + (0.0 if bias is None else bias), -INF)
+    with np.errstate(divide="ignore"):
+        masses = np.log(np.exp(scores).sum(-1))
+    temperatures = np.ones(count) if temperatures is None else temperatures
+    for row in range(count):
+        token, mass = int(found.token_ids[row]), float(found.log_mass[row])
+        own = scores[row]
+        if not np.isfinite(own).any():
+            assert [float(each[row]) for each in found] == [-1, -INF, -INF, -INF]
+            continue
+        assert mass == pytest.approx(masses[row], abs=2e-5)
+        assert float(found.logprobs[row]) == float(rows[row, token])
+        if temperatures[row] == 0:
+            assert token == int(own.argmax())
+            assert float(found.draw_logprob[row]) == 0
+            continue
+        weights = np.exp((own - own.max()) / temperatures[row])
+        cumulative = np.cumsum(weights) / weights.sum()
+        expected = int(np.searchsorted(cumulative, numbers[row], "right"))
+        # float32 weights move the boundary between two ids by as little as this.
+        boundary = cumulative[min(token, expected)]
+        assert token == expected or abs(boundary - numbers[row]) < 1e-6
+        probability = math.log(weights[token] / weights.sum())
+        assert float(found.draw_logprob[row]) == pytest.approx(probability, abs=2e-5)
+
+
+# -- values ---------------------------------------------------------------------------
+
+TEMPERATURES: dict[str, Any] = {
+    "1": 1.0,
+    "0.3": 0.3,
+    "0": 0,
+    "one for each": np.resize([1.0, 0.0, 0.4, 3.0], COUNT),
+}
+BIASES: dict[str, Any] = {
+    "none": None,
+    "number": -2.5,
+    "of rows": np.linspace(-3, 90, COUNT),
+    "of tokens": np.sin(np.arange(SIZE)) * 4,
+    "of each": np.random.default_rng(5).normal(0, 20, (COUNT, SIZE)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("bias", BIASES)
+def test_draws_follow_their_definition(bias: str, temperature: str, masked: bool) -> None:
+    rows, before = some_rows(), some_rows()
+    allowed = sets_of_tokens() if masked else None
+    given, added = TEMPERATURES[temperature], BIASES[bias]
+    found = batch_draw(rows, NUMBERS, allowed, temperature=given, bias=added)
+    exact = None if added is None else np.asarray(added, np.float32).astype(np.float64)
+    if exact is not None and exact.shape == (COUNT,):
+        exact = exact[:, None]
+    temperatures = np.broadcast_to(np.asarray(given, np.float64), (COUNT,))
+    check_draws(found, rows, NUMBERS, allowed, temperatures, exact)
+    mass = batch_log_mass(rows, allowed, bias=added)
+    assert torch.allclose(mass, found.log_mass, atol=1e-5)
+    if allowed is None and added is None:
+        assert found.log_mass.tolist() == [0.0] * COUNT
+    assert torch.equal(rows, before)
+    assert [each.dtype for each in found] == [torch.int64] + [torch.float32] * 3
+
+
+def test_a_bias_of_minus_infinity_excludes_tokens_as_a_mask_does() -> None:
+    rows, allowed = some_rows(), sets_of_tokens()
+    found = batch_draw(rows, NUMBERS, bias=np.where(allowed, 0.0, -INF))
+    check_draws(found, rows, NUMBERS, allowed)
+    dead = batch_draw(rows, NUMBERS, bias=np.resize([0.0, -INF], COUNT))
+    assert dead.token_ids[1::2].tolist() == [-1] * (COUNT // 2)
+    assert dead.logprobs[1::2].tolist() == [-INF] * (COUNT // 2)
+    expected = batch_draw(rows, NUMBERS)
+    assert torch.equal(dead.token_ids[::2], expected.token_ids[::2])
+
+
+def test_very_unlikely_tokens_are_drawn_from_exactly_with_a_bias_as_without() -> None:
+    rows = some_rows(3)
+    rows[:, 0], rows[:, 1:] = 0.0, torch.log_softmax(rows[:, 1:], -1) - 200
+    allowed = np.ones((3, SIZE), np.bool_)
+    allowed[:, 0] = False
+    for bias in (None, np.zeros(SIZE), np.full((3, SIZE), 250.0)):
+        found = batch_draw(rows, NUMBERS[:3], allowed[:1], bias=bias)
+        expected = np.float64(0 if bias is None else bias.flat[0])
+        assert found.log_mass.tolist() == pytest.approx([expected - 200] * 3, abs=1e-3)
+        assert torch.equal(
+            found.token_ids, batch_draw(rows[:, 1:] + 200, NUMBERS[:3]).token_ids + 1
+        )
+
+
+# -- masks ----------------------------------------------------------------------------
+
+FORMS: dict[str, Any] = {
+    "numpy booleans": lambda allowed: allowed,
+    "torch booleans": torch.from_numpy,
+    "strided booleans": lambda allowed: torch.from_numpy(allowed.T.copy()).T,
+    "read-only words": lambda allowed: np.frombuffer(
+        words_of(allowed).tobytes(), np.int32
+    ).reshape(len(allowed), -1),
+    "torch words": lambda allowed: torch.from_numpy(words_of(allowed)),
+    "masks": lambda allowed: [Mask(each, SIZE) for each in allowed],
+    "lists of ids": lambda allowed: [np.flatnonzero(each).tolist() for each in allowed],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_of_rows_in_any_form_are_the_same(form: str) -> None:
+    rows, allowed = some_rows(), sets_of_tokens()
+    expected = batch_draw(rows, NUMBERS, allowed)
+    made = FORMS[form](allowed)
+    assert same(batch_draw(rows, NUMBERS, made), expected)
+    assert torch.equal(batch_log_mass(rows, made), batch_log_mass(rows, allowed))
+    index = np.random.default_rng(0).integers(0, COUNT, COUNT)
+    chosen = batch_draw(rows, NUMBERS, allowed[index])
+    for kind in (np.asarray, torch.from_numpy, np.ndarray.tolist):
+        assert same(batch_draw(rows, NUMBERS, made, kind(index)), chosen)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda flags: flags,
+        lambda flags: flags.tolist(),
+        torch.from_numpy,
+        lambda flags: flags[None],
+        lambda flags: words_of(flags[None]),
+        lambda flags: np.flatnonzero(flags).tolist(),
+        lambda flags: set(np.flatnonzero(flags).tolist()),
+        lambda flags: Mask(flags, SIZE),
+        lambda flags: [Mask(flags, SIZE)],
+        lambda flags: RowMasks(flags, COUNT, SIZE),
+        lambda flags: [Mask(flags, SIZE), None],
+    ],
+)
+def test_one_mask_in_any_form_is_of_all_rows(form: Any) -> None:
+    rows, flags = some_rows(), sets_of_tokens()[1]
+    made = form(flags)
+    index = np.zeros(COUNT, np.int64) if isinstance(made, list) and None in made else None
+    expected = batch_draw(rows, NUMBERS, np.tile(flags, (COUNT, 1)))
+    assert same(batch_draw(rows, NUMBERS, made, index), expected)
+
+
+def test_rows_without_a_mask_have_mass_1_beside_others_and_alone() -> None:
+    rows, mask = some_rows(), Mask(range(7, SIZE, 5), SIZE)
+    masks = [mask, None, None, mask] * (COUNT // 4)
+    found = batch_draw(rows, NUMBERS, masks)
+    assert found.log_mass[1::4].tolist() == found.log_mass[2::4].tolist() == [0.0] * 6
+    for row, each in enumerate(masks):
+        one = slice(row, row + 1)
+        alone = batch_draw(rows[one], NUMBERS[one], None if each is None else [each])
+        assert same(DrawnTokens(*(column[one] for column in found)), alone)
+    everything = batch_draw(rows, NUMBERS, [None] * COUNT)
+    assert same(everything, batch_draw(rows, NUMBERS))
+
+
+@pytest.mark.parametrize("masks", [[], [[]] * COUNT, np.zeros((1, SIZE), np.bool_)])
+def test_an_empty_mask_leaves_nothing_to_draw(masks: Any) -> None:
+    found = batch_draw(some_rows(), NUMBERS, masks)
+    assert found.token_ids.tolist() == [-1] * COUNT
+    assert all(each.tolist() == [-INF] * COUNT for each in found[1:])
+
+
+WRONG_MASKS: list[tuple[Any, Any, str]] = [
+    (np.ones((3, SIZE), np.bool_), None, "3 masks for 24 rows"),
+    ([[1], [2]], None, "2 masks for 24 rows"),
+    (np.ones((COUNT, SIZE + 1), np.bool_), None, r"expected booleans of shape \(masks, 1300\)"),
+    (np.ones((COUNT, 40), np.int32), None, r"packed bits, int32, of shape \(masks, 41\)"),
+    (np.ones((COUNT, SIZE), np.int64), None, r"masks of shape \(24, 1300\), torch.int64"),
+    (np.ones(41, np.int32), None, "may be token ids or packed bits"),
+    ([[1], [2]], [0] * 5, r"an index of shape \(5,\) for 24 rows"),
+    ([[1], [2]], [2] * COUNT, "from 0 to 1; 24 of 24 are not, at places 0, 1, 2, 3, 4, ...;"),
+    ([[1], [2]], [0] * (COUNT - 1) + [-1], "1 of 24 are not, at places 23; the first is -1"),
+    ([SIZE], None, "token id 1300 at position 0 of a mask"),
+    ([[1], [-1]], [0] * COUNT, "token id -1 at position 0 of a mask"),
+]
+
+
+@pytest.mark.parametrize(("masks", "index", "message"), WRONG_MASKS)
+def test_wrong_masks_are_refused(masks: Any, index: Any, message: str) -> None:
+    for function in (batch_log_mass, lambda *found: batch_draw(found[0], NUMBERS, *found[1:])):
+        with pytest.raises(ValueError, match=message):
+            function(some_rows(), masks, index)
+
+
+@pytest.mark.parametrize("shape", [(), (COUNT + 1,), (1,), (COUNT, 1)])
+def test_numbers_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"for 24 rows; expected shape \(n,\)"):
+        batch_draw(some_rows(), np.full(shape, 0.5))
+
+
+def test_a_bias_that_may_be_of_rows_or_of_tokens_is_refused() -> None:
+    rows = some_rows(5, 5)
+    with pytest.raises(ValueError, match=r"pass shape \(5, 1\) or \(1, 5\)"):
+        batch_log_mass(rows, bias=np.zeros(5))
+    bias = np.arange(5.0)
+    by_row, by_token = (batch_log_mass(rows, bias=bias.reshape(s)) for s in [(5, 1), (1, 5)])
+    assert by_row.tolist() == bias.tolist()
+    assert torch.allclose(by_token, (rows + torch.from_numpy(bias)).logsumexp(-1).float())
+    with pytest.raises(ValueError, match=r"a bias of shape \(3,\) for 5 rows over 5 tokens"):
+        batch_log_mass(rows, bias=np.zeros(3))
+
+
+# -- batches --------------------------------------------------------------------------
+
+
+def settings_of(seed: int) -> dict[str, Any]:
+    """Different settings for each row."""
+    generator = np.random.default_rng(seed)
+    masks = [None, Mask([3], SIZE), Mask(range(0, SIZE, 3), SIZE), Mask([], SIZE)]
+    return {
+        "masks": [masks[i] for i in generator.integers(0, 4, COUNT)],
+        "temperature": generator.choice([0.0, 0.5, 1.0, 2.0], COUNT),
+        "bias": generator.normal(0, 2, (COUNT, SIZE)) if seed % 2 else None,
+        "top_k": [None if i % 2 else 9 for i in generator.integers(0, 9, COUNT)],
+        "top_p": generator.choice([0.4, 1.0], COUNT).tolist(),
+    }
+
+
+def chosen(settings: dict[str, Any], places: Array) -> dict[str, Any]:
+    return {
+        name: None if value is None else [value[i] for i in places]
+        for name, value in settings.items()
+        if name != "bias" or value is None
+    } | ({} if settings["bias"] is None else {"bias": settings["bias"][places]})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_draw_depends_on_its_own_row_and_settings_alone(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, settings = some_rows(seed=seed), settings_of(seed)
+    together = batch_draw(rows, NUMBERS, **settings)
+    for row in range(COUNT):
+        one = np.array([row])
+        alone = batch_draw(rows[one], NUMBERS[one], **chosen(settings, one))
+        assert same(alone, DrawnTokens(*(column[one] for column in together)))
+    order = np.random.default_rng(seed).permutation(COUNT)
+    shuffled = batch_draw(rows[order], NUMBERS[order], **chosen(settings, order))
+    assert same(shuffled, DrawnTokens(*(column[order] for column in together)))
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 5 * SIZE)
+    assert same(batch_draw(rows, NUMBERS, **settings), together)
+
+
+@pytest.mark.parametrize("draw", [batch_draw, batch_draw_without_replacement])
+def test_no_rows_are_no_draws(draw: Any) -> None:
+    shape = () if draw is batch_draw else (3,)
+    found = draw(some_rows(0), np.ones((0, *shape)), np.ones((0, SIZE), np.bool_))
+    assert [tuple(each.shape) for each in found] == [
+        (0, *shape),
+        (0, *shape),
+        (0,),
+        (0, *shape),
+    ]
+    assert batch_log_mass(some_rows(0)).tolist() == []
+
+
+class LargestAllocation(TorchDispatchMode):
+    """While it is entered, notes the size of the largest new tensor."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
+        result = operation(*args, **(kwargs or {}))
+        known = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        for each in tree_leaves(result):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in known:
+                self.nbytes = max(self.nbytes, storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 50}, {"top_p": 0.5}, {"temperature": 0.7}])
+def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
+    limits: dict[str, Any],
+) -> None:
+    sizes = []
+    for count in (8, 80):
+        rows = torch.zeros(1, 128_000).expand(count, -1)
+        with LargestAllocation() as largest:
+            batch_draw(rows, np.full(count, 0.3), np.arange(128_000) > 99, **limits)
+        sizes.append(largest.nbytes)
+    assert sizes[1] == sizes[0] <= 2**24
+
+
+# -- distributions, with fixed numbers ------------------------------------------------
+
+
+def test_frequencies_are_the_probabilities_under_mask_bias_and_temperature() -> None:
+    row, count = some_rows(1, 12, seed=3)[0], 40_000
+    bias, allowed = np.linspace(-1, 1, 12), np.arange(12) % 5 != 1
+    found = batch_draw(
+        row.expand(count, -1),
+        uniforms(8, np.arange(count), 4),
+        allowed,
+        temperature=1.7,
+        bias=bias,
+    )
+    weights = np.where(allowed, np.exp((row.double().numpy() + bias) / 1.7), 0)
+    counts = np.bincount(found.token_ids.numpy(), minlength=12)
+    assert not counts[~allowed].any()
+    expected = count * weights[allowed] / weights.sum()
+    assert scipy.stats.chisquare(counts[allowed], expected).pvalue > 1e-3
+    untempered = np.exp(row.double().numpy() + bias)[allowed]
+    wrong = count * untempered / untempered.sum()
+    assert scipy.stats.chisquare(counts[allowed], wrong).pvalue < 1e-9
+
+
+def test_draws_without_replacement_have_the_ordered_distribution_of_gumbel_top_k() -> None:
+    row, count = torch.tensor([0.5, 0.05, 0.2, 0.1, 0.15]).log(), 60_000
+    numbers = uniforms(2, np.arange(count), 0, 3)
+    found = batch_draw_without_replacement(row.expand(count, -1), numbers, [0, 1, 2, 4])
+    probabilities = np.array([0.5, 0.05, 0.2, 0, 0.15])
+    expected, counts = [], []
+    keys = (found.token_ids @ torch.tensor([25, 5, 1])).numpy()
+    for ordered in itertools.permutations([0, 1, 2, 4], 3):
+        logprob, left = 0.0, 0.9
+        for token in ordered:
+            logprob += math.log(probabilities[token] / left)
+            left -= probabilities[token]
+        drawn = keys == 25 * ordered[0] + 5 * ordered[1] + ordered[2]
+        assert np.allclose(found.draw_logprob[drawn].sum(-1), logprob, atol=1e-5)
+        expected.append(count * math.exp(logprob))
+        counts.append(int(drawn.sum()))
+    assert sum(counts) == count
+    assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
+    # The trick itself, with other numbers, has the same distribution.
+    gumbels = scipy.stats.gumbel_r.rvs(size=(count, 5), random_state=1)
+    with np.errstate(divide="ignore"):
+        perturbed = np.log(probabilities) + gumbels
+    tops = np.argsort(-perturbed, -1)[:, :3] @ np.array([25, 5, 1])
+    two = [[np.sum(keys == key), np.sum(tops == key)] for key in np.unique(keys)]
+    assert scipy.stats.chi2_contingency(np.array(two).T).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("bias", [None, np.sin(np.arange(SIZE))])
+@pytest.mark.parametrize("temperature", [1.0, 0.2])
+def test_draws_without_replacement_are_draws_from_what_is_left(
+    temperature: float, bias: Any
+) -> None:
+    rows, allowed = some_rows(), sets_of_tokens()
+    numbers = uniforms(4, np.arange(COUNT), 0, 6)
+    options = {"temperature": temperature, "bias": bias}
+    found = batch_draw_without_replacement(rows, numbers, allowed, **options)
+    assert torch.equal(found.log_mass, batch_draw(rows, numbers[:, 0], allowed).log_mass) or (
+        bias is not None
+    )
+    left = allowed.copy()
+    for turn in range(6):
+        step = batch_draw(rows, numbers[:, turn], left, **options)
+        if turn == 0:
+            assert torch.equal(found.token_ids[:, 0], step.token_ids)
+        for row in range(COUNT):
+            token, expected = int(found.token_ids[row, turn]), int(step.token_ids[row])
+            assert (token == -1) == (expected == -1)
+            if token == expected:
+                near = pytest.approx(float(step.draw_logprob[row]), abs=1e-4)
+                assert float(found.draw_logprob[row, turn]) == near
+                assert float(found.logprobs[row, turn]) == float(step.logprobs[row])
+            if token >= 0:
+                assert left[row, token]
+                left[row, token] = False
+    agreement = (found.token_ids[:, -1] == step.token_ids).float().mean()
+    assert agreement > 0.9  # others are moved over a boundary by rounding
+
+
+def test_without_replacement_a_row_runs_out_of_tokens_and_tiny_ones_are_drawn_too() -> None:
+    row = torch.full((SIZE,), -INF)
+    row[[3, 700, 1299]] = torch.tensor([0.0, -90.0, -300.0])
+    numbers = np.full((2, 5), 0.7)
+    masks = [[3, 5, 700, 1299], []]
+    found = batch_draw_without_replacement(row.expand(2, -1), numbers, masks)
+    assert found.token_ids.tolist() == [[3, 700, 1299, -1, -1], [-1] * 5]
+    assert found.logprobs.tolist() == [[0, -90, -300, -INF, -INF], [-INF] * 5]
+    assert found.draw_logprob[0].tolist() == pytest.approx([0, 0, 0, -INF, -INF])
+    assert found.draw_logprob[1].tolist() == [-INF] * 5
+    assert found.log_mass.tolist() == [0.0, -INF]
+
+
+def test_draws_without_replacement_need_a_temperature() -> None:
+    with pytest.raises(ValueError, match="at temperature 0 are those of batch_top_k"):
+        batch_draw_without_replacement(some_rows(), np.ones((COUNT, 2)) / 2, temperature=0.0)

@@ -1,0 +1,156 @@
+"""Populations on `BatchEngine`, which computes them part by part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedEngine, oracle_row
+
+import genlm
+from genlm.core.rows import groups
+from genlm.core.rows.group_reductions import Rows
+from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, TokenSequence
+
+SIZE = 16
+PROMPTS = [(index, 1) for index in range(7)]
+
+
+class Parts(ScriptedEngine):
+    """Computes three sequences of a population at once."""
+
+    def group_limit(self, group: genlm.GroupQuery) -> int:
+        return 3
+
+
+def rows(prompts: Any) -> torch.Tensor:
+    return torch.stack([oracle_row(ids, None, SIZE) for ids in prompts])
+
+
+def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
+    engine = Parts(SIZE)
+    population = make_model(engine).population([*PROMPTS, *PROMPTS[::-1]])
+    found = population.next_token_logprobs_sync()
+    assert [len(batch) for batch in engine.batches] == [3, 3, 1]
+    assert torch.equal(found, rows([*PROMPTS, *PROMPTS[::-1]]))
+    drawn = population.draw_sync(seed=1)
+    whole = make_model(ScriptedEngine(SIZE)).population([*PROMPTS, *PROMPTS[::-1]])
+    for one, another in zip(drawn, whole.draw_sync(seed=1), strict=True):
+        assert torch.equal(one, another)
+
+
+def test_rows_are_reduced_a_few_at_a_time(make_model, monkeypatch):
+    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", 2 * SIZE)
+    members = [PROMPTS[place] for place in (6, 0, 3, 3, 5, 1, 0, 2)]
+    found = make_model(ScriptedEngine(SIZE)).population(members).next_token_logprobs_sync()
+    assert torch.equal(found, rows(members))
+
+
+def test_equal_members_with_masks_in_any_order_are_drawn_in_parts(make_model, monkeypatch):
+    """More distinct masks than rows of a part; each member is drawn as it is alone."""
+    llm = make_model(Parts(SIZE))
+    masks = np.random.default_rng(0).random((9, SIZE)) < 0.5
+    index = np.random.default_rng(1).permutation(np.arange(40) % 9)
+    population = llm.population([3], 40)
+    expected = population.draw_sync(masks, mask_index=index, seed=1)
+    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", 2 * SIZE)
+    found = population.draw_sync(masks, mask_index=index, seed=1)
+    assert masks[index, found.token_ids].all()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_single_request_is_evaluated_between_two_parts(make_model):
+    engine = Parts(SIZE)
+    llm = make_model(engine)
+    population = llm.population(PROMPTS)
+    single = (9, 9)
+
+    async def both() -> torch.Tensor:
+        engine.hold()
+        try:
+            group = asyncio.ensure_future(population.next_token_logprobs())
+            while not engine.batches:
+                await asyncio.sleep(0)
+            one = asyncio.ensure_future(llm.next_token_logprobs(single))
+            while not llm.statistics().pending:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        finally:
+            engine.release()
+        await one
+        return await group
+
+    assert torch.equal(asyncio.run(both()), rows(PROMPTS))
+    assert [single] in engine.batches[1:3]
+    assert len(engine.batches) == 4
+
+
+def test_a_population_that_is_cancelled_after_a_part_computes_no_other(make_model):
+    engine = Parts(SIZE)
+    llm = make_model(engine)
+    population = llm.population(PROMPTS)
+
+    async def cancelled() -> None:
+        engine.hold()
+        try:
+            group = asyncio.ensure_future(population.next_token_logprobs())
+            while not engine.batches:
+                await asyncio.sleep(0)
+            group.cancel()
+            await asyncio.sleep(0)
+        finally:
+            engine.release()
+        await llm.next_token_logprobs((9, 9))
+        assert group.cancelled()
+
+    asyncio.run(cancelled())
+    assert [list(batch) for batch in engine.batches] == [PROMPTS[:3], [(9, 9)]]
+    assert llm.statistics().pending == 0
+    assert torch.equal(population.next_token_logprobs_sync(), rows(PROMPTS))
+
+
+def test_a_sequence_that_raises_fails_its_members_alone(make_model):
+    engine = Parts(SIZE, poison=[4])
+    population = make_model(engine).population([*PROMPTS, PROMPTS[4]])
+    with pytest.raises(genlm.PopulationError) as caught:
+        population.next_token_logprobs_sync()
+    assert caught.value.members == (4, 7)
+    assert caught.value.size == 8
+    assert "poisoned sequence (4, 1)" in str(caught.value)
+    engine.poison.clear()
+    assert torch.equal(population.next_token_logprobs_sync(), rows([*PROMPTS, PROMPTS[4]]))
+
+
+def failing(message: Callable[[], str]) -> Callable[[], None]:
+    def fail() -> None:
+        raise ArithmeticError(message())
+
+    return fail
+
+
+def test_an_engine_that_always_raises_is_called_a_few_times(make_model):
+    engine = ScriptedEngine(SIZE)
+    engine.during_evaluate = failing(lambda: "the same")
+    prompts = [(index, other) for index in range(SIZE) for other in range(SIZE)]
+    population = make_model(engine).population(prompts)
+    with pytest.raises(genlm.PopulationError, match="the same") as caught:
+        population.draw_sync(seed=0)
+    assert caught.value.members == tuple(range(256))
+    assert len(engine.batches) == 7
+
+
+def test_rows_may_come_in_any_order_and_in_any_parts():
+    members = np.array([6, 0, 3, 3, 5, 1, 0, 2, 4])
+    lineage = Lineage.of_sequences([TokenSequence.of(each) for each in PROMPTS])
+    query = GroupQuery(0, Generation(lineage), np.arange(7), members, Rows())
+    work = groups.GroupWork(query, ScriptedEngine(SIZE).vocabulary)
+    for part in ([6, 2, 0], [1], [5, 3, 4]):
+        chosen = rows([PROMPTS[place] for place in part])
+        work.reduce(np.array(part), GroupValues(chosen, are_logits=False))
+    [found] = work.result().columns
+    assert torch.equal(found, rows([PROMPTS[place] for place in members]))

@@ -1,0 +1,401 @@
+"""Reductions of rows against float64, row by row."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm import EvaluationError, Mask, Reduction
+from genlm.core.queries.query import Reduced
+from genlm.core.rows import logits as rows_module
+from genlm.core.rows import reductions
+from genlm.core.rows.draws import batch_draw
+from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.reductions import (
+    Draw,
+    LogMass,
+    TargetScore,
+    TokenLogprobs,
+    TopK,
+    reduce_logits,
+    reduce_rows,
+)
+from genlm.core.vocab import Token, Vocabulary
+
+INF = math.inf
+SIZE = 1300
+"""More than two blocks of the inversion, and no multiple of one."""
+
+
+def some_rows(count: int, size: int = SIZE, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(3 * torch.randn(count, size, generator=generator), -1)
+
+
+def reduced(rows: torch.Tensor, *wanted: Reduction | None) -> list[Any]:
+    """One output for each row."""
+    results = reduce_rows(rows, [(each,) for each in wanted])
+    values = []
+    for result in results:
+        assert isinstance(result, Reduced)
+        values.append(result.values[0])
+    return values
+
+
+# -- values ---------------------------------------------------------------------------
+
+
+def test_log_probabilities_of_tokens_are_gathered_in_their_order() -> None:
+    rows = some_rows(3)
+    wanted = [(5, 3, 5), (), (SIZE - 1,)]
+    found = reduced(rows, *map(TokenLogprobs, wanted))
+    for row, ids, values in zip(rows, wanted, found, strict=True):
+        assert values.tolist() == row[list(ids)].tolist()
+    found[0].zero_()  # shares memory with no other result
+    assert found[2].tolist() == rows[2, -1:].tolist()
+
+
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=12), st.integers(1, 4))
+def test_top_k_breaks_ties_by_the_lowest_id(levels: list[int], k: int) -> None:
+    row = torch.log_softmax(torch.tensor(levels, dtype=torch.float32), -1)
+    (found,) = reduced(row[None], TopK(k))
+    expected = sorted(range(len(levels)), key=lambda i: (-levels[i], i))[:k]
+    assert found.token_ids.tolist() == expected
+    assert found.logprobs.tolist() == row[expected].tolist()
+
+
+def test_log_masses_equal_logsumexp_in_float64() -> None:
+    rows = some_rows(4)
+    generator = np.random.default_rng(1)
+    masks = [Mask(generator.random(SIZE) < share, SIZE) for share in (0.001, 0.1, 0.9, 0)]
+    found = reduced(rows, *map(LogMass, masks))
+    for row, mask, mass in zip(rows, masks, found, strict=True):
+        expected = row.double()[list(mask)].logsumexp(-1) if mask else torch.tensor(-INF)
+        assert mass == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_target_scores_say_whether_no_token_is_more_likely() -> None:
+    rows = some_rows(2)
+    best = int(rows[0].argmax())
+    first, second = reduced(rows, TargetScore(best), TargetScore(7))
+    assert first == (float(rows[0, best]), True)
+    assert second == (float(rows[1, 7]), int(rows[1].argmax()) == 7)
+
+
+# -- draws ----------------------------------------------------------------------------
+
+
+def inverted(weights: np.ndarray[Any, Any], uniform: float) -> int:
+    """The definition: the first id with a larger cumulative weight than the threshold."""
+    cumulative = np.cumsum(weights)
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], "right"))
+
+
+def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
+    """The weights from which a draw is made, token by token in float64."""
+    logits = row.double().numpy().copy()
+    if draw.mask is not None:
+        logits[[i for i in range(len(logits)) if i not in draw.mask]] = -INF
+    weights = np.exp((logits - logits.max()) / draw.temperature)
+    order = np.argsort(-weights, kind="stable")
+    kept = order if draw.top_k is None else order[: draw.top_k]
+    if draw.top_p < 1:
+        share = np.cumsum(weights[kept]) / weights[kept].sum()
+        kept = kept[: int(np.sum(share - weights[kept] / weights[kept].sum() < draw.top_p))]
+    limited = np.zeros_like(weights)
+    limited[kept] = weights[kept]
+    return limited
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (5, 1.0), (None, 0.6), (20, 0.5)])
+def test_draws_invert_the_limited_distribution(
+    temperature: float, masked: bool, top_k: int | None, top_p: float
+) -> None:
+    generator = np.random.default_rng(3)
+    rows = some_rows(40, seed=2)
+    mask = Mask(generator.random(SIZE) < 0.3, SIZE) if masked else None
+    wanted = [
+        Draw(float(generator.random()), temperature, mask, top_k, top_p) for _ in range(40)
+    ]
+    found = reduced(rows, *wanted)
+    for row, draw, drawn in zip(rows, wanted, found, strict=True):
+        weights = weights_of(row, draw)
+        expected = inverted(weights, draw.uniform)
+        share = np.cumsum(weights)[min(expected, drawn.token_id)] / weights.sum()
+        # float32 weights move the boundary between two ids by as little as this.
+        assert drawn.token_id == expected or abs(share - draw.uniform) < 1e-6
+        probability = weights[drawn.token_id] / weights.sum()
+        assert drawn.draw_logprob == pytest.approx(math.log(probability), abs=1e-5)
+        assert drawn.logprob == pytest.approx(float(row[drawn.token_id]), abs=1e-6)
+        mass = 0.0 if mask is None else float(row.double()[list(mask)].logsumexp(-1))
+        assert drawn.log_mass == pytest.approx(mass, abs=1e-5)
+
+
+def test_frequencies_of_draws_are_the_probabilities() -> None:
+    row = some_rows(1, size=700)[0]
+    count = 20_000
+    uniforms = (np.arange(count) + 0.5) / count
+    ids = batch_draw(row.expand(count, -1), uniforms).token_ids
+    found = torch.bincount(ids, minlength=700).double() / count
+    assert (found - row.double().exp()).abs().max() < 1.5 / count
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_no_id_without_weight_is_drawn(uniform: float) -> None:
+    row = torch.full((SIZE,), -INF)
+    row[[600, 1200]] = math.log(0.5)
+    ids = batch_draw(row[None], [uniform]).token_ids.tolist()
+    assert ids == [600 if uniform < 0.5 else 1200]
+
+
+def test_the_same_draws_in_any_batch() -> None:
+    rows = some_rows(30)
+    masks = [None, Mask(range(0, SIZE, 3), SIZE), Mask([5], SIZE)]
+    wanted = [
+        Draw(i / 30, temperature, mask, top_k, top_p)
+        for i, (temperature, mask, top_k, top_p) in zip(
+            range(30),
+            itertools.cycle(itertools.product([1.0, 0.0, 0.3], masks, [None, 4], [1.0, 0.8])),
+            strict=False,
+        )
+    ]
+    together = reduced(rows, *wanted)
+    alone = [reduced(row[None], draw)[0] for row, draw in zip(rows, wanted, strict=True)]
+    assert together == alone
+
+
+def test_a_draw_from_nothing_is_no_token_and_fails_no_other_request() -> None:
+    rows = some_rows(4)
+    rows[0, 3] = -INF
+    rows[1, :] = -INF
+    rows[1, 7] = 0.0
+    wanted = [
+        Draw(0.5, mask=Mask([3], SIZE)),
+        Draw(0.5, temperature=0.0, mask=Mask([3, 4], SIZE)),
+        Draw(0.5, mask=Mask([], SIZE), top_k=3),
+        Draw(0.5),
+    ]
+    found = reduced(rows, *wanted)
+    assert found[:3] == [(-1, -INF, -INF, -INF)] * 3
+    assert all(type(each.token_id) is int for each in found)
+    assert found[3] == reduced(rows[3:], Draw(0.5))[0]
+    masses = reduced(rows, *(LogMass(each.mask) for each in wanted[:3]), None)[:3]
+    assert masses == [-INF] * 3
+
+
+# -- batches --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sum(Reduction):
+    """The sum of the probabilities, wrong for some requests on purpose."""
+
+    problem: str = ""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Sum]) -> Sequence[float]:
+        if any(request.problem == "raises" for request in requests):
+            raise ArithmeticError("no sum today")
+        sums: list[float] = rows.exp().sum(-1).tolist()
+        return sums[1:] if any(request.problem == "too few" for request in requests) else sums
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [("raises", "Sum.compute raised ArithmeticError: no sum"), ("too few", "0 results for 1")],
+)
+def test_a_reduction_that_fails_does_so_alone(problem: str, message: str) -> None:
+    rows = some_rows(4)
+    found = reduced(rows, Sum(), Sum(problem), None, Sum())
+    assert isinstance(found[1], EvaluationError)
+    assert message in str(found[1])
+    assert [found[0], found[3]] == pytest.approx([1.0, 1.0])
+    assert torch.equal(found[2], rows[2])
+
+
+@dataclass(frozen=True)
+class Views(Reduction):
+    """Whatever `view` makes of the rows, whose results may share memory."""
+
+    view: Any
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Views]) -> Sequence[Any]:
+        return requests[0].view(rows)  # type: ignore[no-any-return]
+
+
+class Pair(NamedTuple):
+    """A result with a tensor and a number."""
+
+    row: torch.Tensor
+    number: float
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+VIEWS: dict[str, tuple[Any, Any]] = {
+    "rows": (list, itself),
+    "slices": (lambda rows: [row[::2] for row in rows], itself),
+    "of another tensor": (lambda rows: (rows + 0.0).unbind(), itself),
+    "one tensor": (lambda rows: rows + 0.0, itself),
+    "of one row": (lambda rows: [rows.flatten()] * len(rows), itself),
+    "named": (lambda rows: [Pair(row, 1.0) for row in rows], lambda value: value.row),
+    "nested": (lambda rows: [{"a": [1, (r,)]} for r in rows], lambda value: value["a"][1][0]),
+    "arrays": (lambda rows: list(rows.numpy()), torch.from_numpy),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_are_views_are_copied(name: str, count: int) -> None:
+    view, tensor_of = VIEWS[name]
+    rows, wanted = some_rows(count), Views(view)
+    expected = [tensor_of(value).clone() for value in view(rows)]
+    before = rows.clone()
+    values = reduced(rows, *[wanted] * count)
+    found = [tensor_of(value) for value in values]
+    assert [type(value) for value in values] == [type(value) for value in view(rows)]
+    for index, tensor in enumerate(found):
+        assert torch.equal(tensor, expected[index])
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.zero_()
+    assert torch.equal(rows, before)
+
+
+def test_results_that_own_their_memory_are_not_copied() -> None:
+    made = [torch.zeros(2), (1.0, torch.zeros(3)), np.zeros(3), [], None, "text"]
+    found = reduced(some_rows(6), *[Views(lambda _: made)] * 6)
+    assert all(here is there for here, there in zip(found, made, strict=True))
+
+
+def test_rows_that_are_no_distributions_are_errors() -> None:
+    rows = some_rows(3)
+    rows[1, 4] = math.nan
+    first, second, third = reduce_rows(rows, [(TopK(1),), (TopK(1), None), (None,)])
+    assert isinstance(first, Reduced)
+    assert isinstance(second, EvaluationError)
+    assert isinstance(third, Reduced)
+
+
+def test_several_outputs_of_one_row_come_in_their_order() -> None:
+    rows = some_rows(2)
+    before = rows.clone()
+    wanted = (TopK(2), None, Draw(0.3), TopK(1), Sum())
+    (result, other) = reduce_rows(rows, [wanted, (Sum(),)])
+    assert isinstance(result, Reduced)
+    assert isinstance(other, Reduced)
+    top, row, drawn, best, total = result.values
+    assert torch.equal(row, rows[0])
+    assert row.data_ptr() != rows.data_ptr()
+    assert top.token_ids[0] == best.token_ids[0] == rows[0].argmax()
+    assert drawn == reduced(rows[:1], Draw(0.3))[0]
+    assert total == pytest.approx(1.0)
+    assert torch.equal(rows, before)
+
+
+def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = some_rows(10)
+    whole = reduced(rows, *(Draw(i / 10) for i in range(10)))
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
+    sizes: list[int] = []
+    own = Draw.compute.__func__  # type: ignore[attr-defined]
+
+    def compute(cls: type[Draw], part: torch.Tensor, requests: Sequence[Draw]) -> Any:
+        sizes.append(len(part))
+        return own(cls, part, requests)
+
+    monkeypatch.setattr(Draw, "compute", classmethod(compute))
+    assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
+    assert sizes == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("masks", [1, 10])
+def test_weights_are_computed_in_parts_with_the_mask_of_each_row(
+    masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(10)
+    made = [Mask(range(i, SIZE, 3), SIZE) for i in range(masks)]
+    wanted = [Draw(i / 10, 0.5 + i / 10, made[i % masks]) for i in range(10)]
+    whole = reduced(rows, *wanted)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
+    assert reduced(rows, *wanted) == whole
+    assert all(each.token_id in draw.mask for each, draw in zip(whole, wanted, strict=True))
+
+
+def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = [Token(i, bytes([i])) for i in range(200)]
+    ids = Vocabulary(None, tokens, list(map(repr, tokens)))
+    logits = torch.randn(7, 256, generator=torch.Generator().manual_seed(1))
+    logits[4, 9] = math.nan
+    wanted = [(Draw(i / 7, mask=Mask(range(i, 200), 200)), TopK(3), None) for i in range(7)]
+    expected = reduce_rows(rows_from_logits(logits, ids), wanted, normalised=True)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * 256)
+    most: list[int] = []
+
+    def rows_of(part: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+        most.append(len(part))
+        return rows_from_logits(part, vocabulary)
+
+    monkeypatch.setattr(reductions, "rows_from_logits", rows_of)
+    found = reduce_logits(logits, ids, wanted)
+    assert most == [3, 3, 1]
+    assert isinstance(found[4], EvaluationError)
+    for here, there in zip(found[:4] + found[5:], expected[:4] + expected[5:], strict=True):
+        assert isinstance(here, Reduced)
+        assert isinstance(there, Reduced)
+        assert here.values[0] == there.values[0]
+        assert torch.equal(here.values[1].logprobs, there.values[1].logprobs)
+        assert torch.equal(here.values[2], there.values[2])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+@pytest.mark.parametrize("depth", [30.0, 95.0, 300.0])
+def test_masks_of_very_unlikely_tokens_are_drawn_from_exactly(
+    temperature: float, depth: float
+) -> None:
+    row = some_rows(1)[0]
+    row[0], mask = 0.0, Mask(range(1, SIZE), SIZE)
+    row[1:] = torch.log_softmax(row[1:], -1) - depth  # all but the first have e**-depth
+    logits = (row.double()[1:] / temperature).numpy()
+    weights = np.exp(logits - logits.max())
+    uniforms = [0.001, 0.3, 0.999]
+    drawn = reduced(row.expand(3, -1), *(Draw(u, temperature, mask) for u in uniforms))
+    for found, uniform in zip(drawn, uniforms, strict=True):
+        assert found.token_id == 1 + inverted(weights, uniform)
+        assert found.log_mass == pytest.approx(-depth, abs=1e-3)
+        probability = weights[found.token_id - 1] / weights.sum()
+        assert found.draw_logprob == pytest.approx(math.log(probability), abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("masks", ["none", "one", "each"])
+def test_draws_on_a_device_are_those_of_the_host(masks: str) -> None:
+    """But for uniform numbers within a rounding of the boundary between two ids."""
+    rows, generator = some_rows(200, seed=4), np.random.default_rng(1)
+    size = rows.shape[1]
+    made = [Mask(generator.random(size) < 0.6, size) for _ in range(len(rows))]
+    chosen = {"none": [None] * len(rows), "one": made[:1] * len(rows), "each": made}[masks]
+    requests = [(Draw(float(generator.random()), mask=mask),) for mask in chosen]
+    on_host = [each.values[0] for each in reduce_rows(rows, requests)]
+    on_device = [each.values[0] for each in reduce_rows(rows.cuda(), requests)]
+    for mask, here, there in zip(chosen, on_host, on_device, strict=True):
+        assert mask is None or there.token_id in mask
+        assert there.log_mass == pytest.approx(here.log_mass, abs=1e-4)
+    equal = sum(a.token_id == b.token_id for a, b in zip(on_host, on_device, strict=True))
+    assert equal >= len(rows) - 2

@@ -1,0 +1,154 @@
+"""Entries of rows by id, the largest, top-k and top-p, against sorting in Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core.rows import logits as rows_module
+from genlm.core.rows import selection
+from genlm.core.rows.selection import batch_token_logprobs, batch_top_k, truncated
+
+INF = math.inf
+SIZES = st.sampled_from([1, 2, 63, 64, 65, 700, 1300])
+
+
+def coarse_rows(count: int, size: int, seed: int, levels: int) -> torch.Tensor:
+    """Rows with few distinct values, 0.0 and -0.0 and -inf among them."""
+    generator = np.random.default_rng(seed)
+    values = [-INF, -0.0, 0.0, *(-generator.random(levels) * 9)]
+    return torch.from_numpy(generator.choice(values, (count, size))).float()
+
+
+def first_ids(row: list[float], k: int) -> list[int]:
+    return sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+
+
+# -- the largest ----------------------------------------------------------------------
+
+
+@given(SIZES, st.integers(0, 2**32), st.sampled_from([1, 3, 2000]), st.data())
+def test_the_largest_come_in_order_and_of_equals_the_lowest_ids(
+    size: int, seed: int, levels: int, data: st.DataObject
+) -> None:
+    rows = coarse_rows(3, size, seed, levels)
+    before = rows.clone()
+    k = data.draw(st.integers(1, size) | st.integers(1, min(size, 12)))
+    values, ids = batch_top_k(rows, k)
+    expected = [first_ids(row, k) for row in rows.tolist()]
+    assert ids.tolist() == expected
+    assert torch.equal(values, rows.gather(1, torch.tensor(expected)))
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize("k", [1, 5, 60])
+def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = coarse_rows(7, 1300, 0, 40)
+    values, ids = batch_top_k(rows, k)
+    for same in (rows.T.contiguous().T, torch.cat([rows, rows], 1)[:, :1300]):
+        assert torch.equal(batch_top_k(same, k)[1], ids)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3000)
+    found = batch_top_k(rows, k)
+    assert torch.equal(found[0], values)
+    assert torch.equal(found[1], ids)
+    assert [tuple(each.shape) for each in batch_top_k(rows[:0], k)] == [(0, k), (0, k)]
+
+
+# -- given tokens ---------------------------------------------------------------------
+
+
+def test_entries_of_given_ids_are_gathered_and_no_token_has_minus_infinity() -> None:
+    rows = coarse_rows(2, 9, 1, 5)
+    found = batch_token_logprobs(rows, torch.tensor([[3, -1, 3], [8, 0, -1]]))
+    assert found.tolist() == [
+        [float(rows[0, 3]), -INF, float(rows[0, 3])],
+        [float(rows[1, 8]), float(rows[1, 0]), -INF],
+    ]
+
+
+# -- top-k and top-p ------------------------------------------------------------------
+
+
+def kept_ids(weights: list[float], k: int, p: float) -> set[int]:
+    """The definition, with exactly rounded sums."""
+    order = first_ids(weights, k)
+    total = math.fsum(weights[i] for i in order)
+    if p >= 1:
+        return set(order)
+    kept: set[int] = set()
+    for i in order:
+        if math.fsum(weights[j] for j in kept) >= p * total:
+            break
+        kept.add(i)
+    return kept
+
+
+@given(
+    SIZES,
+    st.integers(0, 2**32),
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 5, 300, 10**6]), st.sampled_from([0.01, 0.37, 0.93, 1.0])
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
+    size: int, seed: int, limits: list[tuple[int, float]]
+) -> None:
+    generator = np.random.default_rng(seed)
+    drawn = generator.choice([1.0, 2.0, 5.0, 100.0], (len(limits), size)) * generator.choice(
+        [1.0, 1 / 64], (len(limits), size)
+    )
+    weights = torch.from_numpy(drawn).float()
+    before = weights.clone()
+    ks = np.array([min(k, size) for k, _ in limits])
+    found = truncated(weights, ks, np.array([p for _, p in limits]))
+    assert torch.equal(weights, before)
+    for row, kept, (k, p) in zip(weights.tolist(), found.tolist(), limits, strict=True):
+        expected = kept_ids(row, min(k, size), p)
+        assert kept == [value if i in expected else 0.0 for i, value in enumerate(row)]
+
+
+@pytest.mark.parametrize("candidates", [(2, 5), (300,), (10**6,)])
+def test_the_number_of_candidates_changes_no_result(
+    candidates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weights = torch.softmax(torch.rand(30, 1300, generator=generator) ** 8 * 9, -1)
+    ks = np.array([1300, 1300, 40] * 10)
+    ps = np.array([0.02, 0.9, 0.5, 1.0, 0.4] * 6)
+    expected = truncated(weights, ks, ps)
+    monkeypatch.setattr(selection, "_CANDIDATES", candidates)
+    assert torch.equal(truncated(weights, ks, ps), expected)
+    for row in range(30):
+        one = slice(row, row + 1)
+        assert torch.equal(truncated(weights[one], ks[one], ps[one]), expected[one])
+
+
+def test_only_rows_whose_candidates_do_not_suffice_are_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    own = selection._sorted
+
+    def counted(weights: torch.Tensor) -> Any:
+        sizes.append(len(weights))
+        return own(weights)
+
+    monkeypatch.setattr(selection, "_sorted", counted)
+    weights = torch.full((6, 20_000), 1e-9)
+    weights[:, 7] = 1.0
+    weights[2] = 1 / 20_000
+    found = truncated(weights, np.full(6, 20_000), np.full(6, 0.9))
+    assert sizes == [1]
+    assert found.count_nonzero(-1).tolist() == [1, 1, 18_000, 1, 1, 1]

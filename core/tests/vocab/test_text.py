@@ -1,0 +1,212 @@
+"""Texts become the ids that a model wants, and ids exact texts, with any tokenizer or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from scripted import ScriptedEngine
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import genlm
+from genlm import Token, TokenizerError, Vocabulary
+from genlm.core.vocab import text as text_module
+from genlm.core.vocab.text import encode, encode_chat
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+PIECES = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_level(**options: Any) -> Vocabulary:
+    """As GPT-2: a token for each byte and the end of text, which the tokenizer never adds."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    pieces = {piece: n for n, piece in enumerate(["<|end|>", *sorted(alphabet)])}
+    backend = tokenizers.Tokenizer(models.BPE(pieces, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = {"bos_token": "<|end|>", "eos_token": "<|end|>"} | options
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    return Vocabulary.from_tokenizer(tokenizer)
+
+
+def sentencepiece_like(ends: bool = False, **options: Any) -> Vocabulary:
+    """As Llama: a space is put before every text, and the tokenizer adds `<s>` itself."""
+    pieces = {piece: n for n, piece in enumerate(PIECES)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(pieces, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if ends else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES, **options)
+    return Vocabulary.from_tokenizer(tokenizer)
+
+
+def of_bytes(tokenizer: Any, tokens: Sequence[bytes] = ()) -> Vocabulary:
+    pieces = list(tokens) or [bytes([byte]) for byte in range(256)]
+    found = [Token(n, piece) for n, piece in enumerate(pieces)]
+    return Vocabulary(tokenizer, found, [repr(piece) for piece in pieces])
+
+
+class Engine(ScriptedEngine):
+    """Any vocabulary in front of scripted rows."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(16)
+        self.vocabulary = vocabulary
+
+    def evaluate(self, queries: Sequence[Any]) -> torch.Tensor:
+        size = self.vocabulary.size
+        return torch.full((len(queries), size), 1 / size).log()
+
+
+def spelled(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bytes]:
+    return [bytes(vocabulary.byte_vocab[each]) for each in ids]
+
+
+def test_the_methods_of_a_model_are_the_functions_over_its_vocabulary() -> None:
+    vocabulary = byte_level(chat_template=TEMPLATE)
+    with genlm.AsyncLM(lambda: Engine(vocabulary)) as llm:
+        ids = llm.encode("a b")
+        assert spelled(vocabulary, ids) == [b"<|end|>", b"a", b" ", b"b"]
+        assert llm.encode("a b", begin=False) == ids[1:]
+        assert llm.decode(ids) == llm.decode(llm.context(ids)) == "a b"
+        assert llm.decode(torch.tensor(ids), special_tokens=True) == "<|end|>a b"
+        assert llm.decode([]) == ""
+        chat = llm.encode_chat([{"role": "user", "content": "Hi"}])
+        assert llm.decode(chat) == "user:Hi\nassistant:"
+        assert chat[0] == vocabulary.bos_token_id
+
+
+def test_the_separator_of_training_texts_begins_a_text() -> None:
+    vocabulary = byte_level()
+    assert spelled(vocabulary, encode(vocabulary, "")) == [b"<|end|>"]
+    assert spelled(vocabulary, encode(vocabulary, "<|end|>a")) == [b"<|end|>", b"a"]
+
+
+def test_a_tokenizer_made_to_add_nothing_is_believed() -> None:
+    vocabulary = byte_level(add_bos_token=False)
+    assert spelled(vocabulary, encode(vocabulary, "a")) == [b"a"]
+
+
+def test_a_beginning_that_is_not_the_separator_is_left_to_the_tokenizer() -> None:
+    vocabulary = byte_level(bos_token="!")
+    assert spelled(vocabulary, encode(vocabulary, "a")) == [b"a"]
+    vocabulary = sentencepiece_like()
+    assert spelled(vocabulary, encode(vocabulary, "a")) == [b"<s>", b" a"]
+    assert spelled(vocabulary, encode(vocabulary, "a", begin=False)) == [b" a"]
+
+
+def test_an_end_that_the_tokenizer_adds_is_left_out() -> None:
+    vocabulary = sentencepiece_like(ends=True)
+    assert spelled(vocabulary, encode(vocabulary, "a")) == [b"<s>", b" a"]
+    assert spelled(vocabulary, encode(vocabulary, "a</s>"))[-1] == b"</s>"
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+@pytest.mark.parametrize("text", ["a", " a", "", "a\n b", "naïve 日本 \U0001f98a"])
+def test_decoding_an_encoded_text_gives_the_text(make: Any, text: str) -> None:
+    vocabulary = make()
+    assert text_module.decode(vocabulary, encode(vocabulary, text)) == text
+
+
+def test_a_continuation_keeps_its_space_and_incomplete_characters_are_marked() -> None:
+    vocabulary = sentencepiece_like()
+    ids = encode(vocabulary, "a é")
+    assert text_module.decode(vocabulary, ids[1:]) == " a é"
+    assert text_module.decode(vocabulary, ids[:-1]) == "a \ufffd"
+
+
+def test_wrong_ids_are_refused_when_decoding() -> None:
+    vocabulary = of_bytes(None)
+    assert text_module.decode(vocabulary, [104, 105]) == "hi"
+    with pytest.raises(genlm.TokenIdError, match="256 at position 1"):
+        text_module.decode(vocabulary, [1, 256])
+    with pytest.raises(genlm.TokenTypeError):
+        text_module.decode(vocabulary, "hi")  # type: ignore[arg-type]
+
+
+class Bytes:
+    """The smallest tokenizer; it adds what it likes."""
+
+    bos_token_id = 2
+
+    def encode(self, text: str) -> list[int]:
+        return [2, *text.encode()]
+
+
+def test_a_tokenizer_with_nothing_but_encode_suffices() -> None:
+    vocabulary = of_bytes(Bytes())
+    assert encode(vocabulary, "hi") == [2, 104, 105]
+    assert encode(vocabulary, "hi", begin=False) == [104, 105]
+    assert text_module.decode(vocabulary, encode(vocabulary, "hi")) == "hi"
+    returns_ids = SimpleNamespace(encode=lambda text: SimpleNamespace(ids=[7]))
+    assert encode(of_bytes(returns_ids), "hi") == [7]
+
+
+def test_special_ids_outside_the_vocabulary_are_ignored() -> None:
+    tokenizer = SimpleNamespace(bos_token_id=300, eos_token_id=None, all_special_ids=[1])
+    vocabulary = of_bytes(tokenizer)
+    assert (vocabulary.bos_token_id, vocabulary.eos_token_id) == (None, None)
+    assert vocabulary.special_ids == {1}
+
+
+def test_what_a_tokenizer_lacks_is_named() -> None:
+    with pytest.raises(TokenizerError, match="asked for encode; the engine has no tokenizer"):
+        encode(of_bytes(None), "hi")
+    with pytest.raises(TokenizerError, match="a tokenizer, object, without encode"):
+        encode(of_bytes(object()), "hi")
+    with pytest.raises(TokenizerError, match="Bytes, without apply_chat_template"):
+        encode_chat(of_bytes(Bytes()), [])
+    with pytest.raises(TokenizerError, match=r"no chat template.* Pass chat_template="):
+        encode_chat(byte_level(), [{"role": "user", "content": "Hi"}])
+    with pytest.raises(
+        TokenizerError, match=r"encode of .* returned no ids .* 300 at position"
+    ):
+        encode(of_bytes(SimpleNamespace(encode=lambda text: [300])), "hi")
+
+
+def test_a_template_may_be_passed_and_its_failure_is_the_cause() -> None:
+    vocabulary = byte_level()
+    message = {"role": "user", "content": "Hi"}
+    ids = encode_chat(
+        vocabulary, [message], chat_template=TEMPLATE, add_generation_prompt=False
+    )
+    assert text_module.decode(vocabulary, ids) == "user:Hi\n"
+    with pytest.raises(
+        TokenizerError, match=r"the chat template of .* failed: .*no roles"
+    ) as at:
+        encode_chat(vocabulary, [message], chat_template="{{ raise_exception('no roles') }}")
+    assert at.value.__cause__ is not None
+
+
+def test_arguments_of_another_kind_name_the_method_that_takes_them() -> None:
+    vocabulary = byte_level(chat_template=TEMPLATE)
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(
+        TypeError, match=r"encode takes a string; found list\. encode_chat takes"
+    ):
+        encode(vocabulary, messages)
+    for wrong in ("Hi", messages[0], ["Hi"]):
+        with pytest.raises(TypeError, match="encode_chat takes messages, such as"):
+            encode_chat(vocabulary, wrong)

@@ -44,7 +44,7 @@ _REFUSED = {
     "worker_extension_cls": "genlm-vllm needs its own, which returns the rows",
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        "vLLM does not run logits processors with speculative decoding",
+        "rows of drafted tokens would be taken for rows of the sequence",
     ),
     "enable_batch_sharded_sampling": "each rank would see the rows of a part of the requests",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",

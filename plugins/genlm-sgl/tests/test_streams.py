@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from genlm import Query, SamplingParams
 from genlm.core.rows.reductions import TopK
 from genlm.plugin import draw_tokens, stream_uniform
 from genlm_sgl.lifecycle import separate_streams
+from genlm_sgl.population_api import PopulationApi
 from genlm_sgl.requests import Requests
 from genlm_sgl.scheduler_api import FinishedRequest
 
@@ -150,3 +152,34 @@ def test_the_schedulers_stream_is_not_that_of_the_passes(
     separate_streams(scheduler)
     assert scheduler.schedule_stream.cuda_stream == expected
     assert scheduler._war_barrier_enabled == (device == "cuda")
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_passes_of_populations_take_turns_with_those_of_sglang(overlaps: bool) -> None:
+    order: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            order.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def on_forward_stream() -> Iterator[None]:
+        order.append("begin")
+        yield
+        order.append("end")
+
+    scheduler = SimpleNamespace(
+        device="cpu",
+        enable_overlap=overlaps,
+        forward_stream=Stream("forward"),
+        forward_stream_ctx=on_forward_stream(),
+        schedule_stream=Stream("schedule"),
+    )
+    api = PopulationApi(scheduler, contextlib.nullcontext, lambda logits: logits)
+    with api._pass_stream():
+        order.append("pass")
+    waits = ["begin", "forward waits for schedule", "pass", "end", "schedule waits for forward"]
+    assert order == (waits if overlaps else ["pass"])

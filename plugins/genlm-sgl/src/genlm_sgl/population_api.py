@@ -7,7 +7,8 @@ it. Its loop must not run before `give_back` has returned the borrowed rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -175,16 +176,32 @@ class PopulationApi:
                 orig_seq_lens=on_device.int(),
                 out_cache_loc=self._on_device(added.writes[part]),
             )
-            # "Verified" logits are those that SGLang draws nothing from.
-            result = scheduler.tp_worker.forward_batch_generation(batch, is_verify=True)
-            logits: torch.Tensor = self._biased(result.logits_output.next_token_logits)
-            if self._device.type != "cpu":  # may be the output of a graph
-                logits = logits.clone()
+            with self._pass_stream():
+                # "Verified" logits are those that SGLang draws nothing from.
+                result = scheduler.tp_worker.forward_batch_generation(batch, is_verify=True)
+                logits: torch.Tensor = self._biased(result.logits_output.next_token_logits)
+                if self._device.type != "cpu":  # may be the output of a graph
+                    logits = logits.clone()
             computed = computed_event(logits)
         if computed is not None:
             computed.wait()
             read_on_current_stream(logits)
         return logits
+
+    @contextlib.contextmanager
+    def _pass_stream(self) -> Iterator[None]:
+        """Run on the stream of SGLang's passes, which under overlap is a stream of its own.
+
+        Passes share the buffers of graphs, so none may begin before the previous one has ended.
+        """
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap:
+            yield
+            return
+        with scheduler.forward_stream_ctx:
+            scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+            yield
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
     def _write(self, rows: torch.Tensor, trunk: Slots, slots: npt.NDArray[np.int32]) -> None:
         """Write the slots of sequences to the table; the trunk remains from pass to pass."""

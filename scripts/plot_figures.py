@@ -72,6 +72,8 @@ def serving_particles() -> Plot:
     """Speed of particles as a fraction of the engine's own generation, by the newest runs."""
     plot: Plot = {}
     for run in runs("serving_particles"):
+        if run.get("model") == "tiny":
+            continue
         panel = plot.setdefault({"vllm": "vLLM", "sgl": "SGLang"}[run["engine"]], {})
         for contestant in ("contexts", "lists", "one request a step"):
             points = panel.setdefault(contestant, {})

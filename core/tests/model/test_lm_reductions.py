@@ -454,7 +454,7 @@ def test_positions_are_looked_up_and_counted_part_by_part(make_model: MakeModel)
     async def cancelled() -> None:
         engine.hold()
         scoring = asyncio.ensure_future(llm.batch_score([other, last]))
-        await asyncio.to_thread(engine.wait_until_entered)
+        await asyncio.to_thread(engine.wait_until_entered, 2)
         scoring.cancel()
         await asyncio.wait([scoring])
         engine.release()

@@ -264,12 +264,13 @@ def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
 
 def test_no_lock_that_was_held_at_a_fork_stops_the_forked_process(pytestconfig):
     program = textwrap.dedent("""
-        import asyncio, contextlib, os, sys
+        import asyncio, contextlib, os, sys, warnings
         sys.path.insert(0, sys.argv[1])
         import genlm
         from genlm.core.plugins.lookup import _registry
         from scripted import ScriptedEngine
 
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python >= 3.12
         llm = genlm.AsyncLM(ScriptedEngine)
         llm.next_token_logprobs_sync([1])
         front = genlm.AsyncTokenCharacterTrie(genlm.TokenCharacterTrie(["a", "ab"]))

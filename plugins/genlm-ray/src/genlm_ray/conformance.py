@@ -52,7 +52,7 @@ def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
     class Forgetful(RayEngine):
         """Remembers few contexts, so that they are dropped while queries name them."""
 
-        make_router = functools.partial(Router, max_contexts=_MOST_CONTEXTS)
+        make_router = staticmethod(functools.partial(Router, max_contexts=_MOST_CONTEXTS))
 
     return Forgetful(
         "demo",

@@ -75,7 +75,7 @@ def serving_particles() -> Plot:
         if run.get("model") == "tiny":
             continue
         panel = plot.setdefault({"vllm": "vLLM", "sgl": "SGLang"}[run["engine"]], {})
-        for contestant in ("contexts", "lists", "one request a step"):
+        for contestant in ("population", "contexts", "lists", "one request a step"):
             points = panel.setdefault(contestant, {})
             for case in ("10/64", "50/64", "50/512", "200/64"):
                 row = run["rows"].get(f"{case} plain {contestant}")

@@ -2,10 +2,11 @@
 
 A JSON schema after a prompt, 20 and 50 particles, by adaptive weighted rejection sampling
 (`awrs`) and by sequential Monte Carlo with the schema as a critic of the model's own draws
-(`smc`). genlm-control 0.4.1, unchanged, runs on genlm-backend 0.3.1 with transformers and with
-MLX, and on this project's with both, each in a process of its own (environments created in
-`.cache/` with equal versions of everything else, or `--published PYTHON --ours PYTHON`). The
-packaged demo model, float32. The vLLM path of 0.3.1 is left out: it needs Triton and so a GPU.
+(`smc`). genlm-control 0.4.1, unchanged, runs on genlm-backend 0.3.1 and on the genlm-backend of
+this project, with transformers and with MLX. Each of the four runs in a separate process, in
+environments that are created in `.cache/` or given by `--published PYTHON --ours PYTHON`. The
+model is the packaged demo model in float32. The vLLM path of
+0.3.1 is left out, because it needs Triton and therefore a GPU.
 
 All take turns in every round with another seed. A figure is the CPU time of the process in
 milliseconds for a particle, so that other load of the machine counts little. Waiting is not in

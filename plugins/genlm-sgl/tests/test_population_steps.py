@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from population_walks import PROMPT, TOLERANCE, check, figures
 
 import genlm
 from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama, targets
 from genlm_sgl.exclusive import ExclusiveEngine
 
-from .particles import PROMPT, TOLERANCE, check, figures, free_of, served
+from .particles import free_of, served
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ radix cache.
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from population_walks import PROMPT, TOLERANCE, check, walk
 
 import genlm
 from genlm.plugin import GroupReduction
-from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 
-from .particles import PROMPT, TOLERANCE, check, free_of, served
+from .particles import free_of, served
 
 ENGINES: dict[str, dict[str, Any]] = {
     "room for all": {"max_total_tokens": 4096},
@@ -47,13 +46,6 @@ def nothing_is_lost(llm: genlm.AsyncLM) -> Iterator[None]:
     assert free_of(llm) == before
 
 
-def tokens(generator: random.Random, count: int, width: int) -> np.ndarray[Any, Any]:
-    """Few different ones, and some -1: members get equal and differ again."""
-    choices = [3, 4, generator.randrange(TINY_VOCABULARY), -1]
-    found = [[generator.choice(choices) for _ in range(width)] for _ in range(count)]
-    return np.array(found)[:, 0] if width == 1 else np.array(found)
-
-
 # -- rows -----------------------------------------------------------------------------
 
 
@@ -62,42 +54,7 @@ def tokens(generator: random.Random, count: int, width: int) -> np.ndarray[Any, 
 def test_populations_grow_fork_and_rest_beside_other_requests(
     llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
 ) -> None:
-    generator = random.Random(seed)
-    populations = {
-        None: llm.population(PROMPT, 9),
-        "red": llm.population(PROMPT[: 30 + seed], 5, lora_name="red"),
-    }
-    single = llm.context(PROMPT[:20])
-
-    async def together(step: int) -> None:
-        nonlocal single
-        asked = {}
-        for adapter, before in populations.items():
-            members = np.array([generator.randrange(len(before)) for _ in range(len(before))])
-            if step % 3:
-                members = np.arange(len(before))
-            width = generator.choice([1, 1, 1, 2, 5])
-            now = before[members].extend(tokens(generator, len(members), width))
-            populations[adapter] = now
-            if generator.random() < 0.8:  # others are asked as they are some steps later
-                count = generator.randint(1, len(now))
-                asked[adapter] = now[sorted(generator.sample(range(len(now)), count))]
-        single = single.extend([generator.randrange(3, TINY_VOCABULARY)])
-        row, drawn, *found = await asyncio.gather(
-            single.next_token_logprobs(),
-            llm.sample(PROMPT[:9], max_tokens=3, seed=step),
-            *(population.next_token_logprobs() for population in asked.values()),
-        )
-        assert len(drawn) == 3
-        assert float((row - tiny.logprobs(tuple(single.token_ids))).abs().max()) <= TOLERANCE
-        for (adapter, population), rows in zip(asked.items(), found, strict=True):
-            check(tiny, population, rows, adapter)
-
-    async def walk() -> None:
-        for step in range(12):
-            await together(step)
-
-    asyncio.run(walk())
+    walk(llm, tiny, seed, steps=12)
 
 
 @pytest.mark.usefixtures("nothing_is_lost")

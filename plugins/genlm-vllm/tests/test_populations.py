@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from population_walks import PROMPT, check, figures, walk
 
 import genlm
 from genlm.plugin import Generation, GroupQuery, GroupReduction, Lineage, TokenSequence
@@ -40,8 +40,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 if SECOND_RUNNER:  # its kernels are interpreted
     ENGINES = {name: ENGINES[name] for name in ("room for all", "six places")}
-
-PROMPT = [5, 6, 7, 8] * 10
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -77,73 +75,12 @@ def has_room(llm: genlm.AsyncLM) -> bool:
     return bool(config.scheduler_config.max_num_seqs == 64)
 
 
-def figures(llm: genlm.AsyncLM, *names: str) -> Any:
-    """A function: by how much statistics have grown since."""
-    engine: Any = llm.engine
-    before = engine.statistics()
-    return lambda: tuple(engine.statistics()[name] - before[name] for name in names)
-
-
-def check(
-    tiny: TinyLlama, population: genlm.Population, rows: torch.Tensor, adapter: Any = None
-) -> None:
-    known: dict[tuple[int, ...], torch.Tensor] = {}
-    for context, row in zip(population, rows, strict=True):
-        ids = tuple(context.token_ids)
-        if ids not in known:
-            known[ids] = tiny.logprobs(ids, adapter)
-        assert float((row - known[ids]).abs().max()) <= 1e-4
-
-
-def tokens(generator: random.Random, count: int, width: int) -> np.ndarray[Any, Any]:
-    """Few different ones, and some -1: members get equal and differ again."""
-    choices = [3, 4, generator.randrange(TINY_VOCABULARY), -1]
-    found = [[generator.choice(choices) for _ in range(width)] for _ in range(count)]
-    return np.array(found)[:, 0] if width == 1 else np.array(found)
-
-
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("seed", range(3))
 def test_populations_grow_fork_and_rest_beside_other_requests(
     llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
 ) -> None:
-    generator = random.Random(seed)
-    steps = 6 if SECOND_RUNNER else 12
-    populations = {
-        None: llm.population(PROMPT, 9),
-        "red": llm.population(PROMPT[: 30 + seed], 5, lora_name="red"),
-    }
-    single = llm.context(PROMPT[:20])
-
-    async def together(step: int) -> None:
-        nonlocal single
-        asked = {}
-        for adapter, before in populations.items():
-            members = np.array([generator.randrange(len(before)) for _ in range(len(before))])
-            if step % 3:
-                members = np.arange(len(before))
-            width = generator.choice([1, 1, 1, 2, 5])
-            now = before[members].extend(tokens(generator, len(members), width))
-            populations[adapter] = now
-            if generator.random() < 0.8:  # others are asked as they are some steps later
-                count = generator.randint(1, len(now))
-                asked[adapter] = now[sorted(generator.sample(range(len(now)), count))]
-        single = single.extend([generator.randrange(3, TINY_VOCABULARY)])
-        row, drawn, *found = await asyncio.gather(
-            single.next_token_logprobs(),
-            llm.sample(PROMPT[:9], max_tokens=3, seed=step),
-            *(population.next_token_logprobs() for population in asked.values()),
-        )
-        assert len(drawn) == 3
-        assert float((row - tiny.logprobs(tuple(single.token_ids))).abs().max()) <= 1e-4
-        for (adapter, population), rows in zip(asked.items(), found, strict=True):
-            check(tiny, population, rows, adapter)
-
-    async def walk() -> None:
-        for step in range(steps):
-            await together(step)
-
-    asyncio.run(walk())
+    walk(llm, tiny, seed, steps=6 if SECOND_RUNNER else 12)
 
 
 @pytest.mark.usefixtures("free")

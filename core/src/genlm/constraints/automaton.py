@@ -143,8 +143,8 @@ class _TokenTable:
     """An automaton over the tokens of a vocabulary.
 
     State `s` of the automaton over bytes is state `LIVE + s`. A stop token leads from a
-    complete text to the finished state; without stop tokens, so does a token that completes a
-    text without continuations.
+    complete text to the finished state. If there are no stop tokens, a token that completes a
+    text without continuations leads there.
 
     Attributes:
         successors: Successors of all states and tokens, in the smallest unsigned dtype, shape

@@ -1,8 +1,8 @@
 """`StateConstraint`: members in numbered states, with the rules that all languages share.
 
 A member that violated the language is dead. A stop token finishes a member whose text is
-complete; without stop tokens, so does a text that has no continuation. Dead and finished
-members do not change, and no token is drawn for them.
+complete. If there are no stop tokens, a member is finished when its text is complete and has no
+continuation. Dead and finished members do not change, and no token is drawn for them.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from genlm.plugin import (
     Query,
     Reduced,
     Vocabulary,
+    device_index,
     draw_tokens,
     reduce_logits,
     reduce_rows,
@@ -30,7 +31,7 @@ from genlm.plugin import (
 from genlm_sgl.scheduler_api import FinishedRequest
 from genlm_sgl.score_api import ComputeLogits
 from genlm_sgl.scores import Span, TextScores, score_spans
-from genlm_sgl.streams import computed_event, device_index, read_on_current_stream
+from genlm_sgl.streams import computed_event, read_on_current_stream
 
 __all__ = ["Request", "Requests"]
 

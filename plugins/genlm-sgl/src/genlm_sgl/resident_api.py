@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from genlm.plugin import device_index
 from genlm_sgl.lifecycle import copy_to_prefix_cache, release_cache_slots
-from genlm_sgl.streams import device_index
 
 __all__ = ["ResidentApi", "obstacle_to_stay"]
 

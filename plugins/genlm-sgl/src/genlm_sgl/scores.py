@@ -13,10 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genlm.plugin import EvaluationError, Query, Reduced, TokenScores, Vocabulary
+from genlm.plugin import EvaluationError, Query, Reduced, TokenScores, Vocabulary, device_index
 from genlm.prefix import PieceScores, ScoredText
 from genlm_sgl.score_api import ComputeLogits
-from genlm_sgl.streams import device_index
 
 __all__ = ["Span", "TextScores", "score_spans"]
 

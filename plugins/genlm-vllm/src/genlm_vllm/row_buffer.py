@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ __all__ = [
     "Outputs",
     "RowBuffer",
     "VocabularyIds",
-    "device_index",
     "without_frames",
 ]
 
@@ -99,12 +98,6 @@ class RowBuffer:
 
     def __len__(self) -> int:
         return len(self._results)
-
-
-def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy integers to a device as int64, without waiting for its computation."""
-    pinned = device.type == "cuda" and torch.cuda.is_available()
-    return torch.tensor(values, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def without_frames(error: Exception) -> Exception:

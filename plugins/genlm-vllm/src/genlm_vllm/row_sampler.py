@@ -16,8 +16,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from genlm.plugin import EvaluationError, draw_tokens, rows_from_logits, stream_uniform
-from genlm_vllm.row_buffer import ROW_BUFFER, device_index, without_frames
+from genlm.plugin import (
+    EvaluationError,
+    device_index,
+    draw_tokens,
+    rows_from_logits,
+    stream_uniform,
+)
+from genlm_vllm.row_buffer import ROW_BUFFER, without_frames
 
 __all__ = ["DRAWN", "OWN", "RESIDENT", "DrawPlan", "RowSampler", "missing_part", "sampler_of"]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from genlm.plugin import EvaluationError, PositionReduction, TokenSequence
+from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, device_index
 from genlm.prefix import PieceScores, ScoredText
 from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index
+from genlm_vllm.row_buffer import ROW_BUFFER, Outputs
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary

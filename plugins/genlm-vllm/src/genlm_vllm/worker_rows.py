@@ -19,10 +19,11 @@ from genlm.plugin import (
     GroupValues,
     GroupWork,
     Reduced,
+    device_index,
     reduce_logits,
 )
 from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index, without_frames
+from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, without_frames
 from genlm_vllm.row_sampler import DrawPlan, RowSampler
 
 __all__ = ["GroupPart", "RowPart", "StepInputs", "StepResults", "WorkerRows"]

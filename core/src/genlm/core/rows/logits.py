@@ -18,6 +18,7 @@ from genlm.core.vocab import Vocabulary
 
 __all__ = [
     "copied_rows",
+    "device_index",
     "invalid_rows",
     "known_logits",
     "moved",
@@ -112,6 +113,14 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if is_copied and torch.cuda.is_available():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Copy integers to a device as int64, without waiting for its computation.
+
+    An index that is a list would be copied from pageable memory; see `moved`.
+    """
+    return moved(torch.tensor(values, dtype=torch.int64), device)
 
 
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:

@@ -192,7 +192,7 @@ class _MaskTable:
 
     @functools.cached_property
     def is_empty(self) -> npt.NDArray[np.bool_]:
-        """Which masks have no token, shape `(m,)`."""
+        """Return whether each mask is empty, shape `(m,)`."""
         rows = self.rows
         if self._is_packed:
             whole, rest = divmod(self._size, 8)

@@ -4,7 +4,8 @@ A particle loop asks for the row of every context, draws a token from each, appe
 again. The limit is the engine's own generation of as many tokens: queries with `sampling`,
 which stay in its running batch. Contestants, in turn in every round, on the same engine:
 
-- own: `AsyncLM.batch_sample`, as many continuations as contexts are asked at each step;
+- own: on vLLM `AsyncLM.batch_sample`, as many continuations as contexts are asked at each step;
+  on SGLang its own scheduler, in a child process, decoding greedily without this library;
 - raw: vLLM's own greedy generation, without this library;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
@@ -59,6 +60,7 @@ CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
 CONTESTANTS = ("own", "raw", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY, BLOCK = 4, 16
+SGL_OPTS = {"max_running_requests": 256, "max_total_tokens": 65_536}
 CHECKED = 3
 """Contexts of a run whose rows are compared with transformers."""
 
@@ -99,7 +101,10 @@ class Measurement:
 class Bench:
     """One engine, and the contestants that use it."""
 
-    def __init__(self, build: Callable[[], Any], folder: Path, *, processes: bool) -> None:
+    def __init__(
+        self, build: Callable[[], Any], folder: Path, *, processes: bool, scheduler: Any = None
+    ) -> None:
+        self._scheduler = scheduler
         self.lm = AsyncLM(build, output_cache=OutputCache(0))
         cpu = _clock_of_all_processes if processes else time.process_time
         self._clock = lambda: np.array([cpu(), time.perf_counter()])
@@ -113,8 +118,8 @@ class Bench:
         has = {
             "own": True,
             "raw": hasattr(self.lm.engine, "llm_engine"),
-            "one request a step": True,
-            "lists": hasattr(self.lm.engine, "keeps_contexts"),
+            "one request a step": hasattr(self.lm.engine, "keeps_contexts"),
+            "lists": True,
             "contexts": hasattr(self.lm, "context"),
             "population": True,
             "blocks": True,
@@ -143,6 +148,8 @@ class Bench:
         return asyncio.run(self._particles(starts, population, generator))
 
     def _own(self, prompts: list[list[int]], steps: int) -> Measurement:
+        if self._scheduler is not None:
+            return Measurement(np.array(self._scheduler.decode(prompts, steps)))
         start = self._clock()
         drawn = asyncio.run(
             self.lm.batch_sample(prompts, steps, stop=(), seed=next(self._seeds))
@@ -314,8 +321,16 @@ def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[
         )
     from genlm_sgl.engine import SGLEngine
 
-    sgl_opts = {"max_running_requests": 256, "max_total_tokens": 65_536}
-    return lambda: SGLEngine(folder, engine_opts=sgl_opts)
+    return lambda: SGLEngine(folder, engine_opts=SGL_OPTS)
+
+
+def scheduler_of(name: str, folder: Path) -> Any:
+    """Return the scheduler whose generation is the limit; None for the engine's own."""
+    if name != "sgl":
+        return None
+    from sgl_scheduler import OwnScheduler
+
+    return OwnScheduler(folder, SGL_OPTS)
 
 
 def main() -> None:
@@ -333,11 +348,14 @@ def main() -> None:
         folder = Path(name)
         save_model(folder, VOCAB_SIZE, tiny=options.tiny)
         build = engine_of(options.engine, folder, options)
-        bench = Bench(build, folder, processes=options.multiprocess)
+        scheduler = scheduler_of(options.engine, folder)
+        bench = Bench(build, folder, processes=options.multiprocess, scheduler=scheduler)
         try:
             samples, errors = measure(bench, options)
         finally:
             bench.lm.close()
+            if scheduler is not None:
+                scheduler.close()
     extra = {
         "engine": options.engine,
         "multiprocess": options.multiprocess,

@@ -32,7 +32,9 @@ class OwnScheduler:
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, folder, dict(options)))
+        self._process = context.Process(
+            target=_serve, args=(other, folder, dict(options)), daemon=True
+        )
         self._process.start()
         self._connection.recv()
 
@@ -56,9 +58,16 @@ class OwnScheduler:
         """
         return self._request(prompts=prompts, max_new_tokens=0, flush=flush)["prompts"]
 
-    def _request(self, **request: Any) -> dict[str, tuple[float, float]]:
+    def score(
+        self, texts: Sequence[Sequence[int]], start: int
+    ) -> tuple[list[list[float]], float]:
+        """Return the log-probabilities of tokens from `start` on, and seconds of CPU time."""
+        found = self._request(prompts=texts, max_new_tokens=0, flush=False, start=start)
+        return found["logprobs"], found["prompts"][0]
+
+    def _request(self, **request: Any) -> dict[str, Any]:
         self._connection.send(request)
-        found: dict[str, tuple[float, float]] = self._connection.recv()
+        found: dict[str, Any] = self._connection.recv()
         return found
 
     def close(self) -> None:
@@ -110,14 +119,20 @@ def _scheduler(options: Mapping[str, Any]) -> Any:
 
 
 def _run(
-    scheduler: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> dict[str, tuple[float, float]]:
-    """Run requests; return the seconds until all were computed once, and those after that."""
+    scheduler: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    start: int | None = None,
+) -> dict[str, Any]:
+    """Run requests; return the seconds until all were computed once, and those after that.
+
+    With `start`, the log-probabilities of the prompts' tokens from there on, too.
+    """
     import torch
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    clocks = [(time.process_time(), time.perf_counter())]
+    clocks, reqs = [(time.process_time(), time.perf_counter())], []
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(
             max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True
@@ -131,13 +146,14 @@ def _run(
             mm_inputs=None,
             token_type_ids=None,
             sampling_params=sampling,
-            return_logprob=False,
-            logprob_start_len=-1,
+            return_logprob=start is not None,
+            logprob_start_len=-1 if start is None else start - 1,
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=False,
         )
         scheduler.process_input_requests([request])
+        reqs.append(scheduler.waiting_queue[-1])
     with torch.inference_mode():
         while scheduler.waiting_queue:
             _iterate(scheduler)
@@ -149,6 +165,7 @@ def _run(
     return {
         "prompts": (middle[0] - first[0], middle[1] - first[1]),
         "decodes": (last[0] - middle[0], last[1] - middle[1]),
+        "logprobs": start and [req.logprob.input_token_logprobs_val[1:] for req in reqs],
     }
 
 

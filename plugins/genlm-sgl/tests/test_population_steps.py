@@ -97,6 +97,22 @@ def test_a_prompt_is_shared_with_contexts(roomy: genlm.AsyncLM, tiny: TinyLlama)
     assert grown() == (40 + 3 + 1,)
 
 
+def test_the_slots_that_all_members_share_are_written_again_for_more_or_other_members(
+    roomy: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    population = roomy.population(PROMPT, 6).extend(np.arange(6) + 3)
+    other = roomy.population(PROMPT[1:21], 6).extend(np.arange(6) + 3)
+    for each in (population, other):
+        each.draw_sync(seed=0)
+    for step in range(3):
+        population, other = (each.extend(np.arange(6) + step) for each in (population, other))
+        for each in (population[:2], population, other[:4], population, other):
+            check(tiny, each, each.next_token_logprobs_sync())
+        context = [9, 8, step, 7]
+        expected = tiny.logprobs(tuple(context))
+        assert (roomy.next_token_logprobs_sync(context) - expected).abs().max() <= TOLERANCE
+
+
 # -- memory ---------------------------------------------------------------------------
 
 

@@ -69,8 +69,3 @@ class Workers:
                 error = EvaluationError("vLLM finished the request without computing its row")
                 found[query_id] = Completion(query_id, error=error)
         return found
-
-    def close(self) -> None:
-        """Restore vLLM's sampler and drop all results."""
-        if not self._are_remote:  # other processes end
-            call_workers(self._engine, "genlm_stop")

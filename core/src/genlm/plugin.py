@@ -15,7 +15,8 @@
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
   `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
   `read_lora_config`, `AdapterTable`
-- processes: `Transport`, which sends requested outputs and answers, `picklable_error`
+- processes: `Transport`, which sends requested outputs and answers, `pack_sequences`,
+  `picklable_error`
 - loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
@@ -78,7 +79,9 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.query import Reduction as Reduction
     from genlm.core.queries.query import SamplingParams as SamplingParams
     from genlm.core.queries.query import TokenScores as TokenScores
+    from genlm.core.queries.sequence import PackedSequences as PackedSequences
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
+    from genlm.core.queries.sequence import pack_sequences as pack_sequences
     from genlm.core.rows.groups import GroupWork as GroupWork
     from genlm.core.rows.logits import device_index as device_index
     from genlm.core.rows.logits import rows_from_logits as rows_from_logits

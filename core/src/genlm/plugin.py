@@ -12,9 +12,9 @@
   `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; the interface `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
-- models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
-  `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
-  `read_lora_config`, `AdapterTable`
+- models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
+  `VerifiedFamilies`, `check_verified`, `check_causal`, `UnverifiedModelWarning`,
+  `read_adapter_config`, `read_lora_config`, `AdapterTable`
 - processes: `Transport`, which sends requested outputs and answers, `picklable_error`
 - loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
@@ -103,6 +103,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.engines.memory import cache_budget_bytes as cache_budget_bytes
     from genlm.engines.memory import free_memory_bytes as free_memory_bytes
     from genlm.engines.model_facts import ModelFacts as ModelFacts
+    from genlm.engines.model_facts import context_window as context_window
     from genlm.engines.model_facts import rope_settings as rope_settings
     from genlm.engines.model_source import model_source as model_source
     from genlm.engines.process_state import claim_process as claim_process

@@ -20,11 +20,13 @@ from genlm import (
     UnsupportedCapabilityError,
 )
 from genlm.prefix import (
+    BatchLimits,
     PrefixEngine,
     PrefixRows,
     ScoredText,
     SelfTest,
     ServeOptions,
+    UncachedPath,
     UnsupportedModelError,
     choose_path,
 )
@@ -36,19 +38,22 @@ from .test_scoring import serve as serve_scores
 PATHS = ("tree", "alone")
 
 
-class Alone:
+class Alone(UncachedPath):
     """The reference: each sequence without a cache."""
 
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        return torch.stack([expected(adapter, sequence) for sequence in sequences])
+    can_score = False
 
-    def next_pass(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
-    ) -> Sequence[int]:
-        return [0]
+    def __init__(self) -> None:
+        super().__init__(serve(0)[0]._vocabulary, BatchLimits(max_tokens=64, max_rows=1))
 
-    def statistics(self) -> Mapping[str, int | float | str]:
-        return {"forwards": 0}
+    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.stack([expected(adapter, tuple(sequence)) for sequence in sequences])
+
+    def batch_logits(self, sequences: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def score_batch(self, texts: Any, scores: Any) -> None:
+        raise NotImplementedError
 
 
 class Adapters:

@@ -17,10 +17,10 @@ from genlm.prefix import (
     SegmentBatch,
     SegmentLimits,
     TreeBatch,
-    group_segments,
     plan_batches,
     prefill_stages,
 )
+from genlm.prefix.padding import group_segments
 
 
 def plan(lengths: list[int], **limits: object) -> list[list[int]]:

@@ -265,7 +265,7 @@ def test_without_a_decoder_all_logits_of_smaller_passes_are_computed(
 ) -> None:
     seen: list[int] = []
     llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
-    monkeypatch.setattr(pieces, "_decoders", lambda model: iter(()))
+    monkeypatch.setattr(pieces.OutputPieces, "decoders", lambda self: iter(()))
     monkeypatch.setattr("genlm_hf.engine._LOGITS_PER_BATCH_ON_CPU", 25 * WIDTH)
     engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     texts, starts = texts_of(20, 24, 13), [1, 7, 11]
@@ -397,7 +397,7 @@ def test_the_rows_of_a_pass_are_not_copied_before_they_are_reduced(
         made.append(rows_from_logits(*args))
         return made[-1]
 
-    for module in ("genlm.prefix.rows", "genlm_hf.padded"):
+    for module in ("genlm.prefix.rows", "genlm.prefix.uncached"):
         monkeypatch.setattr(f"{module}.rows_from_logits", record)
     sequences = ids_of_lengths(5, 9, 7)
     rows = engine.evaluate([Query(i, tuple(ids)) for i, ids in enumerate(sequences)])

@@ -136,7 +136,7 @@ def test_rows_after_scores_are_right(llama: TinyModel) -> None:
 def test_without_a_decoder_all_logits_of_smaller_passes_are_computed(
     path: str, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "_modules", lambda model: iter(()))
+    monkeypatch.setattr(pieces.OutputPieces, "decoders", lambda self: iter(()))
     monkeypatch.setattr(execution_paths, "LOGITS_PER_PASS", 11 * 320)
     engine = MLXEngine(llama.path, dtype="float32", execution_path=path)
     assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)

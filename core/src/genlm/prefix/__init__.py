@@ -3,9 +3,10 @@
 `PrefixRows` computes the next-token rows of batches of sequences from a `PrefixTree` of limited
 size, with eviction, pinning, adapters and roll-back. The engine provides a `ForwardFn`, which
 runs its model over uncached tokens, or a `ScoringForward`, which also scores texts.
-`prefill_stages`, `group_segments` and `SegmentBatch` arrange tokens in padded forward passes
-with gathered pasts. `PrefixEngine` is the base class of such engines; `choose_path` selects the
-fastest execution path with correct rows.
+`SegmentForward` arranges tokens in padded forward passes with gathered pasts. `UncachedPath`
+computes every sequence whole, and `OutputPieces` the logits of many positions. `PrefixEngine`
+is the base class of such engines; `choose_path` selects the fastest execution path with correct
+rows.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.engine import PrefixEngine as PrefixEngine
     from genlm.prefix.execution_path import ExecutionPath as ExecutionPath
     from genlm.prefix.execution_path import PathChoice as PathChoice
-    from genlm.prefix.execution_path import ScoringPath as ScoringPath
     from genlm.prefix.execution_path import SelfTest as SelfTest
     from genlm.prefix.execution_path import ServeOptions as ServeOptions
     from genlm.prefix.execution_path import UnsupportedModelError as UnsupportedModelError
@@ -42,15 +42,17 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import Segment as Segment
     from genlm.prefix.padding import SegmentBatch as SegmentBatch
     from genlm.prefix.padding import SegmentLimits as SegmentLimits
-    from genlm.prefix.padding import group_segments as group_segments
-    from genlm.prefix.padding import places_of as places_of
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
+    from genlm.prefix.pieces import OutputPieces as OutputPieces
     from genlm.prefix.populations import Populations as Populations
     from genlm.prefix.populations import SlotTree as SlotTree
     from genlm.prefix.rows import PrefixRows as PrefixRows
+    from genlm.prefix.segment_forward import CollectedLogits as CollectedLogits
+    from genlm.prefix.segment_forward import SegmentForward as SegmentForward
     from genlm.prefix.tree import OutOfSlotsError as OutOfSlotsError
     from genlm.prefix.tree import PrefixTree as PrefixTree
     from genlm.prefix.tree import Tokens as Tokens
+    from genlm.prefix.uncached import UncachedPath as UncachedPath
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__spec__)

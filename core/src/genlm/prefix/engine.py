@@ -13,7 +13,7 @@ from genlm.core.engine.engine import BatchEngine, Capability
 from genlm.core.queries.checks import check_query
 from genlm.core.queries.query import GroupQuery, GroupValues, Query
 from genlm.core.rows.text_scores import ScoredText
-from genlm.prefix.execution_path import PathChoice, ScoringPath
+from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PrefixEngine(BatchEngine):
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
         offered = {Capability.LORA, Capability.PREFIX_CACHE}
-        if isinstance(choice.path, ScoringPath) and choice.path.can_score:
+        if choice.path.can_score:
             offered.add(Capability.SCORE)
         self.capabilities = frozenset(offered - hints.keys())
 
@@ -172,7 +172,6 @@ class PrefixEngine(BatchEngine):
             if query.adapter == adapter and bool(query.targets) == scored
         ]
         if scored:
-            assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
             chosen = path.next_score_pass(adapter, _texts(candidates))
         else:
             chosen = path.next_pass(adapter, self._sequences(candidates))
@@ -194,11 +193,10 @@ class PrefixEngine(BatchEngine):
         return self._text_results(queries)
 
     def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
-        adapter, path = queries[0].adapter, self._choice.path
-        assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
+        adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
-            return path.scores(adapter, _texts(queries))
+            return self._choice.path.scores(adapter, _texts(queries))
 
     def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Return the sequences for the execution path; only a tree uses `TokenSequence`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ExecutionPath",
     "PathChoice",
-    "ScoringPath",
     "SelfTest",
     "ServeOptions",
     "UnsupportedModelError",
@@ -44,7 +43,12 @@ class UnsupportedModelError(ValueError):
 
 
 class ExecutionPath(Protocol):
-    """Computes next-token rows with one model; the caller activates the adapter."""
+    """Computes rows and scores with one model; the caller activates the adapter."""
+
+    @property
+    def can_score(self) -> bool:
+        """Whether the path scores texts of this model."""
+        ...
 
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Compute the next-token rows of sequences.
@@ -72,28 +76,18 @@ class ExecutionPath(Protocol):
         """
         ...
 
-    def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counters. Thread-safe."""
-        ...
-
-
-@runtime_checkable
-class ScoringPath(ExecutionPath, Protocol):
-    """An execution path that also scores texts, if `can_score`."""
-
-    @property
-    def can_score(self) -> bool:
-        """Whether the path scores texts of this model."""
-        ...
-
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
-        """Score texts or reduce their rows; the caller activates the adapter."""
+        """Score texts or reduce their rows, if `can_score`."""
         ...
 
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
     ) -> Sequence[int]:
         """Choose texts whose scores take about one forward pass; see `next_pass`."""
+        ...
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counters. Thread-safe."""
         ...
 
 

@@ -7,6 +7,7 @@ the uncached tokens. `TextScorer` scores texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from genlm.core.base.errors import EvaluationError
@@ -101,16 +102,13 @@ class PrefixRows:
             each if isinstance(each, TokenSequence) else TokenSequence.of(each)
             for each in sequences
         ]
-        try:
+        with self._restored():
             for chosen, found in self._parts(adapter, packed):
                 if len(chosen) == len(sequences):
                     return found
                 if rows is None:
                     rows = found.new_empty((len(sequences), found.shape[1]))
                 rows[chosen] = found
-        except BaseException:
-            self._tree.roll_back()
-            raise
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
@@ -177,7 +175,8 @@ class PrefixRows:
         limit = self._max_tokens
         if not self.forward.scores_in_pieces():
             limit = min(limit, self._max_rows)
-        return self._scorer().scores(adapter, texts, limit)
+        with self._restored():
+            return self._scorer().scores(adapter, texts, limit)
 
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
@@ -197,7 +196,8 @@ class PrefixRows:
     def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:
         """Compute the logits of sequences of a population; see `Populations.logits`."""
         assert self.populations is not None  # noqa: S101 - our own mistake
-        return self.populations.logits(group, places, self._table_pass)
+        with self._restored():
+            return self.populations.logits(group, places, self._table_pass)
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and pin it until `clear`.
@@ -243,6 +243,18 @@ class PrefixRows:
             "kv_bytes_used": used * self._token_bytes,
             "kv_budget_bytes": self._budget,
         }
+
+    def restore(self) -> None:
+        """Remove tokens that were not computed, after a failed pass."""
+        self._tree.roll_back()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
 
     def _collect(self) -> None:
         """Free the slots of populations that were dropped."""

@@ -87,11 +87,7 @@ class TextScorer:
     ) -> list[TextResult]:
         """Score texts in passes of at most `limit` tokens; see `PrefixRows.scores`."""
         scores = PieceScores(texts, self._vocabulary)
-        try:
-            self._compute(adapter, texts, scores, limit)
-        except BaseException:
-            self._tree.roll_back()
-            raise
+        self._compute(adapter, texts, scores, limit)
         return scores.results()
 
     def next_pass(

@@ -1,6 +1,6 @@
 """Forward passes whose output embedding is applied to the wanted positions only.
 
-`next_logits` pads sequences on the right and caches nothing, which is right for every
+`padded_pass` pads sequences on the right and caches nothing, which is right for every
 causal model, whatever its attention, positions or state. Position ids are left to
 the model: under right padding its default numbers every sequence from 0.
 """
@@ -10,60 +10,45 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from genlm_hf.served_model import ServedModel
+
 __all__ = [
+    "Pass",
+    "Take",
     "accepted",
     "current_device",
-    "next_logits",
-    "padded_inputs",
+    "logits_of",
+    "padded_pass",
     "replaced_forward",
     "taken_logits",
 ]
 
+Take = Callable[[torch.Tensor], torch.Tensor]
+"""Selector of some positions of all positions of a pass."""
+
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
-def next_logits(
-    model: Any,
-    sequences: Sequence[Sequence[int]],
-    *,
-    pad_id: int,
-    device: torch.device,
-    positions: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """Compute the logits at one position of each sequence, in one forward pass.
+class Pass(NamedTuple):
+    """A forward pass of a model.
 
-    Logits of shape (sequences, positions, vocabulary) are not computed.
-
-    Args:
-        model: A causal language model of transformers.
-        sequences: Token ids that the model can embed, none empty.
-        pad_id: Pads shorter sequences on the right; never attended to.
-        device: Device of the model's input.
-        positions: One position per sequence; by default the last token's.
-
-    Returns:
-        Logits, shape `(len(sequences), width of the model's output)`, in the
-        model's dtype, on the device of its output.
+    Attributes:
+        inputs: Arguments of the model's `forward`.
+        shape: Shape of the token ids.
     """
-    inputs, shape = padded_inputs(model, sequences, pad_id=pad_id, device=device)
-    last = [len(sequence) - 1 for sequence in sequences]
-    kept = torch.tensor(last if positions is None else positions, device=device)
 
-    def take(states: torch.Tensor) -> torch.Tensor:
-        return _take(states, kept)[:, None]
-
-    return taken_logits(model, inputs, shape, take)[:, 0]
+    inputs: dict[str, Any]
+    shape: tuple[int, ...]
 
 
-def padded_inputs(
-    model: Any, sequences: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
-) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Return `forward`'s inputs for right-padded sequences, and the ids' shape."""
+def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> Pass:
+    """Return a pass over sequences, none empty, that are padded on the right."""
+    device, pad_id = served.device, served.pad_id
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     longest = max(len(sequence) for sequence in sequences)
     padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
@@ -74,22 +59,16 @@ def padded_inputs(
         "use_cache": False,
         "return_dict": True,
     }
-    return accepted(model, inputs), (len(sequences), longest)
+    return Pass(accepted(served.model, inputs), (len(sequences), longest))
 
 
-def taken_logits(
-    model: Any,
-    inputs: dict[str, Any],
-    shape: Sequence[int],
-    take: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+def taken_logits(model: Any, work: Pass, take: Take) -> torch.Tensor:
     """Run a model; compute logits of `take(states)` only, if the model permits it.
 
     Args:
         model: A causal language model of transformers.
-        inputs: Arguments of its `forward`.
-        shape: Shape of the token ids.
-        take: Selects positions of tensors of shape `(*shape, width)`.
+        work: The pass.
+        take: Selects positions of tensors of shape `(*work.shape, width)`.
 
     Returns:
         `take(logits)`, in the model's dtype, on the device of its output.
@@ -103,11 +82,16 @@ def taken_logits(
 
     with (
         torch.inference_mode(),
-        _head_input(model, tuple(shape), take_once),
+        _head_input(model, work.shape, take_once),
     ):
-        output = model(**inputs)
-        logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+        logits = logits_of(model(**work.inputs))
         return logits if is_taken else take(logits)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits of a model's output."""
+    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits
 
 
 def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -118,15 +102,8 @@ def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name in names}
 
 
-def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    rows = torch.arange(states.shape[0], device=states.device)
-    return states[rows, positions.to(states.device)]
-
-
 @contextmanager
-def _head_input(
-    model: Any, shape: tuple[int, ...], take: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
+def _head_input(model: Any, shape: tuple[int, ...], take: Take) -> Iterator[None]:
     """Apply the output embedding to `take(states)` instead of all states.
 
     The model's scaling or capping of logits still follows. A model that applies its

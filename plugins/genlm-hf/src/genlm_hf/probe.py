@@ -5,14 +5,13 @@ Configs state neither, so the model is run once when it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from genlm.plugin import ModelLoadError
 
-__all__ = ["Logits", "first_pass", "padding_is_safe", "sample_ids"]
+__all__ = ["Logits", "padding_is_safe", "sample_ids"]
 
 Logits = Callable[[Sequence[Sequence[int]], Sequence[int]], torch.Tensor]
 """Logits, shape (sequences, width), at one position of each sequence."""
@@ -34,19 +33,6 @@ def sample_ids(tokenizer: object, limit: int, max_ids: int | None) -> list[int]:
     return ids[: min(_MAX_IDS, max_ids or _MAX_IDS)]
 
 
-@contextmanager
-def first_pass(count: int) -> Iterator[None]:
-    """Report what a forward pass over `count` tokens raises as `ModelLoadError`."""
-    try:
-        yield
-    except Exception as error:
-        raise ModelLoadError(
-            f"a first forward pass over {count} tokens raised {type(error).__name__}: "
-            f"{error}; the model must accept token ids as its only input, and the device needs "
-            f"memory for the pass"
-        ) from error
-
-
 def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False) -> bool:
     """Whether a row stays the same when its sequence is padded on the right.
 
@@ -62,9 +48,15 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
     """
     end = max(len(ids) // 2 - 1, 0)
     start = ids[: end + 1]
-    with first_pass(len(ids)):
+    try:
         alone = logits([start], [end])
         padded, continued = logits([start, ids], [end, end])[:, None]
+    except Exception as error:
+        raise ModelLoadError(
+            f"a first forward pass over {len(ids)} tokens raised {type(error).__name__}: "
+            f"{error}; the model must accept token ids as its only input, and the device needs "
+            f"memory for the pass"
+        ) from error
     tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE.get(alone.dtype, _COARSE_TOLERANCE)
     if _total_variation(alone, continued) > tolerance:
         raise ModelLoadError(

@@ -1,11 +1,4 @@
-"""Logits of many positions, a few at a time.
-
-A pass has small hidden states for all its positions, but logits of the vocabulary's width. The
-model's decoder is run once; then the model is called for each few positions, with a stand-in
-for its decoder that returns the hidden states of these. So the model itself applies the output
-embedding and any scaling or capping of logits. A test, once per model, checks the logits;
-models that fail it compute all logits of a pass.
-"""
+"""Logits of many positions of an mlx-lm model, a few at a time; see `genlm.prefix`."""
 
 from __future__ import annotations
 
@@ -19,136 +12,78 @@ import numpy as np
 import torch
 from mlx.nn.layers.base import Module
 
-__all__ = ["OutputPieces", "as_tensor"]
+from genlm import prefix
 
-_logger = logging.getLogger("genlm_mlx")
+__all__ = ["OutputPieces", "as_tensor"]
 
 # Logits at once: 32 MiB in float32. Each piece reads the whole output embedding.
 _LOGITS_AT_ONCE = 2**23
 
-# Largest difference from the ordinary logits, relative to the largest of those.
-_TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.05
-
-Take = Callable[[mx.array], mx.array]
-Receive = Callable[[slice, torch.Tensor], None]
+Run = Callable[[], mx.array]
 
 
-class OutputPieces:
+class OutputPieces(prefix.OutputPieces[Run, tuple[Any, str]]):
     """Applies the output embedding of a model to many positions, a few at a time.
+
+    A pass is a function that calls the model; the caches of its later calls are not used. A
+    decoder is the parent and the name of a module.
 
     Args:
         model: An mlx-lm model.
-        width: Width of its output; None to determine it.
     """
 
-    def __init__(self, model: Any, width: int | None = None) -> None:
-        self._model, self._width = model, width
-        self._decoder: tuple[Any, str] | None = None
-        self._is_tested = False
+    def __init__(self, model: Any) -> None:
+        super().__init__(logging.getLogger("genlm_mlx"))
+        self._model = model
 
-    @property
-    def are_small(self) -> bool:
-        """Whether the logits of a pass are never in memory at once.
+    def sample(self) -> Run:
+        """Return a pass over two sequences of five tokens."""
+        ids = mx.array([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]], mx.int32)
+        return lambda: self._model(ids)
 
-        The first time this runs the model on a few tokens.
-        """
-        if not self._is_tested:
-            self._decoder = next(self._tested_decoders(), None)
-            self._is_tested = True
-        return self._decoder is not None
+    def run(self, work: Run) -> mx.array:
+        """Call the model and return its logits."""
+        return work()
 
-    def compute(
-        self,
-        run: Callable[[], mx.array],
-        take: Take,
-        settle: Callable[[mx.array], None],
-        receive: Receive,
-    ) -> None:
-        """Run a pass and pass on the logits of some positions.
+    def decoders(self) -> Iterator[tuple[Any, str]]:
+        """Yield the modules in a model and in these, inner ones first."""
+        for name, child in self._model.children().items():
+            if isinstance(child, Module):
+                for inner, module in child.children().items():
+                    if isinstance(module, Module):
+                        yield child, inner
+                yield self._model, name
 
-        Args:
-            run: Calls the model; the caches of later calls are not used.
-            take: Selects n positions of an array of shape `(sequences, tokens, width)`;
-                returns `(1, n, width)`.
-            settle: Evaluates the given array and the stored keys and values.
-            receive: Receives indices into the n positions, and their logits, shape
-                `(positions, width of the model's output)`, float32, on the CPU.
-        """
-        if not self.are_small or self._decoder is None:
-            logits = take(run())[0].astype(mx.float32)
-            settle(logits)
-            receive(slice(0, logits.shape[0]), as_tensor(logits))
-            return
-        step = max(1, _LOGITS_AT_ONCE // (self._width or 1))
-        self._compute(self._decoder, run, take, settle, receive, step)
-
-    @staticmethod
-    def _compute(  # noqa: PLR0917 - the parts of `compute`
-        decoder: tuple[Any, str],
-        run: Callable[[], mx.array],
-        take: Take,
-        settle: Callable[[mx.array], None],
-        receive: Receive,
-        step: int,
-    ) -> int:
-        """Pass on logits of `step` positions at a time; return how often the decoder ran."""
+    @contextmanager
+    def replaced(
+        self, decoder: tuple[Any, str], states: Callable[[Run], mx.array]
+    ) -> Iterator[None]:
+        """Let `states` replace the result of a module; modules are dictionaries."""
         parent, name = decoder
         module = parent[name]
-        states: mx.array | None = None
-        runs = first = 0
 
-        def decode(*args: Any, **kwargs: Any) -> mx.array:
-            nonlocal states, runs
-            if states is None:
-                if not args or args[0].dtype != mx.int32:
-                    raise ValueError("it does not take token ids, so others run before it")
-                states, runs = take(module(*args, **kwargs)), runs + 1
-            return states[:, first : first + step]
+        def call(*args: Any, **kwargs: Any) -> mx.array:
+            if not args or args[0].dtype != mx.int32:
+                raise ValueError("it does not take token ids, so others run before it")
+            return states(lambda: module(*args, **kwargs))
 
-        with _replaced(parent, name, _StandIn(module, decode)):
-            logits = run()
-            if states is None:
-                return 0
-            settle(states)
-            while True:
-                part = logits[0].astype(mx.float32)
-                receive(slice(first, first + part.shape[0]), as_tensor(part))
-                first += step
-                if first >= states.shape[1]:
-                    return runs
-                logits = run()
+        parent[name] = _StandIn(module, call)
+        try:
+            yield
+        finally:
+            parent[name] = module
 
-    def _tested_decoders(self) -> Iterator[tuple[Any, str]]:
-        """Yield the modules whose hidden states give the ordinary logits."""
-        for parent, name in _modules(self._model):
-            try:
-                if self._is_right((parent, name)):
-                    yield parent, name
-            except Exception as error:  # noqa: BLE001 - the model has another form
-                _logger.debug("not %s: %s: %s", name, type(error).__name__, error)
+    def positions_at_once(self, width: int) -> int:
+        """Return the number of positions of a piece."""
+        return max(1, _LOGITS_AT_ONCE // width)
 
-    def _is_right(self, decoder: tuple[Any, str]) -> bool:
-        ids = mx.array([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]], mx.int32)
+    def is_exact(self, logits: mx.array) -> bool:
+        """Whether the model computes in float32."""
+        return bool(logits.dtype == mx.float32)
 
-        def run() -> mx.array:
-            logits: mx.array = self._model(ids)
-            return logits
-
-        def take(states: mx.array) -> mx.array:
-            return states.reshape(1, -1, states.shape[-1])
-
-        found: list[torch.Tensor] = []
-        runs = self._compute(
-            decoder, run, take, mx.eval, lambda _, logits: found.append(logits), 3
-        )
-        logits = take(run())[0]
-        self._width = int(logits.shape[-1])
-        if runs != 1 or [len(part) for part in found] != [3, 3, 3, 1]:
-            return False
-        expected = as_tensor(logits.astype(mx.float32))
-        tolerance = _TOLERANCE if logits.dtype == mx.float32 else _COARSE_TOLERANCE
-        difference = (torch.cat(found) - expected).abs().max()
-        return bool(difference <= tolerance * expected.abs().max().clamp(min=1))
+    def as_tensor(self, logits: mx.array) -> torch.Tensor:
+        """Return logits in float32, on the CPU."""
+        return as_tensor(logits)
 
 
 class _StandIn:
@@ -164,28 +99,8 @@ class _StandIn:
         return getattr(self._module, name)
 
 
-def _modules(model: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the modules in a model and in these, as parents and names, inner ones first."""
-    for name, child in model.children().items():
-        if isinstance(child, Module):
-            for inner, module in child.children().items():
-                if isinstance(module, Module):
-                    yield child, inner
-            yield model, name
-
-
-@contextmanager
-def _replaced(parent: Any, name: str, stand_in: _StandIn) -> Iterator[None]:
-    """Replace a child of a module within this context; modules are dictionaries."""
-    module = parent[name]
-    parent[name] = stand_in
-    try:
-        yield
-    finally:
-        parent[name] = module
-
-
 def as_tensor(array: mx.array) -> torch.Tensor:
-    """Return a float32 array as a tensor on the CPU."""
+    """Return an array as a float32 tensor on the CPU."""
+    array = array.astype(mx.float32)
     mx.eval(array)
     return torch.from_numpy(np.array(array))

@@ -20,13 +20,12 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardCounts, ForwardResult, Receive, TableBatch, TreeBatch
-from genlm_hf.forward import accepted, taken_logits
+from genlm_hf.forward import Pass, Take, accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayout
-from genlm_hf.packed.plan import PackedPlan, plan_forward
-from genlm_hf.packed.tables import plan_table
-from genlm_hf.pieces import OutputPieces, Take
+from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
+from genlm_hf.pieces import OutputPieces
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
@@ -134,9 +133,8 @@ class PackedForward:
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
-        with self._planned(plan) as (inputs, take):
-            logits = taken_logits(self._model, inputs, (1, len(plan.tokens)), take)[0]
-        return logits.to(self._device)
+        with self._planned(plan) as (work, take):
+            return taken_logits(self._model, work, take)[0].to(self._device)
 
     def scores_in_pieces(self) -> bool:
         """Whether `score` never has the logits of a whole pass in memory."""
@@ -145,21 +143,16 @@ class PackedForward:
     def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
         """Run one pass and apply the output embedding to a few tokens at a time."""
         plan, slots = plan_forward(batch), np.array(batch.wanted_slots())
-        with self._planned(plan) as (inputs, take):
-            self._pieces.compute(
-                inputs,
-                (1, len(plan.tokens)),
-                take,
-                lambda part, logits: receive(slots[part], logits),
-            )
+        with self._planned(plan) as (work, take):
+            self._pieces.compute(work, take, lambda part, found: receive(slots[part], found))
         return ForwardCounts(tokens=len(plan.tokens), forwards=1)
 
     @contextmanager
-    def _planned(self, plan: PackedPlan) -> Iterator[tuple[dict[str, Any], Take]]:
+    def _planned(self, plan: PackedPlan) -> Iterator[tuple[Pass, Take]]:
         """Let forward passes within this context follow a plan.
 
         Yields:
-            Arguments of the model's `forward`, and the selector of requested positions.
+            The pass, and the selector of requested positions.
         """
         first = DevicePlan(plan, self._device)
         inputs = {
@@ -176,7 +169,7 @@ class PackedForward:
         _step.plan, _step.on_device = plan, {self._device: first}
         try:
             with self._layout.runs(PACKED_ATTENTION):
-                yield inputs, take
+                yield Pass(inputs, (1, len(plan.tokens))), take
         finally:
             del _step.layout, _step.storage, _step.plan, _step.on_device
 

@@ -23,7 +23,7 @@ import torch
 from cachetools import LRUCache
 
 from genlm.prefix import UnsupportedModelError
-from genlm_hf.forward import taken_logits
+from genlm_hf.forward import Pass, taken_logits
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan
 from genlm_hf.packed.step_attention import StepInputs, StepMemory, step_attention, tile_of
@@ -216,12 +216,10 @@ class KernelSteps:
             "use_cache": False,
             "return_dict": True,
         }
+        work = Pass(arguments, (1, len(found.tokens)))
         with step_attention(self._layout, self._storage, inputs):
             return taken_logits(
-                self._served.model,
-                arguments,
-                (1, len(found.tokens)),
-                lambda states: states[:, found.results],
+                self._served.model, work, lambda states: states[:, found.results]
             )[0]
 
     def _refuse_all(self, reason: str) -> None:

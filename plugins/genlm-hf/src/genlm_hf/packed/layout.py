@@ -26,7 +26,6 @@ from genlm_hf.storage import LayerShape
 __all__ = [
     "AttentionLayer",
     "AttentionLayout",
-    "UnknownMaskError",
     "UnsupportedMaskError",
     "read_layout",
     "register",
@@ -55,10 +54,6 @@ _POSITIONS = (5, 4_099, 131_101, 1_100_003)
 
 class UnsupportedMaskError(UnsupportedModelError):
     """A model's mask is neither causal nor a causal sliding window."""
-
-
-class UnknownMaskError(ValueError):
-    """A mask function is neither causal nor a causal sliding window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +241,7 @@ def _record_mask(
     **_: Any,
 ) -> torch.Tensor:
     assert _active.recorder is not None  # noqa: S101 - our own mistake
-    try:
-        window = window_of(mask_function)
-    except UnknownMaskError as error:
-        raise UnsupportedMaskError(f"one of its masks is unknown: {error}") from error
-    mark = _active.recorder.add_mask(window)
+    mark = _active.recorder.add_mask(window_of(mask_function))
     return torch.full((batch_size, 1, q_length, kv_length), mark, device=device)
 
 
@@ -284,14 +275,15 @@ def window_of(mask_function: Callable[..., Any]) -> int | None:
             the query sees the key, as in `transformers.masking_utils`.
 
     Raises:
-        UnknownMaskError: A token sees later tokens, blocks, chunks or something else.
+        UnsupportedMaskError: A token sees later tokens, blocks, chunks or something else.
     """
     seen = [_seen(mask_function, position) for position in _POSITIONS]
     window = seen[-1]
     expected = [min(position + 1, window) for position in _POSITIONS]
     if seen != expected:
-        raise UnknownMaskError(
-            f"tokens at positions {_POSITIONS} see {seen} tokens, which is not a sliding window"
+        raise UnsupportedMaskError(
+            f"one of its masks is unknown: tokens at positions {_POSITIONS} see {seen} tokens, "
+            f"which is not a sliding window"
         )
     return None if window > _POSITIONS[-1] else window
 
@@ -304,11 +296,14 @@ def _seen(mask_function: Callable[..., Any], position: int) -> int:
         visible = mask_function(zero, zero, torch.tensor(position), keys)
         visible = torch.as_tensor(visible).expand(keys.shape).bool()
     except Exception as error:
-        raise UnknownMaskError(
-            f"it cannot be evaluated at single positions: {error}"
+        raise UnsupportedMaskError(
+            f"one of its masks is unknown: it cannot be evaluated at single positions: {error}"
         ) from error
     count = int(visible.sum())
     first = position + 1 - count
     if not bool(visible[first : position + 1].all()):
-        raise UnknownMaskError(f"the token at position {position} sees later tokens or gaps")
+        raise UnsupportedMaskError(
+            f"one of its masks is unknown: the token at position {position} sees later tokens "
+            f"or gaps"
+        )
     return count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,40 +20,19 @@ from genlm import (
     UnsupportedCapabilityError,
 )
 from genlm.prefix import (
-    BatchLimits,
     PrefixEngine,
     PrefixRows,
     ScoredText,
     SelfTest,
     ServeOptions,
-    UncachedPath,
     UnsupportedModelError,
     choose_path,
 )
 
-from .test_rows import SIZE, assert_right, expected, serve
+from .test_rows import SIZE, Alone, assert_right, expected, serve
 from .test_scoring import right_scores
-from .test_scoring import serve as serve_scores
 
 PATHS = ("tree", "alone")
-
-
-class Alone(UncachedPath):
-    """The reference: each sequence without a cache."""
-
-    can_score = False
-
-    def __init__(self) -> None:
-        super().__init__(serve(0)[0]._vocabulary, BatchLimits(max_tokens=64, max_rows=1))
-
-    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.stack([expected(adapter, tuple(sequence)) for sequence in sequences])
-
-    def batch_logits(self, sequences: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-    def score_batch(self, texts: Any, scores: Any) -> None:
-        raise NotImplementedError
 
 
 class Adapters:
@@ -83,10 +62,9 @@ class Engine(PrefixEngine):
         *,
         error: float = 0,
         hints: Mapping[Capability, str] | None = None,
-        scores: bool = False,
         **options: Any,
     ) -> None:
-        rows, self.model = serve_scores(200) if scores else serve(200)
+        rows, self.model = serve(200)
         self.vocabulary = rows._vocabulary
 
         def build() -> PrefixRows:
@@ -206,7 +184,7 @@ def test_statistics_outlive_the_engine() -> None:
 
 
 def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
-    engine = Engine(scores=True)
+    engine = Engine()
     assert Capability.SCORE in engine.capabilities
     engine.add_adapter("red", "folder")
     asked = [
@@ -231,11 +209,3 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
                 torch.testing.assert_close(each.result, expected(None, query.token_ids))
     assert engine.loaded.active is None
     assert engine.statistics()["tokens_evaluated"] == sum(map(len, asked))
-
-
-def test_scores_are_refused_where_the_path_has_none() -> None:
-    engine = Engine()
-    assert Capability.SCORE not in engine.capabilities
-    with pytest.raises(UnsupportedCapabilityError, match="toy"):
-        engine.submit(Query(0, (1, 2), targets=(3,)))
-    assert Capability.SCORE not in Engine(execution_path="alone").capabilities

@@ -139,7 +139,7 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
         sequences = sorted(step)
         nodes = [tree.insert(None, ids) for ids in sequences]
         batch = TreeBatch(tree, None, sequences, nodes)
-        asked = dict(zip(batch.last_slots, sequences, strict=True))
+        asked = dict(zip(batch.wanted.tolist(), sequences, strict=True))
         uncached = tree.uncached_tokens
         for stage in prefill_stages(batch):
             written = set()

@@ -93,9 +93,7 @@ class PrefixEngine(BatchEngine):
         if not isinstance(choice.path, PrefixRows):
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
-        offered = {Capability.LORA, Capability.PREFIX_CACHE}
-        if choice.path.can_score:
-            offered.add(Capability.SCORE)
+        offered = {Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE}
         self.capabilities = frozenset(offered - hints.keys())
 
     @property
@@ -109,13 +107,10 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: The adapter is not loaded.
             TokenIdError: The tokenizer has an id for which the model has no embedding.
-            UnsupportedCapabilityError: The query requests a continuation, or scores of a model
-                whose path cannot score.
+            UnsupportedCapabilityError: The query requests a continuation.
         """
         if query.sampling is not None:
             raise self._unsupported(Capability.SAMPLE)
-        if query.targets and Capability.SCORE not in self.capabilities:
-            raise self._unsupported(Capability.SCORE)
         self._check(query)
         super().submit(query)
 

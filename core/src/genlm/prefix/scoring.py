@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.forward import Receive, TreeBatch
+from genlm.prefix.forward import TreeBatch
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
+    import torch
+
     from genlm.prefix.node import Node, Slots
 
 __all__ = ["TextScorer"]
@@ -65,36 +67,34 @@ class TextScorer:
 
     Args:
         tree: The tree.
-        run: Function that computes a batch of the tree, ends it, and passes on the requested
-            logits; the nodes among its arguments are evicted first.
+        run: Function that computes a batch of the tree, ends it, and returns the requested
+            logits; the ends among its arguments are evicted first.
         without_cache: Function that scores a text that does not fit into the tree.
         vocabulary: The tokenizer's vocabulary.
+        limit: Maximum number of tokens of a pass.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        run: Callable[[TreeBatch, Sequence[End], Receive], None],
+        run: Callable[[TreeBatch, Sequence[End]], torch.Tensor],
         *,
-        without_cache: Callable[[ScoredText], TextResult],
+        without_cache: Callable[[str | None, ScoredText], TextResult],
         vocabulary: Vocabulary,
+        limit: int,
     ) -> None:
-        self._tree, self._run = tree, run
+        self._tree, self._run, self._limit = tree, run, limit
         self._without_cache, self._vocabulary = without_cache, vocabulary
 
-    def scores(
-        self, adapter: str | None, texts: Sequence[ScoredText], limit: int
-    ) -> list[TextResult]:
-        """Score texts in passes of at most `limit` tokens; see `PrefixRows.scores`."""
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+        """Score texts; see `PrefixRows.scores`."""
         scores = PieceScores(texts, self._vocabulary)
-        self._compute(adapter, texts, scores, limit)
+        self._compute(adapter, texts, scores)
         return scores.results()
 
-    def next_pass(
-        self, adapter: str | None, texts: Sequence[ScoredText], limit: int
-    ) -> Sequence[int]:
+    def next_pass(self, adapter: str | None, texts: Sequence[ScoredText]) -> Sequence[int]:
         """Choose texts that take about one pass; see `PrefixRows.next_score_pass`."""
-        total = sum(len(text.sequence) for text in texts)
+        total, limit = sum(len(text.sequence) for text in texts), self._limit
         if total <= limit:
             return range(len(texts))
         chosen: list[int] = []
@@ -125,10 +125,9 @@ class TextScorer:
         adapter: str | None,
         texts: Sequence[ScoredText],
         scores: PieceScores,
-        limit: int,
     ) -> None:
         """Run the passes that the texts need."""
-        batch, begin = _Batch(), 0
+        batch, begin, limit = _Batch(), 0, self._limit
         for index, text in enumerate(texts):
             members = np.arange(begin, begin + len(text.targets))
             begin += len(text.targets)
@@ -149,7 +148,7 @@ class TextScorer:
             if not self._add(adapter, batch, text.sequence, text.first, members, kept=kept):
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
-                scores.put(index, self._without_cache(text))
+                scores.put(index, self._without_cache(adapter, text))
                 continue
             self._tree.roll_back()  # frees its slots, which suffice for every part
             batch = _Batch()
@@ -207,12 +206,12 @@ class TextScorer:
         return True
 
     def _run_pass(self, adapter: str | None, batch: _Batch, scores: PieceScores) -> None:
-        """Compute a batch, and pass its logits to `scores`."""
+        """Compute a batch and score its logits."""
         scores.expect(np.concatenate(batch.keys), np.concatenate(batch.members))
         wanted = TreeBatch(
             self._tree, adapter, batch.sequences, batch.nodes, batch.first_positions
         )
-        self._run(wanted, batch.ends, scores.add)
+        scores.add(wanted.wanted, self._run(wanted, batch.ends))
 
 
 def _parts(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from genlm.prefix.forward import ForwardCounts, ForwardResult, Receive, TreeBatch
+from genlm.core.queries.generations import Integers64
+from genlm.prefix.forward import ForwardResult, TreeBatch
 from genlm.prefix.node import Slots
 from genlm.prefix.padding import (
     Segment,
@@ -18,11 +19,11 @@ from genlm.prefix.padding import (
     prefill_stages,
 )
 
-__all__ = ["CollectedLogits", "SegmentForward"]
+__all__ = ["SegmentForward", "logits_of_keys"]
 
 
 class SegmentForward(abc.ABC):
-    """A `ScoringForward` that runs each prefill stage in as few passes as padding allows.
+    """A `ForwardFn` that runs each prefill stage in as few passes as padding allows.
 
     Args:
         limits: Limits of a pass.
@@ -33,64 +34,49 @@ class SegmentForward(abc.ABC):
 
     @abc.abstractmethod
     def run_segments(
-        self, segments: Sequence[Segment], wanted: Slots, receive: Receive, *, in_pieces: bool
-    ) -> None:
+        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    ) -> torch.Tensor:
         """Run one pass over segments side by side.
 
         Args:
             segments: The segments, whose pasts are computed.
-            wanted: Slot, segment and place in the segment of each token whose logits are
-                requested, shape `(n, 3)`.
-            receive: Receives these slots and logits.
-            in_pieces: Whether to compute the logits of a few tokens at a time.
+            rows: Segment of each token whose logits are requested, shape `(n,)`.
+            places: Index of the token among the segment's tokens, shape `(n,)`.
+
+        Returns:
+            The logits, shape `(n, width of the model's output)`.
         """
 
-    @abc.abstractmethod
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-
     def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Compute the uncached tokens of the tree and the logits of the sequences."""
-        found = CollectedLogits()
-        counts = self._run_stages(batch, found.add, in_pieces=False)
-        return ForwardResult(found.of(batch.last_slots), *counts)
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Compute the uncached tokens of the tree; pass on the requested logits."""
-        return self._run_stages(batch, receive, in_pieces=True)
-
-    def _run_stages(
-        self, batch: TreeBatch, receive: Receive, *, in_pieces: bool
-    ) -> ForwardCounts:
-        wanted = set(batch.wanted_slots())
-        tokens = forwards = 0
+        """Compute the uncached tokens of the tree and the requested logits."""
+        wanted, tokens = set(batch.wanted.tolist()), 0
+        slots, parts = [], []
         for stage in prefill_stages(batch):
             for segments in group_segments(stage, self._limits):
-                places = np.array(places_of(segments, wanted), np.int64).reshape(-1, 3)
-                self.run_segments(segments, places, receive, in_pieces=in_pieces)
+                found = np.array(places_of(segments, wanted), np.int64).reshape(-1, 3)
+                slots.append(found[:, 0])
+                parts.append(self.run_segments(segments, found[:, 1], found[:, 2]))
                 tokens += sum(len(segment.tokens) for segment in segments)
-                forwards += 1
-        return ForwardCounts(tokens, forwards)
+        return ForwardResult(logits_of_keys(batch.wanted, slots, parts), tokens, len(parts))
 
 
-class CollectedLogits:
-    """Logits of several passes by key, such as slots."""
+def logits_of_keys(
+    keys: Slots, known: Sequence[Slots], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the logits of keys, such as slots, in order.
 
-    def __init__(self) -> None:
-        self._keys: list[Slots] = []
-        self._parts: list[torch.Tensor] = []
+    Args:
+        keys: Keys, possibly repeated.
+        known: The keys of the logits of each pass.
+        parts: The logits of each pass.
 
-    def add(self, keys: Slots, logits: torch.Tensor) -> None:
-        """Add the logits of some keys, shape `(len(keys), width)`."""
-        self._keys.append(keys)
-        self._parts.append(logits)
-
-    def of(self, keys: Sequence[int]) -> torch.Tensor:
-        """Return the logits of keys in order; a view of the only part if it has this order."""
-        known = np.concatenate(self._keys)
-        logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
-        if np.array_equal(known, keys):
-            return logits
-        order = np.argsort(known)
-        places = order[np.searchsorted(known, keys, sorter=order)]
-        return logits[torch.from_numpy(places).to(logits.device)]
+    Returns:
+        Shape `(len(keys), width)`; the logits of the only pass if they have this order.
+    """
+    found = np.concatenate(known)
+    logits = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if np.array_equal(found, keys):
+        return logits
+    order = np.argsort(found)
+    places = order[np.searchsorted(found, keys, sorter=order)]
+    return logits[torch.from_numpy(places).to(logits.device)]

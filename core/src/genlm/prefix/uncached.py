@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from genlm.core.queries.generations import Integers64
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
 from genlm.core.vocab import Vocabulary
@@ -32,10 +34,7 @@ class UncachedPath(abc.ABC):
 
     Attributes:
         limits, scores_by_rows: As above; a subclass may change them before the first batch.
-        can_score: True.
     """
-
-    can_score = True
 
     def __init__(
         self, vocabulary: Vocabulary, limits: BatchLimits, *, scores_by_rows: bool = False
@@ -45,38 +44,35 @@ class UncachedPath(abc.ABC):
         self._forwards = self._tokens_computed = self._tokens_padded = 0
 
     @abc.abstractmethod
-    def batch_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the logits after each sequence of one batch, in passes that it counts."""
-
-    @abc.abstractmethod
-    def score_batch(self, texts: Sequence[tuple[ScoredText, int]], scores: PieceScores) -> None:
-        """Add the logits of one batch of texts to `scores`, in passes that it counts.
+    def run(
+        self, sequences: Sequence[Sequence[int]], firsts: Integers64
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        """Compute one batch, in passes that it counts, and yield the requested logits.
 
         Args:
-            texts: Texts, and the key of the first target of each.
-            scores: Receives the logits; their keys continue the first key of each text.
+            sequences: The sequences.
+            firsts: The position in each sequence from which on logits are requested.
+
+        Yields:
+            Sequences and positions in them, shape `(2, n)`, and their logits. If only the last
+            positions are requested, all at once, in order.
         """
 
-    def score_limits(self) -> BatchLimits:
-        """Return the limits of a batch of `score_batch`."""
-        return self.limits
-
-    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:  # noqa: ARG002 - see ExecutionPath
+    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:  # noqa: ARG002 - see PrefixRows
         """Compute rows in as few batches as the limits allow."""
         batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
         if len(batches) == 1:
-            return rows_from_logits(self.batch_logits(sequences), self._vocabulary)
+            return self._batch_rows(sequences)
         rows: torch.Tensor | None = None
         for batch in batches:
-            logits = self.batch_logits([sequences[i] for i in batch])
-            found = rows_from_logits(logits, self._vocabulary)
+            found = self._batch_rows([sequences[i] for i in batch])
             if rows is None:
                 rows = found.new_empty((len(sequences), found.shape[1]))
             rows[batch] = found
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
-    def next_pass(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> list[int]:  # noqa: ARG002 - see ExecutionPath
+    def next_pass(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> list[int]:  # noqa: ARG002 - see PrefixRows
         """Choose the first context and those that share its batch."""
         batches = plan_batches([len(sequence) for sequence in sequences], self.limits)
         return next(batch for batch in batches if 0 in batch)
@@ -87,17 +83,31 @@ class UncachedPath(abc.ABC):
         if self.scores_by_rows:
             for text, first in zip(texts, scores.ends.tolist(), strict=False):
                 self._score_by_rows(adapter, text, first, scores)
-        else:
-            lengths = [len(text.sequence) for text in texts]
-            for batch in plan_batches(lengths, self.score_limits()):
-                self.score_batch([(texts[i], int(scores.ends[i])) for i in batch], scores)
+            return scores.results()
+        for batch in plan_batches([len(text.sequence) for text in texts], self._score_limits):
+            firsts = np.array([texts[i].first for i in batch])
+            sequences = [texts[i].sequence.token_ids for i in batch]
+            for (rows, positions), logits in self.run(sequences, firsts):
+                scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
         return scores.results()
 
-    def next_score_pass(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[int]:
+    def next_score_pass(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[int]:  # noqa: ARG002 - see PrefixRows
         """Choose the first text and those that share its batch; only it if rows score it."""
         if self.scores_by_rows:
             return [0]
-        return self.next_pass(adapter, [text.sequence.token_ids for text in texts])
+        batches = plan_batches([len(text.sequence) for text in texts], self._score_limits)
+        return next(batch for batch in batches if 0 in batch)
+
+    def _batch_rows(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        lasts = np.array([len(sequence) - 1 for sequence in sequences])
+        [(_, logits)] = self.run(sequences, lasts)
+        return rows_from_logits(logits, self._vocabulary)
+
+    @property
+    def _score_limits(self) -> BatchLimits:
+        """Limits of a batch of texts; the logits of all its positions may be requested."""
+        most = min(self.limits.max_tokens, self.limits.max_rows)
+        return dataclasses.replace(self.limits, max_tokens=most)
 
     def _score_by_rows(
         self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores

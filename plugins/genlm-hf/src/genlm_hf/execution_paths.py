@@ -14,6 +14,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from genlm.plugin import ModelFacts, ModelLoadError, free_memory_bytes
 from genlm.prefix import (
     ForwardFn,
@@ -196,8 +198,7 @@ def _prefix_rows(
 ) -> PrefixRows:
     return PrefixRows(
         forward,
-        without_cache=lambda sequence: padded.rows(None, [sequence]),
-        score_without_cache=lambda text: padded.scores(None, [text])[0],
+        uncached=padded,
         vocabulary=served.vocabulary,
         budget_bytes=storage.budget_bytes,
         bytes_per_token=storage.bytes_per_token,
@@ -207,7 +208,8 @@ def _prefix_rows(
 
 
 def _layout(served: ServedModel, padded: PaddedPath) -> AttentionLayout:
-    return read_layout(served.model, lambda: padded.logits([[0] * _probe_length(served)]))
+    ids, first = [0] * _probe_length(served), np.zeros((2, 1), np.int64)
+    return read_layout(served.model, lambda: padded.logits([ids], first))
 
 
 def _probe_length(served: ServedModel) -> int:

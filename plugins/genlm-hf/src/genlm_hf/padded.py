@@ -6,15 +6,14 @@ It supports every decoder-only model and is the reference for faster paths.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from genlm.plugin import ModelFacts
-from genlm.prefix import BatchLimits, PieceScores, ScoredText, UncachedPath
+from genlm.prefix import BatchLimits, Integers64, UncachedPath
 from genlm_hf.forward import padded_pass, taken_logits
-from genlm_hf.pieces import OutputPieces
 from genlm_hf.probe import padding_is_safe, sample_ids
 from genlm_hf.quantised import is_quantised
 from genlm_hf.rope import forget_longest
@@ -41,7 +40,7 @@ class PaddedPath(UncachedPath):
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__(served.vocabulary, BatchLimits(served.max_tokens, served.max_rows))
-        self._served, self._pieces = served, OutputPieces(served)
+        self._served = served
         config = served.model.config.get_text_config()
         self.by_longest = ModelFacts.of(config).rope_by_longest
         ids = sample_ids(
@@ -60,48 +59,35 @@ class PaddedPath(UncachedPath):
         """Whether sequences of different lengths may share a pass."""
         return not self.limits.equal_lengths
 
-    def batch_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run one pass and return the logits after each sequence, on the model's device."""
-        return self.logits(sequences).to(self._served.device)
+    def run(
+        self, sequences: Sequence[Sequence[int]], firsts: Integers64
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        """Run one pass, or several with few enough logits; see `UncachedPath`."""
+        counts = np.array([len(sequence) for sequence in sequences]) - firsts
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.concatenate([np.arange(n) for n in counts]) + firsts[rows]
+        wanted, most = np.stack([rows, positions]), self.limits.max_rows
+        for begin in range(0, wanted.shape[1], most):
+            part = wanted[:, begin : begin + most]
+            yield part, self.logits(sequences, part).to(self._served.device)
 
-    def logits(
-        self, sequences: Sequence[Sequence[int]], positions: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Run one pass; return logits at one position of each sequence, by default the last."""
+    def logits(self, sequences: Sequence[Sequence[int]], wanted: Integers64) -> torch.Tensor:
+        """Run one pass.
+
+        Args:
+            sequences: The sequences.
+            wanted: Sequences and positions in them, shape `(2, n)`.
+
+        Returns:
+            Their logits, shape `(n, width)`, on the device of the model's output.
+        """
         if self.by_longest:
             forget_longest(self._served.model)
-        last = [len(sequence) - 1 for sequence in sequences]
-        kept = torch.tensor(last if positions is None else positions)
+        where = torch.from_numpy(wanted)
 
         def take(states: torch.Tensor) -> torch.Tensor:
-            rows = torch.arange(len(kept), device=states.device)
-            return states[rows, kept.to(states.device)][:, None]
+            rows, positions = where.to(states.device)
+            return states[rows, positions][None]
 
-        work = padded_pass(self._served, sequences)
-        logits = taken_logits(self._served.model, work, take)[:, 0]
         self.count(sequences)
-        return logits
-
-    def score_limits(self) -> BatchLimits:
-        """Return limits of the positions of a pass whose logits are in memory together."""
-        if self._pieces.are_small:
-            return self.limits
-        most = min(self.limits.max_tokens, self.limits.max_rows)
-        return dataclasses.replace(self.limits, max_tokens=most)
-
-    def score_batch(self, texts: Sequence[tuple[ScoredText, int]], scores: PieceScores) -> None:
-        """Run one pass over texts and score them."""
-        sequences = [text.sequence.token_ids for text, _ in texts]
-        work = padded_pass(self._served, sequences)
-        places, keys = [], []
-        for row, (text, first_key) in enumerate(texts):
-            count = len(text.targets)
-            places.append(row * work.shape[1] + text.first + np.arange(count))
-            keys.append(first_key + np.arange(count))
-        kept, known = torch.from_numpy(np.concatenate(places)), np.concatenate(keys)
-
-        def take(states: torch.Tensor) -> torch.Tensor:
-            return states.flatten(0, 1)[kept.to(states.device)][None]
-
-        self._pieces.compute(work, take, lambda part, logits: scores.add(known[part], logits))
-        self.count(sequences)
+        return taken_logits(self._served.model, padded_pass(self._served, sequences), take)[0]

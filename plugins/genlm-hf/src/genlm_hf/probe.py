@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from genlm.plugin import ModelLoadError
+from genlm.prefix import Integers64
 
 __all__ = ["Logits", "padding_is_safe", "sample_ids"]
 
-Logits = Callable[[Sequence[Sequence[int]], Sequence[int]], torch.Tensor]
-"""Logits, shape (sequences, width), at one position of each sequence."""
+Logits = Callable[[Sequence[Sequence[int]], Integers64], torch.Tensor]
+"""Function of sequences, and of sequences and positions in them, shape `(2, n)`; returns the
+logits of the latter, shape `(n, width)`."""
 
 _TEXT = "Once upon a time, the 3 quick foxes ran home."
 _MAX_IDS = 9
@@ -49,8 +52,8 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
     end = max(len(ids) // 2 - 1, 0)
     start = ids[: end + 1]
     try:
-        alone = logits([start], [end])
-        padded, continued = logits([start, ids], [end, end])[:, None]
+        alone = logits([start], np.array([[0], [end]]))
+        padded, continued = logits([start, ids], np.array([[0, 1], [end, end]]))[:, None]
     except Exception as error:
         raise ModelLoadError(
             f"a first forward pass over {len(ids)} tokens raised {type(error).__name__}: "

@@ -16,16 +16,14 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm.prefix import (
-    Receive,
+    Integers64,
     Segment,
     SegmentBatch,
     SegmentForward,
     SegmentLimits,
-    Slots,
     UnsupportedModelError,
 )
 from genlm_hf.forward import Pass, accepted, taken_logits
-from genlm_hf.pieces import OutputPieces
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
@@ -178,31 +176,23 @@ class SlotCacheForward(SegmentForward):
     def __init__(self, served: ServedModel, storage: KVStorage) -> None:
         super().__init__(SegmentLimits(served.max_tokens, served.max_context))
         self.storage, self._served = storage, served
-        self._pieces = OutputPieces(served)
-
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-        return self._pieces.are_small
 
     def run_segments(
-        self, segments: Sequence[Segment], wanted: Slots, receive: Receive, *, in_pieces: bool
-    ) -> None:
+        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    ) -> torch.Tensor:
         """Run one pass over segments side by side; see `SegmentForward`."""
         model, device = self._served.model, self._served.device
         batch = SegmentBatch(segments, self._served.pad_id)
         inputs = _inputs(model, batch, device)
         inputs["past_key_values"] = SlotCache(self.storage, batch)
-        work = Pass(inputs, batch.tokens.shape)
-        slots, where = wanted[:, 0], torch.from_numpy(wanted[:, 1:]).to(device)
+        where = torch.from_numpy(np.stack([rows, places])).to(device)
 
         def take(states: torch.Tensor) -> torch.Tensor:
-            rows, tokens = where.to(states.device).unbind(1)
-            return states[rows, tokens][None]
+            row, place = where.to(states.device)
+            return states[row, place][None]
 
-        if in_pieces:
-            self._pieces.compute(work, take, lambda part, found: receive(slots[part], found))
-        else:
-            receive(slots, taken_logits(model, work, take)[0].to(device))
+        work = Pass(inputs, batch.tokens.shape)
+        return taken_logits(model, work, take)[0].to(device)
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:

@@ -7,20 +7,20 @@ self-test at loading compares its rows with those of mlx-lm's cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import torch
+from mlx_lm.models.cache import make_prompt_cache
 
 from genlm.plugin import Vocabulary
 from genlm.prefix import (
     BatchLimits,
+    Integers64,
     PathChoice,
-    PieceScores,
     PrefixRows,
-    ScoredText,
     SegmentLimits,
     SelfTest,
     ServeOptions,
@@ -32,12 +32,10 @@ from genlm.prefix import (
 from genlm_mlx.forward import (
     LOGITS_PER_PASS,
     SlotCacheForward,
-    own_logits,
-    own_pieces,
+    as_tensor,
     read_shapes,
     read_windows,
 )
-from genlm_mlx.pieces import OutputPieces
 from genlm_mlx.rotary import PublishedRoPE
 from genlm_mlx.storage import KVStorage, default_budget_bytes
 
@@ -136,39 +134,34 @@ class OwnCachePath(UncachedPath):
         limits = BatchLimits(max_tokens, most, equal_lengths=True)
         super().__init__(vocabulary, limits, scores_by_rows=bool(rotary))
         self._model, self._rotary = model, rotary
-        self._pieces = OutputPieces(model)
 
-    def batch_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the logits after sequences of one length."""
-        length = len(sequences[0])
-        piece = max(1, self.limits.max_tokens // len(sequences))
+    def run(
+        self, sequences: Sequence[Sequence[int]], firsts: Integers64
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        """Run sequences of one length through mlx-lm's cache; see `UncachedPath`."""
+        ids = np.array(sequences, np.int32)
+        count, length = ids.shape
         for rope in self._rotary:
             rope.set_length(length)
-        logits = own_logits(self._model, sequences, piece)
-        self.count(sequences, 1 + -(-(length - 1) // piece))
-        return logits
-
-    def score_batch(self, texts: Sequence[tuple[ScoredText, int]], scores: PieceScores) -> None:
-        """Score texts of one length."""
-        firsts = np.array([text.first for text, _ in texts])
-        first_keys = np.array([key for _, key in texts])
-        sequences = [text.sequence.token_ids for text, _ in texts]
-        most = self.limits.max_tokens if self._pieces.are_small else self.limits.max_rows
-        piece = max(1, most // len(texts))
-
-        def receive(where: Any, logits: torch.Tensor) -> None:
-            rows, places = where.T
-            scores.add(first_keys[rows] + places - firsts[rows], logits)
-
-        own_pieces(
-            self._model,
-            self._pieces,
-            sequences,
-            firsts.tolist(),
-            piece=piece,
-            receive=receive,
-        )
-        self.count(sequences, -(-len(sequences[0]) // piece))
+        cache = make_prompt_cache(self._model)
+        is_wanted = np.arange(length) >= firsts[:, None]
+        first = int(firsts.min())  # MLX does not compute the logits before it
+        pieces = [(0, first, self.limits.max_tokens), (first, length, self.limits.max_rows)]
+        bounds = [
+            (begin, min(begin + step, stop))
+            for start, stop, most in pieces
+            for step in [max(1, min(most, self.limits.max_tokens) // count)]
+            for begin in range(start, stop, step)
+        ]
+        for begin, end in bounds:
+            logits = self._model(mx.array(ids[:, begin:end]), cache=cache)
+            wanted = np.argwhere(is_wanted[:, begin:end]).T
+            requested = [logits[tuple(map(mx.array, wanted))]] if wanted.size else []
+            mx.eval([layer.state for layer in cache], *requested)
+            if requested:
+                wanted[1] += begin
+                yield wanted, as_tensor(requested[0])
+        self.count(sequences, len(bounds))
 
 
 class SlotCachePath(PrefixRows):
@@ -219,8 +212,7 @@ class SlotCachePath(PrefixRows):
         )
         super().__init__(
             forward,
-            without_cache=lambda sequence: uncached.rows(None, [sequence]),
-            score_without_cache=lambda text: uncached.scores(None, [text])[0],
+            uncached=uncached,
             vocabulary=vocabulary,
             budget_bytes=budget,
             bytes_per_token=token_bytes,

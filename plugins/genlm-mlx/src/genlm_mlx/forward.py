@@ -12,9 +12,8 @@ import torch
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm.prefix import (
-    CollectedLogits,
     ForwardResult,
-    Receive,
+    Integers64,
     Segment,
     SegmentBatch,
     SegmentForward,
@@ -22,9 +21,9 @@ from genlm.prefix import (
     Slots,
     TableBatch,
     UnsupportedModelError,
+    logits_of_keys,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
-from genlm_mlx.pieces import OutputPieces, as_tensor
 from genlm_mlx.resident import Extent, ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape
 from genlm_mlx.tables import TablePass, extent_of
@@ -32,8 +31,7 @@ from genlm_mlx.tables import TablePass, extent_of
 __all__ = [
     "LOGITS_PER_PASS",
     "SlotCacheForward",
-    "own_logits",
-    "own_pieces",
+    "as_tensor",
     "read_shapes",
     "read_windows",
 ]
@@ -41,8 +39,7 @@ __all__ = [
 LOGITS_PER_PASS = 2**26
 """Maximum number of logits that one pass returns; 256 MiB in float32."""
 
-# Number of logits of a pass from which only the requested ones are computed, in pieces; 32 MiB
-# in float16.
+# Number of logits whose computation takes as long as another pass of a few tokens.
 _LOGITS_AT_ONCE = 2**24
 
 # Maximum number of slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a
@@ -80,29 +77,34 @@ class SlotCacheForward(SegmentForward):
         self._width, self._budget = width, budget_bytes
         self._token_bytes = sum(layer.bytes_per_token for layer in storage.layers)
         self._resident = ResidentBatches()
-        self._pieces = OutputPieces(model)
 
     def clear(self) -> None:
         """Free everything computed."""
         self._resident.clear()
         self.storage.reset()
 
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-        return self._pieces.are_small
-
     def run_segments(
-        self, segments: Sequence[Segment], wanted: Slots, receive: Receive, *, in_pieces: bool
-    ) -> None:
-        """Run one pass over segments side by side; see `SegmentForward`."""
-        self._run_pass(
+        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    ) -> torch.Tensor:
+        """Run one pass over segments side by side; see `SegmentForward`.
+
+        A long pass is divided before the first token whose logits are requested: MLX does not
+        compute the logits of the first part, because nothing reads them.
+        """
+        first = int(places.min()) if len(places) else 0
+        if len(segments) * first * self._width > _LOGITS_AT_ONCE:
+            self.run_segments([_part(s, slice(first)) for s in segments], rows[:0], rows[:0])
+            kept = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
+            segments = [_part(segments[i], slice(first, None)) for i in kept]
+            rows, places = np.searchsorted(kept, rows), places - first
+        return self._run_pass(
             Extent.of_segments(segments),
             np.concatenate([segment.writes for segment in segments]),
             functools.partial(SegmentBatch, segments, 0),
-            wanted=wanted,
-            receive=receive,
-            # The sequences of scores are rarely continued.
-            stays_resident=not in_pieces,
+            rows=rows,
+            places=places,
+            # Scored sequences, with many requested positions, are rarely continued.
+            stays_resident=len(rows) <= len(segments),
         )
 
     def run_table(
@@ -119,20 +121,22 @@ class SlotCacheForward(SegmentForward):
         most = max(1, min(_GATHERED_AT_ONCE // width, LOGITS_PER_PASS // self._width))
         is_wanted = np.zeros(count, bool)
         is_wanted[batch.results] = True
-        found = CollectedLogits()
+        known, parts = [], []
         for first in range(0, count, most):
             part = slice(first, min(first + most, count))
             rows = np.flatnonzero(is_wanted[part])
-            self._run_pass(
+            logits = self._run_pass(
                 extent_of(batch, part),
                 batch.writes[part],
                 functools.partial(TablePass, batch, part),
-                wanted=np.stack([first + rows, rows, np.zeros_like(rows)], axis=1),
-                receive=found.add,
+                rows=rows,
+                places=np.zeros_like(rows),
                 stays_resident=True,
             )
-        logits = found.of(batch.results)
-        return ForwardResult(logits, count, forwards=-(-count // most))
+            known.append(first + rows)
+            parts.append(logits)
+        logits = logits_of_keys(batch.results, known, parts)
+        return ForwardResult(logits, count, forwards=len(parts))
 
     def _run_pass(
         self,
@@ -140,20 +144,19 @@ class SlotCacheForward(SegmentForward):
         writes: Slots,
         side_by_side: Callable[..., SegmentBatch | TablePass],
         *,
-        wanted: Slots,
-        receive: Receive,
+        rows: Integers64,
+        places: Integers64,
         stays_resident: bool,
-    ) -> None:
+    ) -> torch.Tensor:
         """Run the model over sequences side by side, with pasts that are resident if possible.
 
         Args:
             extent: Ends of the sequences.
             writes: The slots that take keys and values.
             side_by_side: Lays the pass out, with `past` or more columns of pasts.
-            wanted: Key, sequence and new token of each requested position, shape `(n, 3)`.
-            receive: Receives keys and logits.
-            stays_resident: Whether the sequences may be kept for the next pass; if not, or if
-                all tokens have many logits, logits are computed in pieces.
+            rows: Sequence of each requested position.
+            places: New token of each requested position.
+            stays_resident: Whether the sequences may be kept for the next pass.
         """
         # First: a reallocated slot is no longer the end of its earlier sequence.
         self._resident.forget_slots(writes)
@@ -168,31 +171,14 @@ class SlotCacheForward(SegmentForward):
         caches = slot_caches(
             self.storage, batch, self._windows, resident=resident, continues=continues
         )
-        ids = mx.array(batch.tokens.astype(np.int32))
-        keys, (rows, places) = wanted[:, 0], mx.array(wanted[:, 1:].T)
-        kept = [] if resident is None else [resident.arrays]
-
-        def run() -> mx.array:
-            logits: mx.array = self._model(ids, cache=caches)
-            return logits
-
-        def take(states: mx.array) -> mx.array:
-            found = states[rows, places][None]
-            self.storage.settle(found, *kept)
-            return found
-
-        many = extent.new > 1 and batch.tokens.size * self._width > _LOGITS_AT_ONCE
-        if not len(keys):
-            run()
-            self.storage.settle(*kept)
-        elif many or not stays_resident:
-            self._pieces.compute(run, take, lambda part, logits: receive(keys[part], logits))
-        else:
-            receive(keys, as_tensor(take(run())[0]))
+        logits = self._model(mx.array(batch.tokens.astype(np.int32)), cache=caches)
+        wanted = [logits[mx.array(rows), mx.array(places)]] if len(rows) else []
+        self.storage.settle(*wanted, *([] if resident is None else [resident.arrays]))
         if resident is not None:
             resident.columns = batch.past + batch.tokens.shape[1]
             if extent.is_even:
                 self._resident.put(resident)
+        return as_tensor(wanted[0]) if wanted else torch.empty(0, self._width)
 
     def _chosen(self, extent: Extent, room: int) -> tuple[ResidentBatch | None, bool, int]:
         """Return the resident batch that keeps what the pass reads, if any.
@@ -213,75 +199,18 @@ class SlotCacheForward(SegmentForward):
         return None, False, 0
 
 
-def own_logits(model: Any, sequences: Sequence[Sequence[int]], piece: int) -> torch.Tensor:
-    """Run a model over whole sequences through its cache, as mlx-lm does.
-
-    Args:
-        model: An mlx-lm model.
-        sequences: Sequences of one length.
-        piece: Number of tokens of each in one pass.
-
-    Returns:
-        Logits after the last token, shape `(sequences, width)`, float32, on the CPU.
-    """
-    ids = mx.array(np.array(sequences, np.int32))
-    cache = make_prompt_cache(model)
-    last = ids.shape[1] - 1
-    for first in range(0, last, piece):
-        model(ids[:, first : min(first + piece, last)], cache=cache)
-        _settle(cache)
-    return as_tensor(model(ids[:, last:], cache=cache)[:, -1])
+def _part(segment: Segment, part: slice) -> Segment:
+    """Return some tokens of a segment, whose past includes the tokens before them."""
+    end = len(segment.tokens[: part.stop])
+    slots = segment.slots[: segment.past + end]
+    return Segment(segment.tokens[part], slots, segment.writes[part])
 
 
-def own_pieces(
-    model: Any,
-    pieces: OutputPieces,
-    sequences: Sequence[Sequence[int]],
-    firsts: Sequence[int],
-    *,
-    piece: int,
-    receive: Callable[[np.ndarray[Any, Any], torch.Tensor], None],
-) -> None:
-    """Run a model over whole sequences through its cache; pass on the logits of their ends.
-
-    Args:
-        model: An mlx-lm model.
-        pieces: Its output embedding.
-        sequences: Sequences of one length.
-        firsts: The first position of each whose logits are wanted.
-        piece: Number of tokens of each in one pass.
-        receive: Receives (sequence, position) pairs, shape `(n, 2)`, and their logits.
-    """
-    ids = mx.array(np.array(sequences, np.int32))
-    cache = make_prompt_cache(model)
-    positions = np.arange(ids.shape[1])
-    is_wanted = positions >= np.array(firsts)[:, None]
-    for begin in range(0, len(positions), piece):
-        part = ids[:, begin : begin + piece]
-        wanted = np.argwhere(is_wanted[:, begin : begin + piece])
-        run = functools.partial(model, part, cache=cache)
-        if not len(wanted):
-            run()
-            _settle(cache)
-            continue
-        rows, places = mx.array(wanted.T)
-        wanted[:, 1] += begin
-
-        def take(
-            states: mx.array, rows: mx.array = rows, places: mx.array = places
-        ) -> mx.array:
-            found = states[rows, places][None]
-            _settle(cache, found)
-            return found
-
-        pieces.compute(
-            run, take, lambda part, logits, wanted=wanted: receive(wanted[part], logits)
-        )
-
-
-def _settle(cache: Sequence[Any], *results: mx.array) -> None:
-    """Evaluate MLX's pending computations: these results and the cache."""
-    mx.eval([layer.state for layer in cache], *results)
+def as_tensor(array: mx.array) -> torch.Tensor:
+    """Return an array as a float32 tensor on the CPU."""
+    array = array.astype(mx.float32)
+    mx.eval(array)
+    return torch.from_numpy(np.array(array))
 
 
 def read_windows(model: Any) -> list[int | None]:

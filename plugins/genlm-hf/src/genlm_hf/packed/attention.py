@@ -9,23 +9,20 @@ its past. It does not use transformers' caches or masks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from genlm.prefix import ForwardCounts, ForwardResult, Receive, TableBatch, TreeBatch
-from genlm_hf.forward import Pass, Take, accepted, taken_logits
+from genlm.prefix import ForwardResult, TableBatch, TreeBatch
+from genlm_hf.forward import Pass, accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
-from genlm_hf.pieces import OutputPieces
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
@@ -86,7 +83,7 @@ def register() -> None:
 
 
 class PackedForward:
-    """Runs a model over the uncached tokens of a tree, as one sequence; a `ScoringForward`.
+    """Runs a model over the uncached tokens of a tree, as one sequence.
 
     Args:
         served: The model.
@@ -102,7 +99,6 @@ class PackedForward:
     ) -> None:
         self.storage, self._layout = storage, layout
         self._served, self._model, self._device = served, served.model, served.device
-        self._pieces = OutputPieces(served)
         self._kernels: KernelSteps | None = None
 
     def use_kernels(self, *, graphs: bool) -> KernelSteps:
@@ -133,27 +129,6 @@ class PackedForward:
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
-        with self._planned(plan) as (work, take):
-            return taken_logits(self._model, work, take)[0].to(self._device)
-
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-        return self._pieces.are_small
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Run one pass and apply the output embedding to a few tokens at a time."""
-        plan, slots = plan_forward(batch), np.array(batch.wanted_slots())
-        with self._planned(plan) as (work, take):
-            self._pieces.compute(work, take, lambda part, found: receive(slots[part], found))
-        return ForwardCounts(tokens=len(plan.tokens), forwards=1)
-
-    @contextmanager
-    def _planned(self, plan: PackedPlan) -> Iterator[tuple[Pass, Take]]:
-        """Let forward passes within this context follow a plan.
-
-        Yields:
-            The pass, and the selector of requested positions.
-        """
         first = DevicePlan(plan, self._device)
         inputs = {
             "input_ids": first.tokens[None],
@@ -169,7 +144,8 @@ class PackedForward:
         _step.plan, _step.on_device = plan, {self._device: first}
         try:
             with self._layout.runs(PACKED_ATTENTION):
-                yield Pass(inputs, (1, len(plan.tokens))), take
+                work = Pass(inputs, (1, len(plan.tokens)))
+                return taken_logits(self._model, work, take)[0].to(self._device)
         finally:
             del _step.layout, _step.storage, _step.plan, _step.on_device
 

@@ -134,7 +134,7 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     parts = [queries[group.members] for group in groups]
     order = np.concatenate([*parts, np.flatnonzero(~is_query)])
     by_slot = np.argsort(slots[order])
-    wanted = np.searchsorted(slots[order], batch.wanted_slots(), sorter=by_slot)
+    wanted = np.searchsorted(slots[order], batch.wanted, sorter=by_slot)
     return PackedPlan(
         tokens=tokens[order],
         positions=positions[order],

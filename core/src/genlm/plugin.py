@@ -5,7 +5,7 @@
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `PositionReduction`,
-  `ReducedText`, `rows_from_logits`, `device_index`,
+  `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
@@ -81,6 +81,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
     from genlm.core.rows.groups import GroupWork as GroupWork
     from genlm.core.rows.logits import device_index as device_index
+    from genlm.core.rows.logits import moved as moved
     from genlm.core.rows.logits import rows_from_logits as rows_from_logits
     from genlm.core.rows.reductions import PositionReduction as PositionReduction
     from genlm.core.rows.reductions import reduce_logits as reduce_logits

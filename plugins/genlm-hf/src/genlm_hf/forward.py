@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +18,10 @@ import torch
 from genlm_hf.served_model import ServedModel
 
 __all__ = [
-    "Pass",
     "Take",
     "accepted",
     "current_device",
-    "logits_of",
     "padded_pass",
-    "replaced_forward",
     "taken_logits",
 ]
 
@@ -34,20 +31,8 @@ Take = Callable[[torch.Tensor], torch.Tensor]
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
-class Pass(NamedTuple):
-    """A forward pass of a model.
-
-    Attributes:
-        inputs: Arguments of the model's `forward`.
-        shape: Shape of the token ids.
-    """
-
-    inputs: dict[str, Any]
-    shape: tuple[int, ...]
-
-
-def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> Pass:
-    """Return a pass over sequences, none empty, that are padded on the right."""
+def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the inputs of a pass over sequences, none empty, that are padded on the right."""
     device, pad_id = served.device, served.pad_id
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     longest = max(len(sequence) for sequence in sequences)
@@ -59,39 +44,38 @@ def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> Pass
         "use_cache": False,
         "return_dict": True,
     }
-    return Pass(accepted(served.model, inputs), (len(sequences), longest))
+    return accepted(served.model, inputs)
 
 
-def taken_logits(model: Any, work: Pass, take: Take) -> torch.Tensor:
+@torch.inference_mode()
+def taken_logits(model: Any, inputs: dict[str, Any], take: Take) -> torch.Tensor:
     """Run a model; compute logits of `take(states)` only, if the model permits it.
+
+    The output embedding is applied to `take(states)` instead of all states; the model's scaling
+    or capping of logits still follows. A model that applies its output embedding to states of
+    another shape than `(*shape of the ids, width)` computes all logits.
 
     Args:
         model: A causal language model of transformers.
-        work: The pass.
-        take: Selects positions of tensors of shape `(*work.shape, width)`.
+        inputs: Arguments of its `forward`.
+        take: Selects positions of tensors of shape `(*shape of the ids, width)`.
 
     Returns:
         `take(logits)`, in the model's dtype, on the device of its output.
     """
-    is_taken = False
+    shape, is_taken = inputs["input_ids"].shape, False
 
-    def take_once(states: torch.Tensor) -> torch.Tensor:
+    def selected(states: torch.Tensor) -> torch.Tensor:
         nonlocal is_taken
+        if states.shape[:-1] != shape:
+            return states
         is_taken = True
         return take(states)
 
-    with (
-        torch.inference_mode(),
-        _head_input(model, work.shape, take_once),
-    ):
-        logits = logits_of(model(**work.inputs))
-        return logits if is_taken else take(logits)
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits of a model's output."""
+    with _head_input(model.get_output_embeddings(), selected):
+        output = model(**inputs)
     logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits
+    return logits if is_taken else take(logits)
 
 
 def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -103,34 +87,16 @@ def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _head_input(model: Any, shape: tuple[int, ...], take: Take) -> Iterator[None]:
-    """Apply the output embedding to `take(states)` instead of all states.
-
-    The model's scaling or capping of logits still follows. A model that applies its
-    output embedding to states of another shape than `(*shape, width)` computes all logits.
-    """
-    head = model.get_output_embeddings()
+def _head_input(head: Any, selected: Take) -> Iterator[None]:
+    """Apply the output embedding to `selected(states)` within this context."""
     if not isinstance(head, torch.nn.Module):
         yield
         return
-
-    whole = head.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if args and tuple(args[0].shape[:-1]) == shape:
-            return whole(take(args[0]), *args[1:], **kwargs)
-        return whole(*args, **kwargs)
-
-    with replaced_forward(head, forward):
-        yield
-
-
-@contextmanager
-def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward within this context."""
-    attributes = vars(module)
+    attributes, whole = vars(head), head.forward
     replaced = attributes.get("forward")
-    attributes["forward"] = forward
+    attributes["forward"] = lambda states, *args, **kwargs: whole(
+        selected(states), *args, **kwargs
+    )
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from genlm.prefix import (
     SegmentLimits,
     UnsupportedModelError,
 )
-from genlm_hf.forward import Pass, accepted, taken_logits
+from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
@@ -191,8 +191,7 @@ class SlotCacheForward(SegmentForward):
             row, place = where.to(states.device)
             return states[row, place][None]
 
-        work = Pass(inputs, batch.tokens.shape)
-        return taken_logits(model, work, take)[0].to(device)
+        return taken_logits(model, inputs, take)[0].to(device)
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:

@@ -8,8 +8,8 @@ its past. It does not use transformers' caches or masks.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,15 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardResult, TableBatch, TreeBatch
-from genlm_hf.forward import Pass, accepted, taken_logits
+from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.kernel_steps import KernelSteps
-from genlm_hf.packed.layout import AttentionLayout
+from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
-__all__ = ["PACKED_ATTENTION", "PackedForward", "register", "takes_positions"]
-
-PACKED_ATTENTION = "genlm_packed"
+__all__ = ["PackedForward", "takes_positions"]
 
 # Maximum entries of a mask, or of the scores of all heads, at once: 4 MiB, 16 in float32.
 _MASK_ENTRIES = 2**22
@@ -43,18 +41,6 @@ _FUSED = {"cuda", "xpu"}
 
 # Also returns the log-sum-exps that merge attention over parts of the past.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-
-
-class _Step(threading.local):
-    """State of the forward pass that runs on this thread."""
-
-    layout: AttentionLayout
-    storage: KVStorage
-    plan: PackedPlan
-    on_device: dict[torch.device, DevicePlan]
-
-
-_step = _Step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +59,6 @@ class _Parameters:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
-
-
-def register() -> None:
-    """Register the function with transformers, which makes no mask for it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)
 
 
 class PackedForward:
@@ -129,7 +108,8 @@ class PackedForward:
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
-        first = DevicePlan(plan, self._device)
+        plan_on = functools.cache(functools.partial(DevicePlan, plan))
+        first = plan_on(self._device)
         inputs = {
             "input_ids": first.tokens[None],
             "position_ids": first.positions[None],
@@ -140,14 +120,8 @@ class PackedForward:
         def take(states: torch.Tensor) -> torch.Tensor:
             return states[:, first.results.to(states.device)]
 
-        _step.layout, _step.storage = self._layout, self.storage
-        _step.plan, _step.on_device = plan, {self._device: first}
-        try:
-            with self._layout.runs(PACKED_ATTENTION):
-                work = Pass(inputs, (1, len(plan.tokens)))
-                return taken_logits(self._model, work, take)[0].to(self._device)
-        finally:
-            del _step.layout, _step.storage, _step.plan, _step.on_device
+        with self._layout.attending(functools.partial(_attend, plan_on, self.storage)):
+            return taken_logits(self._model, inputs, take)[0].to(self._device)
 
 
 def takes_positions(model: Any) -> bool:
@@ -155,40 +129,30 @@ def takes_positions(model: Any) -> bool:
     return bool(accepted(model, {"position_ids": None}))
 
 
-def _packed_attention(  # noqa: PLR0917 - as transformers calls it
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`.
-
-    `s_aux` is transformers' name of attention sinks. Other keyword arguments were checked
-    when the layout was read.
-    """
-    assert attention_mask is None  # noqa: S101 - our own mistake
-    layer = _step.layout.layer(module)
-    plan = _step.on_device.get(query.device)
-    if plan is None:
-        plan = _step.on_device[query.device] = DevicePlan(_step.plan, query.device)
-    keys, values = _step.storage.write(layer.index, plan.writes, key[0], value[0])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = s_aux.view(keys.shape[0], -1) if s_aux is not None and layer.sinks else None
+def _attend(  # noqa: PLR0917 - as `Attend`
+    plan_on: Callable[[torch.device], DevicePlan],
+    storage: KVStorage,
+    layer: AttentionLayer,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Store the keys and values of a pass, and attend group by group, chunk by chunk."""
+    query, key, value = states
+    plan = plan_on(query.device)
+    keys, values = storage.write(layer.index, plan.writes, key, value)
+    sinks = None if sinks is None else sinks.view(keys.shape[0], -1)
     parameters = _Parameters(scale, layer.window, layer.softcap, sinks)
     parts, first = [], 0
     for group in plan.groups:
-        part = query[0, :, first : first + group.count]
+        part = query[:, first : first + group.count]
         parts.append(_attend_group(part, keys, values, group=group, parameters=parameters))
         first += group.count
     for chunk in plan.chunks:
-        part = query[0, :, first : first + chunk.length]
+        part = query[:, first : first + chunk.length]
         parts.append(_attend_chunk(part, keys, values, chunk=chunk, parameters=parameters))
         first += chunk.length
-    return _joined(parts).transpose(0, 1)[None].contiguous(), None
+    return _joined(parts).transpose(0, 1).contiguous()
 
 
 def _attend_group(

@@ -13,6 +13,7 @@ once, is compared with the pass that gathers.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -23,7 +24,7 @@ import torch
 from cachetools import LRUCache
 
 from genlm.prefix import UnsupportedModelError
-from genlm_hf.forward import Pass, taken_logits
+from genlm_hf.forward import taken_logits
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan
 from genlm_hf.packed.step_attention import StepInputs, StepMemory, step_attention, tile_of
@@ -216,10 +217,10 @@ class KernelSteps:
             "use_cache": False,
             "return_dict": True,
         }
-        work = Pass(arguments, (1, len(found.tokens)))
-        with step_attention(self._layout, self._storage, inputs):
+        attend = functools.partial(step_attention, self._storage, inputs)
+        with self._layout.attending(attend):
             return taken_logits(
-                self._served.model, work, lambda states: states[:, found.results]
+                self._served.model, arguments, lambda states: states[:, found.results]
             )[0]
 
     def _refuse_all(self, reason: str) -> None:

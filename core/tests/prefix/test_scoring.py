@@ -23,6 +23,11 @@ def serve(capacity: int, **limits: int) -> tuple[PrefixRows, Model]:
     return serve_rows(capacity, **{"max_rows": 64} | limits)
 
 
+def next_pass(rows: PrefixRows, texts: list[ScoredText]) -> list[int]:
+    sequences = [text.sequence for text in texts]
+    return list(rows.next_pass(None, sequences, [text.first for text in texts]))
+
+
 def scored(ids: Ids, start: int = 1) -> ScoredText:
     return ScoredText(TokenSequence.of(ids[:-1]), ids[start:])
 
@@ -138,7 +143,7 @@ def test_positions_that_texts_share_are_computed_once() -> None:
     texts = [scored((*prompt, i, 3), 1) for i in range(SIZE)]
     assert_right(rows, texts)
     assert used(rows, "tokens_computed") == model.largest[1] == 30 + SIZE
-    assert list(rows.next_score_pass(None, texts)) == list(range(SIZE))
+    assert next_pass(rows, texts) == list(range(SIZE))
     assert_right(rows, texts)  # all of them cached and run again, in one pass
     assert used(rows, "tokens_computed") == 2 * (30 + SIZE)
     assert (model.passes, model.largest) == (2, (30 + SIZE, 30 + SIZE))
@@ -192,7 +197,7 @@ def test_a_choice_is_one_pass() -> None:
     program = random.Random(0)
     program.shuffle(left)
     while left:
-        chosen = rows.next_score_pass(None, left)
+        chosen = next_pass(rows, left)
         assert chosen[0] == 0
         assert sorted(set(chosen)) == list(chosen)
         before = model.passes
@@ -207,8 +212,8 @@ def test_a_choice_is_one_pass() -> None:
 def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     rows, _ = serve(500)
     waiting = [scored(text(n + 1, n)) for n in (40, 30, 10, 25, 14, 3)]
-    assert list(rows.next_score_pass(None, waiting)) == [0, 2, 4]
-    assert list(rows.next_score_pass(None, [scored(text(101, 0)), *waiting])) == [0, 3, 5, 6]
+    assert next_pass(rows, waiting) == [0, 2, 4]
+    assert next_pass(rows, [scored(text(101, 0)), *waiting]) == [0, 3, 5, 6]
 
 
 # -- pieces -----------------------------------------------------------------------------

@@ -166,10 +166,8 @@ class PrefixEngine(BatchEngine):
             for query in pending
             if query.adapter == adapter and bool(query.targets) == scored
         ]
-        if scored:
-            chosen = path.next_score_pass(adapter, _texts(candidates))
-        else:
-            chosen = path.next_pass(adapter, self._sequences(candidates))
+        firsts = [len(query) - len(query.targets) for query in candidates] if scored else None
+        chosen = path.next_pass(adapter, self._sequences(candidates), firsts)
         return [candidates[i] for i in chosen]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:

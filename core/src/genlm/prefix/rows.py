@@ -108,8 +108,13 @@ class PrefixRows:
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
-    def next_pass(self, adapter: str | None, sequences: Sequence[Tokens]) -> Sequence[int]:
-        """Choose sequences whose rows take one pass: the first, then others that fit.
+    def next_pass(
+        self,
+        adapter: str | None,
+        sequences: Sequence[Tokens],
+        firsts: Sequence[int] | None = None,
+    ) -> Sequence[int]:
+        """Choose sequences that take one pass: the first, then others that fit.
 
         The beginning of a first sequence that is longer than a pass takes separate passes. Free
         slots are not considered.
@@ -117,33 +122,42 @@ class PrefixRows:
         Args:
             adapter: Adapter of all sequences.
             sequences: At least one sequence, the most urgent first.
+            firsts: The position in each sequence from which on logits are requested; None for
+                the last positions only.
 
         Returns:
             Indices of the chosen sequences, ascending, including 0.
         """
-        total = sum(map(len, sequences))
-        if len(sequences) <= self._max_rows and total + len(sequences) <= self._max_tokens:
+        total, limit, extra = sum(map(len, sequences)), self._score_limit, 0
+        if firsts is None:
+            limit, extra = self._max_tokens, 1  # a cached last token is recomputed
+        if len(sequences) <= self._max_rows and total + extra * len(sequences) <= limit:
             return range(len(sequences))
         chosen: list[int] = []
-        passed_over, room = 0, self._max_tokens
+        passed_over, room = 0, limit
         ahead: PrefixTree | None = None  # tokens of the pass, without repetition
+        recomputed: set[int] = set()  # slots of cached tokens
         for index, sequence in enumerate(sequences):
             new = self._tree.missing(adapter, sequence)
+            first = len(sequence) if firsts is None else firsts[index]
+            again = self._tree.slots(adapter, sequence, first, len(sequence) - new) - recomputed
             if new > 1:
                 ahead = ahead or PrefixTree(total)
                 new = min(new, ahead.missing(adapter, sequence))
-            if chosen and new > room:
+            cost = new + len(again)
+            if chosen and cost > room:
                 passed_over += 1
                 if passed_over > _MOST_PASSED_OVER:
                     break
                 continue
-            while new > room:
-                new -= room
+            while cost > room:
+                cost -= room
             if ahead is not None:
                 ahead.insert(adapter, sequence)
+            recomputed |= again
             chosen.append(index)
-            room -= new + 1  # a cached last token is recomputed
-            if len(chosen) == self._max_rows:
+            room -= cost + extra
+            if room <= 0 or len(chosen) == self._max_rows:
                 break
         return chosen
 
@@ -163,11 +177,10 @@ class PrefixRows:
         with self._restored():
             return self._scorer().scores(adapter, texts)
 
-    def next_score_pass(
-        self, adapter: str | None, texts: Sequence[ScoredText]
-    ) -> Sequence[int]:
-        """Choose texts whose scores take one pass; see `next_pass`."""
-        return self._scorer().next_pass(adapter, texts)
+    @property
+    def _score_limit(self) -> int:
+        """Maximum number of tokens of a pass of texts; all of their logits may be requested."""
+        return min(self._max_tokens, self._max_rows)
 
     def _scorer(self) -> TextScorer:
         # Not stored: it refers to this object, and the cycle would delay freeing it.
@@ -176,7 +189,7 @@ class PrefixRows:
             self._compute,
             without_cache=self._scored_alone,
             vocabulary=self._vocabulary,
-            limit=min(self._max_tokens, self._max_rows),
+            limit=self._score_limit,
         )
 
     def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TextScorer"]
 
-# Limit of the time of `next_pass`, which takes microseconds per pending text.
-_MOST_PASSED_OVER = 256
-
 _Integers = NDArray[np.int64]
 
 
@@ -92,34 +89,6 @@ class TextScorer:
         self._compute(adapter, texts, scores)
         return scores.results()
 
-    def next_pass(self, adapter: str | None, texts: Sequence[ScoredText]) -> Sequence[int]:
-        """Choose texts that take about one pass; see `PrefixRows.next_score_pass`."""
-        total, limit = sum(len(text.sequence) for text in texts), self._limit
-        if total <= limit:
-            return range(len(texts))
-        chosen: list[int] = []
-        room, passed_over = limit, 0
-        ahead = PrefixTree(total)  # tokens of the pass, without repetition
-        again: set[int] = set()
-        for index, text in enumerate(texts):
-            missing, cached = self._tokens(adapter, text.sequence, text.first)
-            cached -= again
-            cost = min(missing, ahead.missing(adapter, text.sequence)) + len(cached)
-            if chosen and cost > room:
-                passed_over += 1
-                if passed_over > _MOST_PASSED_OVER:
-                    break
-                continue
-            while cost > room:  # the beginning takes separate passes
-                cost -= room
-            ahead.insert(adapter, text.sequence)
-            again |= cached
-            chosen.append(index)
-            room -= cost
-            if not room:
-                break
-        return chosen
-
     def _compute(
         self,
         adapter: str | None,
@@ -134,7 +103,9 @@ class TextScorer:
             known = len(text.sequence) - self._tree.missing(adapter, text.sequence)
             kept = max(known, text.first)
             while True:
-                missing, cached = self._tokens(adapter, text.sequence, text.first)
+                missing = self._tree.missing(adapter, text.sequence)
+                known = len(text.sequence) - missing
+                cached = self._tree.slots(adapter, text.sequence, text.first, known)
                 tokens = missing + len(cached - batch.new - batch.again)
                 fits = tokens <= limit - batch.tokens and self._add(
                     adapter, batch, text.sequence, text.first, members, kept=kept
@@ -159,17 +130,6 @@ class TextScorer:
                 self._add(adapter, batch, sequence, first, part, kept=kept)
         if batch.members:
             self._run_pass(adapter, batch, scores)
-
-    def _tokens(
-        self, adapter: str | None, sequence: TokenSequence, first: int
-    ) -> tuple[int, set[int]]:
-        """Return the number of uncached tokens and the cached slots from `first` on."""
-        missing = self._tree.missing(adapter, sequence)
-        cached = len(sequence) - missing
-        if cached <= first:
-            return missing, set()
-        node = self._tree.find(adapter, sequence.ids_from(0)[:cached])
-        return missing, set(node.path_slots(first, cached).tolist())
 
     def _add(
         self,

@@ -72,9 +72,17 @@ class UncachedPath(abc.ABC):
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
-    def next_pass(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> list[int]:  # noqa: ARG002 - see PrefixRows
-        """Choose the first context and those that share its batch."""
-        batches = plan_batches([len(sequence) for sequence in sequences], self.limits)
+    def next_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see PrefixRows
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Choose the first sequence and those that share its batch; see `PrefixRows`."""
+        if firsts is not None and self.scores_by_rows:
+            return [0]
+        limits = self.limits if firsts is None else self._score_limits
+        batches = plan_batches([len(sequence) for sequence in sequences], limits)
         return next(batch for batch in batches if 0 in batch)
 
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
@@ -90,13 +98,6 @@ class UncachedPath(abc.ABC):
             for (rows, positions), logits in self.run(sequences, firsts):
                 scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
         return scores.results()
-
-    def next_score_pass(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[int]:  # noqa: ARG002 - see PrefixRows
-        """Choose the first text and those that share its batch; only it if rows score it."""
-        if self.scores_by_rows:
-            return [0]
-        batches = plan_batches([len(text.sequence) for text in texts], self._score_limits)
-        return next(batch for batch in batches if 0 in batch)
 
     def _batch_rows(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         lasts = np.array([len(sequence) - 1 for sequence in sequences])

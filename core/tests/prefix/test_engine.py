@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from genlm import (
     TokenIdError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
+    prefix,
 )
 from genlm.prefix import (
     PrefixEngine,
@@ -35,15 +37,13 @@ from .test_scoring import right_scores
 PATHS = ("tree", "alone")
 
 
-class Adapters:
+class Adapters(prefix.Adapters[Path]):
     """Adapters by name; `active` is the one that is applied."""
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
-        self.active: str | None = None
+    active: str | None = None
 
-    def load(self, name: str, path: str) -> None:
-        self.names += (name,)
+    def _load(self, name: str, path: Path) -> Path:
+        return path
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:

@@ -110,7 +110,7 @@ class Engine(PrefixEngine):
         self.vocabulary = Vocabulary(None, tokens, [str(token) for token in tokens])
         self.model = Model(capacity)
         self.loaded = Adapters()
-        self.loaded.names = ("red",)
+        self.loaded.load("red", "folder")
         self.path = PrefixRows(
             self.model,
             uncached=Alone(),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.base.errors import UnsupportedCapabilityError
 from genlm.core.engine.engine import BatchEngine, Capability
 from genlm.core.queries.checks import check_query
 from genlm.core.queries.query import GroupQuery, GroupValues, Query
 from genlm.core.rows.text_scores import ScoredText
+from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.rows import PrefixRows
 
@@ -25,30 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapters", "PrefixEngine"]
 
+T = TypeVar("T")
 
-class Adapters(Protocol):
+
+class Adapters(AdapterTable[T]):
     """The adapters of one model."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, in the order of loading."""
-        ...
-
-    def load(self, name: str, path: str) -> None:
-        """Load the adapter in folder `path` under a name.
-
-        Raises:
-            AdapterError: The adapter cannot be loaded; the model is unchanged.
-        """
-        ...
-
-    def remove(self, name: str) -> None:
-        """Free an adapter that `load` has loaded."""
-        ...
-
+    @abc.abstractmethod
     def activate(self, name: str) -> AbstractContextManager[None]:
         """Apply one adapter in forward passes within the context."""
-        ...
 
 
 class PrefixEngine(BatchEngine):
@@ -66,7 +53,7 @@ class PrefixEngine(BatchEngine):
     capability_hints: Mapping[Capability, str]
 
     _choice: PathChoice
-    _adapters: Adapters
+    _adapters: Adapters[Any]
     _embedding_rows: int
     _tokens_evaluated = 0
     _final_statistics: Mapping[str, int | float | str] | None = None
@@ -74,7 +61,7 @@ class PrefixEngine(BatchEngine):
     def serve(
         self,
         choice: PathChoice,
-        adapters: Adapters,
+        adapters: Adapters[Any],
         *,
         embedding_rows: int,
         hints: Mapping[Capability, str] | None = None,
@@ -241,8 +228,6 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: No adapter of this name is loaded.
         """
-        if name not in self._adapters.names:
-            raise UnknownAdapterError(name, self._adapters.names)
         self._adapters.remove(name)
         if isinstance(self._choice.path, PrefixRows):
             self._choice.path.drop(name)

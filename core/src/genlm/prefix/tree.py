@@ -196,7 +196,7 @@ class PrefixTree:
         """Return the slots of the tokens `first ... end - 1` of a sequence in the tree."""
         if end <= first:
             return set()
-        node = self.find(adapter, _ids_from(tokens, 0)[:end])
+        node = self.find(adapter, tuple(_ids_from(tokens, 0)[:end]))
         return set(node.path_slots(first, end).tolist())
 
     def uncached(self) -> Sequence[Node]:

@@ -77,11 +77,11 @@ class UncachedPath(abc.ABC):
         adapter: str | None,  # noqa: ARG002 - see PrefixRows
         sequences: Sequence[Sequence[int]],
         firsts: Sequence[int] | None = None,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Choose the first sequence and those that share its batch; see `PrefixRows`."""
         if firsts is not None and self.scores_by_rows:
             return [0]
-        limits = self.limits if firsts is None else self._score_limits
+        limits = self.limits if firsts is None else self.score_limits
         batches = plan_batches([len(sequence) for sequence in sequences], limits)
         return next(batch for batch in batches if 0 in batch)
 
@@ -92,7 +92,7 @@ class UncachedPath(abc.ABC):
             for text, first in zip(texts, scores.ends.tolist(), strict=False):
                 self._score_by_rows(adapter, text, first, scores)
             return scores.results()
-        for batch in plan_batches([len(text.sequence) for text in texts], self._score_limits):
+        for batch in plan_batches([len(text.sequence) for text in texts], self.score_limits):
             firsts = np.array([texts[i].first for i in batch])
             sequences = [texts[i].sequence.token_ids for i in batch]
             for (rows, positions), logits in self.run(sequences, firsts):
@@ -105,7 +105,7 @@ class UncachedPath(abc.ABC):
         return rows_from_logits(logits, self._vocabulary)
 
     @property
-    def _score_limits(self) -> BatchLimits:
+    def score_limits(self) -> BatchLimits:
         """Limits of a batch of texts; the logits of all its positions may be requested."""
         most = min(self.limits.max_tokens, self.limits.max_rows)
         return dataclasses.replace(self.limits, max_tokens=most)

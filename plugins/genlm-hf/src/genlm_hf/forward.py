@@ -38,13 +38,11 @@ def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> dict
     longest = max(len(sequence) for sequence in sequences)
     padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
     mask = torch.arange(longest, device=device) < lengths[:, None]
-    inputs = {
+    others = {"attention_mask": mask.long(), "use_cache": False, "return_dict": True}
+    return {
         "input_ids": torch.tensor(padded, device=device),
-        "attention_mask": mask.long(),
-        "use_cache": False,
-        "return_dict": True,
+        **accepted(served.model, others),
     }
-    return accepted(served.model, inputs)
 
 
 @torch.inference_mode()

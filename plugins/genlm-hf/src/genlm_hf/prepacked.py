@@ -147,7 +147,8 @@ def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None
         if len(parts) == 1:
             return filled_up(parts[0]).view(*states.shape[:-1], outputs)
         found = states.new_empty(*states.shape[:-1], outputs)
-        for place, part in zip(found.view(-1, outputs).split(_SIZES[-1]), parts, strict=True):
+        places = torch.split(found.view(-1, outputs), _SIZES[-1])
+        for place, part in zip(places, parts, strict=True):
             place.copy_(filled_up(part))  # one part at a time is in memory twice
         return found
 

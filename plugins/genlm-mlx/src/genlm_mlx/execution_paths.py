@@ -6,7 +6,9 @@ self-test at loading compares its rows with those of mlx-lm's cache.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -131,9 +133,28 @@ class OwnCachePath(UncachedPath):
         rotary: Sequence[PublishedRoPE] = (),
     ) -> None:
         most = max(1, min(max_tokens, LOGITS_PER_PASS // vocabulary.size))
-        limits = BatchLimits(max_tokens, most, equal_lengths=True)
+        # Of any number of tokens, which run in several passes: recurrent layers compute the
+        # tokens of a sequence one after the other.
+        limits = BatchLimits(sys.maxsize, most, equal_lengths=True)
         super().__init__(vocabulary, limits, scores_by_rows=bool(rotary))
-        self._model, self._rotary = model, rotary
+        self._model, self._rotary, self._max_tokens = model, rotary, max_tokens
+
+    @property
+    def score_limits(self) -> BatchLimits:
+        """Limits of a batch of texts; `run` limits the logits of its passes."""
+        return self.limits
+
+    def next_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see PrefixRows
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+    ) -> Sequence[int]:
+        """Choose the first sequence and others, up to about the tokens of one pass."""
+        if firsts is not None and self.scores_by_rows:
+            return [0]
+        totals = itertools.accumulate(map(len, sequences))
+        return range(max(1, sum(total <= self._max_tokens for total in totals)))
 
     def run(
         self, sequences: Sequence[Sequence[int]], firsts: Integers64
@@ -146,11 +167,11 @@ class OwnCachePath(UncachedPath):
         cache = make_prompt_cache(self._model)
         is_wanted = np.arange(length) >= firsts[:, None]
         first = int(firsts.min())  # MLX does not compute the logits before it
-        pieces = [(0, first, self.limits.max_tokens), (first, length, self.limits.max_rows)]
+        pieces = [(0, first, self._max_tokens), (first, length, self.limits.max_rows)]
         bounds = [
             (begin, min(begin + step, stop))
             for start, stop, most in pieces
-            for step in [max(1, min(most, self.limits.max_tokens) // count)]
+            for step in [max(1, most // count)]
             for begin in range(start, stop, step)
         ]
         for begin, end in bounds:

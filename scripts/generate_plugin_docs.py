@@ -44,7 +44,6 @@ which the plugin's target lacks something; only a run without any certifies. Gen
 
 _WITHOUT = {
     Capability.LORA: "refused",
-    Capability.SAMPLE: "by the core",
     Capability.PREFIX_CACHE: "refused",
     Capability.SCORE: "by the core",
 }

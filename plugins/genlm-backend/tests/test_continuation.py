@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 from genlm.backend.llm.continuation import sampled_continuation
-from genlm.plugin import SamplingParams, draw_tokens, stream_uniform
+from genlm.plugin import draw_tokens, stream_uniform
 
 INF = float("inf")
 
@@ -27,42 +26,30 @@ class Successor:
         return row
 
 
-def drawn(
-    model: Successor, params: SamplingParams, max_context: int | None = None
-) -> list[int]:
-    return asyncio.run(sampled_continuation(model, (3, 4), params, max_context))
+def drawn(model: Successor, max_tokens: int, *stop_ids: int) -> list[int]:
+    continued = sampled_continuation(model, (3, 4), max_tokens, 1.0, frozenset(stop_ids), 0)
+    return asyncio.run(continued)
 
 
 def test_a_continuation_asks_for_the_row_after_each_of_its_tokens() -> None:
     model = Successor()
-    assert drawn(model, SamplingParams(3, seed=0)) == [5, 6, 7]
+    assert drawn(model, 3) == [5, 6, 7]
     assert model.asked == [[3, 4], [3, 4, 5], [3, 4, 5, 6]]
 
 
 def test_a_continuation_ends_before_a_stop_id() -> None:
     model = Successor()
-    params = SamplingParams(9, stop_token_ids=frozenset({7, 20}), seed=0)
-    assert drawn(model, params) == [5, 6]
+    assert drawn(model, 9, 7, 20) == [5, 6]
     assert len(model.asked) == 3
 
 
 def test_a_stop_id_of_the_prompt_ends_nothing() -> None:
-    params = SamplingParams(2, stop_token_ids=frozenset({3, 4}), seed=0)
-    assert drawn(Successor(), params) == [5, 6]
-
-
-@pytest.mark.parametrize(("max_context", "expected"), [(2, [5]), (4, [5, 6, 7])])
-def test_a_continuation_ends_when_no_longer_sequence_can_be_asked(
-    max_context: int, expected: list[int]
-) -> None:
-    model = Successor()
-    assert drawn(model, SamplingParams(9, seed=0), max_context) == expected
-    assert max(map(len, model.asked)) == max_context
+    assert drawn(Successor(), 2, 3, 4) == [5, 6]
 
 
 def test_a_continuation_of_no_tokens_asks_nothing() -> None:
     model = Successor()
-    assert drawn(model, SamplingParams(0, seed=0)) == []
+    assert drawn(model, 0) == []
     assert model.asked == []
 
 
@@ -75,8 +62,7 @@ def test_a_continuation_is_the_chain_of_draws_from_its_seed() -> None:
     async def rows(sequence: Sequence[int]) -> torch.Tensor:
         return random_row(sequence)
 
-    params = SamplingParams(12, temperature=1.3, seed=5)
-    found = asyncio.run(sampled_continuation(rows, (1,), params, None))
+    found = asyncio.run(sampled_continuation(rows, (1,), 12, 1.3, frozenset(), 5))
     sequence = [1]
     for position in range(12):
         row = random_row(sequence)

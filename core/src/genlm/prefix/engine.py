@@ -94,10 +94,7 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: The adapter is not loaded.
             TokenIdError: The tokenizer has an id for which the model has no embedding.
-            UnsupportedCapabilityError: The query requests a continuation.
         """
-        if query.sampling is not None:
-            raise self._unsupported(Capability.SAMPLE)
         self._check(query)
         super().submit(query)
 

@@ -160,10 +160,7 @@ class LlamaCppEngine(BatchEngine):
 
         Raises:
             UnknownAdapterError: Its adapter was not loaded.
-            UnsupportedCapabilityError: It requests a continuation.
         """
-        if query.sampling is not None:
-            raise UnsupportedCapabilityError(Capability.SAMPLE, self.backend)
         check_query(query, adapters=self._adapters.names)
         super().submit(query)
 

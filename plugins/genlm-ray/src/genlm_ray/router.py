@@ -106,7 +106,7 @@ class RoutedQuery:
         self.parent = parent
         self.tokens = 1
         if isinstance(query, GroupQuery):
-            most = 1 if query.sampling is None else query.sampling.max_tokens
+            most = 1 if query.sampling is None else int(query.sampling.max_tokens.max())
             self.tokens = len(query.wanted) * most
         self.replica = -1
         self.cost = 0.0

@@ -149,7 +149,7 @@ def _submissions(query: AnyQuery, own_id: int) -> list[tuple[AnyQuery, Any, Any]
 def _tokens_of(query: AnyQuery) -> int:
     """Cost of a query in tokens: rows, targets or continuations."""
     if isinstance(query, GroupQuery):
-        most = 1 if query.sampling is None else query.sampling.max_tokens
+        most = 1 if query.sampling is None else int(query.sampling.max_tokens.max())
         return len(query.wanted) * most
     return 1 + len(query.targets)
 

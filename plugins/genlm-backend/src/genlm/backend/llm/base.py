@@ -19,7 +19,7 @@ import torch
 import genlm
 from genlm.backend.llm.continuation import sampled_continuation
 from genlm.backend.tokenization import decode_vocab
-from genlm.plugin import SamplingParams, stream_seeds
+from genlm.plugin import stream_seeds
 
 __all__ = ["AdapterView", "AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
@@ -178,10 +178,7 @@ class AsyncLM(abc.ABC):
         seeds = stream_seeds(seed, len(prompt_token_ids_list))
         continuations = [
             sampled_continuation(
-                rows,
-                tuple(map(int, prompt)),
-                SamplingParams(max_tokens, temperature, stop, stream),
-                None,
+                rows, tuple(map(int, prompt)), max_tokens, temperature, stop, stream
             )
             for prompt, stream in zip(prompt_token_ids_list, seeds, strict=True)
         ]

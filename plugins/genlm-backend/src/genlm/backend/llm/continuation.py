@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable
 
 import torch
 
-from genlm.plugin import SamplingParams, draw_tokens, stream_uniform
+from genlm.plugin import draw_tokens, stream_uniform
 
 __all__ = ["sampled_continuation"]
 
@@ -15,25 +14,22 @@ __all__ = ["sampled_continuation"]
 async def sampled_continuation(
     next_token_logprobs: Callable[[list[int]], Awaitable[torch.Tensor]],
     prompt: tuple[int, ...],
-    params: SamplingParams,
-    max_context: int | None,
+    max_tokens: int,
+    temperature: float,
+    stop_ids: frozenset[int],
+    seed: int,
 ) -> list[int]:
-    """Continue a sequence token by token from its rows.
-
-    Ends before a stop id, after `params.max_tokens`, or when the context is full.
+    """Continue a sequence token by token from its rows, until a stop id or `max_tokens`.
 
     Returns:
         The drawn ids without the stop id.
     """
-    seed = secrets.randbits(63) if params.seed is None else params.seed
     sequence = list(prompt)
-    for position in range(params.max_tokens):
-        if max_context is not None and len(sequence) > max_context:
-            break
+    for position in range(max_tokens):
         row = await next_token_logprobs(sequence)
         uniform = stream_uniform(seed, position)
-        token_id = int(draw_tokens(row[None], [params.temperature], [uniform]))
-        if token_id in params.stop_token_ids:
+        token_id = int(draw_tokens(row[None], [temperature], [uniform]))
+        if token_id in stop_ids:
             break
         sequence.append(token_id)
     return sequence[len(prompt) :]

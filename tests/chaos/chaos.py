@@ -18,7 +18,7 @@ import psutil
 from genlm import AsyncLM, Capability, EngineClosedError, EngineDiedError, OutputCache
 from genlm.testing import EngineTarget
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
-from genlm.testing.fixture import call_together
+from genlm.testing.fixture import call_within
 
 from .barrier import CallerBarrier
 from .callers import Caller, LoopCaller, ThreadCaller
@@ -209,7 +209,7 @@ class _Chaos:
             self._waited_for(lm.clear_kv_cache)
 
     def _waited_for(self, call: Callable[[], T]) -> T:
-        return call_together([call], self._timeout_s)[0]
+        return call_within(call, self._timeout_s)
 
     def _expect_sums(self, lm: AsyncLM, callers: list[Caller]) -> None:
         found = lm.statistics()

@@ -73,8 +73,6 @@ def _table(kind: str) -> Iterator[str]:
 def _condition(check: Check) -> str:
     if check.needs is not None:
         return f"with `{check.needs}`"
-    if check.unless is not None:
-        return f"without `{check.unless}`"
     if check.member is not None:
         return f"with `{check.member}`"
     return "with an oracle" if check.oracle else "always"

@@ -8,9 +8,9 @@ import numpy as np
 
 import genlm.core.model.sample_methods
 import genlm.core.rows.reductions
-from genlm import AsyncLM, Capability
+from genlm import AsyncLM
 
-from .baselines import cached_target, plain_target
+from .baselines import cached_target
 from .cached_engine import CachedEngine
 from .mutant import core_mutant, engine_mutant
 
@@ -177,35 +177,5 @@ def negative_temperature_is_one(sample_options):
 
     def broken(self, max_tokens, stop, temperature, *others):
         return sample_options(self, max_tokens, stop, max(0.0, temperature), *others)
-
-    return broken
-
-
-@core_mutant(AsyncLM, "_continued", killed_by="declared-sampling-is-native", on=cached_target)
-def never_native(continued):
-    """Draws token by token from rows although the engine samples by itself."""
-
-    async def broken(self, *arguments, **options):
-        bound = self.with_lora(None)
-        bound.capabilities = frozenset()
-        return await continued(bound, *arguments, **options)
-
-    return broken
-
-
-@core_mutant(
-    AsyncLM,
-    "_continued",
-    killed_by="undeclared-sampling-asks-for-rows",
-    on=plain_target,
-    shows_as="exception",
-)
-def always_native(continued):
-    """Sends continuations to an engine that never said that it samples."""
-
-    async def broken(self, *arguments, **options):
-        bound = self.with_lora(None)
-        bound.capabilities = frozenset({Capability.SAMPLE})
-        return await continued(bound, *arguments, **options)
 
     return broken

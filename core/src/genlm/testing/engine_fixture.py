@@ -135,15 +135,9 @@ class EngineFixture(Fixture):
         """
         return sequences(self.token_ids, max(1, self.max_length - shorter_by))
 
-    def batches(
-        self, max_size: int = 6, *, shorter_by: int = 0
-    ) -> st.SearchStrategy[list[TokenTuple]]:
+    def batches(self, max_size: int = 6) -> st.SearchStrategy[list[TokenTuple]]:
         """Ragged batches, possibly with duplicates."""
-        return st.lists(self.sequences(shorter_by=shorter_by), min_size=1, max_size=max_size)
-
-    def lengths(self) -> st.SearchStrategy[int]:
-        """Lengths of sequences."""
-        return st.integers(1, self.max_length)
+        return st.lists(self.sequences(), min_size=1, max_size=max_size)
 
     def some_sequences(self, count: int, *, salt: int = 0) -> list[TokenTuple]:
         """Distinct sequences of mixed lengths from the seed."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import hypothesis
-import numpy as np
 from hypothesis import strategies as st
 
 from genlm.testing.check import CheckTimeout, expect
@@ -119,10 +118,6 @@ class Fixture:
     def saw(self, case: str, times: int = 1) -> None:
         """Record that a case occurred."""
         self.cases[case] += times
-
-    def generator(self) -> np.random.Generator:
-        """A new random generator, seeded with the seed."""
-        return np.random.default_rng(self.seed)
 
     def for_all(
         self,

@@ -204,8 +204,6 @@ def _require_applicable(check: Check, fixture: EngineFixture | TrieFixture) -> N
         return
     if check.needs is not None and check.needs not in fixture.lm.capabilities:
         raise NotApplicable(f"{check.needs} is not declared")
-    if check.unless is not None and check.unless in fixture.lm.capabilities:
-        raise NotApplicable(f"{check.unless} is declared")
     if fixture.target.oracle is None:
         if check.oracle:
             raise Skipped("needs an oracle, and the target has none")

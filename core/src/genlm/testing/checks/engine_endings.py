@@ -43,8 +43,8 @@ async def _cancelled(
     tasks = await probe.start_held(*map(lm.next_token_logprobs, asked))
     for place in leaving:
         tasks[place].cancel()
-        found: list[Any] = await asyncio.gather(tasks[place], return_exceptions=True)
-        expect(isinstance(found[0], asyncio.CancelledError), "CancelledError", found[0])
+        ended = (await asyncio.gather(tasks[place], return_exceptions=True))[0]
+        expect(isinstance(ended, asyncio.CancelledError), "CancelledError", repr(ended))
     again = asyncio.ensure_future(lm.next_token_logprobs(asked[leaving[0]]))
     await asyncio.sleep(0)
     probe.release()

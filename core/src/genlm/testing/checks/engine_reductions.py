@@ -145,7 +145,7 @@ def _check_top(fixture: EngineFixture, row: torch.Tensor, found: Any, k: int) ->
 def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
     """A seed and a context determine the token drawn, whatever else is drawn or cached."""
     lm, size = fixture.load(output_cache=OutputCache(0)), fixture.lm.vocab_size
-    contexts, generator = fixture.some_sequences(6), fixture.generator()
+    contexts, generator = fixture.some_sequences(6), np.random.default_rng(fixture.seed)
     fixture.run(fixture.lm.batch_next_token_logprobs(contexts))  # into its output cache
     asked: list[tuple[TokenTuple, dict[str, Any]]] = []
     for number, context in enumerate(contexts):

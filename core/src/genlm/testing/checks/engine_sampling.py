@@ -13,7 +13,7 @@ from collections import Counter
 
 import numpy as np
 
-from genlm import Capability, EmptySequenceError
+from genlm import EmptySequenceError
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
@@ -158,23 +158,3 @@ def wrong_sampling_requests_are_refused(fixture: EngineFixture) -> None:
         fixture.expect_error(ValueError, draw, **arguments)
         fixture.saw("refused")
     fixture.expect_error(EmptySequenceError, lambda: fixture.lm.batch_sample([prompt, []], 2))
-
-
-@engine_check(needs=Capability.SAMPLE, cases=("drawn by the engine",))
-def declared_sampling_is_native(fixture: EngineFixture) -> None:
-    """An engine that declares `sample` samples the continuations itself."""
-    lm, probe = fixture.load_probed()
-    fixture.run(lm.batch_sample(fixture.some_sequences(2), 2, seed=fixture.seed))
-    native = [query for query in probe.submitted if query.sampling is not None]
-    expect(len(native) == 2, "two queries with `sampling` in the engine", len(native))
-    fixture.saw("drawn by the engine")
-
-
-@engine_check(unless=Capability.SAMPLE, cases=("drawn from rows",))
-def undeclared_sampling_asks_for_rows(fixture: EngineFixture) -> None:
-    """An engine that does not declare `sample` gets requests for rows only."""
-    lm, probe = fixture.load_probed()
-    fixture.run(lm.batch_sample(fixture.some_sequences(2), 2, seed=fixture.seed))
-    native = [query for query in probe.submitted if query.sampling is not None]
-    expect(not native, "no query with `sampling` in the engine", native)
-    fixture.saw("drawn from rows")

@@ -128,10 +128,10 @@ def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     check_scores(*scores(engine, [(text, 1)]), tiny, text, 1)
 
 
-def test_pieces_of_any_size_give_the_same(
+def test_passes_of_any_size_give_the_same(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._choice.path.forward, "_piece", 7)
+    monkeypatch.setattr(engine._choice.path, "_max_rows", 7)  # of logits
     asked = texts_of(tiny)
     for found, each in zip(scores(engine, asked), asked, strict=True):
         check_scores(found, tiny, *each)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import Segment as Segment
     from genlm.prefix.padding import SegmentBatch as SegmentBatch
     from genlm.prefix.padding import SegmentLimits as SegmentLimits
+    from genlm.prefix.padding import places_of as places_of
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
     from genlm.prefix.populations import Populations as Populations

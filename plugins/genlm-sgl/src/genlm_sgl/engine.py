@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,7 +23,15 @@ from genlm.plugin import (
     preserve_process_state,
     release_process,
 )
-from genlm.prefix import PathChoice, PrefixEngine, PrefixRows, ScoredText
+from genlm.prefix import (
+    BatchLimits,
+    Integers64,
+    PathChoice,
+    PrefixEngine,
+    PrefixRows,
+    ScoredText,
+    UncachedPath,
+)
 from genlm_sgl.adapters import Adapters
 from genlm_sgl.corrections import ModelCorrections
 from genlm_sgl.forward import SGLangForward
@@ -151,12 +159,11 @@ class SGLEngine(PrefixEngine):
         self._corrections = ", ".join(corrections.names)
         self.vocabulary = Vocabulary.from_tokenizer(served.tokenizer)
         adapters = Adapters(served)
-        width = max(served.embedding_rows, self.vocabulary.size)
-        forward = SGLangForward(served, adapters, width=width)
-        self._why_by_rows = self._obstacle_to_score(forward)
-        can_score = self._why_by_rows is None
-        path = self._path(forward, width, _no_room if can_score else None)
+        path = self._path(SGLangForward(served, adapters))
+        self._why_by_rows = self._obstacle_to_score(path)
         hints = {} if options.get("enable_lora") else {Capability.LORA: _LORA_HINT}
+        if self._why_by_rows is not None:
+            hints[Capability.SCORE] = f"texts are scored by rows: {self._why_by_rows}"
         self.serve(
             PathChoice("slots", path, "the only one"),
             adapters,
@@ -164,21 +171,22 @@ class SGLEngine(PrefixEngine):
             hints=hints,
         )
 
-    def _path(self, forward: SGLangForward, width: int, score_without_cache: Any) -> PrefixRows:
+    def _path(self, forward: SGLangForward) -> PrefixRows:
         served = self._served
         token_bytes = served.bytes_per_token
+        width = max(served.embedding_rows, self.vocabulary.size)
+        limits = BatchLimits(served.max_tokens, max(1, _LOGITS_PER_PASS // width))
         return PrefixRows(
             forward,
-            without_cache=_no_room,
-            score_without_cache=score_without_cache,
+            uncached=_NoUncachedPath(self.vocabulary, limits),
             vocabulary=self.vocabulary,
             budget_bytes=(served.token_capacity + 1) * token_bytes,
             bytes_per_token=token_bytes,
-            max_tokens=served.max_tokens,
-            max_rows=max(1, min(served.max_rows, _LOGITS_PER_PASS // width)),
+            max_tokens=limits.max_tokens,
+            max_rows=limits.max_rows,
         )
 
-    def _obstacle_to_score(self, forward: SGLangForward) -> str | None:
+    def _obstacle_to_score(self, path: PrefixRows) -> str | None:
         """Prepare scores; return why texts are scored by a row of each position, else None."""
         obstacle = self._served.obstacle_to_score
         if obstacle is not None:
@@ -186,8 +194,9 @@ class SGLEngine(PrefixEngine):
         try:
             with quiet():
                 self._served.read_hidden_states()
-                self._compare_scores(self._path(forward, self.vocabulary.size, _no_room))
+                self._compare_scores(path)
         except Exception as error:  # noqa: BLE001 - whatever SGLang's code has become
+            self._served.reads_states = False
             obstacle = f"{type(error).__name__}: {error}"
             logger.warning(
                 "texts are scored by a row of each position, which is slow: SGLang %s does "
@@ -218,6 +227,7 @@ class SGLEngine(PrefixEngine):
             found = float(scores.logprobs[-1])
             if not abs(found - expected) <= bound:
                 raise EvaluationError(f"a score is {found}, by the row {expected}")
+        path.clear()
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix.
@@ -278,8 +288,16 @@ class SGLEngine(PrefixEngine):
         release_process(self)
 
 
-def _no_room(_sequence: object) -> NoReturn:
-    # A context within `max_context` fits into a cache of which nothing is pinned.
-    raise EvaluationError(
-        "a context does not fit into SGLang's KV cache; raise engine_opts['max_total_tokens']"
-    )
+class _NoUncachedPath(UncachedPath):
+    """Refuses sequences that do not fit into the KV cache, through which SGLang's passes go."""
+
+    def run(
+        self,
+        sequences: Sequence[Sequence[int]],  # noqa: ARG002 - see below
+        firsts: Integers64,  # noqa: ARG002
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        """Raise an error: a context within `max_context` fits if nothing is pinned."""
+        raise EvaluationError(
+            "a context does not fit into SGLang's KV cache beside the pinned prefixes; raise "
+            "engine_opts['max_total_tokens'], or call clear_kv_cache first"
+        )

@@ -16,26 +16,22 @@ import torch
 from genlm.plugin import device_index
 from genlm.prefix import (
     SCRATCH_SLOT,
-    ForwardCounts,
     ForwardResult,
-    Receive,
     Segment,
     Slots,
     TableBatch,
     TreeBatch,
+    logits_of_keys,
     places_of,
     prefill_stages,
 )
 from genlm_sgl.adapters import Adapters
-from genlm_sgl.served_model import ComputeLogits, ReadStates, ServedModel
+from genlm_sgl.served_model import ComputeLogits, ServedModel
 
 __all__ = ["SGLangForward"]
 
 _MOST_DECODED = 8
 """Maximum number of new tokens of a segment that is decoded."""
-
-_VALUES = 2**24
-"""Maximum number of logits of texts that are computed at once: 64 MiB in float32."""
 
 _NO_TRUNK: Slots = np.empty(0, np.int64)
 
@@ -43,25 +39,26 @@ _NO_TRUNK: Slots = np.empty(0, np.int64)
 class SGLangForward:
     """Runs a model over uncached tokens of a tree, or over tokens that continue a table.
 
-    A `ScoringForward` and a `TableForward` of `genlm.prefix`.
+    A `TableForward` of `genlm.prefix`.
 
     Args:
         served: The model.
         adapters: The loaded adapters.
-        width: Number of logits of a token.
     """
 
-    def __init__(self, served: ServedModel, adapters: Adapters, *, width: int) -> None:
+    def __init__(self, served: ServedModel, adapters: Adapters) -> None:
         self._served, self._adapters = served, adapters
-        self._piece = max(1, _VALUES // width)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Run each prefill stage: short segments as a decode, the others as an extend."""
-        wanted = set(batch.last_slots)
+        """Run each prefill stage: short segments as a decode, the others as extends."""
+        wanted = set(batch.wanted.tolist())
         adapter_id = self._adapters.id_of(batch.adapter)
-        found = _Logits(wanted)
+        known: list[Slots] = []
+        parts: list[torch.Tensor] = []
         tokens = forwards = 0
-        again: list[Segment] = []  # tokens within extends, whose logits SGLang does not compute
+        again: list[
+            Segment
+        ] = []  # tokens within extends, whose logits cannot be computed there
         stages = prefill_stages(batch)
         while stages:
             stage = stages.pop(0)
@@ -69,22 +66,33 @@ class SGLangForward:
             if short:
                 table = _table_of(short)
                 logits, passes = self._decode(table, adapter_id)
-                found.add(np.concatenate([each.slots[each.past :] for each in short]), logits)
+                slots = np.concatenate([each.slots[each.past :] for each in short])
+                kept = np.flatnonzero(np.isin(slots, batch.wanted))
+                if len(kept) < len(slots):
+                    logits = logits[device_index(kept.tolist(), logits.device)]
+                known.append(slots[kept])
+                parts.append(logits)
                 tokens, forwards = tokens + len(table.tokens), forwards + passes
             long = [segment for segment in stage if len(segment.tokens) > _MOST_DECODED]
             for segments in self._extends(long):
-                logits = self._served.extend(segments, adapter_id)
-                found.add(np.array([each.slots[-1] for each in segments]), logits)
-                again += [
-                    _alone(segments[row], place)
-                    for _, row, place in places_of(segments, wanted)
+                places = places_of(segments, wanted)
+                inner = [
+                    (row, place)
+                    for _, row, place in places
                     if place < len(segments[row].tokens) - 1
                 ]
+                if inner and self._served.reads_states:
+                    known.append(np.array([slot for slot, _, _ in places], np.int64))
+                    parts.append(self._extend_reading(segments, places, adapter_id))
+                else:
+                    known.append(np.array([each.slots[-1] for each in segments]))
+                    parts.append(self._served.extend(segments, adapter_id))
+                    again += [_alone(segments[row], place) for row, place in inner]
                 tokens += sum(len(segment.tokens) for segment in segments)
                 forwards += 1
             if not stages and again:
                 stages, again = [again], []
-        return ForwardResult(found.of(batch.last_slots), tokens, forwards)
+        return ForwardResult(logits_of_keys(batch.wanted, known, parts), tokens, forwards)
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Decode tokens that continue rows of a table."""
@@ -93,36 +101,22 @@ class SGLangForward:
             logits = logits[device_index(batch.results.tolist(), logits.device)]
         return ForwardResult(logits, len(batch.tokens), passes)
 
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-        return True
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Run each prefill stage as extends; compute the logits of a few tokens at a time."""
-        wanted = set(batch.wanted_slots())
-        adapter_id = self._adapters.id_of(batch.adapter)
-        tokens = forwards = 0
-        for stage in prefill_stages(batch):
-            for segments in self._extends(stage):
-                ends = places_of(segments, wanted)
-                begins = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
-                slots = np.array([slot for slot, _, _ in ends], np.int64)
-                states = [int(begins[row]) + place for _, row, place in ends]
-                self._served.extend(segments, adapter_id, self._reading(slots, states, receive))
-                tokens += int(begins[-1])
-                forwards += 1
-        return ForwardCounts(tokens, forwards)
-
-    def _reading(self, slots: Slots, wanted: Sequence[int], receive: Receive) -> ReadStates:
-        """Return a function that passes on the logits of some of the hidden states."""
+    def _extend_reading(
+        self,
+        segments: Sequence[Segment],
+        places: Sequence[tuple[int, int, int]],
+        adapter_id: str | None,
+    ) -> torch.Tensor:
+        """Compute segments, and the logits of some of their tokens from hidden states."""
+        begins = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
+        wanted = [int(begins[row]) + place for _, row, place in places]
+        found: list[torch.Tensor] = []
 
         def read(states: torch.Tensor, compute_logits: ComputeLogits) -> None:
-            for first in range(0, len(wanted), self._piece):
-                part = slice(first, first + self._piece)
-                index = device_index(wanted[part], states.device)
-                receive(slots[part], compute_logits(states[index]))
+            found.append(compute_logits(states[device_index(wanted, states.device)]))
 
-        return read
+        self._served.extend(segments, adapter_id, read)
+        return found[0]
 
     def _decode(self, batch: TableBatch, adapter_id: str | None) -> tuple[torch.Tensor, int]:
         """Return the logits of all tokens, and the number of passes."""
@@ -149,38 +143,6 @@ class SGLangForward:
             part = segments[first : first + most]
             self._served.write_rows(_NO_TRUNK, _padded(part))
             yield part
-
-
-class _Logits:
-    """The requested logits of several passes.
-
-    Args:
-        wanted: Slots of the tokens whose logits are requested.
-    """
-
-    def __init__(self, wanted: set[int]) -> None:
-        self._wanted = wanted
-        self._places: dict[int, int] = {}
-        self._parts: list[torch.Tensor] = []
-
-    def add(self, slots: Slots, logits: torch.Tensor) -> None:
-        """Keep those logits of a pass that are requested."""
-        kept = [row for row, slot in enumerate(slots.tolist()) if slot in self._wanted]
-        if not kept:
-            return
-        for slot in slots[kept].tolist():
-            self._places[slot] = len(self._places)
-        if len(kept) < len(logits):
-            logits = logits[device_index(kept, logits.device)]
-        self._parts.append(logits)
-
-    def of(self, slots: Sequence[int]) -> torch.Tensor:
-        """Return the logits of some slots, shape `(len(slots), width)`."""
-        logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
-        order = [self._places[slot] for slot in slots]
-        if order == list(range(len(logits))):
-            return logits
-        return logits[device_index(order, logits.device)]
 
 
 def _table_of(segments: Sequence[Segment]) -> TableBatch:

@@ -55,6 +55,7 @@ class ServedModel:
     Attributes:
         tokenizer: The model's tokenizer, as SGLang loads it.
         output_bias: Added to the logits of each pass; None for no bias.
+        reads_states: Whether `extend` can pass on hidden states; see `read_hidden_states`.
 
     Raises:
         ModelLoadError: The model's state is not addressed by the slot of each token.
@@ -71,6 +72,7 @@ class ServedModel:
 
             self._memory = Unpinned
         self.output_bias: torch.Tensor | None = None
+        self.reads_states = False
         self._read: ReadStates | None = None  # of the pass that runs
         self._trunk: Slots | None = None
         self._trunk_rows = 0
@@ -380,6 +382,7 @@ class ServedModel:
             self._read(states, compute_logits)
 
         processor.register_forward_pre_hook(before, with_kwargs=True)
+        self.reads_states = True
 
     # -- adapters ---------------------------------------------------------------------
 

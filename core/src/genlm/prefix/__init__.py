@@ -46,10 +46,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import places_of as places_of
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
-    from genlm.prefix.populations import Populations as Populations
-    from genlm.prefix.populations import SlotTree as SlotTree
     from genlm.prefix.rows import PrefixRows as PrefixRows
-    from genlm.prefix.tree import OutOfSlotsError as OutOfSlotsError
     from genlm.prefix.tree import PrefixTree as PrefixTree
     from genlm.prefix.tree import Tokens as Tokens
 else:

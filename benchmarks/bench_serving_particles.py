@@ -4,8 +4,8 @@ A particle loop asks for the row of every context, draws a token from each, appe
 again. The limit is the engine's own generation of as many tokens, without this library.
 Contestants, in turn in every round, on the same engine:
 
-- raw: the engine's own greedy generation, of as many sequences as are asked at each step; vLLM's
-  in this process, SGLang's by its own scheduler in a child process;
+- raw: the engine's own greedy generation, of as many sequences as are asked at each step;
+  vLLM's in this process, SGLang's by its own scheduler in a child process;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;

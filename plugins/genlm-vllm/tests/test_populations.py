@@ -259,6 +259,28 @@ def test_a_population_above_the_places_does_not_hold_up_others(
     asyncio.run(beside())
 
 
+@pytest.mark.usefixtures("free")
+def test_a_last_member_that_is_refused_fails_alone(
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one place, it is refused when all others are computed."""
+    residents = llm.engine._residents  # type: ignore[attr-defined]
+    check_query = residents._check
+
+    def refusing(query: genlm.Query) -> None:
+        if query.token_ids[-1] == 9:
+            raise genlm.EvaluationError("refused")
+        check_query(query)
+
+    population = llm.population([[*PROMPT, last] for last in (3, 4, 5, 9)])
+    with monkeypatch.context() as patch:
+        patch.setattr(residents, "_check", refusing)
+        with pytest.raises(genlm.PopulationError, match="refused") as caught:
+            population.draw_sync(seed=0)
+    assert list(caught.value.members) == [3]
+    check(tiny, population, population.next_token_logprobs_sync())
+
+
 class Broken(GroupReduction):
     """Raises for the member `at`."""
 

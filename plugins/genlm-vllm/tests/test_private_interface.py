@@ -44,7 +44,7 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.31.0", False)]
+    ("found", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.32.0", False)]
 )
 def test_only_newer_versions_are_compared(
     monkeypatch: pytest.MonkeyPatch, found: str, refused: bool

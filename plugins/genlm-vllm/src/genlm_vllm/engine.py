@@ -8,8 +8,9 @@ requests that stay (`residents`). After each step the workers reduce the rows th
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from genlm import EngineDiedError, GenlmError
@@ -139,11 +140,17 @@ class VLLMEngine:
         declared = {
             Capability.LORA: capacity,
             Capability.PREFIX_CACHE: caches_prefixes,
-            Capability.SCORE: self._workers.score,
+            Capability.SCORE: self._workers.have_scores,
         }
         self.capabilities = frozenset(each for each, holds in declared.items() if holds)
-        check = _query_check(
-            self._adapters, embedded_ids, self.max_context, self.vocabulary.size
+        # Without a reference to this object: vLLM keeps parts of a live engine in global state,
+        # which would keep an engine alive that was dropped without `close`.
+        check = functools.partial(
+            check_query,
+            embedding_rows=embedded_ids,
+            max_context=self.max_context,
+            adapters=self._adapters.loaded,
+            vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
         )
         self._ready: list[Completion] = []
         self._obstacle = obstacle(config)
@@ -396,7 +403,6 @@ class VLLMEngine:
         """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
         engine, self._vllm = self._vllm, None
-        self._workers.close()
         del self._workers, self._adapters, self._residents
         try:
             shut_down(engine, multiprocess=self._multiprocess)
@@ -409,24 +415,3 @@ class VLLMEngine:
         if self._accelerator is not None:
             self._accelerator.restore()
         release_process(self)
-
-
-def _query_check(
-    adapters: Adapters, embedded_ids: int, max_context: int, vocab_size: int
-) -> Callable[[Query], None]:
-    """Return the check of a query, without a reference to the engine.
-
-    vLLM keeps a live engine's parts in global state, so a reference to the engine from one of
-    them would keep an engine alive that was dropped without `close`.
-    """
-
-    def check(query: Query) -> None:
-        check_query(
-            query,
-            embedding_rows=embedded_ids,
-            max_context=max_context,
-            adapters=adapters.names,
-            vocab_size=vocab_size,  # a worker that fails ends vLLM
-        )
-
-    return check

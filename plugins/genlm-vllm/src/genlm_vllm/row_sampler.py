@@ -46,11 +46,6 @@ class RowSampler(abc.ABC):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
 
-    def remove(self) -> None:
-        """Restore the runner's sampler."""
-        self._runner.sampler = self._base
-        self._kept.clear()
-
     # -- results ----------------------------------------------------------------------
 
     def take(self, names: Sequence[str]) -> tuple[torch.Tensor, list[int]]:

@@ -114,13 +114,6 @@ class RowWorker:
         return start_scores(worker.model_runner, scores)
 
     @_replying
-    def genlm_stop(self) -> None:
-        """Restore vLLM's sampler and drop all results, before the engine closes."""
-        if self._rows is not None:
-            self._rows.sampler.remove()
-            self._rows = None
-
-    @_replying
     def genlm_prepare(self, inputs: StepInputs) -> None:
         """Accept the inputs of a step; see `WorkerRows.prepare`."""
         if self._rows is not None:

@@ -87,6 +87,8 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._done = 0
         self._columns = Columns(query.reduction, len(query.row_of))
+        each = np.arange(len(query.wanted))
+        self._has_each_once = np.array_equal(query.row_of, each)
         self._by_row = _members_by_row(query.row_of)
         places = np.arange(len(query.wanted) + 1)
         self._bounds = np.searchsorted(query.row_of[self._by_row], places)
@@ -113,7 +115,9 @@ class GroupWork:
         for begin, end in row_parts(len(part), values.shape[1], values.device):
             rows, places = values[begin:end], part[begin:end]
             if computed.are_logits:
-                memory = scratch_memory("rows", len(rows), self._vocabulary.size, rows.device)
+                is_on_cpu = rows.device.type == "cpu"
+                shape = len(rows), self._vocabulary.size
+                memory = scratch_memory("rows", *shape) if is_on_cpu else None
                 rows = rows_from_logits(rows, self._vocabulary, out=memory)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
             self.errors |= {int(places[i]): error for i, error in invalid.items()}
@@ -140,6 +144,8 @@ class GroupWork:
 
     def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
         """Return the members of some rows, by row, and which of these rows each has."""
+        if self._has_each_once:
+            return places, np.arange(len(places))
         begins = self._bounds[places]
         counts = self._bounds[places + 1] - begins
         ends = np.cumsum(counts)

@@ -111,15 +111,13 @@ def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, in
     return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
 
 
-def scratch_memory(use: str, count: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return memory for a part of some rows, shape `(count, size)`, float32, uninitialised.
+def scratch_memory(use: str, count: int, size: int) -> torch.Tensor:
+    """Return uninitialised main memory for some rows, shape `(count, size)`, float32.
 
-    On a CPU it is the same memory at every call of this thread with the same `use`: the C
-    library returns large blocks to the system when they are freed, and page faults of new ones
-    take longer than a softmax.
+    It is the same memory at every call of a thread with the same `use`: the C library returns
+    large blocks to the system when they are freed, and the page faults of new ones take longer
+    than a softmax.
     """
-    if device.type != "cpu":
-        return torch.empty(count, size, device=device)
     memory: torch.Tensor | None = getattr(_scratch, use, None)
     if memory is None or memory.numel() < count * size:
         with torch.inference_mode(False):  # later calls may be outside of it

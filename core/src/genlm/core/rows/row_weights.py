@@ -134,7 +134,10 @@ class RowWeights:
         for begin, end in row_parts(len(rows), rows.shape[1], device):
             part = rows[begin:end].detach()
             if memory is None:
-                memory = scratch_memory("weights", *part.shape, device).to(part.dtype)
+                if device.type == "cpu" and part.dtype == torch.float32:
+                    memory = scratch_memory("weights", *part.shape)
+                else:
+                    memory = part.new_empty(part.shape)
             yield RowPart(
                 part,
                 slice(begin, end),

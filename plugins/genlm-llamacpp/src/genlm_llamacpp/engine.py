@@ -21,7 +21,6 @@ from genlm.plugin import (
     ModelLoadError,
     Query,
     TokenSequence,
-    UnsupportedCapabilityError,
     check_query,
     model_source,
     rows_from_logits,
@@ -160,10 +159,7 @@ class LlamaCppEngine(BatchEngine):
 
         Raises:
             UnknownAdapterError: Its adapter was not loaded.
-            UnsupportedCapabilityError: It requests a continuation.
         """
-        if query.sampling is not None:
-            raise UnsupportedCapabilityError(Capability.SAMPLE, self.backend)
         check_query(query, adapters=self._adapters.names)
         super().submit(query)
 

@@ -15,7 +15,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         kind="engine",
         target="genlm_ray.engine:RayEngine",
         summary="Replicas of any other engine on a Ray cluster, private or served",
-        capabilities=("lora", "prefix_cache", "sample", "score"),
+        capabilities=("lora", "prefix_cache", "score"),
         requires=("ray",),
         conformance="genlm_ray.conformance:targets",
         tested={"ray": ("2.60.0",), "torch": ("2.13.0", "2.15.0")},

@@ -54,6 +54,22 @@ def test_masks_are_waited_for_when_the_model_has_computed_the_rows(temperature):
             torch.testing.assert_close(one, other)
 
 
+def test_the_index_may_be_computed_later_too():
+    both: Future[tuple[torch.Tensor, np.ndarray]] = Future()
+    rows = RowMasks(both, 5, len(TOKENS)).of(np.array([4, 0]))
+    both.set_result((MASKS, INDEX))
+    expected = RowMasks(MASKS, 5, len(TOKENS), INDEX)
+    device = torch.device("cpu")
+    assert torch.equal(rows.factors(0, 2, device), expected.factors(0, 5, device)[[4, 0]])
+    with genlm.AsyncLM(SmallEngine) as llm:
+        population = llm.population([(2,), (3,), (2,), (3,), (2, 4)])
+        found = population.draw_sync(both, seed=3)
+        for one, other in zip(
+            found, population.draw_sync(MASKS, mask_index=INDEX, seed=3), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+
+
 def test_they_are_computed_before_they_go_to_another_process():
     masks: Future[torch.Tensor] = Future()
     masks.set_result(MASKS)

@@ -11,10 +11,7 @@ SERVING  := plugins/genlm-vllm plugins/genlm-sgl
 # SGLang needs versions of its own, so an environment of its own.
 SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
-SGL_OLDEST := $(SGL)/oldest/site-packages
 SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
-
-VLLM_OLDEST := .venv-vllm-oldest
 
 SITE := .venv-site
 NEWEST := .venv-newest
@@ -30,14 +27,14 @@ export HF_HUB_OFFLINE := 1
 # Runs may go on at once, so each has a cache of its own.
 PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
 
-.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
+.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 # The longest first, so that two cores are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-sgl test-plugins test-main test-vllm test-sgl-oldest
+	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-main test-sgl
 
 test-main: $(READY)  ## the tests of the core and those across packages
 	$(BIN)/$(PYTEST) core/tests tests plugins/genlm-sgl/tests/without_sglang
@@ -49,15 +46,9 @@ test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on v
 	$(BIN)/$(PYTEST) plugins/genlm-vllm/tests
 	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/$(PYTEST) $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py) -k "not thousands"
 
-test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
-	$(VLLM_OLDEST)/bin/$(PYTEST) plugins/genlm-vllm/tests -m "not newer"
-
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/$(PYTEST) plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
 	$(SGL)/bin/$(PYTEST) plugins/genlm-backend/tests/on_sglang
-
-test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, scores on the oldest SGLang that it supports
-	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/$(PYTEST) $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten and not thousands and not callers"
 
 newest:  ## the tests with the newest releases, whatever the upper bounds say; build/newest/report.md
 	$(PYTHON) scripts/newest.py run
@@ -123,7 +114,7 @@ dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	copy=$$(mktemp -d) && cp -r plugins/genlm-backend/. $$copy && cd $$copy && sed -i.bak 's/^name = "genlm-backend"$$/name = "$(BACKEND_NAME)"/' pyproject.toml && rm pyproject.toml.bak && $(abspath $(BIN))/hatchling build -d $(abspath dist) && rm -r $$copy
 
 clean:
-	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(SITE) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
@@ -145,15 +136,6 @@ $(SITE)/.ready: requirements-site.txt
 	$(SITE)/bin/python -m pip install --quiet -r requirements-site.txt
 	touch $@
 
-$(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml
-	$(PYTHON) -m venv $(VLLM_OLDEST)
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout ray==2.60.0 scipy hypothesis torch==2.13.0
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-vllm
-	$(VLLM_OLDEST)/bin/python -m genlm_vllm.install_cpu 0.28.0
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet transformers==5.19.0
-	touch $@
-
 $(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/pyproject.toml plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt
 	$(PYTHON) -m venv $(SGL)
 	$(SGL)/bin/python -m pip install --quiet --upgrade 'pip>=24'
@@ -161,9 +143,4 @@ $(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/ge
 	$(SGL)/bin/python -m pip install --quiet --no-build-isolation $(SGL_PACKAGES:%=-e %)
 	$(SGL)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-sgl
 	$(SGL)/bin/python -m genlm_sgl.install_cpu --quiet
-	touch $@
-
-# Beside the newest, with the same packages around it.
-$(SGL_OLDEST): $(SGL_READY)
-	$(SGL)/bin/python -m pip install --quiet --no-deps --upgrade --target $@ sglang==0.5.20
 	touch $@

@@ -8,19 +8,28 @@ import torch
 import genlm
 from genlm.backend.llm import AsyncSGLTransformer
 from genlm_sgl.cpu import stubs
-from genlm_sgl.lifecycle import build_scheduler
 from genlm_sgl.loading import default_options, environment
 from genlm_sgl.process_state import quiet
 
 IDS = [10, 11, 12]
 
 
-def scheduler_of(folder, **options):
-    """SGLang's own object, as a program makes it; on a CPU only genlm-sgl can."""
+def scheduler_of(folder, monkeypatch, **options):
+    """SGLang's own object, as a program makes it."""
     options = {**default_options(cpu=True), **options, "model_path": str(folder)}
     variables = environment(cpu=True)
     with genlm.preserve_process_state(**variables), quiet(), stubs.stub_packages():
-        return build_scheduler(options, 0, lambda _model, weights: weights)
+        from sglang.srt import runtime_context
+        from sglang.srt.managers import scheduler
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        # A thread that never ends, and sends SIGQUIT to the parent process after five minutes.
+        monkeypatch.setattr(scheduler, "create_scheduler_watchdog", lambda *_, **__: None)
+        arguments = ServerArgs(**options)
+        ports = PortArgs.init_new(arguments)
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        return scheduler.Scheduler(arguments, ports)
 
 
 def assert_right(llm, tiny):
@@ -39,14 +48,15 @@ def test_a_model_that_was_cleaned_up_makes_way_for_the_next(tiny, options):
         assert_right(second, tiny)
 
 
-def test_a_scheduler_is_ended_and_its_model_served_with_its_settings(tiny, options):
-    scheduler = scheduler_of(tiny.path, **options)
+def test_a_scheduler_is_ended_and_its_model_served_with_its_settings(
+    tiny, options, monkeypatch
+):
+    scheduler = scheduler_of(tiny.path, monkeypatch, **options)
     with pytest.warns(DeprecationWarning, match=r"use AsyncSGLTransformer\.from_name"):
         llm = AsyncSGLTransformer(scheduler, cache_size=2)
     with llm:
         assert_right(llm, tiny)
-        assert llm.max_context is not None
-        assert llm.max_context < options["context_length"]
+        assert llm.max_context == options["context_length"]
         assert llm.cache.maxsize == 2
         assert vars(scheduler) == {}
 

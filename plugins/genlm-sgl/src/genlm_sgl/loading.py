@@ -1,4 +1,4 @@
-"""The options of SGLang's scheduler: checks and defaults."""
+"""Options of SGLang's `ServerArgs`: checks and defaults."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import torch
 
 from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
-from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
     "checked_options",
-    "cpu_recurrent_ratio",
     "cpu_running_requests",
     "cpu_sizes",
     "cpu_token_capacity",
@@ -23,7 +20,6 @@ __all__ = [
     "load_error",
     "mapping_of",
     "runs_on_cpu",
-    "shown",
 ]
 
 _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
@@ -35,6 +31,10 @@ _REFUSED = {
     "disaggregation_mode": "requests would wait for another server",
     "is_embedding": "an embedding model computes no logits",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
+    "enable_hierarchical_cache": "the KV cache holds genlm's prefix tree",
+    "enable_hisparse": "the KV cache holds genlm's prefix tree",
+    "enable_unified_memory": "the KV cache holds genlm's prefix tree",
+    "enable_two_batch_overlap": "passes are not divided",
 }
 """Refused options with reasons; values without effect are accepted."""
 
@@ -45,13 +45,10 @@ _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 _KV_SHARE = 0.25
 """Share of the free memory for the KV cache on a CPU."""
 
-_STATES_SHARE = 0.125
-"""Share of the free memory for the recurrent states of models that have them, on a CPU."""
-
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
 _REQUESTS_BYTES = 2**26
-"""Maximum bytes of the requests' slot tables and of the logits of a full batch."""
+"""Maximum bytes of SGLang's table of slots, and of the logits of a full pass."""
 
 _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
@@ -69,17 +66,20 @@ def runs_on_cpu(options: Mapping[str, Any]) -> bool:
 def default_options(*, cpu: bool) -> dict[str, Any]:
     """Return the default arguments of `ServerArgs`.
 
-    Features of SGLang's server are off. Overlap would have a row wait for an iteration in which
-    nothing runs. On a CPU, SGLang has no graphs, and only its plain torch kernels.
+    Features of SGLang's scheduler and server are off, because the engine does not run them. On
+    a CPU, SGLang has no graphs, and only its plain torch kernels.
     """
     options = {
         "disable_cuda_graph": cpu,
+        "disable_hybrid_swa_memory": True,  # one kind of slots for all layers
         "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
         "grammar_backend": "none",
         "log_level": "error",
         "lora_strict_loading": True,
         "lora_target_modules": list(_LORA_MODULES),
         "max_lora_rank": _LORA_RANK,
+        "page_size": 1,
         "random_seed": 0,
         "skip_server_warmup": True,
     }
@@ -89,7 +89,6 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "attention_backend": "torch_native",
             "device": "cpu",
             "dtype": "float32",
-            "enable_mixed_chunk": True,  # one pass for contexts that continue and new ones
             # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
             # if other processes took more than this share of memory during loading.
             "mem_fraction_static": 0.999,
@@ -137,6 +136,11 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     for name, reason in _REFUSED.items():
         if options.get(name) not in {None, False, "null"}:
             raise ValueError(f"engine_opts[{name!r}]={options[name]!r}: {reason}; leave it out")
+    if (options.get("page_size") or 1) != 1:
+        raise ValueError(
+            f"engine_opts['page_size'] = {options['page_size']}: sequences share single tokens "
+            f"of the KV cache; leave it out"
+        )
     if options.get("lora_paths"):
         raise ValueError(
             "engine_opts['lora_paths']: pass enable_lora=True instead, and load each adapter "
@@ -153,7 +157,7 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     return {**options, **named}
 
 
-def shown(engine_opts: Mapping[str, Any]) -> str:
+def _shown(engine_opts: Mapping[str, Any]) -> str:
     """Return options for an error message."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"
 
@@ -164,25 +168,11 @@ def load_error(
     """Return the error of a failed build of SGLang, with the request and the cause."""
     first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     return ModelLoadError(
-        f"asked SGLang {version} for the model {source!r} with {shown(wanted)}; it raised "
+        f"asked SGLang {version} for the model {source!r} with {_shown(wanted)}; it raised "
         f"{first_line} (options apart, the model must be a folder or an accessible hub id with "
         f"config.json, weights and tokenizer of an architecture that this SGLang serves on "
         f"this device)"
     )
-
-
-def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> None:
-    """Refuse pages of several tokens where SGLang does not support them on a CPU.
-
-    Raises:
-        ValueError: SGLang would raise at the first request.
-    """
-    size = options.get("page_size") or 1
-    if size > 1 and release < CPU_PAGES_FROM:
-        raise ValueError(
-            f"engine_opts['page_size'] = {size}: on a CPU this takes SGLang "
-            f"{'.'.join(map(str, CPU_PAGES_FROM))} or newer; leave it out"
-        )
 
 
 def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,8 +186,6 @@ def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         sizes["max_total_tokens"] = cpu_token_capacity(model, options)
     if options.get("max_running_requests") is None:
         sizes["max_running_requests"] = cpu_running_requests(model, options)
-    if options.get("mamba_full_memory_ratio") is None:
-        sizes["mamba_full_memory_ratio"] = cpu_recurrent_ratio()
     return sizes
 
 
@@ -224,30 +212,11 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     return int(budget // each)
 
 
-def cpu_recurrent_ratio() -> float:
-    """Return `mamba_full_memory_ratio` on a CPU: recurrent states take an eighth of the memory.
-
-    SGLang gives recurrent states `ratio / (1 + ratio)` of the machine's available memory and
-    ignores control groups; its default is almost half.
-
-    Raises:
-        ModelLoadError: Almost no memory is free.
-    """
-    available = int(psutil.virtual_memory().available)
-    budget = cache_budget_bytes(
-        share=_STATES_SHARE,
-        at_least=1,
-        at_most=available // 2,
-        option="engine_opts['max_mamba_cache_size']",
-    )
-    return budget / (available - budget)
-
-
 def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
-    """Return the maximum number of requests on a CPU: from 64 to 1024.
+    """Return the maximum number of sequences of a pass on a CPU: from 64 to 1024.
 
-    Each takes a row of slots as long as the context, and a row of logits in a batch: 4 bytes
-    for a position or an id.
+    Each takes a row of slots as long as the context, and a row of logits: 4 bytes for a
+    position or an id.
     """
     try:
         config = _text_config(model, options)

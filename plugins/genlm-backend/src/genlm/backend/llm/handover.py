@@ -17,8 +17,8 @@ __all__ = ["Recipe", "recipe_of_sglang", "recipe_of_vllm"]
 _SGLANG_OPTIONS = (
     *("dtype", "device", "quantization", "revision", "trust_remote_code", "load_format"),
     *("context_length", "kv_cache_dtype", "mem_fraction_static", "max_total_tokens"),
-    *("max_running_requests", "chunked_prefill_size", "page_size", "disable_radix_cache"),
-    *("attention_backend", "sampling_backend", "disable_cuda_graph", "tokenizer_path"),
+    *("max_running_requests", "chunked_prefill_size", "attention_backend"),
+    *("sampling_backend", "disable_cuda_graph", "tokenizer_path"),
 )
 """Settings of an SGLang scheduler that its successor gets too."""
 

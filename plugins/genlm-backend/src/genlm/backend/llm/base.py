@@ -203,6 +203,12 @@ class AsyncLM(abc.ABC):
     def clear_cache(self) -> None:  # noqa: B027 - optional for subclasses
         """Clear the caches; nothing by default."""
 
+    def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make rows of logits: those beyond the vocabulary are cut, missing ones are -inf."""
+        size = len(self.byte_vocab)
+        rows = torch.log_softmax(logits[..., :size], dim=-1, dtype=torch.float32)
+        return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]), value=-math.inf)
+
     def _table(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         if not rows:
             return torch.empty(0, len(self.byte_vocab))
@@ -255,7 +261,7 @@ class MockAsyncLM(AsyncLM):
         content = np.array([int(token) for token in token_ids], dtype="<i8").tobytes()
         seed = int.from_bytes(hashlib.sha256(content).digest(), "big")
         logits = np.random.default_rng(seed).random(len(self.byte_vocab), dtype=np.float32)
-        return torch.log_softmax(torch.from_numpy(logits), dim=-1)
+        return self._normalize(torch.from_numpy(logits))
 
 
 def _drawn(row: torch.Tensor, temperature: float, generator: torch.Generator) -> int:

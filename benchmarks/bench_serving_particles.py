@@ -1,11 +1,11 @@
 """How fast do the serving engines serve a population of particles?
 
 A particle loop asks for the row of every context, draws a token from each, appends it, and asks
-again. The limit is the engine's own generation of as many tokens: queries with `sampling`,
-which stay in its running batch. Contestants, in turn in every round, on the same engine:
+again. The limit is the engine's own generation of as many tokens, without this library.
+Contestants, in turn in every round, on the same engine:
 
-- own: `AsyncLM.batch_sample`, as many continuations as contexts are asked at each step;
-- raw: vLLM's own greedy generation, without this library;
+- raw: the engine's own greedy generation, of as many sequences as are asked at each step;
+- own: `AsyncLM.batch_sample` of as many continuations; the baseline where raw is missing;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
@@ -17,18 +17,19 @@ Drawing, by the same function, and appending are on the clock for all. The promp
 before, and every particle begins with a token of its own, so that no contestant computes more
 than one token per row.
 Three kinds of populations: *plain*; *resampled* every 4 steps, by random weights that leave
-about half of the particles; *waiting*, a random half of them at each step, compared with own
-generation by half as many sequences.
+about half of the particles; *waiting*, a random half of them at each step, compared with the
+generation of half as many sequences.
 
 Figures are microseconds of CPU time a token, of all threads and, with `--multiprocess`, all
 processes of vLLM, so other work on the machine hardly enters; rows that end in "wall" are
-microseconds of wall-clock time. A ratio is the speed as a
-fraction of own generation's in the same round, its median over rounds. The error is the
-largest difference of a log-probability of the last rows from an unbatched float32 forward pass
-of transformers. Model: the particles' Llama of 8 layers x 512, 8,000 ids, random weights,
-float32, or with `--tiny` one layer x 64, which leaves the cost of the engine; options are the
-plugins' defaults on the CPU, except for room for 256 requests (vLLM: 512). Run
-with the engine's environment: `.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
+microseconds of wall-clock time. A ratio is the speed as a fraction of the baseline's in the
+same round, its median over rounds. Raw generation takes the most likely token of each row; the
+others draw. The error is the largest difference of a log-probability of the last rows from an
+unbatched float32 forward pass of transformers. Model: the particles' Llama of 8 layers x 512,
+8,000 ids, random weights, float32, or with `--tiny` one layer x 64, which leaves the cost of
+the engine; options are the plugins' defaults on the CPU, except for room for 256 requests
+(vLLM: 512). Run with the engine's environment:
+`.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
 `.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
 """
 
@@ -57,7 +58,7 @@ from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
-CONTESTANTS = ("own", "raw", "one request a step", "lists", "contexts", "population", "blocks")
+CONTESTANTS = ("raw", "own", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY, BLOCK = 4, 16
 CHECKED = 3
 """Contexts of a run whose rows are compared with transformers."""
@@ -297,10 +298,11 @@ def measure(
 
 
 def ratio(samples: dict[str, list[float]], row: str) -> float:
-    """Speed as a fraction of own generation's: median over rounds of ratios in a round."""
-    base = " ".join(row.split()[:2]) + (" own wall" if row.endswith(" wall") else " own")
-    pairs = zip(samples[base], samples[row], strict=True)
-    return statistics.median(own / each for own, each in pairs)
+    """Speed as a fraction of the baseline's: median over rounds of ratios in a round."""
+    population = " ".join(row.split()[:2])
+    base = f"{population} raw" if f"{population} raw" in samples else f"{population} own"
+    pairs = zip(samples[base + " wall" * row.endswith(" wall")], samples[row], strict=True)
+    return statistics.median(limit / each for limit, each in pairs)
 
 
 def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[[], Any]:

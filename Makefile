@@ -11,7 +11,6 @@ SERVING  := plugins/genlm-vllm plugins/genlm-sgl
 # SGLang needs versions of its own, so an environment of its own.
 SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
-SGL_OLDEST := $(SGL)/oldest/site-packages
 SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 
 SITE := .venv-site
@@ -28,14 +27,14 @@ export HF_HUB_OFFLINE := 1
 # Runs may go on at once, so each has a cache of its own.
 PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
 
-.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-sgl-oldest test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
+.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 # The longest first, so that two cores are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-sgl test-plugins test-main test-vllm test-sgl-oldest
+	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-main test-sgl
 
 test-main: $(READY)  ## the tests of the core and those across packages
 	$(BIN)/$(PYTEST) core/tests tests plugins/genlm-sgl/tests/without_sglang
@@ -50,9 +49,6 @@ test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on v
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/$(PYTEST) plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
 	$(SGL)/bin/$(PYTEST) plugins/genlm-backend/tests/on_sglang
-
-test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, scores on the oldest SGLang that it supports
-	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/$(PYTEST) $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten and not thousands and not callers"
 
 newest:  ## the tests with the newest releases, whatever the upper bounds say; build/newest/report.md
 	$(PYTHON) scripts/newest.py run
@@ -147,9 +143,4 @@ $(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/ge
 	$(SGL)/bin/python -m pip install --quiet --no-build-isolation $(SGL_PACKAGES:%=-e %)
 	$(SGL)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-sgl
 	$(SGL)/bin/python -m genlm_sgl.install_cpu --quiet
-	touch $@
-
-# Beside the newest, with the same packages around it.
-$(SGL_OLDEST): $(SGL_READY)
-	$(SGL)/bin/python -m pip install --quiet --no-deps --upgrade --target $@ sglang==0.5.20
 	touch $@

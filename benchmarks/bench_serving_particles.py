@@ -5,7 +5,7 @@ again. The limit is the engine's own generation of as many tokens, without this 
 Contestants, in turn in every round, on the same engine:
 
 - raw: the engine's own greedy generation, of as many sequences as are asked at each step;
-- own: `AsyncLM.batch_sample` of as many continuations; the baseline where raw is missing;
+  vLLM's in this process, SGLang's by its own scheduler in a child process;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
@@ -58,8 +58,9 @@ from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
-CONTESTANTS = ("raw", "own", "one request a step", "lists", "contexts", "population", "blocks")
+CONTESTANTS = ("raw", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY, BLOCK = 4, 16
+SGL_OPTS = {"max_running_requests": 256, "max_total_tokens": 65_536}
 CHECKED = 3
 """Contexts of a run whose rows are compared with transformers."""
 
@@ -100,7 +101,10 @@ class Measurement:
 class Bench:
     """One engine, and the contestants that use it."""
 
-    def __init__(self, build: Callable[[], Any], folder: Path, *, processes: bool) -> None:
+    def __init__(
+        self, build: Callable[[], Any], folder: Path, *, processes: bool, scheduler: Any = None
+    ) -> None:
+        self._scheduler = scheduler
         self.lm = AsyncLM(build, output_cache=OutputCache(0))
         cpu = _clock_of_all_processes if processes else time.process_time
         self._clock = lambda: np.array([cpu(), time.perf_counter()])
@@ -112,10 +116,9 @@ class Bench:
     def contestants(self) -> list[str]:
         """Those that this engine and this core have."""
         has = {
-            "own": True,
-            "raw": hasattr(self.lm.engine, "llm_engine"),
-            "one request a step": True,
-            "lists": hasattr(self.lm.engine, "keeps_contexts"),
+            "raw": True,
+            "one request a step": hasattr(self.lm.engine, "keeps_contexts"),
+            "lists": True,
             "contexts": hasattr(self.lm, "context"),
             "population": True,
             "blocks": True,
@@ -132,8 +135,6 @@ class Bench:
         self.lm.clear_kv_cache()
         self.lm.next_token_logprobs_sync(prompt)
         starts = [[*prompt, token] for token in first]
-        if contestant == "own":
-            return self._own(starts[: population.asked], population.steps)
         if contestant == "raw":
             return self._raw(starts[: population.asked], population.steps)
         if contestant in {"population", "blocks"}:
@@ -143,15 +144,9 @@ class Bench:
             starts = [parent.extend(token) for token in first]
         return asyncio.run(self._particles(starts, population, generator))
 
-    def _own(self, prompts: list[list[int]], steps: int) -> Measurement:
-        start = self._clock()
-        drawn = asyncio.run(
-            self.lm.batch_sample(prompts, steps, stop=(), seed=next(self._seeds))
-        )
-        assert all(len(tokens) == steps for tokens in drawn)
-        return Measurement(self._clock() - start)
-
     def _raw(self, prompts: list[list[int]], steps: int) -> Measurement:
+        if self._scheduler is not None:
+            return Measurement(np.array(self._scheduler.decode(prompts, steps)))
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -298,9 +293,8 @@ def measure(
 
 
 def ratio(samples: dict[str, list[float]], row: str) -> float:
-    """Speed as a fraction of the baseline's: median over rounds of ratios in a round."""
-    population = " ".join(row.split()[:2])
-    base = f"{population} raw" if f"{population} raw" in samples else f"{population} own"
+    """Speed as a fraction of own generation's: median over rounds of ratios in a round."""
+    base = " ".join(row.split()[:2]) + " raw"
     pairs = zip(samples[base + " wall" * row.endswith(" wall")], samples[row], strict=True)
     return statistics.median(limit / each for limit, each in pairs)
 
@@ -316,8 +310,16 @@ def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[
         )
     from genlm_sgl.engine import SGLEngine
 
-    sgl_opts = {"max_running_requests": 256, "max_total_tokens": 65_536}
-    return lambda: SGLEngine(folder, engine_opts=sgl_opts)
+    return lambda: SGLEngine(folder, engine_opts=SGL_OPTS)
+
+
+def scheduler_of(name: str, folder: Path) -> Any:
+    """Return SGLang's scheduler, whose generation is the limit; vLLM generates by itself."""
+    if name != "sgl":
+        return None
+    from sgl_scheduler import OwnScheduler
+
+    return OwnScheduler(folder, SGL_OPTS)
 
 
 def main() -> None:
@@ -335,11 +337,14 @@ def main() -> None:
         folder = Path(name)
         save_model(folder, VOCAB_SIZE, tiny=options.tiny)
         build = engine_of(options.engine, folder, options)
-        bench = Bench(build, folder, processes=options.multiprocess)
+        scheduler = scheduler_of(options.engine, folder)
+        bench = Bench(build, folder, processes=options.multiprocess, scheduler=scheduler)
         try:
             samples, errors = measure(bench, options)
         finally:
             bench.lm.close()
+            if scheduler is not None:
+                scheduler.close()
     extra = {
         "engine": options.engine,
         "multiprocess": options.multiprocess,

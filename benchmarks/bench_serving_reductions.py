@@ -3,7 +3,7 @@
 The limit is the model: its forward pass and logits are computed for every request,
 and a draw needs one pass over its row. What can be saved is everything that moves the row:
 vLLM computes in a process of its own, as it does with one GPU, and rows arrive through a
-socket; SGLang is driven in this process, and rows are copied out of the batch, one by one.
+socket; SGLang's models run in this process, and rows are copied out of the batch.
 
 *Particles*: one step of 50 contexts that stay in the engine, each longer by a token:
 
@@ -46,8 +46,6 @@ import random
 import statistics
 import tempfile
 import time
-import unittest.mock
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -276,63 +274,38 @@ class VllmBench(Bench):
 
 
 class SglBench(Bench):
-    """SGLang, driven in this process."""
+    """SGLang's models in this process; its own scores by its scheduler, in a child process."""
+
+    _own_s = 0.0
 
     def _build(self, folder: Path) -> Any:
+        from sgl_scheduler import OwnScheduler
+
         from genlm_sgl.engine import SGLEngine
 
         options = {"max_running_requests": 64, "max_total_tokens": 20_000}
+        self._scheduler = OwnScheduler(folder, options)
         engine = SGLEngine(folder, engine_opts=options)
         model = type(engine.model)
-        model.forward = _timed(model.forward, self.clock)  # computes the logits, too
+        model.forward = _timed(model.forward, time.process_time)  # computes the logits, too
         self.version = str(engine.statistics()["sglang"])
         return engine
 
     def clock(self) -> float:
-        return time.process_time()
+        return time.process_time() + self._own_s
 
     def model_s(self) -> float:
         return sum(_calls_s)
 
-    def own(self, engine: Any, texts: Sequence[Ids], start: int) -> list[list[float]]:
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        api = engine._api  # noqa: SLF001
-        scheduler = api._scheduler  # noqa: SLF001
-        reqs = []
-        for ids in texts:
-            sampling = SamplingParams(max_new_tokens=0, temperature=1.0, ignore_eos=True)
-            sampling.normalize(None)
-            request = TokenizedGenerateReqInput(
-                rid=f"own-{next(self.names)}.",
-                input_text="",
-                input_ids=array("q", ids),
-                input_embeds=None,
-                mm_inputs=None,
-                token_type_ids=None,
-                sampling_params=sampling,
-                return_logprob=True,
-                logprob_start_len=start - 1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=False,
-            )
-            scheduler.process_input_requests([request])
-            reqs.append(scheduler.waiting_queue[-1])
-        runner = scheduler.tp_worker.model_runner
-        sample = functools.partial(_without_logprobs, runner.sample)
-        with unittest.mock.patch.object(runner, "sample", sample):
-            while not all(req.finished() for req in reqs):
-                api.run_once()
-        return [req.logprob.input_token_logprobs_val[1:] for req in reqs]
-
-
-def _without_logprobs(sample: Callable[..., Any], output: Any, batch: Any) -> Any:
-    """Draw a token without its log-probability."""
-    tokens = sample(output, batch)
-    output.next_token_logprobs = torch.zeros(len(tokens))
-    return tokens
+    def own(
+        self,
+        engine: Any,  # noqa: ARG002 - the scheduler is in another process
+        texts: Sequence[Ids],
+        start: int,
+    ) -> list[list[float]]:
+        scores, seconds = self._scheduler.score(texts, start)
+        self._own_s += seconds
+        return scores
 
 
 BENCHES: dict[str, type[Bench]] = {"vllm": VllmBench, "sgl": SglBench}

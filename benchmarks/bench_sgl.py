@@ -1,22 +1,21 @@
 """What do full next-token rows from SGLang cost on top of SGLang itself?
 
-The limit is SGLang's scheduler driven by hand in the same process: requests in, its loop
-turned until they have ended, the logits of each normalised and copied, and nothing checked.
-Contestants, in turn in every round, on the same scheduler:
+The limit is SGLang's own scheduler, which computes the prompts and nothing else
+(`sgl_scheduler.py`). Contestants, in turn in every round:
 
-- by hand: that;
+- scheduler: that, in a child process;
 - engine: `SGLEngine.submit` and `step`, as the core's scheduler calls them;
 - genlm: `AsyncLM`, one coroutine a prompt, the whole front end included;
 - Engine: `sglang.Engine`, the public interface, in processes of its own, asked for the
   log-probabilities of all ids, which travel as lists (`sgl_peer.py`).
 
 Two kinds of prompts, 50 at a time (10 where there are 128,000 ids): `fresh`, 64 tokens that
-were never seen; `grown`, one token more than those, which SGLang's radix cache holds.
+were never seen; `grown`, one token more than those, which are cached.
 
 Milliseconds for all of them: of the process's CPU time for the first three, which other work
 on the machine does not enter; of the wall for Engine, whose processes poll, and for genlm
-again beside it. A ratio is the time as a multiple of by hand's (of genlm's on the wall for
-Engine) in the same round, its median over rounds. Model: the particles' Llama of 8 layers x
+again beside it. A ratio is the time as a multiple of the scheduler's (of genlm's on the wall
+for Engine) in the same round, its median over rounds. Model: the particles' Llama of 8 layers x
 512, random weights, float32, with 8,000 and 128,000 ids. Run with SGLang's environment:
 `.venv-sgl/bin/python benchmarks/bench_sgl.py`.
 """
@@ -32,14 +31,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from particle_model import save_model
 from report import print_report
+from sgl_scheduler import OwnScheduler
 
 from genlm import AsyncLM, OutputCache, Query
 from genlm_sgl.engine import SGLEngine
@@ -49,84 +47,61 @@ PROMPTS = {8_000: 50, 128_000: 10}
 ENGINE_OPTS = {"device": "cpu", "max_total_tokens": 16_384}
 PEER = Path(__file__).parent / "sgl_peer.py"
 
+Prompts = Sequence[list[int]]
+Seconds = tuple[float, float]
+"""Seconds of CPU and wall-clock time."""
+
 
 class Contestants:
-    """Three ways to the rows of prompts, on one scheduler."""
+    """Three ways to compute prompts."""
 
     def __init__(self, folder: Path) -> None:
-        self._built: list[SGLEngine] = []
-        self.lm = AsyncLM(lambda: self._build(folder), output_cache=OutputCache(0))
-        self._engine = self._built[0]
-        api = self._engine._api  # noqa: SLF001 - to drive by hand what it drives
-        self._scheduler, self._enqueue = api._scheduler, api.enqueue  # noqa: SLF001
-        self._hooks = vars(self._scheduler.tp_worker.model_runner)
+        self._own = OwnScheduler(folder, ENGINE_OPTS)
+        self._lm = AsyncLM(
+            lambda: SGLEngine(folder, engine_opts=ENGINE_OPTS), output_cache=OutputCache(0)
+        )
+        self._engine: Any = self._lm.engine
 
-    def _build(self, folder: Path) -> SGLEngine:
-        engine = SGLEngine(folder, engine_opts=ENGINE_OPTS)
-        self._built.append(engine)
-        return engine
+    def scheduler(self, prompts: Prompts, *, fresh: bool) -> Seconds:
+        """Compute prompts by SGLang's scheduler."""
+        return self._own.compute(prompts, flush=fresh)
 
-    @contextmanager
-    def _unhooked(self) -> Iterator[None]:
-        kept = {name: self._hooks.pop(name) for name in ("forward", "sample")}
-        try:
-            yield
-        finally:
-            self._hooks.update(kept)
-
-    @torch.inference_mode()
-    def by_hand(self, prompts: Sequence[list[int]]) -> list[Any]:
-        """Drive the scheduler without the engine."""
-        scheduler = self._scheduler
-        found: dict[str, Any] = {}
-        with self._unhooked():
-            for i, prompt in enumerate(prompts):
-                self._enqueue(f"{i}.", prompt, 0, ())
-            while len(found) < len(prompts):
-                plan = scheduler.get_next_batch_to_run(
-                    running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-                )
-                scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
-                reqs = list(batch.reqs)
-                result = scheduler.run_batch(batch)
-                scheduler.process_batch_result(batch, result)
-                logits = result.logits_output.next_token_logits
-                rows = torch.log_softmax(logits.float(), -1)
-                for req, row in zip(reqs, rows, strict=True):
-                    if req.finished():
-                        found[req.rid] = row.clone()
-                scheduler.last_batch = batch
-        return list(found.values())
-
-    def engine(self, prompts: Sequence[list[int]]) -> list[Any]:
+    def engine(self, prompts: Prompts, *, fresh: bool) -> Seconds:
         """Submit and step, without the front end."""
-        for i, prompt in enumerate(prompts):
-            self._engine.submit(Query(i, tuple(prompt)))
-        found: list[Any] = []
-        while len(found) < len(prompts):
-            found += [completion.result for completion in self._engine.step()]
-        return found
+        if fresh:
+            self._lm.clear_kv_cache()
 
-    def genlm(self, prompts: Sequence[list[int]]) -> list[Any]:
-        """Ask as users do."""
+        def rows() -> list[Any]:
+            for i, prompt in enumerate(prompts):
+                self._engine.submit(Query(i, tuple(prompt)))
+            found: list[Any] = []
+            while len(found) < len(prompts):
+                found += [completion.result for completion in self._engine.step()]
+            return found
 
-        async def ask() -> list[Any]:
-            return await asyncio.gather(*map(self.lm.next_token_logprobs, prompts))
+        return clocked(rows)
 
-        return asyncio.run(ask())
+    def genlm(self, prompts: Prompts, *, fresh: bool) -> Seconds:
+        """Request rows as users do."""
+        if fresh:
+            self._lm.clear_kv_cache()
 
-    def fresh(self) -> None:
-        """Empty the radix cache."""
-        self.lm.clear_kv_cache()
+        async def rows() -> list[Any]:
+            return await asyncio.gather(*map(self._lm.next_token_logprobs, prompts))
+
+        return clocked(lambda: asyncio.run(rows()))
+
+    def close(self) -> None:
+        """End the engine and the child process."""
+        self._lm.close()
+        self._own.close()
 
 
-def clocked(call: Callable[[], list[Any]], count: int) -> tuple[float, float]:
-    """Milliseconds of CPU and of the wall that a call takes."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    rows = call()
-    spent = 1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - wall)
-    assert len(rows) == count
-    return spent
+def clocked(call: Callable[[], list[Any]]) -> Seconds:
+    """Return the seconds of CPU and wall-clock time that a call takes."""
+    start = time.process_time(), time.perf_counter()
+    call()
+    return time.process_time() - start[0], time.perf_counter() - start[1]
 
 
 def measure(vocab_size: int, rounds: int) -> dict[str, list[float]]:
@@ -137,23 +112,22 @@ def measure(vocab_size: int, rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), vocab_size)
         contestants = Contestants(Path(name))
-        ways = [contestants.by_hand, contestants.engine, contestants.genlm]
+        ways = [contestants.scheduler, contestants.engine, contestants.genlm]
         for turn in range(rounds + 1):
             prompts = [
                 [generator.randrange(vocab_size) for _ in range(LENGTH)] for _ in range(count)
             ]
             grown = [[*prompt, generator.randrange(vocab_size)] for prompt in prompts]
             for way in ways[turn % 3 :] + ways[: turn % 3]:
-                contestants.fresh()
                 for kind, asked in (("fresh", prompts), ("grown", grown)):
-                    cpu, wall = clocked(lambda: way(asked), count)  # noqa: B023 - called here
+                    cpu, wall = way(asked, fresh=kind == "fresh")
                     if turn == 0:  # warms up
                         continue
-                    row = f"{vocab_size // 1000}k {kind} {way.__name__.replace('_', ' ')}"
-                    samples.setdefault(row, []).append(cpu)
+                    row = f"{vocab_size // 1000}k {kind} {way.__name__}"
+                    samples.setdefault(row, []).append(1e3 * cpu)
                     if way == contestants.genlm:
-                        samples.setdefault(f"{row}, wall", []).append(wall)
-        contestants.lm.close()
+                        samples.setdefault(f"{row}, wall", []).append(1e3 * wall)
+        contestants.close()
         peer = [sys.executable, str(PEER), name, str(vocab_size), str(count), str(rounds)]
         done = subprocess.run(peer, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -166,7 +140,7 @@ def measure(vocab_size: int, rounds: int) -> dict[str, list[float]]:
 def ratio(samples: dict[str, list[float]], row: str) -> float:
     """Median over rounds of the time as a multiple of the base's in the same round."""
     case = " ".join(row.split(" ")[:2])
-    base = f"{case} genlm, wall" if row.endswith("wall") else f"{case} by hand"
+    base = f"{case} genlm, wall" if row.endswith("wall") else f"{case} scheduler"
     return statistics.median(
         each / other for each, other in zip(samples[row], samples[base], strict=True)
     )

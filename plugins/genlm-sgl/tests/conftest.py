@@ -15,18 +15,15 @@ import pytest
 
 from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.exclusive import ExclusiveEngine
-from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"max_total_tokens": 4096},
-    # Batches overlap and have at most 48 tokens, so most prompts are computed in chunks.
+    # A pass has at most 48 new tokens, so most prompts are computed in chunks.
     "cramped": {
         "chunked_prefill_size": 48,
         "context_length": 150,
-        "disable_overlap_schedule": False,
         "max_running_requests": 8,
         "max_total_tokens": 640,
-        "page_size": 4,
     },
 }
 """Engine options of the engines that reduce and score."""
@@ -36,8 +33,6 @@ def adapted_engine(tiny: TinyLlama, options: Mapping[str, Any]) -> Any:
     """Build an engine that has both adapters; the caller closes it."""
     if ExclusiveEngine.active is not None:
         ExclusiveEngine.active.suspend()
-    if check_version(installed_version()) < CPU_PAGES_FROM:
-        options = {**options, "page_size": 1}
     engine = tiny.engine(options, enable_lora=True, max_lora_rank=8)
     for name, path in tiny.adapters.items():
         engine.add_adapter(name, path)
@@ -71,11 +66,8 @@ def alone(request: pytest.FixtureRequest) -> None:
 def build(tiny: TinyLlama) -> Iterator[Callable[..., Any]]:
     """Build an engine with these SGLang options; closed when the test ends."""
     built: list[Any] = []
-    release = check_version(installed_version())
 
     def engine(**options: Any) -> Any:
-        if release < CPU_PAGES_FROM:  # these refuse larger ones, see test_loading.py
-            options["page_size"] = 1
         built.append(tiny.engine({"max_total_tokens": 4096}, **options))
         return built[-1]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm import Query, SamplingParams
-from genlm.plugin import stream_uniform
+from genlm import Query
+from genlm.plugin import TokenSequence
 from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 
@@ -27,28 +27,25 @@ def prompts_of(*lengths: int, seed: int = 7) -> list[tuple[int, ...]]:
     ]
 
 
-def answers(engine: Any, asked: Sequence[Any]) -> list[Any]:
-    """Put prompts, or pairs of prompt and sampling, through the engine.
-
-    Returns:
-        For each one a row, drawn tokens or an exception.
-    """
-    for number, each in enumerate(asked):
-        prompt, sampling = each if isinstance(each[0], tuple) else (each, None)
-        engine.submit(Query(number, prompt, None, sampling))
-    return collected(engine, range(len(asked)))
+def answers(
+    engine: Any, contexts: Sequence[tuple[int, ...]], adapter: str | None = None
+) -> list[Any]:
+    """Return the row of each context, or its error."""
+    for number, context in enumerate(contexts):
+        engine.submit(Query(number, TokenSequence.of(context), adapter))
+    return collected(engine, range(len(contexts)))
 
 
 def collected(engine: Any, query_ids: Sequence[int]) -> list[Any]:
     """Step the engine until these queries are answered."""
     found: dict[int, Any] = {}
     for _ in range(MOST_STEPS):
+        if len(found) == len(query_ids):
+            break
         for completion in engine.step():
             assert completion.query_id not in found, "answered twice"
             error = completion.error
             found[completion.query_id] = completion.result if error is None else error
-        if len(found) == len(query_ids):
-            break
     assert sorted(found) == sorted(query_ids)
     return [found[query_id] for query_id in query_ids]
 
@@ -65,20 +62,6 @@ def largest_error(
     )
 
 
-def continuation(
-    tiny: TinyLlama, prompt: tuple[int, ...], params: SamplingParams, adapter: str | None = None
-) -> list[int]:
-    """What must be drawn: token by token from the oracle's rows, by inversion."""
-    drawn: list[int] = []
-    while len(drawn) < params.max_tokens:
-        row = tiny.logprobs((*prompt, *drawn), adapter)
-        uniform = stream_uniform(params.seed, len(drawn))
-        if params.temperature == 0:
-            token = int(row.argmax())
-        else:
-            cumulative = torch.softmax(row / params.temperature, 0).cumsum(0)
-            token = int((cumulative <= uniform * cumulative[-1]).sum())
-        if token in params.stop_token_ids:
-            break
-        drawn.append(token)
-    return drawn
+def check(engine: Any, tiny: TinyLlama, contexts: Sequence[tuple[int, ...]]) -> None:
+    """Compare the rows of contexts with unbatched forward passes."""
+    assert largest_error(tiny, contexts, answers(engine, contexts)) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""The tiny model with adapters, and what is free when no population is kept."""
+"""The tiny model with adapters, and what is in use when no population is kept."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def served(tiny: TinyLlama, **options: Any) -> genlm.AsyncLM:
     return llm
 
 
-def free_of(llm: genlm.AsyncLM) -> tuple[int, int]:
-    """Free slots and rows, once nothing is kept."""
+def slots_used(llm: genlm.AsyncLM) -> int:
+    """Number of slots of the KV cache in use, once nothing is kept."""
     gc.collect()
     llm.clear_kv_cache()
-    engine: Any = llm.engine
-    assert engine._populations.slots_used == 0
-    assert engine.statistics()["contexts_resident"] == 0
-    return engine.free_tokens, engine._api._scheduler.req_to_token_pool.available_size()
+    used = llm.statistics().engine["kv_tokens"]
+    assert isinstance(used, int)
+    return used

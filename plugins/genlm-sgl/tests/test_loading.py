@@ -5,40 +5,34 @@ from __future__ import annotations
 import json
 import math
 import traceback
-import types
 from typing import Any
 
 import psutil
 import pytest
 
-from genlm import MissingRequirementError, ModelLoadError, Query
+from genlm import MissingRequirementError, ModelLoadError
 from genlm.engines import memory
 from genlm_sgl.loading import (
-    check_cpu_pages,
     checked_options,
-    cpu_recurrent_ratio,
     cpu_running_requests,
     cpu_token_capacity,
-    default_options,
     runs_on_cpu,
 )
 from genlm_sgl.versions import check_version
 
 
-@pytest.mark.parametrize(
-    "found", ["0.5.20", "0.5.20.post1", "0.5.22", "0.5.23", "0.5.23.post2"]
-)
+@pytest.mark.parametrize("found", ["0.5.23", "0.5.23.post2"])
 def test_versions_in_the_range_are_accepted(found: str) -> None:
     assert check_version(found)[:2] == (0, 5)
 
 
 @pytest.mark.parametrize(
-    "found", ["0.5.8.post1", "0.5.19", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
+    "found", ["0.5.8.post1", "0.5.22", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
 )
 def test_other_versions_are_refused_with_the_command_to_run(found: str) -> None:
     with pytest.raises(MissingRequirementError) as refused:
         check_version(found)
-    assert f"from 0.5.20 to 0.5.23 (found {found})" in str(refused.value)
+    assert f"from 0.5.23 to 0.5.23 (found {found})" in str(refused.value)
     assert "pip install sglang==0.5.23" in str(refused.value)
 
 
@@ -71,6 +65,8 @@ def test_options_that_take_other_processes_are_refused(build: Any, option: str) 
         ("disaggregation_mode", "prefill"),
         ("is_embedding", True),
         ("skip_tokenizer_init", True),
+        ("enable_hierarchical_cache", True),
+        ("page_size", 16),
     ],
 )
 def test_options_that_would_make_rows_wrong_are_refused(
@@ -78,7 +74,7 @@ def test_options_that_would_make_rows_wrong_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"{option}.*leave it out"):
         build(**{option: value})
-    without = {option: "null" if option == "disaggregation_mode" else None}
+    without: dict[str, Any] = {option: "null" if option == "disaggregation_mode" else None}
     assert checked_options(without, frozenset({option})) == without
 
 
@@ -87,21 +83,6 @@ def test_a_machine_with_any_accelerator_computes_on_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # such as an XPU
     assert not runs_on_cpu({})
     assert runs_on_cpu({"device": "cpu"})
-
-
-@pytest.mark.parametrize("cpu", [False, True])
-def test_passes_do_not_overlap_by_default(cpu: bool) -> None:
-    assert default_options(cpu=cpu)["disable_overlap_schedule"] is True
-
-
-def test_overlap_has_a_row_wait_for_an_iteration_in_which_nothing_runs(build: Any) -> None:
-    for overlap, steps in ((False, 1), (True, 2)):
-        engine = build(disable_overlap_schedule=not overlap)
-        engine.submit(Query(0, (5, 6, 7)))
-        found = [engine.step() for _ in range(steps)]
-        assert [len(each) for each in found] == [0] * (steps - 1) + [1]
-        assert engine.statistics()["batches"] == 1
-        engine.close()
 
 
 def test_dtypes_are_spelled_as_sglang_does() -> None:
@@ -135,17 +116,24 @@ def test_options_that_are_no_mapping_are_refused(tiny: Any, wrong: Any) -> None:
         SGLEngine(tiny.path, engine_opts=wrong)
 
 
-def test_a_kv_cache_without_room_for_a_prompt_is_refused(build: Any) -> None:
-    with pytest.raises(ModelLoadError, match=r"max_total_tokens=7.* no room for a prompt"):
-        build(max_total_tokens=7)
-    assert build(max_total_tokens=8).max_context == 1
+def test_a_model_whose_state_is_not_a_slot_for_each_token_is_refused(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build().close()  # imports SGLang
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
+    allocate = ModelRunner.alloc_memory_pool
 
-def test_pages_of_several_tokens_are_refused_where_they_need_a_gpu() -> None:
-    check_cpu_pages({"page_size": 1}, (0, 5, 20))
-    check_cpu_pages({"page_size": 16}, (0, 5, 23))
-    with pytest.raises(ValueError, match=r"page_size.*newer"):
-        check_cpu_pages({"page_size": 16}, (0, 5, 21))
+    def with_states(runner: Any) -> None:
+        allocate(runner)
+        pool = type(runner.req_to_token_pool)
+        runner.req_to_token_pool.__class__ = type("HybridReqToTokenPool", (pool,), {})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "alloc_memory_pool", with_states)
+        with pytest.raises(ModelLoadError, match=r"with recurrent layers.*use genlm-hf"):
+            build()
+    build()
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
@@ -166,19 +154,7 @@ def test_the_kv_cache_on_a_cpu_takes_a_quarter_of_the_free_memory(
         measuring(monkeypatch, free_tokens * each)
         assert cpu_token_capacity(str(tiny.path), {}) == expected
     measuring(monkeypatch, 8_000 * each)
-    assert build(max_total_tokens=None).statistics()["kv_tokens"] == 2_000
-
-
-def test_recurrent_states_on_a_cpu_take_an_eighth_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    available = 2**34
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: types.SimpleNamespace(available=available)
-    )
-    measuring(monkeypatch, available // 2)  # as a control group would
-    ratio = cpu_recurrent_ratio()
-    assert available * ratio / (1 + ratio) == pytest.approx(available / 16)
+    assert build(max_total_tokens=None).statistics()["kv_token_capacity"] == 2_000
 
 
 def test_too_little_memory_is_an_error_that_says_what_to_do(
@@ -189,7 +165,7 @@ def test_too_little_memory_is_an_error_that_says_what_to_do(
         build(max_total_tokens=None)
     assert str(refused.value).startswith("asked for a KV cache of the default size, 0.25 of")
     assert "choose a size with engine_opts['max_total_tokens']" in str(refused.value)
-    assert build(max_total_tokens=64).statistics()["kv_tokens"] == 64
+    assert build(max_total_tokens=64).max_context == 64
 
 
 def test_as_many_requests_run_on_a_cpu_as_their_tables_are_small(
@@ -201,10 +177,9 @@ def test_as_many_requests_run_on_a_cpu_as_their_tables_are_small(
     assert cpu_running_requests(path, {"context_length": 2**20}) == 64
     assert cpu_running_requests(str(tmp_path), {}) == 64  # no config; SGLang says so
     engine = build()
-    scheduler = engine._api._scheduler
-    assert scheduler.max_running_requests == 1024
+    assert engine._served.max_rows == 1024
     engine.close()
-    assert build(max_running_requests=5)._api._scheduler.max_running_requests == 5
+    assert build(max_running_requests=5)._served.max_rows == 5
 
 
 def test_a_size_that_users_choose_stands_whatever_other_processes_take(
@@ -221,7 +196,7 @@ def test_a_size_that_users_choose_stands_whatever_other_processes_take(
 
     monkeypatch.setattr(psutil, "virtual_memory", less_and_less)
     engine = build(max_total_tokens=4096)
-    assert engine.statistics()["kv_tokens"] == 4096
+    assert engine.statistics()["kv_token_capacity"] == 4096
     engine.close()
     assert set(looks) == {True, False}
     with pytest.raises(ModelLoadError, match="no GPU memory for the KV cache"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import genlm
-from genlm import ModelLoadError, SamplingParams, UnverifiedModelWarning
+from genlm import ModelLoadError, UnverifiedModelWarning
 from genlm.testing import Family, TinyModel, families
 from genlm_sgl import corrections
 from genlm_sgl.checkpoint import CheckpointBiases
@@ -105,13 +105,13 @@ def test_a_context_within_the_window_is_served_after_a_refusal(serve: Serve) -> 
 
 
 @pytest.mark.usefixtures("uncorrected")
-@pytest.mark.parametrize("window", [57, 64, None])
-def test_a_window_as_long_as_the_longest_prompt_changes_nothing(
+@pytest.mark.parametrize("window", [64, 80, None])
+def test_a_window_as_long_as_the_longest_context_changes_nothing(
     serve: Serve, window: int | None
 ) -> None:
     engine, model = serve(WINDOW, sliding_window=window)
-    assert engine.max_context == 57
-    assert error_of(engine, model, 57, 30) <= BOUND
+    assert engine.max_context == 64
+    assert error_of(engine, model, 64, 30) <= BOUND
 
 
 def test_a_window_is_set_in_the_layers_that_have_one(serve: Serve) -> None:
@@ -202,12 +202,6 @@ def test_the_bias_of_the_logits_is_added(
 ) -> None:
     engine, model = serve(name, **changes)
     assert error_of(engine, model, 1, 9, 40) <= BOUND
-    [prompt] = prompts_of(12)
-    [drawn] = answers(engine, [(prompt, SamplingParams(5, temperature=0.0, seed=1))])
-    greedy: list[int] = []
-    while len(greedy) < 5:
-        greedy.append(int(model.logprobs((*prompt, *greedy)).argmax()))
-    assert drawn == greedy
 
 
 @pytest.mark.usefixtures("uncorrected")

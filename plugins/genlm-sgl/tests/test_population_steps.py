@@ -1,10 +1,9 @@
-"""What a population computes on SGLang, and what happens to it for want of memory or rows."""
+"""What a population computes on SGLang, and what happens to it for want of memory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ from population_walks import PROMPT, TOLERANCE, check, figures
 
 import genlm
 from genlm.testing import TINY_VOCABULARY
-from genlm_sgl.conformance import TinyLlama, targets
+from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.exclusive import ExclusiveEngine
 
-from .particles import free_of, served
+from .particles import served, slots_used
 
 
 @pytest.fixture
@@ -49,53 +48,69 @@ def test_reductions_are_those_of_the_rows(roomy: genlm.AsyncLM) -> None:
 
 
 def test_a_step_decodes_the_distinct_new_tokens_in_one_pass(roomy: genlm.AsyncLM) -> None:
-    free_of(roomy)
-    names = ("batches", "tokens_computed", "members_decoded", "members_single")
-    grown = figures(roomy, *names)
+    slots_used(roomy)
+    grown = figures(roomy, "forwards", "tokens_computed")
     population = roomy.population(PROMPT, 20)
     population.draw_sync(seed=1)
-    assert grown() == (1, 40, 0, 1)
+    assert grown() == (1, 40)
     population = population.extend(np.arange(20) // 2 + 3)  # ten distinct members
     population.draw_sync(seed=1)
-    assert grown() == (2, 50, 10, 1)
+    assert grown() == (2, 50)
     population = population[[0, 0, 0, 5, 5, 19]].extend(np.full(6, 7))
     population.draw_sync(seed=1)
-    assert grown() == (3, 53, 13, 1)
+    assert grown() == (3, 53)
     population = population.finish(np.arange(6) < 3).extend([-1, -1, -1, 8, 9, 8])
     population.draw_sync(seed=1)  # finished members need no row
-    assert grown() == (4, 56, 16, 1)
+    assert grown() == (4, 56)
     nothing = np.zeros(TINY_VOCABULARY, bool)
     assert (population.draw_sync(nothing, seed=1).token_ids == -1).all()
     population.finish(np.ones(6, bool)).draw_sync(seed=1)
-    assert grown() == (4, 56, 16, 1)  # no pass in which nothing is to be computed
+    assert grown() == (4, 56)  # no pass in which nothing is to be computed
     sampled = population.sample_sync(4, seed=1)
     assert sampled.token_ids.shape == (6, 4)
     assert grown()[0] == 8
 
 
-def test_the_first_tokens_of_members_cost_no_requests(
+def test_tokens_that_follow_one_another_are_decoded_in_one_pass(
     roomy: genlm.AsyncLM, tiny: TinyLlama
 ) -> None:
-    free_of(roomy)
-    grown = figures(roomy, "batches", "tokens_computed", "members_single")
     columns = np.stack([np.arange(15) % 5 + 3, np.full(15, 4), np.arange(15) + 3], 1)
-    population = roomy.population(PROMPT, 15).extend(columns)
+    population = roomy.population(PROMPT, 15)
+    population.draw_sync(seed=0)
+    grown = figures(roomy, "forwards", "tokens_computed")
+    population = population.extend(columns)
     check(tiny, population, population.next_token_logprobs_sync())
-    assert grown() == (4, 40 + 5 + 5 + 15, 1)  # a prompt, and a pass for each column
+    assert grown() == (1, 5 + 5 + 15)
 
 
 def test_a_prompt_is_shared_with_contexts(roomy: genlm.AsyncLM, tiny: TinyLlama) -> None:
-    free_of(roomy)
-    grown = figures(roomy, "tokens_computed", "members_single")
+    slots_used(roomy)
+    grown = figures(roomy, "tokens_computed")
     context = roomy.context(PROMPT)
     context.next_token_logprobs_sync()
     population = roomy.population(PROMPT, 3).extend([3, 4, 5])
     population.draw_sync(seed=0)
-    assert grown() == (40 + 3, 0)
+    assert grown() == (40 + 3,)
     child = context.extend([9])
     expected = tiny.logprobs(tuple(child.token_ids))
     assert float((child.next_token_logprobs_sync() - expected).abs().max()) <= TOLERANCE
-    assert grown() == (40 + 3 + 1, 0)
+    assert grown() == (40 + 3 + 1,)
+
+
+def test_the_slots_that_all_members_share_are_written_again_for_more_or_other_members(
+    roomy: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    population = roomy.population(PROMPT, 6).extend(np.arange(6) + 3)
+    other = roomy.population(PROMPT[1:21], 6).extend(np.arange(6) + 3)
+    for each in (population, other):
+        each.draw_sync(seed=0)
+    for step in range(3):
+        population, other = (each.extend(np.arange(6) + step) for each in (population, other))
+        for each in (population[:2], population, other[:4], population, other):
+            check(tiny, each, each.next_token_logprobs_sync())
+        context = [9, 8, step, 7]
+        expected = tiny.logprobs(tuple(context))
+        assert (roomy.next_token_logprobs_sync(context) - expected).abs().max() <= TOLERANCE
 
 
 # -- memory ---------------------------------------------------------------------------
@@ -108,32 +123,12 @@ def test_tables_make_room_for_requests_and_are_computed_again(tiny: TinyLlama) -
             populations = [each.extend(np.arange(8) + 3) for each in populations]
             for each in populations:
                 check(tiny, each, each.next_token_logprobs_sync())
-        engine: Any = llm.engine
-        assert engine._populations.slots_used > 0
         long = [*PROMPT, *range(3, 90)]
         row = llm.next_token_logprobs_sync(long)
         assert float((row - tiny.logprobs(tuple(long))).abs().max()) <= TOLERANCE
         assert len(llm.sample_sync(PROMPT[:9], max_tokens=100, seed=0)) == 100
         for each in populations:
             check(tiny, each, each.next_token_logprobs_sync())
-
-
-def test_a_population_is_computed_while_requests_have_all_rows(tiny: TinyLlama) -> None:
-    with served(tiny, max_running_requests=2) as llm:
-
-        async def together() -> None:
-            population = llm.population(PROMPT, 6).extend(np.arange(6) + 3)
-            await population.draw(seed=0)
-            others = [
-                asyncio.ensure_future(llm.sample([place, 4], max_tokens=60, seed=0))
-                for place in range(3, 7)
-            ]
-            for _ in range(4):
-                population = population.extend(np.arange(6) + 3)
-                check(tiny, population, await population.next_token_logprobs())
-            assert all(len(each) == 60 for each in await asyncio.gather(*others))
-
-        asyncio.run(together())
 
 
 def test_members_grow_to_the_longest_context(roomy: genlm.AsyncLM, tiny: TinyLlama) -> None:
@@ -165,18 +160,6 @@ def test_a_generation_is_not_mistaken_for_that_of_another_engine(tiny: TinyLlama
         check(tiny, population, population.next_token_logprobs_sync())
 
 
-def test_the_conformance_suite_checks_populations_on_block_tables(tmp_path: Path) -> None:
-    """Its first target; the second has pages of several tokens."""
-    with genlm.AsyncLM(next(targets(tmp_path)).build, output_cache=genlm.OutputCache(0)) as llm:
-        population = llm.population(PROMPT, 3)
-        for _ in range(3):
-            population = population.extend(population.draw_sync(seed=0).token_ids)
-        figures = llm.statistics().engine
-        assert figures["populations"] == "block tables"
-        assert figures["members_decoded"] == 6
-        assert figures["members_single"] == 1
-
-
 # -- ends and failures ----------------------------------------------------------------
 
 
@@ -188,28 +171,7 @@ def test_prefixes_are_cleared_between_the_steps_of_a_population(
         population = population.extend([3, 4, 5])
         check(tiny, population, population.next_token_logprobs_sync())
         if step % 2:
-            assert free_of(roomy)[0] == roomy.statistics().engine["kv_tokens"]
-
-
-def test_nothing_stays_where_contexts_are_not_kept(
-    roomy: genlm.AsyncLM, tiny: TinyLlama
-) -> None:
-    engine: Any = roomy.engine
-    population = roomy.population(PROMPT, 3).extend([3, 4, 5])
-    population.draw_sync(seed=0)
-    roomy._scheduler.run(lambda _: setattr(engine, "keeps_contexts", False))
-    for _ in range(2):
-        assert engine._populations.slots_used == 0
-        population = population.extend([6, 6, 6])
-        check(tiny, population, population.next_token_logprobs_sync())
-        assert engine.statistics()["contexts_resident"] == 0
-    roomy._scheduler.run(lambda _: setattr(engine, "keeps_contexts", True))
-    population = population.extend([6, 6, 6])
-    population.draw_sync(seed=0)
-    grown = figures(roomy, "members_decoded")
-    population = population.extend([6, 6, 6])
-    check(tiny, population, population.next_token_logprobs_sync())
-    assert grown() == (3,)
+            assert slots_used(roomy) == 0
 
 
 def test_close_ends_a_population_that_is_computed(tiny: TinyLlama) -> None:
@@ -218,24 +180,11 @@ def test_close_ends_a_population_that_is_computed(tiny: TinyLlama) -> None:
 
         async def ended() -> None:
             task = asyncio.ensure_future(population.sample(400, seed=0))
-            grown = figures(llm, "members_decoded")
-            while grown() < (50,):
+            grown = figures(llm, "tokens_computed")
+            while grown() < (90,):
                 await asyncio.sleep(0)
             llm.close()
             with pytest.raises(genlm.EngineClosedError):
                 await task
 
         asyncio.run(ended())
-
-
-# -- where there are no tables --------------------------------------------------------
-
-
-def test_the_obstacle_to_tables_is_named(tiny: TinyLlama) -> None:
-    with served(tiny, page_size=16) as llm:
-        reason = "single sequences: pages of several tokens"
-        assert llm.statistics().engine["populations"] == reason
-        population = llm.population(PROMPT, 3).extend([3, 4, 5])
-        for _ in range(2):
-            check(tiny, population, population.next_token_logprobs_sync())
-            population = population.extend([6, 6, 6])

@@ -11,16 +11,13 @@ from row_oracle import check_scores, check_scores_of_a_model
 
 from genlm import (
     Capability,
-    ContextLengthError,
     EvaluationError,
     Query,
-    SamplingParams,
-    TokenIdError,
 )
 from genlm_sgl.conformance import TinyLlama
 
 from .conftest import SETTINGS, adapted_engine
-from .driving import collected, continuation, prompts_of
+from .driving import collected, prompts_of
 
 Ids = tuple[int, ...]
 
@@ -33,10 +30,8 @@ def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def fresh(engine: Any) -> Iterator[None]:
+def fresh(engine: Any) -> None:
     engine.clear_prefix_cache()
-    yield
-    assert not len(engine._requests)
 
 
 def submit(engine: Any, number: int, text: Ids, start: int, adapter: str | None = None) -> None:
@@ -53,8 +48,9 @@ def scores(engine: Any, asked: Sequence[tuple[Any, ...]]) -> list[Any]:
 def texts_of(tiny: TinyLlama) -> list[tuple[Ids, int]]:
     starts = [1, 3, 60, 1, 31, 32, 33, 64, 90, 2]
     texts = prompts_of(2, 9, 90, 100, 64, 65, 65, 130, 91, 40)
-    greedy = SamplingParams(5, 0.0, frozenset(), 0)
-    likely = (*texts[4], *continuation(tiny, texts[4], greedy))
+    likely = texts[4]
+    for _ in range(5):
+        likely = (*likely, int(tiny.logprobs(likely).argmax()))
     return [*zip(texts, starts, strict=True), (likely, 60)]
 
 
@@ -81,16 +77,15 @@ def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny
 
 def test_a_prompt_that_is_known_is_not_computed_again(engine: Any, tiny: Any) -> None:
     [prompt] = prompts_of(96)
-    for length in range(80, 97):  # what it decodes is not in the radix cache yet
+    for length in range(80, 97):
         engine.submit(Query(0, prompt[:length]))
         collected(engine, [0])
-    page = engine._api.page_size
     before = engine.statistics()["tokens_computed"]
     for number in range(4):
         text = (*prompt, *prompts_of(16, seed=number)[0])
         check_scores(*scores(engine, [(text, 96)]), tiny, text, 96)
     # The last token of the prompt predicts the first target.
-    assert engine.statistics()["tokens_computed"] - before == 4 * (111 - 95 // page * page)
+    assert engine.statistics()["tokens_computed"] - before == 4 * 16
 
 
 def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
@@ -103,23 +98,15 @@ def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
         check_scores(found, tiny, *each)
 
 
-def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
+def test_scores_and_rows_mix(engine: Any, tiny: Any) -> None:
     texts = prompts_of(70, 33, 90)
-    for number, text in enumerate(texts):  # contexts that stay
-        engine.submit(Query(number, text))
-    collected(engine, range(3))
-    plan = SamplingParams(20, 1.0, frozenset(), 2)
-    for _ in range(2):
-        for place, text in enumerate(texts):
-            engine.submit(Query(3 * place, text, None, plan))
-            submit(engine, 3 * place + 1, text, 10)
-            engine.submit(Query(3 * place + 2, (*text, 9)))
-        found = collected(engine, range(9))
-        for place, text in enumerate(texts):
-            tokens, scored, row = found[3 * place : 3 * place + 3]
-            assert tokens == continuation(tiny, text, plan)
-            check_scores(scored, tiny, text, 10)
-            assert (row - tiny.logprobs((*text, 9))).abs().max() <= 1e-4
+    for place, text in enumerate(texts):
+        submit(engine, 2 * place, text, 10)
+        engine.submit(Query(2 * place + 1, (*text, 9)))
+    found = collected(engine, range(6))
+    for place, text in enumerate(texts):
+        check_scores(found[2 * place], tiny, text, 10)
+        assert (found[2 * place + 1] - tiny.logprobs((*text, 9))).abs().max() <= 1e-4
 
 
 def test_a_bias_of_the_output_counts(
@@ -127,8 +114,9 @@ def test_a_bias_of_the_output_counts(
 ) -> None:
     """SGLang drops it, and the engine adds it to the logits of all passes."""
     [text] = prompts_of(60)
-    bias = torch.linspace(-3, 3, engine.embedding_rows)
-    monkeypatch.setattr(engine._api, "output_bias", bias)
+    runner = engine._served
+    bias = torch.linspace(-3, 3, runner.embedding_rows)
+    monkeypatch.setattr(runner, "output_bias", bias)
     rows = (tiny.all_logprobs(text[:-1]) + bias[: tiny.vocab_size]).log_softmax(-1)
     [found] = scores(engine, [(text, 1)])
     expected = rows.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
@@ -138,36 +126,15 @@ def test_a_bias_of_the_output_counts(
 def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     [text] = prompts_of(engine.max_context + 1)
     check_scores(*scores(engine, [(text, 1)]), tiny, text, 1)
-    with pytest.raises(ContextLengthError):
-        submit(engine, 0, (*text, 5), 1)
 
 
 def test_pieces_of_any_size_give_the_same(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = []
-    original = type(engine._api)._biased
-
-    def recorded(api: Any, logits: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(logits))
-        return original(api, logits)
-
-    monkeypatch.setattr(type(engine._api), "_biased", recorded)
-    monkeypatch.setattr("genlm_sgl.scores._VALUES", 300 * 7)
+    monkeypatch.setattr(engine._choice.path.forward, "_piece", 7)
     asked = texts_of(tiny)
     for found, each in zip(scores(engine, asked), asked, strict=True):
         check_scores(found, tiny, *each)
-    assert sorted(sizes)[len(sizes) // 2] == 7  # others are rows of requests
-    assert max(sizes) <= len(asked)
-
-
-def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
-    [text] = prompts_of(30)
-    submit(engine, 0, text, 5)
-    for wrong in (-1, 300, 319):
-        with pytest.raises(TokenIdError, match=f"token id {wrong} at position 1 of targets"):
-            engine.submit(Query(1, text[:-1], targets=(5, wrong)))
-    check_scores(*collected(engine, [0]), tiny, text, 5)
 
 
 def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
@@ -187,35 +154,24 @@ def test_a_text_without_a_distribution_fails_alone(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, wrong = prompts_of(20, 12)
-    original = engine._requests.on_hidden_states
+    layers = engine.model.model
+    forward = type(layers).forward
 
-    def spoiled(rids: Any, begins: Any, lengths: Any, states: Any, compute: Any) -> None:
-        begin = sum(lengths[: lengths.index(11)])
-        states = states.clone()
-        states[begin + 3] = torch.nan
-        original(rids, begins, lengths, states, compute)
+    def spoiled(self: Any, input_ids: Any, *arguments: Any, **options: Any) -> Any:
+        states = forward(self, input_ids, *arguments, **options).clone()
+        begin = (input_ids.unfold(0, 11, 1) == torch.tensor(wrong[:11])).all(1).nonzero()
+        states[int(begin) + 3] = torch.nan
+        return states
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._requests, "on_hidden_states", spoiled)
+        patch.setattr(type(layers), "forward", spoiled)
         found, error = scores(engine, [(right, 5), (wrong, 1)])
     check_scores(found, tiny, right, 5)
     assert isinstance(error, EvaluationError)
     assert "1 of 11 rows that are not distributions" in str(error)
 
 
-def test_a_position_that_was_not_computed_is_an_error(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("genlm_sgl.engine.limit_reuse", lambda req, length: None)
-    [text] = prompts_of(60)
-    scores(engine, [(text, 1)])
-    [error] = scores(engine, [(text, 1)])
-    assert isinstance(error, EvaluationError)
-    assert "the radix cache served others" in str(error)
-
-
 def test_a_model_scores_texts(engine: Any, tiny: Any) -> None:
     """`AsyncLM` asks for all positions at once, and once for the same text."""
-
     texts = prompts_of(70, 9, 33)
-    check_scores_of_a_model(engine, tiny, texts, "batches")
+    check_scores_of_a_model(engine, tiny, texts, "forwards")

@@ -3,16 +3,17 @@
 SGLang ignores settings of an adapter that it does not know, and compares the shapes of its
 weights only during a forward pass, where a mismatch would fail every request. So each adapter
 is checked and loaded into the model first. SGLang identifies it by a number that is never used
-again, by which it also keys cached prefixes.
+again.
 """
 
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from genlm.plugin import AdapterError, AdapterTable, EvaluationError, read_lora_config
-from genlm_sgl.scheduler_api import SchedulerApi
+from genlm_sgl.served_model import ServedModel
 
 __all__ = ["Adapters"]
 
@@ -20,21 +21,14 @@ __all__ = ["Adapters"]
 class Adapters(AdapterTable[str]):
     """The loaded adapters with SGLang's ids; memory limits their number.
 
-    `load` and `remove` may be called only while no request runs.
-
     Args:
-        api: The scheduler of a model that was loaded with LoRA.
+        served: A model that was loaded with LoRA.
     """
 
-    def __init__(self, api: SchedulerApi) -> None:
+    def __init__(self, served: ServedModel) -> None:
         super().__init__()
-        self._api = api
+        self._served = served
         self._numbers = itertools.count(1)
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """SGLang's ids of the loaded adapters."""
-        return tuple(self.loaded.values())
 
     def id_of(self, name: str | None) -> str | None:
         """Return SGLang's id of a loaded adapter, None for None.
@@ -44,11 +38,15 @@ class Adapters(AdapterTable[str]):
         """
         return None if name is None else self.loaded[name]
 
+    def activate(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - see below
+        """Do nothing: each pass names its adapter."""
+        return nullcontext()
+
     def _load(self, name: str, path: Path) -> str:
         folder = path.resolve()
         read_lora_config(name, folder, engine="SGLang")
         number = str(next(self._numbers))
-        problem = self._api.load_adapter(number, f"{number}-{name}", str(folder))
+        problem = self._served.load_adapter(number, f"{number}-{name}", str(folder))
         if problem is not None:
             raise AdapterError(
                 f"SGLang does not serve adapter {name!r} in {str(path)!r} with this model: "
@@ -58,6 +56,6 @@ class Adapters(AdapterTable[str]):
         return number
 
     def _unload(self, name: str, adapter: str) -> None:
-        problem = self._api.unload_adapter(adapter, f"{adapter}-{name}")
+        problem = self._served.unload_adapter(adapter, f"{adapter}-{name}")
         if problem is not None:
             raise EvaluationError(f"SGLang did not remove adapter {name!r}: {problem}")

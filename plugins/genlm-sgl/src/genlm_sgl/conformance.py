@@ -13,32 +13,27 @@ from typing import Any
 
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 from genlm_sgl.exclusive import ExclusiveEngine
-from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 __all__ = ["TinyLlama", "targets"]
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"enable_lora": True, "max_total_tokens": 4096},
-    # Batches overlap and have at most 40 tokens, so the last prompt is computed in chunks. A
-    # page holds 4 tokens, the cache a few prompts, the context 23 tokens.
+    # A pass has at most 40 new tokens and 8 sequences, the cache holds a few prompts.
     "cramped": {
         "chunked_prefill_size": 40,
         "context_length": 30,
-        "disable_overlap_schedule": False,
         "enable_lora": True,
         "max_running_requests": 8,
         "max_total_tokens": 160,
-        "page_size": 4,
     },
 }
 """Engine options of each target."""
 
 _TIGHT = (
-    {"disable_radix_cache": True},
-    {"max_total_tokens": 40, "page_size": 1},
-    {"max_total_tokens": 64, "page_size": 16, "chunked_prefill_size": 16},
+    {"max_total_tokens": 40},
+    {"max_total_tokens": 64, "chunked_prefill_size": 16, "max_running_requests": 2},
 )
-"""Without a prefix cache; with room for just the longest sequence; with four pages."""
+"""With room for just the longest sequence; with passes of 16 tokens."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
@@ -48,22 +43,16 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         folder: Receives the model.
     """
     model = TinyLlama(folder / "llama")
-    paged = check_version(installed_version()) >= CPU_PAGES_FROM
     for name, options in SETTINGS.items():
         yield EngineTarget(
             model=name,
-            build=functools.partial(_exclusive, model, _fitting(options, paged=paged)),
+            build=functools.partial(_exclusive, model, options),
             oracle=model.logprobs,
             adapters=model.adapters,
             timeout_s=240.0,  # the first engine imports SGLang
-            tight_options=[_fitting(options, paged=paged) for options in _TIGHT],
+            tight_options=_TIGHT,
             shared=True,
         )
-
-
-def _fitting(options: Mapping[str, Any], *, paged: bool) -> Mapping[str, Any]:
-    """Return the options, with pages of one token for versions without others on a CPU."""
-    return options if paged else {**options, "page_size": 1}
 
 
 def _exclusive(model: TinyLlama, options: Mapping[str, Any], **more: Any) -> ExclusiveEngine:

@@ -12,7 +12,7 @@ import torch
 from genlm.plugin import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
 from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointBiases
 from genlm_sgl.model_checks import BuiltModel, check_model, correct_model, rope_overrides
-from genlm_sgl.scheduler_api import SchedulerApi
+from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import installed_version
 
 __all__ = ["ModelCorrections"]
@@ -59,11 +59,11 @@ class ModelCorrections:
             self.names += correct_model(module, self._config, self._backend)
         return self._biases.record(weights)
 
-    def check_loaded(self, api: SchedulerApi, max_context: int, *, unverified: str) -> None:
+    def check_loaded(self, served: ServedModel, max_context: int, *, unverified: str) -> None:
         """Refuse a loaded model whose rows would be wrong; warn of an unverified family.
 
         Args:
-            api: SGLang with the model; receives the output bias that SGLang omits.
+            served: SGLang with the model; receives the output bias that SGLang omits.
             max_context: The longest prompt.
             unverified: `"warn"` or `"refuse"` a family that was not compared.
 
@@ -74,28 +74,33 @@ class ModelCorrections:
         Warns:
             UnverifiedModelWarning: The family was not compared.
         """
-        config = api.text_config if self._config is None else self._config
+        config = served.text_config if self._config is None else self._config
         facts = ModelFacts.of(config)
         check_model(
             BuiltModel(
-                api.model, config, facts, api.attention_backends, max_context, api.is_fallback
+                served.model,
+                config,
+                facts,
+                served.attention_backends,
+                max_context,
+                served.is_fallback,
             )
         )
-        self._check_biases(api, config, facts)
-        if api.is_fallback:
-            name = f"{facts.architecture} by SGLang's {type(api.model).__name__}"
+        self._check_biases(served, config, facts)
+        if served.is_fallback:
+            name = f"{facts.architecture} by SGLang's {type(served.model).__name__}"
             facts = dataclasses.replace(facts, architecture=name)
         verified = VerifiedFamilies.of_package("genlm_sgl")
         check_verified(f"SGLang {installed_version()}", facts, verified, unverified=unverified)
 
-    def _check_biases(self, api: SchedulerApi, config: Any, facts: ModelFacts) -> None:
+    def _check_biases(self, served: ServedModel, config: Any, facts: ModelFacts) -> None:
         layers = getattr(config, "num_hidden_layers", None)
-        lost = self._biases.lost(api.model, layers=layers or 2**31, dtype=api.dtype)
+        lost = self._biases.lost(served.model, layers=layers or 2**31, dtype=served.dtype)
         bias = self._biases.output_bias
         if bias is not None:
             if any(getattr(config, name, None) for name in _POST_BIAS_SETTINGS):
                 lost.append(OUTPUT_BIAS)
-            api.output_bias = bias.to(api.device)
+            served.output_bias = bias.to(served.device)
             self.names.append("output bias")
         if lost:
             raise ModelLoadError(

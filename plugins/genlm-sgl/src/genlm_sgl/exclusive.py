@@ -44,7 +44,6 @@ class ExclusiveEngine:
             self.vocabulary = engine.vocabulary
             self.max_context = engine.max_context
             self.capabilities = engine.capabilities
-            self.submit_group = None if engine.submit_group is None else self._submit_group
 
     def _built(self) -> Any:
         cls = type(self)
@@ -69,7 +68,8 @@ class ExclusiveEngine:
             self._built().submit(query)
             self._unanswered.add(query.query_id)
 
-    def _submit_group(self, group: GroupQuery) -> None:
+    def submit_group(self, group: GroupQuery) -> None:
+        """As the engine."""
         with self.lock:
             self._built().submit_group(group)
             self._unanswered.add(group.query_id)

@@ -6,15 +6,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import torch
 
 from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
-from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
     "checked_options",
-    "cpu_recurrent_ratio",
     "cpu_running_requests",
     "cpu_sizes",
     "cpu_token_capacity",
@@ -35,6 +32,10 @@ _REFUSED = {
     "disaggregation_mode": "requests would wait for another server",
     "is_embedding": "an embedding model computes no logits",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
+    "enable_hierarchical_cache": "the KV cache holds genlm's prefix tree",
+    "enable_hisparse": "the KV cache holds genlm's prefix tree",
+    "enable_unified_memory": "the KV cache holds genlm's prefix tree",
+    "enable_two_batch_overlap": "passes are not divided",
 }
 """Refused options with reasons; values without effect are accepted."""
 
@@ -44,9 +45,6 @@ _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 _KV_SHARE = 0.25
 """Share of the free memory for the KV cache on a CPU."""
-
-_STATES_SHARE = 0.125
-"""Share of the free memory for the recurrent states of models that have them, on a CPU."""
 
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
@@ -69,17 +67,20 @@ def runs_on_cpu(options: Mapping[str, Any]) -> bool:
 def default_options(*, cpu: bool) -> dict[str, Any]:
     """Return the default arguments of `ServerArgs`.
 
-    Features of SGLang's server are off. Overlap would have a row wait for an iteration in which
-    nothing runs. On a CPU, SGLang has no graphs, and only its plain torch kernels.
+    Features of SGLang's scheduler and server are off, because the engine does not run them. On
+    a CPU, SGLang has no graphs, and only its plain torch kernels.
     """
     options = {
         "disable_cuda_graph": cpu,
+        "disable_hybrid_swa_memory": True,  # one kind of slots for all layers
         "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
         "grammar_backend": "none",
         "log_level": "error",
         "lora_strict_loading": True,
         "lora_target_modules": list(_LORA_MODULES),
         "max_lora_rank": _LORA_RANK,
+        "page_size": 1,
         "random_seed": 0,
         "skip_server_warmup": True,
     }
@@ -89,7 +90,6 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "attention_backend": "torch_native",
             "device": "cpu",
             "dtype": "float32",
-            "enable_mixed_chunk": True,  # one pass for contexts that continue and new ones
             # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
             # if other processes took more than this share of memory during loading.
             "mem_fraction_static": 0.999,
@@ -137,6 +137,11 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     for name, reason in _REFUSED.items():
         if options.get(name) not in {None, False, "null"}:
             raise ValueError(f"engine_opts[{name!r}]={options[name]!r}: {reason}; leave it out")
+    if (options.get("page_size") or 1) != 1:
+        raise ValueError(
+            f"engine_opts['page_size'] = {options['page_size']}: sequences share single tokens "
+            f"of the KV cache; leave it out"
+        )
     if options.get("lora_paths"):
         raise ValueError(
             "engine_opts['lora_paths']: pass enable_lora=True instead, and load each adapter "
@@ -171,20 +176,6 @@ def load_error(
     )
 
 
-def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> None:
-    """Refuse pages of several tokens where SGLang does not support them on a CPU.
-
-    Raises:
-        ValueError: SGLang would raise at the first request.
-    """
-    size = options.get("page_size") or 1
-    if size > 1 and release < CPU_PAGES_FROM:
-        raise ValueError(
-            f"engine_opts['page_size'] = {size}: on a CPU this takes SGLang "
-            f"{'.'.join(map(str, CPU_PAGES_FROM))} or newer; leave it out"
-        )
-
-
 def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of SGLang's pools on a CPU that `options` does not set.
 
@@ -196,8 +187,6 @@ def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         sizes["max_total_tokens"] = cpu_token_capacity(model, options)
     if options.get("max_running_requests") is None:
         sizes["max_running_requests"] = cpu_running_requests(model, options)
-    if options.get("mamba_full_memory_ratio") is None:
-        sizes["mamba_full_memory_ratio"] = cpu_recurrent_ratio()
     return sizes
 
 
@@ -222,25 +211,6 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
         option="engine_opts['max_total_tokens']",
     )
     return int(budget // each)
-
-
-def cpu_recurrent_ratio() -> float:
-    """Return `mamba_full_memory_ratio` on a CPU: recurrent states take an eighth of the memory.
-
-    SGLang gives recurrent states `ratio / (1 + ratio)` of the machine's available memory and
-    ignores control groups; its default is almost half.
-
-    Raises:
-        ModelLoadError: Almost no memory is free.
-    """
-    available = int(psutil.virtual_memory().available)
-    budget = cache_budget_bytes(
-        share=_STATES_SHARE,
-        at_least=1,
-        at_most=available // 2,
-        option="engine_opts['max_mamba_cache_size']",
-    )
-    return budget / (available - budget)
 
 
 def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:

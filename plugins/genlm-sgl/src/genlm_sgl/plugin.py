@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from genlm.plugin import BackendSpec, hookimpl
 
 INSTALL = (
-    "on Linux pip install 'sglang>=0.5.20,<0.5.24' (with a GPU), or "
+    "on Linux pip install 'sglang>=0.5.23,<0.5.24' (with a GPU), or "
     "python -m genlm_sgl.install_cpu (without)"
 )
 
@@ -19,13 +19,13 @@ def genlm_backends() -> Iterator[BackendSpec]:
         name="sgl",
         kind="engine",
         target="genlm_sgl.engine:SGLEngine",
-        summary="SGLang's scheduler in this process, with its radix cache",
-        capabilities=("lora", "prefix_cache", "sample", "score"),
+        summary="SGLang's models and kernels in this process",
+        capabilities=("lora", "prefix_cache", "score"),
         requires=("sglang",),
         install=INSTALL,
         conformance="genlm_sgl.conformance:targets",
         tested={
-            "sglang": ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+            "sglang": ("0.5.23",),
             "torch": ("2.13.0",),
             "transformers": ("5.19.0",),
         },

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-__all__ = ["CPU_PAGES_FROM", "NEWEST", "OLDEST", "check_version", "installed_version"]
+__all__ = ["NEWEST", "OLDEST", "check_version", "installed_version"]
 
-OLDEST = (0, 5, 20)
+OLDEST = (0, 5, 23)
 NEWEST = (0, 5, 23)
 """Each release in this range was run; see docs/sglang-engine.md."""
-
-CPU_PAGES_FROM = (0, 5, 22)
-"""The first release with pages of several tokens on a CPU."""
 
 
 def installed_version() -> str:
@@ -23,7 +20,7 @@ def installed_version() -> str:
 def check_version(found: str) -> tuple[int, ...]:
     """Refuse a version outside the range.
 
-    SGLang's scheduler is not a public interface: another version may compute wrong rows.
+    SGLang's model runner is not a public interface: another version may compute wrong rows.
 
     Returns:
         Major, minor and patch number.

@@ -1,0 +1,507 @@
+"""SGLang's model runner in this process: construction, forward passes, LoRA adapters.
+
+The calls into SGLang that compute something are here. SGLang's scheduler, its radix cache and
+its allocator take no part: a pass is given the slots of the KV cache that its tokens read and
+write, in rows of SGLang's table of slots (`req_to_token_pool`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.plugin import EvaluationError, ModelLoadError
+from genlm.prefix import Segment, Slots
+
+__all__ = ["ComputeLogits", "LoadWeightsHook", "ReadStates", "ServedModel", "server_options"]
+
+Weights = Iterator[tuple[str, Any]]
+
+LoadWeightsHook = Callable[[Any, Weights], Weights]
+"""Takes a built model and the weights of its checkpoint; returns the weights to load."""
+
+ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
+"""Computes logits, shape `(n, width)`, of hidden states, shape `(n, hidden_size)`."""
+
+ReadStates = Callable[[torch.Tensor, ComputeLogits], None]
+"""Takes the hidden states of the tokens of a pass, and a `ComputeLogits`."""
+
+Integers = npt.NDArray[np.int64]
+
+
+def server_options() -> frozenset[str]:
+    """Return the names of the options of SGLang's `ServerArgs`."""
+    from sglang.srt.server_args import ServerArgs
+
+    return frozenset(inspect.signature(ServerArgs).parameters)
+
+
+class ServedModel:
+    """A model that SGLang has loaded, and its KV cache.
+
+    Args:
+        options: Arguments of `ServerArgs`.
+        gpu_id: Index of the GPU.
+        on_load_weights: Called when the model is built, before its weights are loaded.
+
+    Attributes:
+        tokenizer: The model's tokenizer, as SGLang loads it.
+        output_bias: Added to the logits of each pass; None for no bias.
+
+    Raises:
+        ModelLoadError: The model's state is not addressed by the slot of each token.
+        Exception: Any error of SGLang; its process groups are left.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
+    ) -> None:
+        self._memory: Callable[[], contextlib.AbstractContextManager[object]]
+        self._memory = contextlib.nullcontext
+        if options.get("enable_lora") and options.get("device") == "cpu":
+            from genlm_sgl.cpu.stubs import Unpinned
+
+            self._memory = Unpinned
+        self.output_bias: torch.Tensor | None = None
+        self._read: ReadStates | None = None  # of the pass that runs
+        self._trunk: Slots | None = None
+        self._trunk_rows = 0
+        try:
+            with self._memory():
+                self._runner, self.tokenizer = _build(options, gpu_id, on_load_weights)
+            self._check_slots()
+        except BaseException:
+            _leave_process_groups()
+            raise
+        self._table: torch.Tensor = self._runner.req_to_token_pool.req_to_token
+        self._device = torch.device(self._runner.device)
+
+    def _check_slots(self) -> None:
+        """Refuse models and options under which a token is not one slot of the KV cache.
+
+        Raises:
+            ModelLoadError: With the reason.
+        """
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+        runner = self._runner
+        if runner.page_size > 1:
+            backends = " and ".join(sorted(self.attention_backends))
+            raise ModelLoadError(
+                f"SGLang's attention backend {backends} has pages of {runner.page_size} "
+                f"tokens, and genlm-sgl needs pages of one; choose another one, for example "
+                f"engine_opts={{'attention_backend': 'triton'}}"
+            )
+        reasons = {
+            "an encoder": self._runner.model_config.is_encoder_decoder,
+            "n-gram embeddings": runner.ngram_embedding_manager.enabled,
+            "recurrent layers": type(runner.req_to_token_pool) is not ReqToTokenPool,
+            "a KV cache with several kinds of slots": (
+                type(runner.token_to_kv_pool_allocator) is not TokenToKVPoolAllocator
+            ),
+        }
+        for reason, is_given in reasons.items():
+            if is_given:
+                raise ModelLoadError(
+                    f"SGLang serves {type(self.model).__name__} with {reason}, so its state is "
+                    f"not one slot of the KV cache for each token; use genlm-hf for this model"
+                )
+
+    # -- the built model --------------------------------------------------------------
+
+    @property
+    def max_context(self) -> int:
+        """The longest context that the model and the KV cache admit."""
+        return min(int(self._runner.model_config.context_len), self.token_capacity)
+
+    @property
+    def embedding_rows(self) -> int:
+        """Number of ids that the model embeds."""
+        return int(self._runner.model_config.vocab_size)
+
+    @property
+    def model(self) -> Any:
+        """The model as a torch module."""
+        return self._runner.model
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the text model, as SGLang has changed it."""
+        return self._runner.model_config.hf_text_config
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether SGLang has no model class and runs that of transformers."""
+        return type(self.model).__module__ == "sglang.srt.models.transformers"
+
+    @property
+    def attention_backends(self) -> frozenset[str]:
+        """SGLang's names of the attention backends for prefill and decode."""
+        runner = self._runner
+        return frozenset(
+            {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
+        found: torch.dtype = self._runner.model_config.dtype
+        return found
+
+    @property
+    def device(self) -> str:
+        """The device of the logits, as torch names it."""
+        return str(self._runner.device)
+
+    @property
+    def token_capacity(self) -> int:
+        """Size of the KV cache in tokens, whose slots are 1 to this number."""
+        return int(self._runner.max_total_num_tokens)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of the keys and values of one token."""
+        size = int(self._runner.token_to_kv_pool.mem_usage * 2**30)
+        return max(1, size // (self.token_capacity + 1))
+
+    @property
+    def max_rows(self) -> int:
+        """The maximum number of sequences of a pass."""
+        return int(self._runner.req_to_token_pool.size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The maximum number of new tokens of a pass."""
+        from sglang.srt.runtime_context import get_schedule
+
+        settings = get_schedule()
+        chunk = settings.chunked_prefill_size or 0
+        return int(chunk if chunk > 0 else settings.max_prefill_tokens)
+
+    # -- passes -----------------------------------------------------------------------
+
+    def write_rows(self, trunk: Slots, slots: npt.NDArray[np.int32]) -> None:
+        """Write the slots of sequences to the table of slots, for the next passes.
+
+        Args:
+            trunk: Common first slots of the sequences. The rows keep those of the same object.
+            slots: The slots after the trunk, shape `(d, longest)`; entries after the end of a
+                sequence are ignored.
+        """
+        begin, count = len(trunk), len(slots)
+        with torch.inference_mode():
+            if trunk is not self._trunk or count > self._trunk_rows:
+                shared = self._on_device(trunk.astype(np.int32))
+                self._table[1 : count + 1, :begin] = shared
+                self._trunk, self._trunk_rows = trunk, count
+            self._table[1 : count + 1, begin : begin + slots.shape[1]] = self._on_device(slots)
+
+    def decode(
+        self,
+        tokens: Integers,
+        positions: Integers,
+        writes: Slots,
+        rows: Integers,
+        adapter_id: str | None,
+    ) -> torch.Tensor:
+        """Compute tokens, each of which attends to the slots of a row up to its position.
+
+        Keys and values of all tokens are stored before any of them attends, in each layer. So
+        a token may follow another one of the pass.
+
+        Args:
+            tokens: Token ids, shape `(n,)`, at most `max_rows`.
+            positions: Their positions in their sequences.
+            writes: The slots of their keys and values.
+            rows: Indices of the rows that `write_rows` wrote.
+            adapter_id: SGLang's id of the adapter; None for the model without adapters.
+
+        Returns:
+            Logits after each token, shape `(n, width)`.
+        """
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        return self._run(
+            ForwardMode.DECODE, tokens, positions + 1, writes, rows, adapter_id=adapter_id
+        )
+
+    def extend(
+        self,
+        segments: Sequence[Segment],
+        adapter_id: str | None,
+        read: ReadStates | None = None,
+    ) -> torch.Tensor:
+        """Compute segments whose pasts are computed; they are the first rows of the table.
+
+        Args:
+            segments: At most `max_rows` segments, in the order of `write_rows`.
+            adapter_id: SGLang's id of the adapter; None for the model without adapters.
+            read: Called with the hidden states of all tokens.
+
+        Returns:
+            Logits after the last token of each segment, shape `(segments, width)`.
+        """
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        lengths = [len(segment.tokens) for segment in segments]
+        self._read = read
+        try:
+            return self._run(
+                ForwardMode.EXTEND,
+                np.concatenate([np.asarray(each.tokens, np.int64) for each in segments]),
+                np.array([len(segment.slots) for segment in segments]),
+                np.concatenate([segment.writes for segment in segments]),
+                np.arange(len(segments)),
+                adapter_id=adapter_id,
+                prefix_lens=[segment.past for segment in segments],
+                extend_lens=lengths,
+                extend_num_tokens=sum(lengths),
+            )
+        finally:
+            self._read = None
+
+    def _run(
+        self,
+        mode: Any,
+        tokens: Integers,
+        lengths: Integers,
+        writes: Slots,
+        rows: Integers,
+        *,
+        adapter_id: str | None,
+        **extend: Any,
+    ) -> torch.Tensor:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        runner, count = self._runner, len(rows)
+        # What a pass reads of a request of SGLang's scheduler.
+        request = SimpleNamespace(
+            rid="",
+            lora_id=adapter_id,
+            token_type_ids=None,
+            extend_end=0,
+            full_untruncated_fill_ids=(),
+        )
+        with torch.inference_mode(), self._memory():
+            lengths_cpu = torch.from_numpy(lengths)
+            lengths_on_device = self._on_device(lengths)
+            rows_cpu = torch.from_numpy(rows + 1)  # SGLang pads passes with row 0
+            batch = ScheduleBatch(
+                reqs=[request] * count,
+                req_to_token_pool=runner.req_to_token_pool,
+                token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+                model_config=runner.model_config,
+                device=runner.device,
+                spec_algorithm=SpeculativeAlgorithm.NONE,
+                forward_mode=mode,
+                input_ids=self._on_device(tokens),
+                req_pool_indices=self._on_device(rows + 1),
+                req_pool_indices_cpu=rows_cpu,
+                seq_lens=lengths_on_device,
+                seq_lens_cpu=lengths_cpu,
+                orig_seq_lens=lengths_on_device.int(),
+                out_cache_loc=self._on_device(writes),
+                multimodal_inputs=[None] * count,
+                **extend,
+            )
+            forward_batch = ForwardBatch.init_new(
+                batch, runner, return_hidden_states_before_norm=False
+            )
+            output = runner.forward(forward_batch)
+            logits = self._biased(output.logits_output.next_token_logits)
+            if self._device.type != "cpu":  # may be the output of a graph
+                logits = logits.clone()
+        return logits
+
+    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.output_bias is None else logits + self.output_bias
+
+    def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        found = torch.from_numpy(np.ascontiguousarray(values))
+        return found.to(self._device, non_blocking=True)
+
+    # -- hidden states ----------------------------------------------------------------
+
+    @property
+    def obstacle_to_score(self) -> str | None:
+        """Why hidden states cannot be read, or their logits would be wrong; else None."""
+        runner = self._runner
+        if getattr(runner.lora_manager, "lm_head_module", None) is not None:
+            return "adapters of lm_head"  # SGLang applies them to one row of each request only
+        graphs = runner.prefill_cuda_graph_runner
+        if type(graphs).__name__ in {"NoneType", "EagerRunner"}:
+            return None
+        # Other graphs, such as SGLang's default on CUDA, end before the logits.
+        if getattr(graphs, "_uses_eager_prefill_tail", lambda: False)():
+            return None
+        return "graphs of prefills"  # run no code of Python
+
+    def read_hidden_states(self) -> None:
+        """Have `extend` read hidden states, before the logits of a pass are computed.
+
+        Raises:
+            AttributeError: The model does not compute its logits as those of the known version.
+        """
+        from sglang.srt.layers.logits_processor import LogitsMetadata
+
+        processor = self.model.logits_processor
+        signature = inspect.signature(processor.forward)
+        get_logits = processor._get_logits  # noqa: SLF001
+
+        def before(_processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if self._read is None:
+                return
+            found = signature.bind(*arguments, **named).arguments
+            forward_batch, lm_head = found["logits_metadata"], found["lm_head"]
+
+            def compute_logits(states: torch.Tensor) -> torch.Tensor:
+                metadata = LogitsMetadata.from_forward_batch(forward_batch)
+                logits: torch.Tensor = get_logits(
+                    states, lm_head, metadata, use_logits_buffer=False
+                )
+                return self._biased(logits)
+
+            states, count = found["hidden_states"], forward_batch.extend_num_tokens
+            if len(states) < count:  # the graph of a pass may compute more, after these
+                raise EvaluationError(
+                    f"SGLang computed {len(states)} hidden states in a pass over {count} tokens"
+                )
+            self._read(states, compute_logits)
+
+        processor.register_forward_pre_hook(before, with_kwargs=True)
+
+    # -- adapters ---------------------------------------------------------------------
+
+    def load_adapter(self, adapter_id: str, name: str, folder: str) -> str | None:
+        """Load a LoRA adapter.
+
+        Its weights are moved into the model's buffers at once, because SGLang compares their
+        shapes only then.
+
+        Args:
+            adapter_id: A new id, by which passes name the adapter.
+            name: SGLang's name of the adapter.
+            folder: The adapter's folder.
+
+        Returns:
+            None, or the reason why SGLang refuses the adapter, which is then unloaded.
+        """
+        from sglang.srt.lora.lora_registry import LoRARef
+
+        runner = self._runner
+        adapter = LoRARef(lora_id=adapter_id, lora_name=name, lora_path=folder, pinned=False)
+        with torch.inference_mode(), self._memory():
+            loaded = runner.load_lora_adapter(adapter)
+            if not loaded.success:
+                return str(loaded.error_message)
+            try:
+                runner.lora_manager.fetch_new_loras({adapter_id})
+            except Exception as error:  # noqa: BLE001 - including assertions
+                runner.unload_lora_adapter(adapter)
+                return str(error)
+        return None
+
+    def unload_adapter(self, adapter_id: str, name: str) -> str | None:
+        """Unload a LoRA adapter; return the reason of a failure."""
+        from sglang.srt.lora.lora_registry import LoRARef
+
+        with torch.inference_mode(), self._memory():
+            adapter = LoRARef(lora_id=adapter_id, lora_name=name)
+            result = self._runner.unload_lora_adapter(adapter)
+        return None if result.success else str(result.error_message)
+
+    def close(self) -> None:
+        """Free the model, and shut torch.distributed down, which SGLang starts."""
+        del self._runner, self._table
+        _leave_process_groups()
+
+
+def _build(
+    options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
+) -> tuple[Any, Any]:
+    """Build the model runner of the only rank, and the tokenizer."""
+    from sglang.srt import runtime_context
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    arguments = ServerArgs(**options)
+    port = PortArgs.init_new(arguments).nccl_port
+    # A mixture-of-experts model whose loading failed leaves the locations of its experts
+    # behind, with which the next model fails with an AssertionError.
+    runtime_context.get_resources().expert_location_metadata = None
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
+    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    for initialize in (
+        *(initialize_moe_config, initialize_fp8_gemm_config),
+        *(initialize_bf16_gemm_config, initialize_fp4_gemm_config),
+    ):
+        initialize()
+    config = ModelConfig.from_server_args(arguments)
+    device = runtime_context.get_device().device
+    bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
+    bootstrap.init_layer_runtime(model_config=config)
+    with _weights_hooked(on_load_weights):
+        runner: Any = model_runner.ModelRunner(
+            model_config=config,
+            mem_fraction_static=runtime_context.get_schedule().mem_fraction_static,
+            gpu_id=gpu_id,
+            nccl_port=port,
+            server_args=arguments,
+        )
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    if runner.token_to_kv_pool.post_capture_active:
+        runner.post_capture_resize_kv_pool()
+    serving, model = runtime_context.get_serving(), runtime_context.get_model()
+    tokenizer = get_tokenizer(
+        serving.tokenizer_path,
+        tokenizer_mode=serving.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+        tokenizer_backend=serving.tokenizer_backend,
+    )
+    return runner, tokenizer
+
+
+@contextlib.contextmanager
+def _weights_hooked(hook: LoadWeightsHook) -> Iterator[None]:
+    """Call `hook` with each model that is built and the weights that it loads."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    original = DefaultModelLoader._get_all_weights  # noqa: SLF001
+
+    def hooked(self: Any, model_config: Any, model: Any) -> Weights:
+        return hook(model, original(self, model_config, model))
+
+    DefaultModelLoader._get_all_weights = hooked  # noqa: SLF001
+    try:
+        yield
+    finally:
+        DefaultModelLoader._get_all_weights = original  # noqa: SLF001
+
+
+def _leave_process_groups() -> None:
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    gc.collect()

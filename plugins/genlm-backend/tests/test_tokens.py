@@ -14,7 +14,6 @@ from genlm.backend.tokenization.bytes import (
     ByteVocabError,
     check_byte_decoder,
     get_byte_tokens_from_byte_decoder,
-    get_byte_tokens_from_sp,
     get_byte_vocab,
 )
 from genlm.backend.tokenization.vocab import bytes_to_strs
@@ -113,9 +112,11 @@ def test_an_unknown_fallback_is_refused(tokenizer):
         decode_vocab(tokenizer, byte2str_fallback="utf-16")
 
 
-def test_a_tokenizer_of_another_library_has_names_too(tokenizer):
-    backend = tokenizer.backend_tokenizer
-    assert decode_vocab(backend) == decode_vocab(tokenizer)
+def test_the_strings_of_a_tokenizer_of_another_library_are_escaped_bytes(tokenizer):
+    byte_vocab, str_vocab = decode_vocab(tokenizer.backend_tokenizer)
+    assert byte_vocab == decode_vocab(tokenizer)[0]
+    assert str_vocab[byte_vocab.index(b"\xff")] == r"\xff"
+    assert str_vocab[byte_vocab.index(b"a")] == "a"
 
 
 def test_what_is_no_tokenizer_is_an_error():
@@ -146,23 +147,6 @@ def test_a_byte_decoder_that_does_not_fit_is_an_error(tokenizer):
     del decoder["a"]
     with pytest.raises(ByteDecoderError, match="'a'"):
         check_byte_decoder(tokenizer, decoder)
-
-
-def test_pieces_are_decoded_by_sentencepieces_rules():
-    class Pieces:
-        pieces = ("<s>", "▁the", "<0x0A>", "a▁b", "<0xZZ>", "a<0x0A>")
-
-        def __len__(self):
-            return len(self.pieces)
-
-        def get_added_vocab(self):
-            return {"<s>": 0}
-
-        def convert_ids_to_tokens(self, token_id):
-            return self.pieces[token_id]
-
-    expected = [b"<s>", b" the", b"\n", b"a b", b"<0xZZ>", b"a<0x0A>"]
-    assert get_byte_tokens_from_sp(Pieces()) == expected
 
 
 def test_plain_bytes_in_a_trie_are_deprecated():

@@ -19,7 +19,7 @@ from genlm.backend import (
     Token,
     TokenCharacterTrie,
 )
-from genlm.backend.cache import OutputCache
+from genlm.backend.cache import OutputCache, TokenTrie
 from genlm.backend.llm import MockAsyncLM
 
 from .tiny import SIZE, alone, assert_right
@@ -86,6 +86,14 @@ def test_no_row_is_lost_when_many_extend_one_prefix_at_once(llm, model):
     again = asked_together(llm, *sequences)
     assert llm.statistics().cache_hits == len(sequences)
     assert_right(again, model, *sequences)
+
+
+def test_the_tree_of_rows_keeps_what_is_below_a_node_added_again():
+    root = TokenTrie()
+    root.add_token(1).add_token(2, torch.zeros(3))
+    root.add_token(1, torch.ones(3))
+    assert root.get_token(1).logprobs is not None
+    assert root.get_token(1).get_token(2).logprobs is not None
 
 
 # -- every request ends -------------------------------------------------------------------
@@ -337,6 +345,16 @@ def test_a_long_token_needs_no_recursion(trie_class):
     trie = trie_class([Token(0, b"x" * 5000), Token(1, b"y")])
     assert trie.weight_sum(np.array([1.0, 2.0]))[trie.root] == 3
     assert len(trie.node2prefix[trie.word2leaf[b"x" * 5000, 0]]) == 5000
+
+
+def test_a_deep_tree_of_rows_needs_no_recursion():
+    root = node = TokenTrie()
+    for token in range(5000):
+        node = node.add_token(token)
+    node.past_key_values = object()
+    root.clear_kv_cache()
+    assert node.past_key_values is None
+    assert len(repr(root)) < 100
 
 
 def test_weights_of_the_wrong_length_fail_alone_in_an_asynchronous_trie():

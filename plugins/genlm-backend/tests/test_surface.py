@@ -17,17 +17,10 @@ import pytest
 LINES = (Path(__file__).parent / "surface.txt").read_text().splitlines()
 
 OMITTED = {
-    "genlm.backend.cache TokenTrie": "a tree of rows, keys and values; engines have their own",
     "genlm.backend.llm.base batch_abandoned": "made the error of a batch without a leader",
     "genlm.backend.llm.base fail_futures": "ended the futures of a batch without a leader",
-    "genlm.backend.llm.hf Query": "an entry of the queue of a batch, with its padding",
-    "genlm.backend.llm.hf AsyncTransformer.add_query": "added an entry to the queue",
-    "genlm.backend.llm.hf AsyncTransformer.batch_evaluate_queries": "evaluated the queue",
-    "genlm.backend.llm.hf AsyncTransformer.walk_cache": "walked the tree of rows",
     "genlm.backend.llm.vllm BackendScheduler": "a class of vLLM's scheduler with changes of "
     "its own; genlm-vllm uses vLLM's as it is",
-    "genlm.backend.tokenization.bytes get_byte_tokens_from_sp": "decoded the pieces of one "
-    "library; `decode_vocab` decodes the tokenizers of all",
 }
 """Inner parts of the published package that nothing here could mean; with reasons."""
 

@@ -14,6 +14,7 @@ from genlm.backend.tokenization.bytes import (
     ByteVocabError,
     check_byte_decoder,
     get_byte_tokens_from_byte_decoder,
+    get_byte_tokens_from_sp,
     get_byte_vocab,
 )
 from genlm.backend.tokenization.vocab import bytes_to_strs
@@ -147,6 +148,23 @@ def test_a_byte_decoder_that_does_not_fit_is_an_error(tokenizer):
     del decoder["a"]
     with pytest.raises(ByteDecoderError, match="'a'"):
         check_byte_decoder(tokenizer, decoder)
+
+
+def test_pieces_are_decoded_by_sentencepieces_rules():
+    class Pieces:
+        pieces = ("<s>", "▁the", "<0x0A>", "a▁b", "<0xZZ>", "a<0x0A>")
+
+        def __len__(self):
+            return len(self.pieces)
+
+        def get_added_vocab(self):
+            return {"<s>": 0}
+
+        def convert_ids_to_tokens(self, token_id):
+            return self.pieces[token_id]
+
+    expected = [b"<s>", b" the", b"\n", b"a b", b"<0xZZ>", b"a<0x0A>"]
+    assert get_byte_tokens_from_sp(Pieces()) == expected
 
 
 def test_plain_bytes_in_a_trie_are_deprecated():

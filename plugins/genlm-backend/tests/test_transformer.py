@@ -1,4 +1,4 @@
-"""`AsyncTransformer` as published: objects, names and options."""
+"""`AsyncTransformer` as published: objects, names, options, the queue and the tree."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import genlm
 from genlm.backend import AsyncTransformer, Token, decode_vocab, load_model_by_name
 from genlm.backend.llm import AsyncLM
+from genlm.backend.llm.hf import Query
 
 from .tiny import SIZE, assert_right, rows_alone
 
@@ -155,3 +156,138 @@ def test_it_is_an_asynchronous_context_manager(model, tokenizer):
             return await llm.next_token_logprobs(RED)
 
     assert_right(asyncio.run(main()), model, RED)
+
+
+# -- the queue ----------------------------------------------------------------------------
+
+
+def test_a_query_gets_the_logits_after_each_of_its_tokens(llm, model):
+    async def main():
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(2)]
+        llm.add_query(RED, futures[0], None)
+        llm.add_query(BLUE, futures[1], None)
+        assert [query.prompt for query in llm.queries] == [RED, BLUE]
+        return await asyncio.gather(*futures)
+
+    red, blue = asyncio.run(main())
+    assert_right(red.log_softmax(-1), model, *(RED[: n + 1] for n in range(len(RED))))
+    assert_right(blue.log_softmax(-1), model, *(BLUE[: n + 1] for n in range(len(BLUE))))
+    assert llm.queries == []
+
+
+def test_a_model_with_another_adapter_has_a_queue_of_its_own(llm, model):
+    async def main():
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(3)]
+        llm.add_query(RED, futures[0], None)
+        bound = llm.with_lora(None)
+        bound.add_query(BLUE, futures[1], None)
+        await asyncio.wait_for(asyncio.gather(*futures[:2]), 60)
+        bound.add_query([7], futures[2], None)
+        return [each[-1] for each in await asyncio.wait_for(asyncio.gather(*futures), 60)]
+
+    for row, ids in zip(asyncio.run(main()), (RED, BLUE, [7]), strict=True):
+        assert_right(row, model, ids)
+
+
+def test_queries_can_be_let_go_at_once(llm, model):
+    async def main():
+        future = asyncio.get_running_loop().create_future()
+        llm.add_query([7], future, None)
+        llm.batch_evaluate_queries()
+        assert llm.queries == []
+        return await future
+
+    assert_right(asyncio.run(main()), model, [7])
+
+
+def test_a_wrong_query_ends_its_future_and_a_cancelled_one_is_left_alone(llm):
+    async def main():
+        loop = asyncio.get_running_loop()
+        complaints = []
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        wrong, cancelled = loop.create_future(), loop.create_future()
+        llm.add_query([SIZE], wrong, None)
+        llm.add_query(RED, cancelled, None)
+        cancelled.cancel()
+        with pytest.raises(genlm.TokenIdError):
+            await wrong
+        await llm.next_token_logprobs(RED)
+        return complaints
+
+    assert asyncio.run(main()) == []
+
+
+def test_a_reset_ends_queries_too(llm):
+    async def main():
+        future = asyncio.get_running_loop().create_future()
+        llm.add_query(RED, future, None)
+        llm.reset_async_queries()
+        return (await asyncio.gather(future, return_exceptions=True))[0]
+
+    assert isinstance(asyncio.run(main()), genlm.QueryResetError | torch.Tensor)
+
+
+def test_keys_and_values_from_elsewhere_are_refused(llm):
+    async def main():
+        with pytest.raises(ValueError, match="pass the whole sequence"):
+            llm.add_query(RED, asyncio.get_running_loop().create_future(), object())
+
+    asyncio.run(main())
+
+
+def test_a_published_query_pads_as_published():
+    class Past:
+        class Layer:
+            keys = torch.arange(12.0).reshape(1, 2, 3, 2)
+
+        layers = (Layer,)
+
+        def get_seq_length(self):
+            return 3
+
+    query = Query([5, 6], None, Past())
+    assert query.prompt_padded(0, 4) == [5, 6, 0, 0]
+    assert query.attention_mask(5, 4) == [1, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert query.position_ids(5, 4) == [3, 4, 0, 0]
+    padded = query.past_padded(0, "keys", 5, torch.float32, "cpu", Past.Layer.keys.shape)
+    assert padded.shape == (1, 2, 5, 2)
+    assert torch.equal(padded[:, :, :3], Past.Layer.keys)
+    assert not padded[:, :, 3:].any()
+    fresh = Query([5], None)
+    assert fresh.past_len == 0
+    assert not fresh.past_padded(0, "keys", 4, torch.float32, "cpu", (1, 2, 3, 2)).any()
+
+
+# -- the tree -----------------------------------------------------------------------------
+
+
+def test_walking_the_cache_finds_the_longest_remembered_beginning(llm, model):
+    llm.next_token_logprobs_sync(RED[:2])
+    node, length, past, base = llm.walk_cache(RED)
+    assert (length, past, base) == (2, None, 0)
+    assert_right(node.logprobs, model, RED[:2])
+    assert llm.walk_cache(BLUE)[1] == 0
+    assert llm.walk_cache(BLUE)[0].logprobs is None
+
+
+def test_walking_the_cache_finds_what_cache_kv_computed(llm, model):
+    llm.cache_kv(RED)
+    for asked in (RED, [*RED, 5, 6]):
+        node, length, past, base = llm.walk_cache(asked)
+        assert (length, past, base) == (len(RED), None, 0)
+        assert_right(node.logprobs, model, RED)
+    assert llm.walk_cache(RED[:3])[1] == 0
+    llm.next_token_logprobs_sync([*RED, 5])
+    assert llm.walk_cache([*RED, 5, 6])[1] == len(RED) + 1
+    llm.clear_cache()
+    assert llm.walk_cache(RED)[1] == 0
+
+
+def test_a_prefix_that_is_freed_is_not_found(llm):
+    llm.cache_kv(RED)
+    llm.clear_kv_cache()
+    node, length, _, _ = llm.walk_cache(RED)
+    assert length == 0
+    assert node.logprobs is None

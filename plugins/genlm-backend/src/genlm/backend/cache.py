@@ -1,14 +1,15 @@
-"""`OutputCache` as published, on the core's."""
+"""Caches as published: `OutputCache` on the core's, and the tree of rows `TokenTrie`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
 import genlm
 
-__all__ = ["OutputCache"]
+__all__ = ["OutputCache", "TokenTrie"]
 
 
 class OutputCache(genlm.OutputCache):
@@ -40,3 +41,72 @@ class OutputCache(genlm.OutputCache):
 
     def __setitem__(self, key: Hashable, value: torch.Tensor) -> None:
         self.put(key, value)
+
+
+class TokenTrie:
+    """A tree of token sequences with a row of log-probabilities at each node.
+
+    Models do not use it: engines keep prefixes themselves. `AsyncTransformer.walk_cache`
+    shows what the output cache remembers in this form.
+
+    Attributes:
+        children: The nodes one token further, by token id.
+        logprobs: Row of this sequence; None if unknown.
+        past_key_values: Set by the caller.
+    """
+
+    def __init__(self, logprobs: torch.Tensor | None = None) -> None:
+        self.children: dict[int, TokenTrie] = {}
+        self.logprobs = logprobs
+        self.past_key_values: Any = None
+
+    def __repr__(self) -> str:
+        mark = "*" if self.past_key_values is not None else ""
+        return f"{type(self).__name__}{mark}({', '.join(map(str, self.children))})"
+
+    def clear_kv_cache(self) -> None:
+        """Forget `past_key_values` of this node and all below it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            node.past_key_values = None
+            waiting.extend(node.children.values())
+
+    def has_token(self, token_id: int) -> bool:
+        """Whether there is a node one token further."""
+        return token_id in self.children
+
+    def get_token(self, token_id: int) -> TokenTrie:
+        """The node one token further.
+
+        Raises:
+            KeyError: It does not exist.
+        """
+        return self.children[token_id]
+
+    def add_token(self, token_id: int, logprobs: torch.Tensor | None = None) -> TokenTrie:
+        """The node one token further, made if need be; one that exists keeps its children."""
+        node = self.children.setdefault(token_id, TokenTrie())
+        if logprobs is not None:
+            node.logprobs = logprobs
+        return node
+
+    def extend_cache(
+        self, next_token_index: int, token_ids: Sequence[int], logits: torch.Tensor, base: int
+    ) -> TokenTrie:
+        """Add the nodes of `token_ids[next_token_index:]` with their rows.
+
+        Args:
+            next_token_index: Number of tokens up to this node.
+            token_ids: The whole sequence.
+            logits: Those after token `base + i` in row `i`.
+            base: The token that row 0 belongs to.
+
+        Returns:
+            The last node.
+        """
+        node = self
+        for index in range(next_token_index, len(token_ids)):
+            row = torch.log_softmax(logits[index - base], 0, dtype=torch.float32)
+            node = node.add_token(int(token_ids[index]), row.cpu())
+        return node

@@ -2,24 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+import genlm
+from genlm.backend.cache import TokenTrie
 from genlm.backend.llm.served import ServedLM, with_rows_on_cpu
 
-__all__ = ["AsyncTransformer"]
+if TYPE_CHECKING:
+    from genlm.core.model.context import TokenIds
+
+__all__ = ["AsyncTransformer", "Query"]
+
+
+class Query:
+    """Maps to `genlm.Query`: token ids, whose logits a future waits for.
+
+    Attributes:
+        prompt: The token ids.
+        future: Receives the logits.
+        past: Keys and values of what comes before, None if nothing does.
+        lora_name: The adapter, None for the base model.
+        past_len: Tokens in `past`.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        future: asyncio.Future[Any],
+        past: Any = None,
+        lora_name: str | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.future = future
+        self.past = past
+        self.lora_name = lora_name
+        self.past_len = 0 if past is None else int(past.get_seq_length())
+
+    def past_padded(
+        self,
+        layer: int,
+        side: str,
+        to_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        past_shape: Any,
+    ) -> torch.Tensor:
+        """A layer's `"keys"` or `"values"`, zeros after the end, `(1, h, to_length, d)`."""
+        _, heads, _, width = past_shape
+        padded = torch.zeros(1, heads, to_length, width, dtype=dtype, device=device)
+        if self.past is not None:
+            padded[:, :, : self.past_len] = getattr(self.past.layers[layer], side).detach()
+        return padded
+
+    def prompt_padded(self, pad_token: int, to_length: int) -> list[int]:
+        """The token ids with `pad_token` after the end."""
+        return list(self.prompt) + [pad_token] * (to_length - len(self.prompt))
+
+    def attention_mask(self, total_past_length: int, total_seq_length: int) -> list[int]:
+        """1 for the past and the prompt, 0 for the padding after each."""
+        mask = [0] * (total_past_length + total_seq_length)
+        mask[: self.past_len] = [1] * self.past_len
+        begin = total_past_length
+        mask[begin : begin + len(self.prompt)] = [1] * len(self.prompt)
+        return mask
+
+    def position_ids(self, total_past_length: int, total_seq_length: int) -> list[int]:
+        """Positions of the prompt after the past, 0 for the padding."""
+        del total_past_length  # padding of the past takes no positions
+        positions = list(range(self.past_len, self.past_len + len(self.prompt)))
+        return positions + [0] * (total_seq_length - len(self.prompt))
 
 
 class AsyncTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="hf")`; rows are on the CPU, as published.
 
     Args:
-        hf_model: A decoder-only transformers model, which must not run or be trained while
-            requests are in flight. A `peft.PeftModel` is served as it is handed over. Adapters
-            that `hf_model.load_adapter` added are deactivated and used by name.
+        hf_model: A decoder-only transformers model; any thread may run it meanwhile. A
+            `peft.PeftModel` is served as it is handed over. Adapters that
+            `hf_model.load_adapter` added are deactivated and used by name.
         hf_tokenizer: Its tokenizer.
         batch_size: Maximum number of sequences in a batch; by default all pending ones.
         timeout: Ignored; batches are dispatched without a timer.
@@ -27,6 +92,7 @@ class AsyncTransformer(ServedLM):
     Attributes:
         model: `hf_model`.
         device: Device of the rows, the CPU. The model is on `model.device`.
+        queries: Queries collected by `add_query`.
     """
 
     def __init__(
@@ -50,6 +116,10 @@ class AsyncTransformer(ServedLM):
         self.device = torch.device("cpu")
         self.batch_size = batch_size
         self.timeout = timeout
+        self.queries: list[Query] = []
+        self._answering: set[asyncio.Task[None]] = set()
+        # Adapter and token ids of what `cache_kv` had the engine keep.
+        self._kept: set[tuple[str | None, tuple[int, ...]]] = set()
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -92,7 +162,124 @@ class AsyncTransformer(ServedLM):
         """Compute a row without the output cache; a blocking method."""
         return self.next_token_logprobs_sync(token_ids, lora_name, use_cache=False)
 
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute and cache a prefix, which `walk_cache` finds until `clear_kv_cache`."""
+        super().cache_kv(prompt_tokens, lora_name)
+        if genlm.Capability.PREFIX_CACHE in self.capabilities:
+            ids: Any = prompt_tokens
+            if isinstance(prompt_tokens, genlm.Context):
+                ids = prompt_tokens.token_ids
+            self._kept.add((lora_name or self.lora_name, tuple(map(int, ids))))
+
+    def add_new_lora(
+        self,
+        lora_path: str | os.PathLike[str],
+        lora_name: str = "lora_1",
+        *,
+        replace: bool = True,
+    ) -> None:
+        """Load a LoRA adapter; see `ServedLM.add_new_lora`."""
+        super().add_new_lora(lora_path, lora_name, replace=replace)
+        self._forget_kept(lora_name)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Unload an adapter; see `ServedLM.remove_lora`."""
+        super().remove_lora(lora_name)
+        self._forget_kept(lora_name)
+
+    def with_lora(self, lora_name: str | None) -> Self:
+        """Return this model with another default adapter, and a queue of its own."""
+        bound = super().with_lora(lora_name)
+        bound.queries = []
+        return bound
+
+    def _forget_kept(self, lora_name: str) -> None:
+        # In place: `with_lora` shares it, as it shares the engine's prefixes.
+        self._kept.difference_update([kept for kept in self._kept if kept[0] == lora_name])
+
+    def clear_kv_cache(self) -> None:
+        """Free the cached prefixes of the engine, if any."""
+        self._kept.clear()
+        super().clear_kv_cache()
+
     def clear_cache(self) -> None:
         """Clear the cached rows, keys and values. Results do not change."""
         super().clear_cache()
         self.clear_kv_cache()
+
+    # -- the queue and the cache tree of the published class ---------------------------
+
+    def add_query(
+        self,
+        query: Sequence[int],
+        future: asyncio.Future[Any],
+        past: None,
+        lora_name: str | None = None,
+    ) -> None:
+        """Add a sequence whose logits are computed in the next batch.
+
+        Args:
+            query: All token ids.
+            future: Gets the logits after each of them, `(len(query), vocabulary)`, as
+                log-probabilities.
+            past: None; the engine keeps prefixes itself.
+            lora_name: An adapter.
+
+        Raises:
+            ValueError: A past was given.
+        """
+        if past is not None:
+            raise ValueError(
+                "past is not None: keys and values from elsewhere cannot be used; pass the "
+                "whole sequence, of which the engine computes what it does not have yet"
+            )
+        self.queries.append(Query(list(query), future, None, lora_name))
+        if len(self.queries) == 1:
+            future.get_loop().call_soon(self.batch_evaluate_queries)
+
+    def batch_evaluate_queries(self) -> None:
+        """Submit the collected queries; their futures are finished by the event loop."""
+        queries, self.queries = self.queries, []
+        for query in queries:
+            task = query.future.get_loop().create_task(self._answer(query))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, query: Query) -> None:
+        prefixes = [query.prompt[: end + 1] for end in range(len(query.prompt))]
+        try:
+            # Not this class's method: all rows are wanted.
+            rows = await genlm.AsyncLM.batch_next_token_logprobs(
+                self, prefixes, lora_name=self._known(query.lora_name)
+            )
+        except Exception as error:  # noqa: BLE001 - passed to the future
+            if not query.future.done():
+                query.future.set_exception(error)
+        else:
+            if not query.future.done():
+                query.future.set_result(rows)
+
+    def reset_async_queries(self) -> None:
+        """End all unanswered requests with `QueryResetError`; the model stays usable."""
+        self.batch_evaluate_queries()
+        super().reset_async_queries()
+
+    def walk_cache(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> tuple[TokenTrie, int, None, int]:
+        """Find the longest beginning of a sequence that is kept: its row, or by `cache_kv`.
+
+        Returns:
+            A node with the row, how many tokens lead to it, and None and 0: the engine has
+            the keys and values, and reuses them for longer sequences.
+        """
+        lora_name = self._known(lora_name) or self.lora_name
+        ids = tuple(map(int, token_ids))
+        for length in range(len(ids) or 1, 0, -1):  # an empty sequence is refused below
+            beginning = ids[:length]
+            row = self.cached_logprobs(beginning, lora_name=lora_name)
+            if row is None and (lora_name, beginning) in self._kept:
+                row = self.next_token_logprobs_sync(beginning, lora_name)
+            if row is not None:
+                return TokenTrie(row), length, None, 0
+        return TokenTrie(), 0, None, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ __all__ = [
     "ByteVocabError",
     "check_byte_decoder",
     "get_byte_tokens_from_byte_decoder",
+    "get_byte_tokens_from_sp",
     "get_byte_vocab",
 ]
 
@@ -65,6 +67,20 @@ def get_byte_tokens_from_byte_decoder(
             f"the byte decoder has no byte for the character {error}, which a token of "
             f"{type(tokenizer).__name__} has"
         ) from error
+
+
+def get_byte_tokens_from_sp(tokenizer: Any) -> list[bytes]:
+    """The bytes of every id by SentencePiece's own rules, for tokenizers that follow them.
+
+    `<0x0A>` is that byte, `▁` a space; added tokens are their content.
+    """
+    added = {token_id: content for content, token_id in tokenizer.get_added_vocab().items()}
+    found = []
+    for token_id in range(len(tokenizer)):
+        piece = added.get(token_id) or tokenizer.convert_ids_to_tokens(token_id)
+        byte = None if token_id in added else re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+        found.append(bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode())
+    return found
 
 
 def check_byte_decoder(tokenizer: Any, byte_decoder: Mapping[str, int]) -> None:

@@ -100,8 +100,7 @@ class _Chaos:
         }
 
     def run(self) -> Report:
-        front = self._target.front or AsyncLM
-        lm = front(
+        lm = AsyncLM(
             functools.partial(self._target.build, **self._settings.engine_options),
             name=self._target.model,
             output_cache=OutputCache(CACHE_ENTRIES, max_bytes=CACHE_BYTES),

@@ -13,8 +13,6 @@ SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
 SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 
-VLLM_OLDEST := .venv-vllm-oldest
-
 SITE := .venv-site
 NEWEST := .venv-newest
 
@@ -29,14 +27,14 @@ export HF_HUB_OFFLINE := 1
 # Runs may go on at once, so each has a cache of its own.
 PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
 
-.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
+.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 # The longest first, so that two cores are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-sgl test-plugins test-main test-vllm
+	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-main test-sgl
 
 test-main: $(READY)  ## the tests of the core and those across packages
 	$(BIN)/$(PYTEST) core/tests tests plugins/genlm-sgl/tests/without_sglang
@@ -47,9 +45,6 @@ test-plugins: $(READY)  ## the tests of the plugins that need neither vLLM's pro
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
 	$(BIN)/$(PYTEST) plugins/genlm-vllm/tests
 	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/$(PYTEST) $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py) -k "not thousands"
-
-test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
-	$(VLLM_OLDEST)/bin/$(PYTEST) plugins/genlm-vllm/tests -m "not newer"
 
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/$(PYTEST) plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
@@ -119,7 +114,7 @@ dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	copy=$$(mktemp -d) && cp -r plugins/genlm-backend/. $$copy && cd $$copy && sed -i.bak 's/^name = "genlm-backend"$$/name = "$(BACKEND_NAME)"/' pyproject.toml && rm pyproject.toml.bak && $(abspath $(BIN))/hatchling build -d $(abspath dist) && rm -r $$copy
 
 clean:
-	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(SITE) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
@@ -139,15 +134,6 @@ $(READY): $(DEMO) requirements-dev.txt requirements-site.txt $(PACKAGES:%=%/pypr
 $(SITE)/.ready: requirements-site.txt
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet -r requirements-site.txt
-	touch $@
-
-$(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml
-	$(PYTHON) -m venv $(VLLM_OLDEST)
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout ray==2.60.0 scipy hypothesis torch==2.13.0
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-vllm
-	$(VLLM_OLDEST)/bin/python -m genlm_vllm.install_cpu 0.28.0
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet transformers==5.19.0
 	touch $@
 
 $(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/pyproject.toml plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt

@@ -40,7 +40,7 @@ from genlm.core.queries.query import GroupReduction
 from genlm.prefix import ForwardResult, TableBatch
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed.attention import PackedForward
-from genlm_hf.packed.tables import plan_table
+from genlm_hf.packed.plan import plan_table
 
 SEED = 5
 HOST_STEPS, HOST_PROMPT, HOST_TOKENS, HOST_VOCABULARY = 24, 512, 64, 300

@@ -28,7 +28,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ def genlm_backends():
 class RoundRobin(Router):
     """Deals queries out in turn, wherever their parents are."""
 
-    def _place(self, routed: list[RoutedQuery]) -> None:
-        for each in routed:
-            replicas = self.replicas
-            self._put(each, replicas[each.order % len(replicas)])
+    def _choose(self, each: RoutedQuery, family: int, room: Mapping[int, int]) -> int:
+        del family, room
+        each.cost = each.tokens
+        return self.replicas[each.order % len(self.replicas)]
 
 
 class RoundRobinEngine(RayEngine):

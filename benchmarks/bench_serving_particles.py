@@ -1,12 +1,11 @@
 """How fast do the serving engines serve a population of particles?
 
 A particle loop asks for the row of every context, draws a token from each, appends it, and asks
-again. The limit is the engine's own generation of as many tokens: queries with `sampling`,
-which stay in its running batch. Contestants, in turn in every round, on the same engine:
+again. The limit is the engine's own generation of as many tokens, without this library.
+Contestants, in turn in every round, on the same engine:
 
-- own: on vLLM `AsyncLM.batch_sample`, as many continuations as contexts are asked at each step;
-  on SGLang its own scheduler, in a child process, decoding greedily without this library;
-- raw: vLLM's own greedy generation, without this library;
+- raw: the engine's own greedy generation, of as many sequences as are asked at each step;
+  vLLM's in this process, SGLang's by its own scheduler in a child process;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
@@ -18,18 +17,19 @@ Drawing, by the same function, and appending are on the clock for all. The promp
 before, and every particle begins with a token of its own, so that no contestant computes more
 than one token per row.
 Three kinds of populations: *plain*; *resampled* every 4 steps, by random weights that leave
-about half of the particles; *waiting*, a random half of them at each step, compared with own
-generation by half as many sequences.
+about half of the particles; *waiting*, a random half of them at each step, compared with the
+generation of half as many sequences.
 
 Figures are microseconds of CPU time a token, of all threads and, with `--multiprocess`, all
 processes of vLLM, so other work on the machine hardly enters; rows that end in "wall" are
-microseconds of wall-clock time. A ratio is the speed as a
-fraction of own generation's in the same round, its median over rounds. The error is the
-largest difference of a log-probability of the last rows from an unbatched float32 forward pass
-of transformers. Model: the particles' Llama of 8 layers x 512, 8,000 ids, random weights,
-float32, or with `--tiny` one layer x 64, which leaves the cost of the engine; options are the
-plugins' defaults on the CPU, except for room for 256 requests (vLLM: 512). Run
-with the engine's environment: `.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
+microseconds of wall-clock time. A ratio is the speed as a fraction of the baseline's in the
+same round, its median over rounds. Raw generation takes the most likely token of each row; the
+others draw. The error is the largest difference of a log-probability of the last rows from an
+unbatched float32 forward pass of transformers. Model: the particles' Llama of 8 layers x 512,
+8,000 ids, random weights, float32, or with `--tiny` one layer x 64, which leaves the cost of
+the engine; options are the plugins' defaults on the CPU, except for room for 256 requests
+(vLLM: 512). Run with the engine's environment:
+`.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
 `.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
 """
 
@@ -58,7 +58,7 @@ from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
-CONTESTANTS = ("own", "raw", "one request a step", "lists", "contexts", "population", "blocks")
+CONTESTANTS = ("raw", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY, BLOCK = 4, 16
 SGL_OPTS = {"max_running_requests": 256, "max_total_tokens": 65_536}
 CHECKED = 3
@@ -116,8 +116,7 @@ class Bench:
     def contestants(self) -> list[str]:
         """Those that this engine and this core have."""
         has = {
-            "own": True,
-            "raw": hasattr(self.lm.engine, "llm_engine"),
+            "raw": True,
             "one request a step": hasattr(self.lm.engine, "keeps_contexts"),
             "lists": True,
             "contexts": hasattr(self.lm, "context"),
@@ -136,8 +135,6 @@ class Bench:
         self.lm.clear_kv_cache()
         self.lm.next_token_logprobs_sync(prompt)
         starts = [[*prompt, token] for token in first]
-        if contestant == "own":
-            return self._own(starts[: population.asked], population.steps)
         if contestant == "raw":
             return self._raw(starts[: population.asked], population.steps)
         if contestant in {"population", "blocks"}:
@@ -147,17 +144,9 @@ class Bench:
             starts = [parent.extend(token) for token in first]
         return asyncio.run(self._particles(starts, population, generator))
 
-    def _own(self, prompts: list[list[int]], steps: int) -> Measurement:
+    def _raw(self, prompts: list[list[int]], steps: int) -> Measurement:
         if self._scheduler is not None:
             return Measurement(np.array(self._scheduler.decode(prompts, steps)))
-        start = self._clock()
-        drawn = asyncio.run(
-            self.lm.batch_sample(prompts, steps, stop=(), seed=next(self._seeds))
-        )
-        assert all(len(tokens) == steps for tokens in drawn)
-        return Measurement(self._clock() - start)
-
-    def _raw(self, prompts: list[list[int]], steps: int) -> Measurement:
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -305,9 +294,9 @@ def measure(
 
 def ratio(samples: dict[str, list[float]], row: str) -> float:
     """Speed as a fraction of own generation's: median over rounds of ratios in a round."""
-    base = " ".join(row.split()[:2]) + (" own wall" if row.endswith(" wall") else " own")
-    pairs = zip(samples[base], samples[row], strict=True)
-    return statistics.median(own / each for own, each in pairs)
+    base = " ".join(row.split()[:2]) + " raw"
+    pairs = zip(samples[base + " wall" * row.endswith(" wall")], samples[row], strict=True)
+    return statistics.median(limit / each for limit, each in pairs)
 
 
 def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[[], Any]:
@@ -325,7 +314,7 @@ def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[
 
 
 def scheduler_of(name: str, folder: Path) -> Any:
-    """Return the scheduler whose generation is the limit; None for the engine's own."""
+    """Return SGLang's scheduler, whose generation is the limit; vLLM generates by itself."""
     if name != "sgl":
         return None
     from sgl_scheduler import OwnScheduler

@@ -5,17 +5,18 @@
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `PositionReduction`,
-  `ReducedText`, `rows_from_logits`, `device_index`,
+  `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
   `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; the interface `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
-- models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
-  `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
-  `read_lora_config`, `AdapterTable`
-- processes: `Transport`, which sends requested outputs and answers, `picklable_error`
+- models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
+  `VerifiedFamilies`, `check_verified`, `check_causal`, `UnverifiedModelWarning`,
+  `read_adapter_config`, `read_lora_config`, `AdapterTable`
+- processes: `Transport`, which sends requested outputs and answers, `pack_sequences`,
+  `picklable_error`
 - loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
@@ -78,9 +79,12 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.query import Reduction as Reduction
     from genlm.core.queries.query import SamplingParams as SamplingParams
     from genlm.core.queries.query import TokenScores as TokenScores
+    from genlm.core.queries.sequence import PackedSequences as PackedSequences
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
+    from genlm.core.queries.sequence import pack_sequences as pack_sequences
     from genlm.core.rows.groups import GroupWork as GroupWork
     from genlm.core.rows.logits import device_index as device_index
+    from genlm.core.rows.logits import moved as moved
     from genlm.core.rows.logits import rows_from_logits as rows_from_logits
     from genlm.core.rows.reductions import PositionReduction as PositionReduction
     from genlm.core.rows.reductions import reduce_logits as reduce_logits
@@ -103,6 +107,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.engines.memory import cache_budget_bytes as cache_budget_bytes
     from genlm.engines.memory import free_memory_bytes as free_memory_bytes
     from genlm.engines.model_facts import ModelFacts as ModelFacts
+    from genlm.engines.model_facts import context_window as context_window
     from genlm.engines.model_facts import rope_settings as rope_settings
     from genlm.engines.model_source import model_source as model_source
     from genlm.engines.process_state import claim_process as claim_process

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from genlm import (
     TokenIdError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
+    prefix,
 )
 from genlm.prefix import (
     PrefixEngine,
@@ -29,37 +31,19 @@ from genlm.prefix import (
     choose_path,
 )
 
-from .test_rows import SIZE, assert_right, expected, serve
+from .test_rows import SIZE, Alone, assert_right, expected, serve
 from .test_scoring import right_scores
-from .test_scoring import serve as serve_scores
 
 PATHS = ("tree", "alone")
 
 
-class Alone:
-    """The reference: each sequence without a cache."""
-
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        return torch.stack([expected(adapter, sequence) for sequence in sequences])
-
-    def next_pass(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
-    ) -> Sequence[int]:
-        return [0]
-
-    def statistics(self) -> Mapping[str, int | float | str]:
-        return {"forwards": 0}
-
-
-class Adapters:
+class Adapters(prefix.Adapters[Path]):
     """Adapters by name; `active` is the one that is applied."""
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
-        self.active: str | None = None
+    active: str | None = None
 
-    def load(self, name: str, path: str) -> None:
-        self.names += (name,)
+    def _load(self, name: str, path: Path) -> Path:
+        return path
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
@@ -78,10 +62,9 @@ class Engine(PrefixEngine):
         *,
         error: float = 0,
         hints: Mapping[Capability, str] | None = None,
-        scores: bool = False,
         **options: Any,
     ) -> None:
-        rows, self.model = serve_scores(200) if scores else serve(200)
+        rows, self.model = serve(200)
         self.vocabulary = rows._vocabulary
 
         def build() -> PrefixRows:
@@ -201,7 +184,7 @@ def test_statistics_outlive_the_engine() -> None:
 
 
 def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
-    engine = Engine(scores=True)
+    engine = Engine()
     assert Capability.SCORE in engine.capabilities
     engine.add_adapter("red", "folder")
     asked = [
@@ -226,11 +209,3 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
                 torch.testing.assert_close(each.result, expected(None, query.token_ids))
     assert engine.loaded.active is None
     assert engine.statistics()["tokens_evaluated"] == sum(map(len, asked))
-
-
-def test_scores_are_refused_where_the_path_has_none() -> None:
-    engine = Engine()
-    assert Capability.SCORE not in engine.capabilities
-    with pytest.raises(UnsupportedCapabilityError, match="toy"):
-        engine.submit(Query(0, (1, 2), targets=(3,)))
-    assert Capability.SCORE not in Engine(execution_path="alone").capabilities

@@ -17,10 +17,10 @@ from genlm.prefix import (
     SegmentBatch,
     SegmentLimits,
     TreeBatch,
-    group_segments,
     plan_batches,
     prefill_stages,
 )
+from genlm.prefix.padding import group_segments
 
 
 def plan(lengths: list[int], **limits: object) -> list[list[int]]:
@@ -139,7 +139,7 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
         sequences = sorted(step)
         nodes = [tree.insert(None, ids) for ids in sequences]
         batch = TreeBatch(tree, None, sequences, nodes)
-        asked = dict(zip(batch.last_slots, sequences, strict=True))
+        asked = dict(zip(batch.wanted.tolist(), sequences, strict=True))
         uncached = tree.uncached_tokens
         for stage in prefill_stages(batch):
             written = set()

@@ -29,7 +29,7 @@ from genlm.prefix import (
 )
 
 from .test_engine import Adapters
-from .test_rows import SIZE, TOKEN_BYTES, expected
+from .test_rows import SIZE, TOKEN_BYTES, Alone, expected
 from .test_tree import check as check_tree
 from .test_tree import prefixes
 
@@ -63,7 +63,9 @@ class Model:
                 self.slots[write] = (batch.adapter, (*known, token))
                 found[int(segment.slots[i])] = (*known, token)
                 tokens += 1
-        return self._result(batch.adapter, tokens, [found[slot] for slot in batch.last_slots])
+        return self._result(
+            batch.adapter, tokens, [found[slot] for slot in batch.wanted.tolist()]
+        )
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         found = []
@@ -108,10 +110,10 @@ class Engine(PrefixEngine):
         self.vocabulary = Vocabulary(None, tokens, [str(token) for token in tokens])
         self.model = Model(capacity)
         self.loaded = Adapters()
-        self.loaded.names = ("red",)
+        self.loaded.load("red", "folder")
         self.path = PrefixRows(
             self.model,
-            without_cache=lambda ids: expected(self.loaded.active, ids)[None],
+            uncached=Alone(),
             vocabulary=self.vocabulary,
             budget_bytes=(capacity + 1) * TOKEN_BYTES,
             bytes_per_token=TOKEN_BYTES,

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from genlm import EvaluationError, Token, Vocabulary
-from genlm.prefix import ForwardResult, PrefixRows, TreeBatch, prefill_stages
+from genlm.prefix import (
+    BatchLimits,
+    ForwardResult,
+    Integers64,
+    PrefixRows,
+    ScoredText,
+    TextResult,
+    TreeBatch,
+    UncachedPath,
+    prefill_stages,
+)
 
 SIZE, TOKEN_BYTES = 7, 10
 
@@ -23,11 +35,15 @@ def next_state(state: int, token: int) -> int:
     return (state * 31 + token + 1) % 1_000_003
 
 
-def expected(adapter: str | None, sequence: tuple[int, ...]) -> torch.Tensor:
+def logits_after(adapter: str | None, sequence: Sequence[int]) -> torch.Tensor:
     state = len(adapter or "")
     for token in sequence:
         state = next_state(state, token)
-    return row_after(state).log_softmax(0)
+    return row_after(state)
+
+
+def expected(adapter: str | None, sequence: Sequence[int]) -> torch.Tensor:
+    return logits_after(adapter, sequence).log_softmax(0)
 
 
 class Model:
@@ -52,24 +68,50 @@ class Model:
                 ):
                     assert state is not None
                     state = next_state(state, token)
+                    assert int(slot) not in states  # nothing is run twice in a pass
                     states[int(slot)] = state
                     self.slots[write] = state
                     if self.fail:
                         raise RuntimeError("no memory")
                 tokens += len(segment.tokens)
         self.passes += 1
-        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.ends))
-        logits = torch.stack([row_after(states[slot]) for slot in batch.last_slots])
+        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.wanted))
+        logits = torch.stack([row_after(states[slot]) for slot in batch.wanted.tolist()])
         return ForwardResult(logits, tokens, forwards=len(stages))
 
 
+class Alone(UncachedPath):
+    """The reference: each sequence without a cache."""
+
+    def __init__(self) -> None:
+        tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
+        self.vocabulary = Vocabulary(None, tokens, [str(token) for token in tokens])
+        super().__init__(self.vocabulary, BatchLimits(max_tokens=64, max_rows=1))
+        self.adapter: str | None = None
+
+    def run(
+        self, sequences: Sequence[Sequence[int]], firsts: Integers64
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        for row, (ids, first) in enumerate(zip(sequences, firsts.tolist(), strict=True)):
+            ends = range(first, len(ids))
+            logits = [logits_after(self.adapter, ids[: end + 1]) for end in ends]
+            yield np.array([[row] * len(ends), ends]), torch.stack(logits)
+
+    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        self.adapter = adapter
+        return super().rows(adapter, sequences)
+
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+        self.adapter = adapter
+        return super().scores(adapter, texts)
+
+
 def serve(capacity: int, **limits: int) -> tuple[PrefixRows, Model]:
-    tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
-    model = Model(capacity)
+    model, uncached = Model(capacity), Alone()
     rows = PrefixRows(
         model,
-        without_cache=lambda sequence: expected(None, sequence)[None],
-        vocabulary=Vocabulary(None, tokens, [str(token) for token in tokens]),
+        uncached=uncached,
+        vocabulary=uncached.vocabulary,
         budget_bytes=(capacity + 1) * TOKEN_BYTES + 3,
         bytes_per_token=TOKEN_BYTES,
         **{"max_tokens": 64, "max_rows": 8} | limits,

@@ -11,83 +11,25 @@ import torch
 
 from genlm import EvaluationError, GroupReduction, Token, TokenScores, Vocabulary
 from genlm.plugin import Reduced, TokenSequence
-from genlm.prefix import (
-    ForwardCounts,
-    PieceScores,
-    PrefixRows,
-    Receive,
-    ScoredText,
-    TreeBatch,
-    prefill_stages,
-)
+from genlm.prefix import PieceScores, PrefixRows, ScoredText
 
-from .test_rows import SIZE, TOKEN_BYTES, Model, expected, next_state, row_after, text
+from .test_rows import SIZE, Model, expected, text
+from .test_rows import serve as serve_rows
 
 Ids = tuple[int, ...]
 
 
-class ScoringModel(Model):
-    """Gives the logits of all wanted slots, two at a time."""
-
-    small = True
-
-    def scores_in_pieces(self) -> bool:
-        return self.small
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        wanted = list(batch.wanted_slots())
-        assert len(set(wanted)) == len(wanted)
-        states: dict[int, int] = {}
-        tokens = 0
-        for stage in prefill_stages(batch):
-            for segment in stage:
-                past = segment.slots[: segment.past]
-                state = self.slots[past[-1]] if len(past) else len(batch.adapter or "")
-                for token, slot, write in zip(
-                    segment.tokens, segment.slots[segment.past :], segment.writes, strict=True
-                ):
-                    assert state is not None
-                    state = next_state(state, token)
-                    assert int(slot) not in states  # nothing is run twice in a pass
-                    states[int(slot)] = state
-                    self.slots[write] = state
-                    if self.fail:
-                        raise RuntimeError("no memory")
-                    tokens += 1
-        self.passes += 1
-        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(wanted))
-        for begin in range(0, len(wanted), 2):
-            slots = np.array(wanted[begin : begin + 2])
-            receive(slots, torch.stack([row_after(states[slot]) for slot in slots.tolist()]))
-        return ForwardCounts(tokens, forwards=1)
+def serve(capacity: int, **limits: int) -> tuple[PrefixRows, Model]:
+    return serve_rows(capacity, **{"max_rows": 64} | limits)
 
 
-def serve(capacity: int, **limits: int) -> tuple[PrefixRows, ScoringModel]:
-    tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
-    model = ScoringModel(capacity)
-    rows = PrefixRows(
-        model,
-        without_cache=lambda sequence: expected(None, sequence)[None],
-        score_without_cache=alone,
-        vocabulary=Vocabulary(None, tokens, [str(token) for token in tokens]),
-        budget_bytes=(capacity + 1) * TOKEN_BYTES + 3,
-        bytes_per_token=TOKEN_BYTES,
-        **{"max_tokens": 64, "max_rows": 8} | limits,
-    )
-    return rows, model
+def next_pass(rows: PrefixRows, texts: list[ScoredText]) -> list[int]:
+    sequences = [text.sequence for text in texts]
+    return list(rows.next_pass(None, sequences, [text.first for text in texts]))
 
 
 def scored(ids: Ids, start: int = 1) -> ScoredText:
     return ScoredText(TokenSequence.of(ids[:-1]), ids[start:])
-
-
-def alone(asked: ScoredText) -> TokenScores | Reduced:
-    """What a text is computed by that does not fit into the tree."""
-    if asked.reduction is None:
-        return right_scores(None, asked)
-    ids, places = asked.sequence.token_ids, torch.arange(len(asked.targets))
-    rows = [expected(None, ids[:end]) for end in range(asked.first + 1, len(ids) + 1)]
-    return Reduced((asked.reduction.compute(torch.stack(rows), places, places),))
 
 
 def right_scores(adapter: str | None, asked: ScoredText) -> TokenScores:
@@ -201,7 +143,7 @@ def test_positions_that_texts_share_are_computed_once() -> None:
     texts = [scored((*prompt, i, 3), 1) for i in range(SIZE)]
     assert_right(rows, texts)
     assert used(rows, "tokens_computed") == model.largest[1] == 30 + SIZE
-    assert list(rows.next_score_pass(None, texts)) == list(range(SIZE))
+    assert next_pass(rows, texts) == list(range(SIZE))
     assert_right(rows, texts)  # all of them cached and run again, in one pass
     assert used(rows, "tokens_computed") == 2 * (30 + SIZE)
     assert (model.passes, model.largest) == (2, (30 + SIZE, 30 + SIZE))
@@ -222,9 +164,8 @@ def test_a_text_longer_than_a_pass_takes_several_and_the_last_has_room_for_other
     assert used(rows, "tokens_computed") == 35 + 4
 
 
-def test_passes_are_smaller_where_all_logits_of_a_pass_are_in_memory() -> None:
-    rows, model = serve(500)
-    model.small = False
+def test_a_pass_has_no_more_tokens_than_results() -> None:
+    rows, model = serve(500, max_rows=8)
     assert_right(rows, [scored(text(30, 0)), scored(text(9, 1))])
     assert model.largest[0] == 8
 
@@ -256,7 +197,7 @@ def test_a_choice_is_one_pass() -> None:
     program = random.Random(0)
     program.shuffle(left)
     while left:
-        chosen = rows.next_score_pass(None, left)
+        chosen = next_pass(rows, left)
         assert chosen[0] == 0
         assert sorted(set(chosen)) == list(chosen)
         before = model.passes
@@ -271,8 +212,8 @@ def test_a_choice_is_one_pass() -> None:
 def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     rows, _ = serve(500)
     waiting = [scored(text(n + 1, n)) for n in (40, 30, 10, 25, 14, 3)]
-    assert list(rows.next_score_pass(None, waiting)) == [0, 2, 4]
-    assert list(rows.next_score_pass(None, [scored(text(101, 0)), *waiting])) == [0, 3, 5, 6]
+    assert next_pass(rows, waiting) == [0, 2, 4]
+    assert next_pass(rows, [scored(text(101, 0)), *waiting]) == [0, 3, 5, 6]
 
 
 # -- pieces -----------------------------------------------------------------------------
@@ -415,7 +356,7 @@ def test_reductions_of_texts_have_the_rows_before_their_tokens(
 
 
 def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", SIZE)  # pieces have two
+    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", SIZE)
     sizes: list[int] = []
 
     class Counted(Columns):
@@ -446,7 +387,7 @@ def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() ->
     for answer, message in (
         (None, "Broken.compute raised ArithmeticError: this reduction fails"),
         (lambda rows: rows, "returned Tensor; expected a tuple"),
-        (lambda rows: (rows[:1],), "1 results for 2 members"),
+        (lambda rows: (rows[:1],), "1 results for 8 members"),
     ):
         broken = Broken(ids[1:])
         broken.answer = answer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.core.queries.sequence import BLOCK_TOKENS, TokenSequence
+from genlm.core.queries.sequence import BLOCK_TOKENS, TokenSequence, pack_sequences
 
 B = BLOCK_TOKENS
 LENGTHS = [1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 3 * B + 7]
@@ -91,3 +91,18 @@ def test_keys_differ_between_processes() -> None:
     ).stdout.strip()
     assert own != other
     assert own[34:] == other[34:]  # the ids of the tail
+
+
+def test_packed_sequences_arrive_as_they_were_and_shared_blocks_are_packed_once() -> None:
+    prompt = TokenSequence.of(range(3 * B + 1))
+    sequences = [TokenSequence.of([i] * length, prompt) for i in range(3) for length in LENGTHS]
+    sequences += [TokenSequence.of(range(length)) for length in LENGTHS]
+    packed = pack_sequences([prompt, *sequences])
+    arrived = packed.unpack()
+    assert arrived == [prompt, *sequences]
+    assert [each.token_ids for each in arrived[1:]] == [each.token_ids for each in sequences]
+    assert [len(each) for each in arrived[1:]] == [len(each) for each in sequences]
+    child = TokenSequence.of([5] * (2 * B), arrived[1])
+    assert child == TokenSequence.of([5] * (2 * B), sequences[0])
+    children = [TokenSequence.of([i], prompt) for i in range(9)]
+    assert len(pack_sequences(children).blocks) == 3

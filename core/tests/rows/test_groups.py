@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,3 +155,25 @@ def test_rows_may_come_in_any_order_and_in_any_parts():
         work.reduce(np.array(part), GroupValues(chosen, are_logits=False))
     [found] = work.result().columns
     assert torch.equal(found, rows([PROMPTS[place] for place in members]))
+
+
+class Views(genlm.GroupReduction):
+    """Returns views of the rows."""
+
+    def compute(self, rows, row_of, members):
+        return rows[:, 0], rows[:, 1:3]
+
+
+def test_columns_outlive_the_memory_of_their_rows():
+    vocabulary: Any = SimpleNamespace(size=SIZE, missing_ids=())
+    each, generation = np.arange(3), Generation(Lineage.of_sequences([]))
+    expected, found = [], []
+    for seed in range(2):
+        logits = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(seed))
+        work = groups.GroupWork(GroupQuery(seed, generation, each, each, Views()), vocabulary)
+        work.reduce(each, GroupValues(logits, are_logits=True))
+        found.append(work.result().columns)
+        expected.append(logits.log_softmax(-1))
+    for columns, rows in zip(found, expected, strict=True):
+        assert torch.equal(columns[0], rows[:, 0])
+        assert torch.equal(columns[1], rows[:, 1:3])

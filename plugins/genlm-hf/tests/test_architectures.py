@@ -14,7 +14,7 @@ import torch
 from genlm import ModelLoadError
 from genlm_hf import execution_paths, prepacked
 from genlm_hf.engine import HFEngine
-from genlm_hf.execution_paths import KnownPaths
+from genlm_hf.execution_paths import known_path
 from genlm_hf.packed import layout
 
 from .families import FAMILIES, SERVED, TABLE
@@ -57,7 +57,7 @@ def test_batches_give_the_rows_of_each_sequence_alone(
     assert engine.statistics()["execution_path"] == TABLE[name].path, (
         "make docs writes the table again"
     )
-    assert KnownPaths.shipped().path_of(model) == TABLE[name].path
+    assert known_path(model) == TABLE[name].path
     for _ in range(2):
         rows = torch.stack(answers(engine, sequences))
         assert (rows - expected).abs().max() <= 1e-4
@@ -80,7 +80,7 @@ def test_the_self_test_alone_finds_what_the_rules_refuse(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, *_ = unbatched(name)
-    monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda served: None)
+    monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda *_: None)
     monkeypatch.setattr(execution_paths, "_refuse_few_layers", lambda *_: None)
     monkeypatch.setattr(layout._Recorder, "_check_arguments", lambda *_: None)
     monkeypatch.setattr(layout, "window_of", lambda mask_function: None)

@@ -12,9 +12,9 @@ import torch
 from genlm import AsyncLM, Capability, ModelLoadError, UnsupportedCapabilityError
 from genlm.prefix import PrefixRows
 from genlm_hf.engine import HFEngine
-from genlm_hf.execution_paths import KnownPaths
+from genlm_hf.execution_paths import known_paths
 from genlm_hf.packed import layout
-from genlm_hf.packed.layout import UnknownMaskError, window_of
+from genlm_hf.packed.layout import UnsupportedMaskError, window_of
 
 from .families import FAMILIES
 from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
@@ -75,7 +75,7 @@ def test_a_lost_private_name_is_a_warning_that_says_what_to_do(
         "LlamaForCausalLM is served by the execution path 'slot_cache', which is much slower"
         in warning
     )
-    known = KnownPaths.shipped().versions["transformers"]
+    known = known_paths()["versions"]["transformers"]
     assert f"'packed' with transformers {known} (installed:" in warning
     assert "none of its configs has the attribute _attn_implementation_of_next" in warning
     assert "Install the versions named" in warning
@@ -231,7 +231,7 @@ def test_chunks_blocks_and_later_tokens_are_no_windows() -> None:
         lambda batch, head, query, key: (key <= query) & (key % 2 == 0),
         lambda batch, head, query, key: torch.zeros(3)[key],
     ):
-        with pytest.raises(UnknownMaskError):
+        with pytest.raises(UnsupportedMaskError):
             window_of(mask)
 
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from genlm_hf.engine import HFEngine
-from genlm_hf.forward import next_logits
+from genlm_hf.forward import padded_pass, taken_logits
 
 from .tiny import WIDTH, alone, answers, ids_of_lengths
 
-CPU = torch.device("cpu")
+
+def next_logits(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The logits after the last token of each sequence."""
+    served: Any = SimpleNamespace(model=model, device=torch.device("cpu"), pad_id=0)
+    last = [len(ids) - 1 for ids in sequences]
+
+    def take(states: torch.Tensor) -> torch.Tensor:
+        return states[torch.arange(len(last)), last][:, None]
+
+    return taken_logits(model, padded_pass(served, sequences), take)[:, 0]
 
 
 def test_the_output_embedding_sees_one_position_per_sequence(llama: Any) -> None:
     seen = []
     llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    next_logits(llama, ids_of_lengths(9, 23, 4), pad_id=0, device=CPU)
+    next_logits(llama, ids_of_lengths(9, 23, 4))
     assert seen == [(3, 1, WIDTH)]
 
 
@@ -28,7 +39,7 @@ def test_a_model_that_hides_its_output_embedding_is_right_too(
 ) -> None:
     monkeypatch.setattr(llama, "get_output_embeddings", lambda: None)
     sequences = ids_of_lengths(9, 23, 1)
-    logits = next_logits(llama, sequences, pad_id=0, device=CPU)
+    logits = next_logits(llama, sequences)
     for ids, row in zip(sequences, logits):
         assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
 
@@ -42,17 +53,10 @@ def test_the_model_is_told_what_is_padding(llama: Any, monkeypatch: pytest.Monke
         return forward(**inputs)
 
     monkeypatch.setattr(llama.model, "forward", record)
-    next_logits(llama, [[0, 0, 5], [7]], pad_id=0, device=CPU)
+    next_logits(llama, [[0, 0, 5], [7]])
     assert seen["input_ids"].tolist() == [[0, 0, 5], [7, 0, 0]]
     assert seen["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert seen["use_cache"] is False
-
-
-def test_earlier_positions_can_be_asked_for(llama: Any) -> None:
-    [ids] = ids_of_lengths(9)
-    logits = next_logits(llama, [ids, ids], pad_id=0, device=CPU, positions=[2, 8])
-    assert (logits[0].log_softmax(-1) - alone(llama, ids[:3], WIDTH)).abs().max() <= 1e-4
-    assert (logits[1].log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
 
 
 def test_the_hook_is_gone_when_the_model_raises(
@@ -63,7 +67,7 @@ def test_the_hook_is_gone_when_the_model_raises(
 
     monkeypatch.setattr(llama.model, "forward", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        next_logits(llama, [[3]], pad_id=0, device=CPU)
+        next_logits(llama, [[3]])
     assert not llama.lm_head._forward_pre_hooks
     assert "forward" not in vars(llama.lm_head)
 
@@ -77,7 +81,7 @@ def test_forwards_of_older_signatures_are_called_with_what_they_take(llama: Any)
             return llama.lm_head
 
     sequences = ids_of_lengths(9, 4)
-    logits = next_logits(Old(), sequences, pad_id=0, device=CPU)
+    logits = next_logits(Old(), sequences)
     for ids, row in zip(sequences, logits):
         assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
 

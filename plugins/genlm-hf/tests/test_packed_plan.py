@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence as Several
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from genlm.prefix import Node, PrefixTree, TreeBatch
-from genlm_hf.packed.plan import QueryGroup, group_tokens, plan_forward
+from genlm.prefix import PrefixTree, TreeBatch
+from genlm_hf.packed.plan import QueryGroup, plan_forward
 
 Sequence = tuple[int, ...]
 
 
-class Queries(NamedTuple):
-    """The query tokens that `group_tokens` divides."""
-
-    nodes: list[Node]
-    positions: np.ndarray[Any, Any]
-
-
-def grown(*sequences: Sequence) -> Queries:
-    """The query tokens at the ends of sequences, which are all in one tree."""
+def grown(*sequences: Sequence) -> Several[QueryGroup]:
+    """The groups of a pass over the last tokens of sequences, which are all cached."""
     tree = PrefixTree(100_000)
     for ids in sequences:
         tree.insert(None, ids)
     tree.commit()
-    nodes = [tree.find(None, ids) for ids in sequences]
-    return Queries(nodes, np.array([len(ids) - 1 for ids in sequences]))
-
-
-def check(groups: list[QueryGroup], queries: Queries) -> None:
-    members = np.concatenate([group.members for group in groups])
-    assert sorted(members) == list(range(len(queries.nodes)))
-    for group in groups:
-        for query, suffix in zip(group.members, group.suffixes, strict=True):
-            position = queries.positions[query]
-            past = queries.nodes[query].path_slots(0, position + 1)
-            assert len(group.prefix) <= position  # the query's own slot is in its suffix
-            seen = np.concatenate((group.prefix, suffix))
-            assert np.array_equal(seen[: len(past)], past)
-            assert (seen[len(past) :] == past[-1]).all()
+    nodes = [tree.insert(None, ids) for ids in sequences]
+    plan = plan_forward(TreeBatch(tree, None, sequences, nodes))
+    seen: list[tuple[QueryGroup, Any]] = [
+        (group, suffix) for group in plan.groups for suffix in group.suffixes
+    ]
+    assert len(seen) == len(sequences)
+    for ids, place in zip(sequences, plan.results, strict=True):
+        group, suffix = seen[place]
+        past = tree.find(None, ids).path_slots(0, len(ids))
+        assert len(group.prefix) < len(past)  # the query's own slot is in its suffix
+        slots = np.concatenate((group.prefix, suffix))
+        assert np.array_equal(slots[: len(past)], past)
+        assert (slots[len(past) :] == past[-1]).all()
+    return plan.groups
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,42 +42,33 @@ def check(groups: list[QueryGroup], queries: Queries) -> None:
 def test_prefix_and_suffix_of_a_token_are_its_past(sequences: set[Sequence]) -> None:
     # Each digit stands for 60 tokens, so that sharing pays.
     long = [tuple(np.repeat(ids, 60).tolist()) for ids in sequences]
-    queries = grown(*long)
-    check(list(group_tokens(*queries)), queries)
+    grown(*long)
 
 
 def test_particles_share_their_prompt_as_one_prefix() -> None:
-    queries = grown(*((*range(64), 1, i) for i in range(50)))
-    [group] = group_tokens(*queries)
+    [group] = grown(*((*range(64), 1, i) for i in range(50)))
     assert len(group.prefix) == 65
     assert group.suffixes.shape == (50, 1)
 
 
 def test_groups_bound_the_scores_of_their_prefix() -> None:
     prompt = range(2**14)
-    queries = grown(*((*prompt, i) for i in range(600)))
-    groups = list(group_tokens(*queries))
-    check(groups, queries)
+    groups = grown(*((*prompt, i) for i in range(600)))
     assert [len(group.members) for group in groups] == [256, 256, 88]
 
 
 def test_a_token_that_all_prompts_begin_with_does_not_join_them() -> None:
     prompts = [(0, first, *range(100)) for first in (1, 2)]
-    queries = grown(*((*prompt, i) for prompt in prompts for i in range(20)))
-    groups = list(group_tokens(*queries))
-    check(groups, queries)
+    groups = grown(*((*prompt, i) for prompt in prompts for i in range(20)))
     assert [len(group.prefix) for group in groups] == [102, 102]
 
 
 def test_short_contexts_of_different_prompts_share_a_group() -> None:
-    queries = grown(*((i, i + 1, i + 2) for i in range(0, 60, 3)))
-    assert len(list(group_tokens(*queries))) == 1
+    assert len(grown(*((i, i + 1, i + 2) for i in range(0, 60, 3)))) == 1
 
 
 def test_contexts_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
-    queries = grown(*((i, *range(120)) for i in range(5)), *((i, 7) for i in range(10, 20)))
-    groups = list(group_tokens(*queries))
-    check(groups, queries)
+    groups = grown(*((i, *range(120)) for i in range(5)), *((i, 7) for i in range(10, 20)))
     assert sum(group.suffixes.size for group in groups) <= 5 * 121 + 10 * 2
 
 

@@ -12,7 +12,7 @@ import torch
 from genlm import AsyncLM
 from genlm.core.model.population import Population
 from genlm_hf.engine import HFEngine
-from genlm_hf.packed import plan, tables
+from genlm_hf.packed import plan
 
 from .families import FAMILIES
 from .population import Oracle, used
@@ -72,8 +72,7 @@ def test_members_have_the_rows_of_their_sequences(
 def test_members_that_are_divided_into_small_clusters_have_the_same_rows(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "GROUP_COST", -1000)
-    monkeypatch.setattr(tables, "GROUP_COST", 0)
+    monkeypatch.setattr(plan, "_GROUP_COST", -1000)
     random.seed(6)
     torch.manual_seed(6)
     model = build_model(CASES[name][0], **CASES[name][1])

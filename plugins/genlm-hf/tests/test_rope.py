@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from genlm_hf.engine import HFEngine
-from genlm_hf.rope import depends_on_longest
 
 from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
 
@@ -68,25 +67,3 @@ def test_scaling_matters_in_these_models() -> None:
             build_model(model_type, **{**settings, "rope_parameters": plain}), long
         )
         assert (scaled - unscaled).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("rope", "expected"),
-    [
-        ({"rope_type": "default"}, False),
-        ({"rope_type": "yarn", "factor": 4.0}, False),
-        ({"rope_type": "dynamic", "factor": 4.0}, True),
-        ({"type": "dynamic", "factor": 4.0}, True),
-        ({"rope_type": "longrope"}, True),
-        ({"full": {"rope_type": "longrope"}, "sliding": {"rope_type": "default"}}, True),
-        ({"full": {"rope_type": "yarn"}, "sliding": {"rope_type": "default"}}, False),
-        (None, False),
-    ],
-)
-def test_the_config_tells_which_scaling_depends_on_the_longest(
-    rope: Any, expected: bool
-) -> None:
-    class Config:
-        rope_parameters = rope
-
-    assert depends_on_longest(Config()) is expected

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from genlm import AsyncLM, Capability, Query, TokenScores
 from genlm.plugin import rows_from_logits
-from genlm_hf import pieces
 from genlm_hf.engine import HFEngine
 
 from .families import FAMILIES, family
@@ -89,11 +88,6 @@ def largest_error(
     return float(torch.stack(errors).max())
 
 
-@pytest.fixture(autouse=True)
-def few_positions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_LOGITS_ON_CPU", 7 * WIDTH)
-
-
 @pytest.mark.parametrize("name", SERVED_BY)
 def test_scores_are_right_on_every_execution_path(name: str, tokenizer: Any) -> None:
     model_type, settings = FAMILIES[name]
@@ -153,16 +147,19 @@ def test_one_pass_scores_many_texts(llama: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_output_embedding_sees_a_few_positions_at_a_time_and_each_once(
-    llama: Any, tokenizer: Any, path: str
+def test_a_pass_has_a_limited_number_of_logits(
+    llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    monkeypatch.setattr("genlm_hf.engine._LOGITS_PER_BATCH_ON_CPU", 25 * WIDTH)
     engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
-    scores_of(engine, ids_of_lengths(5), [1])  # tests the model first
+    texts, starts = texts_of(20, 24, 13, 70), [1, 7, 11, 1]
     seen.clear()
-    scores_of(engine, ids_of_lengths(40), [12])
-    assert seen == [7, 7, 7, 7]
+    scores = scores_of(engine, texts, starts)
+    assert max(seen) == 25
+    assert sum(seen) == sum(map(len, texts)) - sum(starts)
+    assert largest_error(llama, texts, starts, scores) <= 1e-5
 
 
 def test_a_text_longer_than_the_cache_is_scored_without(llama: Any, tokenizer: Any) -> None:
@@ -254,41 +251,6 @@ def test_models_whose_rows_depend_on_the_length_are_scored_by_rows(
     for ids, start, scores in zip(texts, starts, scores_of(engine, texts, starts), strict=True):
         right = [right_scores(model, ids[: end + 1], end)[0] for end in range(start, len(ids))]
         assert (scores.logprobs - torch.cat(right)).abs().max() <= 1e-5
-
-
-# -- models whose logits cannot be computed in pieces -------------------------------------
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_without_a_decoder_all_logits_of_smaller_passes_are_computed(
-    llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
-    monkeypatch.setattr(pieces, "_decoders", lambda model: iter(()))
-    monkeypatch.setattr("genlm_hf.engine._LOGITS_PER_BATCH_ON_CPU", 25 * WIDTH)
-    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
-    texts, starts = texts_of(20, 24, 13), [1, 7, 11]
-    seen.clear()
-    assert largest_error(llama, texts, starts, scores_of(engine, texts, starts)) <= 1e-5
-    assert 13 < max(seen) <= 25
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_model_that_does_more_than_scale_logits_is_found_out(
-    llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Shifted(torch.nn.Module):
-        """Its logits depend on the place of a position in the pass."""
-
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            return head(states) + torch.arange(states.shape[1])[None, :, None] * slope
-
-    head, slope = llama.lm_head, torch.linspace(0, 3, WIDTH)
-    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
-    monkeypatch.setattr(engine._served.model, "lm_head", Shifted())
-    path_of = engine._choice.path
-    assert not getattr(path_of, "forward", path_of)._pieces.are_small
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -397,7 +359,7 @@ def test_the_rows_of_a_pass_are_not_copied_before_they_are_reduced(
         made.append(rows_from_logits(*args))
         return made[-1]
 
-    for module in ("genlm.prefix.rows", "genlm_hf.padded"):
+    for module in ("genlm.prefix.rows", "genlm.prefix.uncached"):
         monkeypatch.setattr(f"{module}.rows_from_logits", record)
     sequences = ids_of_lengths(5, 9, 7)
     rows = engine.evaluate([Query(i, tuple(ids)) for i, ids in enumerate(sequences)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from genlm_hf.served_model import context_window, embedding_rows, input_device, padding_id
+from genlm.plugin import context_window
+from genlm_hf.served_model import embedding_rows, input_device, padding_id
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -66,12 +67,13 @@ def test_the_window_is_what_the_config_states(
 ) -> None:
     config = transformers.AutoConfig.for_model(model_type, **settings)
     assert context_window(config) == expected
+    assert context_window(config.to_dict()) == expected
 
 
 def test_the_window_of_a_multimodal_model_is_that_of_its_text_model() -> None:
     text = {"max_position_embeddings": 64}
     config = transformers.AutoConfig.for_model("gemma3", text_config=text)
-    assert context_window(config) == 64
+    assert context_window(config.get_text_config()) == 64
 
 
 def test_the_longest_context_that_is_admitted_can_be_computed(

@@ -56,7 +56,7 @@ def test_chunks_too_long_for_the_self_test_are_refused_by_their_masks(
 ) -> None:
     model_type, options = FAMILIES["llama4_text"]
     model = build_model(model_type, **options | {"attention_chunk_size": 8192})
-    monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda served: None)
+    monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda *_: None)
     figures = HFEngine.from_model(model, tokenizer).statistics()
     assert figures["execution_path"] == "padded"
     assert str(figures["execution_path_reason"]).count("one of its masks is unknown") == 2

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from genlm.prefix import SCRATCH_SLOT, TableBatch
-from genlm_hf.packed.plan import PackedPlan
-from genlm_hf.packed.tables import plan_table
+from genlm_hf.packed.plan import PackedPlan, plan_table
 
 
 def batch_of(paths: list[list[int]], trunk: int = 0, tokens: int = 1) -> TableBatch:

@@ -10,8 +10,9 @@ import torch
 
 from genlm import AsyncLM, Capability, Query, TokenScores
 from genlm.testing import TINY_LLAMA, TinyModel, families
-from genlm_mlx import execution_paths, pieces
+from genlm_mlx import execution_paths, forward
 from genlm_mlx.engine import MLXEngine
+from genlm_mlx.forward import as_tensor
 
 from .conftest import Make
 from .driving import rows_of, used
@@ -58,17 +59,6 @@ def assert_right(
         assert scores.is_top.tolist() == [bool(row[i] >= row.max()) for row, i in pairs]
 
 
-@pytest.fixture(autouse=True)
-def few_positions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_LOGITS_AT_ONCE", 7 * 320)
-
-
-def pieces_of(engine: MLXEngine) -> pieces.OutputPieces:
-    path: Any = engine._choice.path
-    found: pieces.OutputPieces = getattr(path, "forward", path)._pieces
-    return found
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_scores_are_right_with_and_without_a_cache(path: str, llama: TinyModel) -> None:
     engine = MLXEngine(
@@ -77,7 +67,6 @@ def test_scores_are_right_with_and_without_a_cache(path: str, llama: TinyModel) 
     assert Capability.SCORE in engine.capabilities
     for _ in range(2):  # the second time most is cached
         assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
-    assert pieces_of(engine).are_small
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "cohere", "granite", "mamba", "gemma2"])
@@ -87,7 +76,6 @@ def test_logits_that_are_scaled_or_capped_and_other_layers_are_right(
     model = TinyModel.of(tmp_path, FAMILIES[name])
     engine = MLXEngine(model.path, dtype="float32", max_tokens_per_batch=60)
     assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), model.logprobs, 1e-4)
-    assert pieces_of(engine).are_small
 
 
 def test_windows_hide_what_they_should(make: Make) -> None:
@@ -133,14 +121,22 @@ def test_rows_after_scores_are_right(llama: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_without_a_decoder_all_logits_of_smaller_passes_are_computed(
+def test_a_pass_has_a_limited_number_of_logits(
     path: str, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "_modules", lambda model: iter(()))
+    sizes: list[int] = []
+
+    def recorded(array: Any) -> torch.Tensor:
+        sizes.append(array.shape[0])
+        return as_tensor(array)
+
+    for module in (execution_paths, forward):
+        monkeypatch.setattr(module, "as_tensor", recorded)
     monkeypatch.setattr(execution_paths, "LOGITS_PER_PASS", 11 * 320)
     engine = MLXEngine(llama.path, dtype="float32", execution_path=path)
+    sizes.clear()
     assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
-    assert not pieces_of(engine).are_small
+    assert max(sizes) == 11
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -159,26 +155,6 @@ def test_texts_whose_rows_depend_on_the_length_are_scored_by_rows(make: Make) ->
     assert engine.statistics()["execution_path"] == "uncached"
     found = scores_of(engine, TEXTS[:2], STARTS[:2])
     assert_right(TEXTS[:2], STARTS[:2], found, model.logprobs)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_what_raises_leaves_the_model_as_it_was(
-    path: str, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = MLXEngine(llama.path, dtype="float32", execution_path=path)
-    model = pieces_of(engine)._model
-    decoder = model["model"]
-
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("genlm.prefix.scoring.PieceScores.add", broken)
-        engine.submit(Query(0, TEXTS[0][:-1], targets=TEXTS[0][1:]))
-        [completion] = engine.step()
-        assert "out of memory" in str(completion.error)
-    assert model["model"] is decoder
-    assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
 
 
 def test_callers_get_scores(llama: TinyModel) -> None:

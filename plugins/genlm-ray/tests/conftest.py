@@ -14,7 +14,7 @@ from genlm_ray import cluster
 from genlm_ray.conformance import CLUSTER, RESOURCES
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def local_cluster() -> Iterator[None]:
     cluster.connect(None, CLUSTER, may_start=True)
     yield
@@ -22,7 +22,7 @@ def local_cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def load(request: pytest.FixtureRequest) -> Callable[..., genlm.AsyncLM]:
+def load(request: pytest.FixtureRequest, local_cluster: None) -> Callable[..., genlm.AsyncLM]:
     """Load replicas that end with the test."""
 
     def loaded(engine: str = "reference", model: str = "demo", **options: Any) -> genlm.AsyncLM:

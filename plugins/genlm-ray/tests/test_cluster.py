@@ -15,6 +15,8 @@ import ray
 from genlm import ModelLoadError
 from genlm_ray import cluster, serving
 
+pytestmark = pytest.mark.usefixtures("local_cluster")
+
 PROGRAM = """
 import subprocess
 import sys

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import os
-import pickle
 import queue
 import signal
 import subprocess
@@ -22,9 +20,8 @@ import torch
 
 import genlm
 from genlm import AdapterError, EngineDiedError
-from genlm_ray import serving
+from genlm_ray import replica, serving
 from genlm_ray.engine import RayEngine
-from genlm_ray.link import Attached, Dead, Events, ReplicaLink
 from genlm_ray.replica import Replica
 from genlm_ray.wire import ReplicaRequest
 
@@ -154,7 +151,7 @@ def in_process(monkeypatch, load):
         return actors
 
     def kill(actor, *, restart=False):
-        actor.replica._loop.close()
+        actor.replica._shared.scheduler.close()
         if restart:
             actor.restart()
         else:
@@ -163,6 +160,7 @@ def in_process(monkeypatch, load):
     monkeypatch.setattr(RayEngine, "_load", started)
     monkeypatch.setattr(serving, "check_versions", lambda *_: None)
     monkeypatch.setattr(serving, "kill", kill)
+    monkeypatch.setattr(replica, "_exit", lambda _: None)
 
     def loaded(**options):
         llm = load(**options)
@@ -214,15 +212,16 @@ def test_a_reduction_that_cannot_be_sent_costs_no_other_request(in_process):
         assert "Locked" in str(error)
         assert torch.is_tensor(await llm.next_token_logprobs([i, 1, 5]))
 
-    for i in range(4):  # more than the messages that may be unanswered
+    for i in range(10):  # more than the messages that may be unanswered
         asyncio.run(asyncio.wait_for(ask(i), 60))
-    assert engine._links[0].calls == 0
+    assert engine.driver.links[0].calls == 0
 
 
 def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_process):
     llm, engine, _ = in_process(replicas=1)
     llm.next_token_logprobs_sync([1, 2])
-    engine._events.put(Dead(engine._links[0], ConnectionError("gone")))
+    driver = engine.driver
+    driver.schedule(driver._mark_dead, driver.links[0], ConnectionError("gone"))
     error = _ended(llm.next_token_logprobs_sync, [1, 3])
     assert isinstance(error, EngineDiedError)
     errors = []
@@ -238,9 +237,9 @@ def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_proces
 def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, reference, what):
     llm, engine, [actor] = in_process(replicas=1, ping_timeout_s=0.3)
     if what == "it hangs":
-        actor.held = {"add_adapter", "ping"}
+        actor.held = {"configure", "ping"}
     else:
-        actor.run(actor.replica._end(engine._links[0].session)).result(60)
+        actor.run(actor.replica._end(engine.driver.links[0].session)).result(60)
     assert _ended(llm.load_lora, poet, "poet") is None
     reference.load_lora(poet, what)
     torch.testing.assert_close(
@@ -252,119 +251,91 @@ def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, refere
 
 def test_prefixes_that_change_while_a_replica_returns_are_loaded_there(in_process):
     llm, engine, actors = in_process(replicas=2)
-    link = engine._links[0]
+    link = engine.driver.links[0]
+    may_attach = threading.Event()
+    begin = Replica.attach
 
-    def lose(engine):
-        engine._lose(link, ConnectionError("gone"))
-        engine.cache_prefix([1, 2, 3], None)  # the other one has it, and then returns as it was
-        engine._handle(Attached(link, "other", {}, {}, []))
+    async def attach(self, driver, session, adapters, prefixes):
+        seen.append(prefixes)
+        if len(seen) == 1:
+            assert await asyncio.to_thread(may_attach.wait, 60)
+        return await begin(self, driver, session, adapters, prefixes)
 
-    for actor in actors:
-        actor.replica.cache_prefix = functools.partial(_cache_prefix, actor)
-    llm._scheduler.run(lose)
-    while link.session is None:
-        llm.next_token_logprobs_sync([1, 2])
+    async def configure(session, adapters, prefixes):
+        return True
+
+    seen = []
+    actors[0].replica.attach = types.MethodType(attach, actors[0].replica)
+    for actor in actors:  # the engine has no prefixes
+        actor.replica.configure = configure
+    engine.driver.schedule(link.lose, ConnectionError("gone"))
+    while not seen:
         time.sleep(0.01)
-    assert ("prefix", (1, 2, 3)) in actors[0].calls
-
-
-async def _cache_prefix(actor, session, token_ids, adapter):
-    actor.calls.append(("prefix", tuple(token_ids)))
-    return True
-
-
-def test_a_session_that_begins_is_not_told_what_was_meant_for_another():
-    sent = []
-
-    class Watched(ReplicaLink):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if name == "session" and value is not None:
-                self.send_oneway()  # as the monitor may at any time
-
-        def _call(self, method, replied, *arguments):
-            sent.append((method, *arguments))
-
-    link = Watched(0, None, "driver", Events())
-    link._messages = 5
-    link.abort(3)
-    link.begin("new", 1, {"statistics": {}, "pid": 1, "pending_queries": 9})
-    link.send_queries([])
-    assert [(method, number) for method, _, number, _ in sent] == [("exchange", 0)]
-    assert sent[0][3].aborted == []
+    llm._scheduler.run(lambda engine: engine.cache_prefix([1, 2, 3], None))  # the other has it
+    may_attach.set()
+    while link.session is None:
+        time.sleep(0.01)
+    assert seen == [[], [((1, 2, 3), None)]]
 
 
 def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):
     llm, engine, [actor] = in_process(replicas=1)
-    loop = actor.replica._loop
-    answer = loop._answer
+    take = actor.replica._take
 
-    def lose(name, completions):
-        loop._answer = answer
-        loop._drivers[name].in_engine.clear()
-        loop._drivers[name].on_finished()
+    def lose(state, message):
+        actor.replica._take = take
 
-    loop._answer = lose
+    actor.replica._take = lose
     row = _ended(llm.next_token_logprobs_sync, [1, 2])
     torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
     assert engine.statistics()["replica 0: restarts"] == 1
 
 
-def test_a_message_without_an_answer_that_is_lost_ends_its_session(in_process, reference):
-    llm, engine, _ = in_process(replicas=1)
-    [link] = engine._links
-    call = link._call
+def test_aborts_and_drops_that_are_lost_cost_no_request(in_process, reference):
+    llm, engine, [actor] = in_process(replicas=1)
 
-    def lose(method, replied, *arguments):
-        if method == "notify":
-            link._call = call
-            replied(None, ray.exceptions.ActorUnavailableError("gone", None))
-        else:
-            call(method, replied, *arguments)
+    async def refuse(session, message):
+        raise RuntimeError("lost")
 
-    link._call = lose
-    link.forget(10**6)
-    link.send_oneway()
+    actor.replica.notify, notify = refuse, actor.replica.notify
+    [link] = engine.driver.links
+    engine.driver.schedule(engine.driver._notify, link, ReplicaRequest(aborted=[10**6]))
+    while not any(method == "notify" for method, _ in actor.calls):
+        time.sleep(0.01)
+    actor.replica.notify = notify
     row = _ended(llm.next_token_logprobs_sync, [1, 2])
     torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
-    assert engine.statistics()["replica 0: restarts"] == 1
+    assert engine.statistics()["replica 0: restarts"] == 0
 
 
-def test_messages_have_room_for_a_query():
-    with pytest.raises(ValueError, match="max_rows_per_call=0"):
-        RayEngine("demo", engine="reference", max_rows_per_call=0)
+def test_replicas_have_room_for_a_query():
+    with pytest.raises(ValueError, match="max_in_flight=0"):
+        RayEngine("demo", engine="reference", max_in_flight=0)
 
 
 def test_a_message_that_fails_does_not_hold_up_the_next(load, reference):
     llm = load(replicas=1)
-    [link] = llm.engine._links
-    unknown = pickle.dumps([(0, 1, 10**6, b"", None, None, ())])
-    failed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    request = ReplicaRequest(unknown, count=1)
-    link._send("exchange", lambda _, error: failed.put(error), link.session, request)
-    assert isinstance(failed.get(timeout=60), ray.exceptions.RayTaskError)
+    [link] = llm.engine.driver.links
+    broken = ReplicaRequest(b"no pickle", count=1)
+    with pytest.raises(ray.exceptions.RayTaskError):
+        ray.get(link.actor.exchange.remote(link.session, broken), timeout=60)
     row = asyncio.run(asyncio.wait_for(llm.next_token_logprobs([5, 6]), 60))
     assert (row - reference.next_token_logprobs_sync([5, 6])).abs().max() <= 1e-5
 
 
-def test_a_replica_that_returns_while_nothing_is_asked_keeps_its_session(load, pids, reference):
-    """The engine's thread hears of the session with the next request, however late."""
+def test_a_replica_returns_while_nothing_is_asked(load, pids, reference):
     llm = load(replicas=2)
-    link = llm.engine._links[0]
+    link = llm.engine.driver.links[0]
+    first = link.session
     os.kill(pids(llm)[0], signal.SIGKILL)
-    while link.session is not None:
-        llm.next_token_logprobs_sync([1, 2])
-        time.sleep(0.01)
-    while link.attached is None:
+    while link.session in {first, None}:
         time.sleep(0.05)
-    first = link.attached
-    time.sleep(1.0)  # the monitor checks it five times
-    assert link.attached == first
+    second = link.session
     torch.testing.assert_close(
         llm.batch_next_token_logprobs_sync(PROMPTS),
         reference.batch_next_token_logprobs_sync(PROMPTS),
     )
-    assert link.session == first
+    assert link.session == second
     assert llm.statistics().engine["replica 0: restarts"] == 1
 
 

@@ -14,6 +14,7 @@ import torch
 
 from genlm import Population, PopulationError, get_backend
 from genlm.plugin import (
+    Completion,
     Generation,
     GroupQuery,
     GroupReduction,
@@ -22,11 +23,11 @@ from genlm.plugin import (
     Reduction,
     TokenSequence,
 )
-from genlm_ray.link import ReplicaLink
-from genlm_ray.populations import Populations
+from genlm_ray.driver import Driver, ReplicaLink
 from genlm_ray.router import Router
-from genlm_ray.serving_loop import ServingLoop
-from genlm_ray.wire import Sequences
+from genlm_ray.session import Session
+from genlm_ray.shared_engine import SharedEngine
+from genlm_ray.wire import Generations
 
 TIMEOUT_S = 60
 
@@ -60,14 +61,14 @@ class Unpicklable(LastColumn):
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list]]:
     """How many queries and which groups each message to a replica had."""
     found: list[tuple[int, list]] = []
-    send = ReplicaLink.send_queries
+    call = ReplicaLink.call
 
-    def noted(self, routed, groups=()):
-        if routed or groups:
-            found.append((len(routed), list(groups)))
-        send(self, routed, groups)
+    def noted(self, method, *arguments):
+        if method == "exchange" and (arguments[1].count or arguments[1].groups):
+            found.append((arguments[1].count, arguments[1].groups))
+        return call(self, method, *arguments)
 
-    monkeypatch.setattr(ReplicaLink, "send_queries", noted)
+    monkeypatch.setattr(ReplicaLink, "call", noted)
     return found
 
 
@@ -87,7 +88,7 @@ def test_a_population_is_one_message_of_new_columns(load, reference, messages):
         [(queries, [group])] = messages
         messages.clear()
         assert queries == 0
-        assert len(group.first) == (step == 0)
+        assert len(group.first.tails) == (step == 0)
         assert len(group.steps) == (0 if step == 0 else 1 + (step == 4))
         if step % 2:
             population = population[generator.integers(0, 30, 30)]
@@ -160,47 +161,92 @@ def _generations() -> tuple[Generation, Generation]:
     return first, Generation(later, first)
 
 
+def test_a_continuation_is_one_message_and_stays_with_its_replica(load, reference, messages):
+    llm = load(replicas=2)
+    messages.clear()
+    found, expected = (
+        each.population([72, 101], 30).sample_sync(8, seed=3) for each in (llm, reference)
+    )
+    [(_, [group])] = messages
+    for part in ("token_ids", "logprobs", "draw_logprob"):
+        torch.testing.assert_close(getattr(found, part), getattr(expected, part))
+    longer, also = (
+        each.population[::2].sample_sync(4, temperature=0.5, top_k=5, seed=4)
+        for each in (found, expected)
+    )
+    [packed] = messages[-1][1]
+    assert packed.known == group.sampled
+    assert packed.steps == []
+    assert torch.equal(longer.token_ids, also.token_ids)
+    _assert_rows(longer.population, reference)
+    assert len(messages) == 3  # one for each call
+
+
+def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> GroupQuery:
+    count = len(generation.lineage)
+    return GroupQuery(query_id, generation, np.arange(count), np.arange(count), reduction)
+
+
+def _generations() -> tuple[Generation, Generation]:
+    lineage = Lineage.of_sequences([TokenSequence.of([1, 2]), TokenSequence.of([3])])
+    first = Generation(lineage)
+    later, _ = lineage.extended(np.array([0, 1, 1]), np.array([5, 6, -1]))
+    return first, Generation(later, first)
+
+
 def test_groups_are_packed_for_what_their_replica_knows():
-    router = Router()
-    router.add(0)
-    populations, known = Populations(router), Sequences()
-    dropped: deque[int] = deque()
+    driver = Driver(
+        [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
+        load_timeout_s=1.0, max_in_flight=9,
+    )  # fmt: skip
+    for number, link in enumerate(driver.links):
+        link.number, link.dropped = number, deque()
+        driver.router.add(number)
+    [link, other] = driver.links
     first, later = _generations()
-    asked = [first, later, later]
+    known = Generations()
     rows = LastColumn(torch.zeros(3))
-    for query_id, generation in enumerate(asked):
-        populations.submit(_group(query_id, generation, rows))
-        [packed] = populations.take({0: dropped})[0]
-        assert packed.size == [2, 3, 0][query_id]
-        found = known.group(packed, None, lambda _: None)
-        lineage, expected = found.generation.lineage, generation.lineage
+
+    def packed(query_id, generation, link):
+        driver.router.submit([_group(query_id, generation, rows)])
+        [[routed]] = driver.router.take({link.number: 9}).values()
+        return driver._packed(link, routed)
+
+    def arrived(message):
+        return known.group(message, None, lambda _: None).generation.lineage
+
+    def finish(query_id, number=0, error=None):
+        return driver._finished(Completion(query_id, (), error), number)
+
+    for query_id, generation, size in ((0, first, 2), (1, later, 3), (2, later, 0)):
+        message = packed(query_id, generation, link)
+        assert message.size == size
+        lineage, expected = arrived(message), generation.lineage
         assert [lineage.sequence(i).token_ids for i in range(len(lineage))] == [
             expected.sequence(i).token_ids for i in range(len(expected))
         ]
         assert lineage.lengths.tolist() == expected.lengths.tolist()
-        assert found.generation.with_state() is None
-        assert populations.in_flight(0) == query_id + 1
-    assert router.work[0] == 8
-    assert len(known) == 5
-    assert populations.finished(0, 0)
-    del first, asked, generation
-    assert list(dropped) == [0]
-    known.drop(dropped.popleft())
-    assert len(known) == 3
-    assert not populations.finished(2, replica=1)
-    assert populations.refused(2, 0)  # the replica did not take the message
-    populations.submit(_group(3, later, rows))
-    [packed] = populations.take({0: dropped})[0]
-    assert (packed.known, packed.size) == (-1, 5)
-    router.reassign_from(0)
-    populations.reassign_from(0)
-    assert populations.take({}) == {}
-    router.add(1)
-    taken = populations.take({1: deque()})[1]
-    assert [each.query_id for each in taken] == [1, 3]
-    assert [populations.finished(i, 1) for i in (0, 1, 2, 3)] == [False, True, False, True]
-    assert router.work[1] == 0
-    assert len(populations) == 0
+        assert finish(query_id).query_id == query_id
+    assert known.sequences == 5
+    del first, generation
+    assert list(link.dropped) == [0]
+    known.drop(link.dropped.popleft())
+    assert known.sequences == 3
+    _, unanswered = _generations()
+    messages = [packed(query_id, unanswered, link) for query_id in (3, 4)]
+    assert [each.size for each in messages] == [5, 5]  # it may get the second one first
+    assert messages[0].number != messages[1].number
+    assert finish(3, error=RuntimeError()).error is not None  # it has none of the first one
+    assert list(link.dropped) == [messages[0].number]
+    assert finish(4).query_id == 4
+    assert packed(5, unanswered, link).size == 0
+    driver.router.reassign_from(0)  # it was lost with its generations
+    [[routed]] = driver.router.take({1: 9}).values()
+    assert (routed.query.query_id, driver._packed(other, routed).size) == (5, 5)
+    assert finish(5, number=0) is None
+    assert finish(5, number=1).query_id == 5
+    assert len(driver.router) == 0
+    driver.close()
 
 
 @pytest.mark.parametrize("expanded", [False, True])
@@ -212,9 +258,6 @@ def test_groups_share_the_engine_and_own_reductions_run_on_another_thread(expand
         for name in ("vocabulary", "max_context", "capabilities", "submit", "step", "abort"):
             setattr(engine, name, getattr(inner, name))
         engine.close, engine.statistics = inner.close, inner.statistics
-    loop = ServingLoop(lambda: engine, on_death=lambda _error: None)
-    finished = threading.Event()
-    loop.attach("poet", finished.set)
     _, later = _generations()
     threads: list[str] = []
 
@@ -223,14 +266,18 @@ def test_groups_share_the_engine_and_own_reductions_run_on_another_thread(expand
             threads.append(threading.current_thread().name)
             return super().compute(rows, row_of, members)
 
-    group = _group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))
-    loop.submit("poet", [group])
-    assert finished.wait(TIMEOUT_S)
-    [(query_id, result, error)], _ = loop.finished("poet")
+    async def main():
+        shared = SharedEngine(lambda: engine)
+        session = Session("poet", shared, TIMEOUT_S)
+        session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))], {})
+        await session.changed.wait()
+        await asyncio.to_thread(shared.scheduler.close)
+        return session.finished
+
+    [(query_id, result, error)] = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     assert (query_id, error) == (7, None)
     sequences = [later.lineage.sequence(i).token_ids for i in range(3)]
     model = get_backend("reference")("demo")
     rows = model.evaluate([Query(i, ids) for i, ids in enumerate(sequences)])
     torch.testing.assert_close(result.columns[0], rows[:, -1] + torch.arange(3.0))
-    assert set(threads) == {"genlm-reductions"}
-    loop.close()
+    assert {name.rpartition("_")[0] for name in threads} == {"genlm-reductions"}

@@ -1,21 +1,28 @@
-"""One replica in this process: messages that are lost or fail, limits, supervision."""
+"""One replica in this process: messages that fail, limits, supervision."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from genlm import AdapterError, ModelLoadError
-from genlm.plugin import EvaluationError, Query
+from genlm.core.rows.group_reductions import Rows
+from genlm.plugin import (
+    EvaluationError,
+    Generation,
+    GroupQuery,
+    Lineage,
+    Query,
+    TokenSequence,
+)
 from genlm_ray import replica, wire
 from genlm_ray.replica import Replica, ReplicaSpec, ServingLimits
-from genlm_ray.router import Router
 
 SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
 
@@ -26,22 +33,17 @@ def _run(main, **changes):
     async def run():
         served = Replica(dataclasses.replace(SPEC, **changes))
         try:
-            await main(served, await served._engine())
+            await main(served, (await served._loaded()).engine._engine)
         finally:
             if served._supervisor is not None:
                 served._supervisor.cancel()
-            served._loop.close()
+            served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def _request(*prompts, router=None):
-    router = Router() if router is None else router
-    if not router.replicas:
-        router.add(0)
-    first = len(router)
-    router.assign([Query(first + i, ids) for i, ids in enumerate(prompts)])
-    return wire.packed_queries(router.take(0, 100), 0)
+def _request(*prompts, first=0):
+    return wire.packed_queries([Query(first + i, ids) for i, ids in enumerate(prompts)])
 
 
 def _answers(response):
@@ -59,14 +61,13 @@ def test_answers_that_could_not_be_packed_are_sent_with_the_next_message(monkeyp
         await served.attach("driver", "session", {}, [])
         monkeypatch.setattr(wire.TRANSPORT, "pack_completions", broken)
         with pytest.raises(RuntimeError, match="no memory"):
-            await served.exchange("session", 0, _request((1, 2), (3, 4)))
-        found, message = [], 1
+            await served.exchange("session", _request((1, 2), (3, 4)))
+        found = []
         while len(found) < 2:
-            response = await served.exchange("session", message, wire.ReplicaRequest())
+            response = await served.exchange("session", wire.ReplicaRequest())
             answered = _answers(response)
             assert answered
             found += answered
-            message += 1
         assert sorted(each.query_id for each in found) == [0, 1]
         assert all(torch.is_tensor(each.result) for each in found)
 
@@ -77,40 +78,20 @@ def test_statistics_that_cannot_be_pickled_cost_no_answer():
     async def main(served, engine):
         engine.statistics = lambda: {"lock": threading.Lock(), "rows": 3}
         await served.attach("driver", "session", {}, [])
-        response = await served.exchange("session", 0, _request((1, 2)))
+        response = await served.exchange("session", _request((1, 2)))
         assert response.statistics == {"rows": 3}
 
     _run(main)
 
 
-def test_a_message_that_never_arrives_ends_the_session_although_pings_are_answered():
+def test_a_program_may_have_so_many_queries_and_the_rest_is_refused():
     async def main(served, _engine):
         await served.attach("driver", "session", {}, [])
-
-        async def ping():
-            while True:
-                await served.ping("session")
-                await asyncio.sleep(0.01)
-
-        pinging = asyncio.create_task(ping())
-        assert await served.exchange("session", 1, _request((1, 2))) is None  # 0 was lost
-        assert "session" not in served._sessions
-        pinging.cancel()
-
-    _run(main, driver_timeout_s=0.3)
-
-
-def test_a_program_may_have_so_many_queries_and_sequences_and_the_rest_is_refused():
-    async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
-        router, messages = Router(), itertools.count()
 
         async def answered(*prompts):
-            request = _request(*prompts, router=router)
-            found = _answers(await served.exchange("session", next(messages), request))
+            found = _answers(await served.exchange("session", _request(*prompts)))
             while len(found) < len(prompts):
-                request = wire.ReplicaRequest()
-                response = await served.exchange("session", next(messages), request)
+                response = await served.exchange("session", wire.ReplicaRequest())
                 found += _answers(response)
             return len(found)
 
@@ -118,10 +99,29 @@ def test_a_program_may_have_so_many_queries_and_sequences_and_the_rest_is_refuse
             await answered((1,), (2,), (3,), (4,))
         assert await answered((5,), (6,), (7,)) == 3
         assert await answered((8,), (9,)) == 2
-        with pytest.raises(EvaluationError, match="has 5 sequences at a replica and sends 1"):
-            await answered((10,))
 
-    _run(main, limits=ServingLimits(pending_queries=3, sequences=5))
+    _run(main, limits=ServingLimits(pending_queries=3))
+
+
+def test_a_program_may_have_so_many_sequences_of_populations():
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+        places = np.arange(3)
+        lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in range(3)])
+
+        async def answered(number):
+            group = GroupQuery(number, Generation(lineage), places, places, Rows())
+            request = wire.ReplicaRequest(groups=[wire.packed_group(group, number, None, -1)])
+            [found] = _answers(await served.exchange("session", request))
+            return found.error
+
+        assert await answered(0) is None
+        with pytest.raises(EvaluationError, match="has 3 sequences at a replica and sends 3"):
+            await answered(1)
+        await served.notify("session", wire.ReplicaRequest(dropped=[0]))
+        assert await answered(2) is None
+
+    _run(main, limits=ServingLimits(sequences=5))
 
 
 def test_a_replica_serves_so_many_programs():
@@ -138,13 +138,15 @@ def test_a_replica_serves_so_many_programs():
 
 def test_a_program_may_load_so_many_adapters(tmp_path):
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+    path = str(tmp_path)
 
-    async def main(served, _engine):
-        await served.attach("driver", "session", {"poet": str(tmp_path)}, [])
-        with pytest.raises(AdapterError, match="loaded 1 adapters"):
-            await served.add_adapter("session", "bard", str(tmp_path))
-        await served.remove_adapter("session", "poet")
-        assert await served.add_adapter("session", "bard", str(tmp_path))
+    async def main(served, engine):
+        await served.attach("driver", "session", {"poet": path}, [])
+        with pytest.raises(AdapterError, match=r"asked for 2 adapters .* allows 1"):
+            await served.configure("session", {"poet": path, "bard": path}, [])
+        assert list(engine._adapters) == ["poet-driver"]
+        assert await served.configure("session", {"bard": path}, [])
+        assert list(engine._adapters) == ["bard-driver"]
 
     _run(main, limits=ServingLimits(adapters=1))
 
@@ -161,17 +163,18 @@ class Kept:
 def test_prefixes_are_kept_for_their_program_and_as_long_as_it_is_attached():
     async def main(served, engine):
         kept = Kept(engine)
+        first, second, third = ((1, 2), None), ((3, 4), None), ((5,), None)
         await served.attach("one", "first", {}, [])
         await served.attach("two", "second", {}, [((7, 8), None)])
-        for ids in ([1, 2], [3, 4], [1, 2]):  # one of them twice
-            assert await served.cache_prefix("first", ids, None)
+        assert await served.configure("first", {}, [first, second, first])
         with pytest.raises(EvaluationError, match=r"would keep 5 tokens; .* allows 4"):
-            await served.cache_prefix("first", [5], None)
-        await served.clear_prefix_cache("first")
+            await served.configure("first", {}, [first, second, third])
+        assert kept.prefixes == [((7, 8), None), first, second]
+        await served.configure("first", {}, [])
         assert kept.prefixes == [((7, 8), None)]
-        await served.cache_prefix("first", [5], None)
+        await served.configure("first", {}, [third])
         await served.detach("second")
-        assert kept.prefixes == [((5,), None)]
+        assert kept.prefixes == [third]
 
     _run(main, limits=ServingLimits(prefix_tokens=4))
 
@@ -183,9 +186,9 @@ def test_prefixes_of_an_adapter_that_was_freed_are_not_computed_again(tmp_path):
         kept = Kept(engine)
         await served.attach("one", "first", {"poet": str(tmp_path)}, [((1, 2), "poet")])
         assert kept.prefixes == [((1, 2), "poet-one")]
-        await served.remove_adapter("first", "poet")
-        await served.attach("two", "second", {}, [])
-        await served.clear_prefix_cache("second")
+        await served.configure("first", {}, [])
+        await served.attach("two", "second", {}, [((3,), None)])
+        await served.configure("second", {}, [])
         assert kept.prefixes == []
 
     _run(main)
@@ -210,9 +213,9 @@ def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(mon
             await attaching
         may_load.set()
         description = await served.attach("other", "another", {}, [])
-        assert description["max_context"] == served._loop.built.result().max_context
+        assert description["max_context"] == served._shared.engine.max_context
         served._supervisor.cancel()
-        served._loop.close()
+        served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -231,7 +234,7 @@ def test_a_replica_ends_its_process_when_a_step_takes_too_long(monkeypatch):
         may_go_on = threading.Event()
         engine.step = lambda: may_go_on.wait(60) and []
         await served.attach("driver", "session", {}, [])
-        asking = asyncio.create_task(served.exchange("session", 0, _request((1, 2))))
+        asking = asyncio.create_task(served.exchange("session", _request((1, 2))))
         await ended.wait()
         may_go_on.set()
         asking.cancel()

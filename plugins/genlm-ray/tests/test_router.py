@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from genlm.plugin import Query, SamplingParams, TokenSequence
+from genlm.plugin import Generation, GroupQuery, Lineage, Query, TokenSequence
 from genlm_ray.router import MAX_RECOMPUTED, SHARED, Router
 
 PROMPT = TokenSequence.of(range(256))
@@ -30,14 +31,18 @@ class Asker:
     def evaluate(self, sequences: list[TokenSequence]) -> list[int]:
         """Ask all at once, answer all, and return the replica of each."""
         queries = [self.query(sequence) for sequence in sequences]
-        self.router.assign(queries)
-        where = {}
-        for replica in self.router.replicas:
-            for routed in self.router.take(replica, 10**6):
-                where[routed.query.query_id] = replica
+        self.router.submit(queries)
+        where = {
+            routed.query.query_id: replica
+            for replica, taken in self.take_all().items()
+            for routed in taken
+        }
         for query_id, replica in where.items():
             assert self.router.finished(query_id, replica)
         return [where[query.query_id] for query in queries]
+
+    def take_all(self):
+        return self.router.take(dict.fromkeys(self.router.replicas, 10**6))
 
 
 def extended(sequences: list[TokenSequence], token: int = 7) -> list[TokenSequence]:
@@ -119,32 +124,32 @@ def test_small_families_move_only_within_the_share_of_recomputed_tokens():
 def test_an_idle_replica_takes_what_waits_for_another():
     asker = Asker(1)
     router = asker.router
-    router.assign([asker.query(each) for each in children(PROMPT, 200)])
-    assert len(router.take(0, 40)) == 40
+    router.submit([asker.query(each) for each in children(PROMPT, 200)])
+    assert len(router.take({0: 40})[0]) == 40
+    assert router.take({0: 0}) == {}
     router.add(1)
-    taken = router.take(1, 40)
-    assert len(taken) == 40
-    assert {each.replica for each in taken} == {1}
-    assert router.take(1, 0) == []
+    taken = router.take({0: 0, 1: 40})
+    assert list(taken) == [1]
+    assert len(taken[1]) == 40
+    assert {each.replica for each in taken[1]} == {1}
 
 
 def test_what_a_lost_replica_had_goes_to_the_others_in_the_same_order():
     asker = Asker(2)
     router = asker.router
     queries = [asker.query(TokenSequence.of([i, i])) for i in range(20)]
-    router.assign(queries)
-    kept = [each.query.query_id for each in router.take(0, 4)]
-    router.take(1, 4)
+    router.submit(queries)
+    sent = router.take({0: 4, 1: 4})
+    kept = [each.query.query_id for each in sent[0]]
+    assert len(kept) == len(sent[1]) == 4
     router.reassign_from(1)
-    after = [each.query.query_id for each in router.take(0, 100)]
-    lost = [one.query_id for one in queries if one.query_id not in kept]
-    waiting = [one for one in after if one in lost]
-    assert sorted(after) == sorted(lost)
-    assert [one for one in waiting if one % 2] == sorted(one for one in waiting if one % 2)
+    after = [each.query.query_id for each in router.take({0: 100})[0]]
+    assert after == [one.query_id for one in queries if one.query_id not in kept]
     router.reassign_from(0)
     assert len(router) == 20
+    assert router.take({}) == {}
     router.add(2)
-    assert [each.query.query_id for each in router.take(2, 100)] == sorted(
+    assert [each.query.query_id for each in router.take({2: 100})[2]] == sorted(
         query.query_id for query in queries
     )
 
@@ -154,28 +159,34 @@ def test_a_context_is_forgotten_when_it_is_released_or_the_least_recently_used()
     router = asker.router
     sequences = [TokenSequence.of([i]) for i in range(6)]
     asker.evaluate(sequences)
-    assert len(router.dropped()) == 2
-    router.release(None, sequences[5].key)
-    router.release(None, sequences[5].key)
-    assert [context.length for context in router.dropped()] == [1]
+    released = [router.release(None, each.key) for each in sequences]
+    assert released[:2] == [None, None]
+    assert [each.sequence for each in released[2:]] == sequences[2:]
+    assert [list(each.replicas) for each in released[2:]] == [[0]] * 4
+    assert router.release(None, sequences[5].key) is None
 
 
 def test_adapters_keep_contexts_apart():
     asker = Asker(2)
     asker.evaluate([PROMPT])
     query = asker.query(TokenSequence.of([1], PROMPT), "poet")
-    asker.router.assign([query])
-    [routed] = [each for replica in (0, 1) for each in asker.router.take(replica, 9)]
+    asker.router.submit([query])
+    [[routed]] = asker.take_all().values()
     assert routed.parent is None
 
 
-def test_continuations_cost_what_they_draw():
+def test_populations_cost_their_sequences():
     asker = Asker(2)
     router = asker.router
-    drawing = Query(100, TokenSequence.of([1]), sampling=SamplingParams(max_tokens=50))
-    router.assign([drawing])
+    places = np.arange(50)
+    lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in places.tolist()])
+    router.submit([GroupQuery(100, Generation(lineage), places, places, None)])
+    [[group]] = asker.take_all().values()
+    assert router.work[group.replica] == 50
     where = asker.evaluate([TokenSequence.of([i, 3]) for i in range(20)])
-    assert where.count(0) == 0 or where.count(1) == 0
+    assert group.replica not in where
+    assert router.finished(100, group.replica) is group
+    assert router.work == {0: 0, 1: 0}
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -197,18 +208,20 @@ class RouterMachine(RuleBasedStateMachine):
             for which, token in picks
         ]
         queries = [self.asker.query(each) for each in sequences]
-        self.router.assign(queries)
+        self.router.submit(queries)
         self.known += sequences
         self.unanswered += [query.query_id for query in queries]
 
     @precondition(lambda self: self.router.replicas)
     @rule(which=st.integers(0, 9), most=st.integers(0, 20))
     def take(self, which, most):
-        replica = self.router.replicas[which % len(self.router.replicas)]
-        for each in self.router.take(replica, most):
-            assert each.query.query_id not in self.sent
-            assert self.router.sent_to(each.query.query_id) == replica
-            self.sent[each.query.query_id] = replica
+        room = {one: (one + which) % (most + 1) for one in self.router.replicas}
+        for replica, taken in self.router.take(room).items():
+            assert 0 < len(taken) <= room[replica]
+            for each in taken:
+                assert each.query.query_id not in self.sent
+                assert each.replica == replica
+                self.sent[each.query.query_id] = replica
 
     @precondition(lambda self: self.unanswered)
     @rule(which=st.integers(0, 999), stale=st.booleans())
@@ -244,16 +257,13 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def each_query_is_in_one_place(self):
         router = self.router
-        assert sorted(router._routed) == sorted(self.unanswered)
+        assert sorted([*router._waiting, *router._sent]) == sorted(self.unanswered)
         assert len(router) == len(self.unanswered)
-        if router.replicas:
-            in_flight = sum(router.in_flight(one) for one in router.replicas)
-            waiting = sum(map(len, router._waiting.values()))
-            assert in_flight == len(self.sent)
-            assert in_flight + waiting == len(self.unanswered)
-            for replica, work in router.work.items():
-                queries = [*router._waiting[replica].values(), *router._sent[replica].values()]
-                assert work == pytest.approx(sum(each.cost for each in queries), abs=1e-6)
+        assert {one: each.replica for one, each in router._sent.items()} == self.sent
+        for replica, work in router.work.items():
+            sent = [each for each in router._sent.values() if each.replica == replica]
+            assert router.in_flight(replica) == len(sent)
+            assert work == pytest.approx(sum(each.cost for each in sent), abs=1e-6)
 
 
 RouterMachine.TestCase.settings = settings(

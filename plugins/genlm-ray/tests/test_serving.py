@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 import genlm
 from genlm import AdapterError, ModelLoadError
 from genlm.cli import app
+from genlm.plugin import Query
 from genlm.testing import TinyModel
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
 from genlm_ray.replica import ServingLimits
-from genlm_ray.wire import ReplicaRequest
+from genlm_ray.wire import ReplicaRequest, packed_queries
 
 DRIVER = """
 import asyncio, os, signal, sys
@@ -124,17 +125,18 @@ def test_a_client_does_not_set_when_a_shared_replica_is_restarted(chat, option):
 
 
 def test_pings_are_answered_beside_the_long_polls_of_150_drivers(address):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     serving.serve("busy", "demo", "reference", resources=RESOURCES, driver_timeout_s=1000)
     try:
         [actor] = serving.actors_of("busy")
         ray.get(actor.attach.remote("driver", "session", {}, []))
-        polls = [  # each waits for message 0
-            actor.exchange.remote("session", 1 + number, ReplicaRequest())
-            for number in range(150 * 8)
-        ]
+        endless = packed_queries([Query(0, (1, 2), outputs=(Endless(),))])
+        polls = [actor.exchange.remote("session", endless)]
+        polls += [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
         ray.get(actor.ping.remote("session"), timeout=120)
         assert not ray.wait(polls, num_returns=1, timeout=0)[0]
     finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         serving.stop("busy")
 
 
@@ -144,8 +146,7 @@ import ray, ray.cloudpickle
 from genlm import get_backend
 from genlm.plugin import Query
 from genlm_ray.replica import Replica, ReplicaSpec
-from genlm_ray.router import Router
-from genlm_ray import wire
+from genlm_ray.wire import packed_queries
 
 class Hanging(Replica):
     def _build(self):
@@ -159,11 +160,8 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 spec = ReplicaSpec("reference", "demo", {}, "", 1, 60.0, step_timeout_s=1.0)
 actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10).remote(spec)
 ray.get(actor.attach.remote("driver", "session", {}, []))
-router = Router()
-router.add(0)
-router.assign([Query(0, (1, 2))])
 try:
-    ray.get(actor.exchange.remote("session", 0, wire.packed_queries(router.take(0, 1), 0)))
+    ray.get(actor.exchange.remote("session", packed_queries([Query(0, (1, 2))])))
 except ray.exceptions.ActorDiedError:
     print("the replica's process has ended")
 """
@@ -275,7 +273,7 @@ def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
     with genlm.load_model("chat", "ray", output_cache=genlm.OutputCache(0)) as llm:
         llm.next_token_logprobs_sync([1, 2])
         engine = llm._scheduler.engine
-        for link in engine._links:  # as the replicas do after `driver_timeout_s`
+        for link in engine.driver.links:  # as the replicas do after `driver_timeout_s`
             ray.get(link.actor.detach.remote(link.session))
         prompts = [[i, 7] for i in range(40)]
         torch.testing.assert_close(
@@ -330,7 +328,7 @@ def test_a_driver_that_is_silent_is_forgotten(address):
         assert ray.get(actor.describe.remote())["drivers"] == {"session": 0}
         while ray.get(actor.describe.remote())["drivers"]:
             time.sleep(0.05)
-        assert ray.get(actor.exchange.remote("session", 0, ReplicaRequest())) is None
+        assert ray.get(actor.exchange.remote("session", ReplicaRequest())) is None
     finally:
         assert serving.stop("brief") == 1
     with pytest.raises(ModelLoadError, match="serves"):
@@ -367,7 +365,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     async def main():
         spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
         served = replica.Replica(spec)
-        engine = await served._engine()
+        engine = (await served._loaded()).engine._engine
 
         def refuse(*_):
             raise RuntimeError("no")
@@ -378,18 +376,12 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
         for driver in ("second", "third"):  # one ends, and the next one ends too
             found = await served.attach(driver, driver, {}, [])
             assert found["statistics"]
-            assert (await served.exchange(driver, 0, ReplicaRequest())).statistics
+            assert (await served.exchange(driver, ReplicaRequest())).statistics
             while served._sessions:
                 await asyncio.sleep(0.02)
-        for ended in (
-            await served.add_adapter("third", "poet", str(tmp_path)),
-            await served.remove_adapter("third", "poet"),
-            await served.cache_prefix("third", [1], None),
-            await served.clear_prefix_cache("third"),
-        ):
-            assert ended is False
+        assert await served.configure("third", {"poet": str(tmp_path)}, []) is False
         served._supervisor.cancel()
-        served._loop.close()
+        served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -409,13 +401,13 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
             return await call(function)
 
         served._call = slow
-        added = asyncio.create_task(served.add_adapter("first", "poet", path))
+        added = asyncio.create_task(served.configure("first", {"poet": path}, []))
         await begun.wait()
         await served.attach("driver", "second", {"poet": path}, [])  # its name is free again
         assert await added is False
-        assert served._sessions["second"].adapters == ["poet"]
+        assert served._sessions["second"].adapters == {"poet": path}
         served._supervisor.cancel()
-        served._loop.close()
+        served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -437,12 +429,12 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
         await served.attach("other", "first", {}, [])  # starts to watch
         adapters = {"poet": str(tmp_path)}
         await served.attach("driver", "session", adapters, [])
-        assert served._sessions["session"].adapters == ["poet"]
+        assert served._sessions["session"].adapters == adapters
         with pytest.raises(AdapterError):
             await served.attach("another", "failed", {"no": str(tmp_path / "no")}, [])
         while served._sessions:
             await asyncio.sleep(0.05)
         served._supervisor.cancel()
-        served._loop.close()
+        served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -128,10 +128,10 @@ def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     check_scores(*scores(engine, [(text, 1)]), tiny, text, 1)
 
 
-def test_pieces_of_any_size_give_the_same(
+def test_decoded_texts_have_the_same_scores(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._choice.path.forward, "_piece", 7)
+    monkeypatch.setattr(engine._choice.path.forward, "_reads_states", False)
     asked = texts_of(tiny)
     for found, each in zip(scores(engine, asked), asked, strict=True):
         check_scores(found, tiny, *each)

@@ -47,9 +47,6 @@ THIRD_PARTY = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "newer: needs a newer vLLM than the oldest supported one"
-    )
     for warning in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", warning)
 

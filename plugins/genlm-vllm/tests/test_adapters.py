@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from genlm import AdapterError, Capability, UnknownAdapterError
-from genlm_vllm.adapters import check_config
 from genlm_vllm.conformance import TinyLlama
 
 from .traffic import finish, largest_error, prompts, rows, submit
@@ -115,21 +114,12 @@ def test_a_bad_adapter_is_refused_and_changes_nothing(
     assert engine._adapters.names == ("red", "blue")
 
 
-def test_settings_that_an_old_vllm_ignores_are_refused(tiny: Any, tmp_path: Path) -> None:
-    shutil.copytree(tiny.adapters["red"], tmp_path, dirs_exist_ok=True)
-    edited({"alpha_pattern": {"q_proj": 9}, "rank_pattern": {}})(tmp_path)
-    check_config("bad", str(tmp_path), read={"alpha_pattern", "rank_pattern"})
-    with pytest.raises(AdapterError, match=r"has alpha_pattern=\{'q_proj': 9\}, which"):
-        check_config("bad", str(tmp_path), read={"r", "lora_alpha"})
-
-
 def test_a_name_keeps_its_adapter(engine: Any, tiny: Any) -> None:
     with pytest.raises(AdapterError, match="'red' is loaded already"):
         engine.add_adapter("red", tiny.adapters["blue"])
     check(engine, tiny)
 
 
-@pytest.mark.newer
 def test_ranks_and_alphas_of_single_layers_are_kept(
     engine: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Rows and continuations of an engine in this process, under every batching of vLLM's.
+"""Rows of an engine in this process, under every batching of vLLM's.
 
 They run on both of vLLM's model runners, see `interpreted_triton`.
 
@@ -18,13 +18,11 @@ from genlm import (
     ContextLengthError,
     EvaluationError,
     Query,
-    SamplingParams,
     TokenIdError,
     UnknownAdapterError,
 )
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.row_buffer import ROW_BUFFER
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -104,67 +102,13 @@ def test_requests_join_a_running_batch(engine: Any, tiny: Any) -> None:
     assert largest_error(tiny, in_order, asked) <= 1e-4
 
 
-def test_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
-    asked = prompts(70, 3, 140, 20, 1, 33)
-    plans = [SamplingParams(12, 1.0, frozenset(), seed) for seed in range(len(asked))]
-    queries = []
-    for ids, plan in zip(asked, plans, strict=True):
-        queries += [submit(engine, ids), submit(engine, ids, None, plan)]
-    found = finish(engine, queries)
-    assert largest_error(tiny, found[::2], asked) <= 1e-4
-    for ids, plan, tokens in zip(asked, plans, found[1::2], strict=True):
-        assert tokens == expected_draws(tiny, ids, 12, plan.seed or 0)
-
-
 def test_a_continuation_does_not_depend_on_chunks_or_company(engine: Any, tiny: Any) -> None:
-    asked = prompts(200, 9, 65)
-    alone = [drawn(engine, ids, 8, seed=5) for ids in asked]
-    assert alone == [expected_draws(tiny, ids, 8, 5) for ids in asked]
+    asked = prompts(200, 9, 65, engine.max_context - 7)
+    alone = [expected_draws(tiny, ids, 8, seed) for seed, ids in enumerate(asked)]
+    assert drawn(engine, asked, 8) == alone
     engine.clear_prefix_cache()
-    plan = SamplingParams(8, 1.0, frozenset(), 5)
-    queries = [submit(engine, ids, None, plan) for ids in asked * 3]
-    assert finish(engine, queries) == alone * 3
-
-
-def test_temperature_zero_takes_the_most_likely_token(engine: Any, tiny: Any) -> None:
-    [prompt] = prompts(20)
-    greedy = expected_draws(tiny, prompt, 10, 0, temperature=0.0)
-    for seed in (0, 1):
-        assert drawn(engine, prompt, 10, seed, temperature=0.0) == greedy
-    assert drawn(engine, prompt, 10, 1, temperature=0.7) == expected_draws(
-        tiny, prompt, 10, 1, temperature=0.7
-    )
-
-
-def test_a_continuation_stops_at_an_id_whatever_its_text(engine: Any, tiny: Any) -> None:
-    [prompt] = prompts(20, seed=2)
-    free = expected_draws(tiny, prompt, 20, 3)
-    for stops in ({free[6]}, {free[0]}, {free[6], free[2], 1}, {2}):
-        end = next((i for i, token in enumerate(free) if token in stops), 20)
-        plan = SamplingParams(20, 1.0, frozenset(stops), 3)
-        [tokens] = finish(engine, [submit(engine, prompt, None, plan)])
-        assert tokens == free[:end], stops
-
-
-def test_a_continuation_without_a_seed_is_new_each_time(engine: Any) -> None:
-    [prompt] = prompts(5)
-    plan = SamplingParams(20, 1.5)
-    queries = [submit(engine, prompt, None, plan) for _ in range(6)]
-    assert len({tuple(tokens) for tokens in finish(engine, queries)}) == 6
-
-
-def test_a_continuation_ends_where_the_context_does(engine: Any, tiny: Any) -> None:
-    [prompt] = prompts(engine.max_context - 3)
-    assert drawn(engine, prompt, 50, seed=1) == expected_draws(tiny, prompt, 4, 1)
-
-
-def test_no_padded_id_is_drawn(engine: Any, tiny: Any) -> None:
-    [prompt] = prompts(4)
-    plans = [SamplingParams(40, 50.0, frozenset(), seed) for seed in range(8)]  # near uniform
-    queries = [submit(engine, prompt, None, plan) for plan in plans]
-    tokens = [token for found in finish(engine, queries) for token in found]
-    assert max(tokens) < TINY_VOCABULARY
-    assert len(set(tokens)) > 150
+    beside = [submit(engine, ids) for ids in asked]
+    assert drawn(engine, asked, 8, beside) == alone
 
 
 def test_adapters_and_the_base_model_mix_in_a_batch(engine: Any, tiny: Any) -> None:
@@ -191,12 +135,7 @@ def test_aborted_requests_leave_nothing_and_do_not_affect_others(
     for query in queries[:4]:
         engine.abort(query.query_id)
     assert largest_error(tiny, finish(engine, queries[4:]), asked[4:]) <= 1e-4
-    assert len(ROW_BUFFER) == 0
-    plan = SamplingParams(30, 1.0, frozenset(), 1)
-    query = submit(engine, asked[1], None, plan)
-    engine.step()
-    engine.abort(query.query_id)
-    engine.abort(query.query_id)  # and of what is gone
+    engine.abort(queries[0].query_id)  # and of what is gone
     assert engine.step() == []
 
 
@@ -207,23 +146,6 @@ def test_rows_of_aborted_requests_go_although_none_is_answered(engine: Any) -> N
         engine.abort(query.query_id)
     engine.step()
     assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
-
-
-def test_out_of_memory_in_a_draw_fails_its_continuation_and_not_vllm(
-    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    [text, other] = prompts(9, 12)
-    plan = SamplingParams(5, 1.0, frozenset(), 1)
-    with monkeypatch.context() as patched:
-        patched.setattr("genlm_vllm.row_sampler.draw_tokens", out_of_memory)
-        error, row = finish(engine, [submit(engine, text, None, plan), submit(engine, other)])
-    assert isinstance(error, torch.OutOfMemoryError)
-    assert largest_error(tiny, [row], [other]) <= 1e-4
-    assert drawn(engine, text, 5, seed=1) == expected_draws(tiny, text, 5, 1)
-    assert len(ROW_BUFFER) == 0
 
 
 def test_rows_belong_to_the_caller(engine: Any) -> None:
@@ -271,7 +193,6 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     asked = prompts(100, 5, 30)
     rows(engine, [asked[0][:33]])  # stays
     queries = [submit(engine, ids) for ids in asked]
-    queries += [submit(engine, asked[1], None, SamplingParams(30))]
     engine.step()
     with monkeypatch.context() as patch:
         if place == "forward":
@@ -282,8 +203,7 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     assert "out of memory" in {str(each) for each in found if isinstance(each, Exception)}
     for _ in range(2):  # computed, then from the prefix cache
         assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
-    assert drawn(engine, asked[0], 8, seed=5) == expected_draws(tiny, asked[0], 8, 5)
-    assert len(ROW_BUFFER) == 0
+    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
 
 
 def test_the_prefix_cache_is_cleared_after_the_queries_that_run(engine: Any, tiny: Any) -> None:
@@ -313,26 +233,25 @@ def test_a_prefix_that_fails_fails_the_queries_beside_it(
 
 
 def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) -> None:
-    query = submit(engine, prompts(9)[0], None, SamplingParams(5))
-    assert engine.step() == []
     core = engine._vllm.engine_core.engine_core
-    core.abort_requests(list(core.scheduler.requests))
-    [error] = finish(engine, [query])
-    assert isinstance(error, EvaluationError)
     query = submit(engine, prompts(200)[0])
     assert engine.step() == []  # a chunk
     core.abort_requests(list(core.scheduler.requests))
     [error] = finish(engine, [query])
     assert isinstance(error, EvaluationError)
-    assert "vLLM lost the request" in str(error)
+    assert "vLLM ended the request" in str(error)
     asked = prompts(9)
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def no_logits(*_: Any) -> Any:
+    raise EvaluationError("vLLM finished the request without computing its row")
 
 
 def test_a_finished_request_without_a_row_is_an_error(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ROW_BUFFER, "active", False)
+    monkeypatch.setattr("genlm_vllm.row_sampler.RowSampler.take", no_logits)
     [error] = rows(engine, prompts(9))
     assert isinstance(error, EvaluationError)
     assert "without computing its row" in str(error)
@@ -341,8 +260,8 @@ def test_a_finished_request_without_a_row_is_an_error(
 def test_many_requests_leave_no_growth(engine: Any) -> None:
     for _ in range(10):
         rows(engine, prompts(2, 3, 4, 5, 6, 7))
-    assert len(ROW_BUFFER) == 0
-    assert not engine._requests.unanswered
+    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+    assert not engine._residents.unanswered
     assert not engine._ready
     engine.keeps_contexts = False
     scheduler = engine._vllm.engine_core.engine_core.scheduler
@@ -354,10 +273,10 @@ def test_many_requests_leave_no_growth(engine: Any) -> None:
 def test_figures_add_up(engine: Any) -> None:
     before = engine.statistics()
     rows(engine, prompts(10, 20, seed=9))
-    drawn(engine, prompts(7, seed=11)[0], 5, seed=0)
+    drawn(engine, prompts(7, seed=11), 5)
     after = engine.statistics()
     grown = {name: after[name] - before[name] for name in after if "tokens_" in name[:7]}
-    assert grown == {"tokens_evaluated": 37, "tokens_computed": 41, "tokens_drawn": 5}
+    assert grown == {"tokens_evaluated": 75, "tokens_computed": 41}
     assert after["processes"] == "this"
     assert after["dtype"] == "float32"
 

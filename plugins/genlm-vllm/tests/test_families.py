@@ -41,7 +41,6 @@ def load(folder: Path, unverified: str) -> genlm.AsyncLM:
     return genlm.load_model(folder, "vllm", engine_opts=OPTIONS, unverified=unverified)
 
 
-@pytest.mark.newer  # the table is of the newest vLLM
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_rows_of_a_family_are_right_or_loading_refuses(name: str, tmp_path: Path) -> None:
     model = TinyModel.of(tmp_path, REPRESENTATIVE[name])

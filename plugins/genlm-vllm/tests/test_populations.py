@@ -20,10 +20,8 @@ from population_walks import PROMPT, check, figures, walk
 import genlm
 from genlm.plugin import Generation, GroupQuery, GroupReduction, Lineage, TokenSequence
 from genlm.testing import TINY_VOCABULARY
-from genlm_vllm import running_requests
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.lifecycle import model_of
-from genlm_vllm.running_requests import obstacle
 
 from .interpreted_triton import SECOND_RUNNER
 
@@ -62,7 +60,7 @@ def free(llm: genlm.AsyncLM) -> Iterator[Any]:
         llm.clear_kv_cache()
         engine: Any = llm.engine
         assert engine.statistics()["members_living"] == 0
-        return int(engine._residents._requests._pool.get_num_free_blocks())
+        return int(engine._residents.requests._pool.get_num_free_blocks())
 
     before = blocks()
     yield blocks
@@ -261,6 +259,28 @@ def test_a_population_above_the_places_does_not_hold_up_others(
     asyncio.run(beside())
 
 
+@pytest.mark.usefixtures("free")
+def test_a_last_member_that_is_refused_fails_alone(
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one place, it is refused when all others are computed."""
+    residents = llm.engine._residents  # type: ignore[attr-defined]
+    check_query = residents._check
+
+    def refusing(query: genlm.Query) -> None:
+        if query.token_ids[-1] == 9:
+            raise genlm.EvaluationError("refused")
+        check_query(query)
+
+    population = llm.population([[*PROMPT, last] for last in (3, 4, 5, 9)])
+    with monkeypatch.context() as patch:
+        patch.setattr(residents, "_check", refusing)
+        with pytest.raises(genlm.PopulationError, match="refused") as caught:
+            population.draw_sync(seed=0)
+    assert list(caught.value.members) == [3]
+    check(tiny, population, population.next_token_logprobs_sync())
+
+
 class Broken(GroupReduction):
     """Raises for the member `at`."""
 
@@ -378,13 +398,3 @@ def test_requests_end_at_once_where_contexts_are_not_kept(
     llm._scheduler.run(lambda _: setattr(engine, "keeps_contexts", True))
     population.draw_sync(seed=0)
     assert engine.statistics()["members_living"] > 0
-
-
-@pytest.mark.parametrize("part", ["scheduler", "scheduler.kv_cache_manager.block_pool"])
-def test_a_missing_part_of_vllm_is_named(
-    llm: genlm.AsyncLM, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    engine: Any = llm.engine
-    assert engine.statistics()["populations"] == "running requests"
-    monkeypatch.setitem(running_requests._PARTS, part, ("nothing",))
-    assert obstacle(engine.llm_engine) == f"this vLLM's {part} has no nothing"

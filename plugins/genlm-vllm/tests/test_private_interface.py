@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from packaging.version import Version
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.core.sched.scheduler import Scheduler
 
 import genlm
 from genlm_vllm import private_interface, versions
 from genlm_vllm.private_interface import changes, check_private_interface
-
-pytestmark = pytest.mark.newer
 
 
 def test_the_installed_version_has_all_that_is_listed() -> None:
@@ -23,24 +21,30 @@ def test_the_installed_version_has_all_that_is_listed() -> None:
 
 def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_request(self: Any, request: Any, wave: int) -> None: ...
-    def get_output(self: Any, timeout: float = 0.0) -> None: ...
+    def finish_requests(
+        self: Any, request_ids: Any, finished_status: Any, reason: str = ""
+    ) -> None: ...
 
-    monkeypatch.setattr(InprocClient, "add_request", add_request)
-    monkeypatch.setattr(InprocClient, "get_output", get_output)  # harmless
-    monkeypatch.delattr(InprocClient, "abort_requests")
-    monkeypatch.delattr(InprocClient.__mro__[1], "abort_requests")
+    monkeypatch.setattr(Scheduler, "add_request", add_request)
+    monkeypatch.setattr(Scheduler, "finish_requests", finish_requests)  # harmless
+    monkeypatch.delattr(Scheduler, "get_request_counts")
+    monkeypatch.delattr(Scheduler.__mro__[1], "get_request_counts")
+    attributes = dict.fromkeys(private_interface._ATTRIBUTES, "")
+    attributes["vllm.v1.request.Request"] = "block_hashes nothing"
+    monkeypatch.setattr(private_interface, "_ATTRIBUTES", attributes)
     fields = {k: v for k, v in NewRequestData.__dataclass_fields__.items() if k != "block_ids"}
     monkeypatch.setattr(NewRequestData, "__dataclass_fields__", fields)
-    client = "vllm.v1.engine.core_client.InprocClient"
+    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
     assert list(changes()) == [
-        f"{client}.add_request has the parameters (self, request, wave)",
-        f"{client}.abort_requests is gone",
+        f"{scheduler}.get_request_counts is gone",
+        f"{scheduler}.add_request has the parameters (self, request, wave)",
         "vllm.v1.core.sched.output.NewRequestData has no field block_ids",
+        "vllm.v1.request.Request has no attribute nothing",
     ]
 
 
 @pytest.mark.parametrize(
-    ("found", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.31.0", False)]
+    ("found", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.32.0", False)]
 )
 def test_only_newer_versions_are_compared(
     monkeypatch: pytest.MonkeyPatch, found: str, refused: bool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 
-from genlm import DrawnToken, EvaluationError, SamplingParams
+from genlm import DrawnToken, EvaluationError
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.reductions import Draw, LogMass, TopK
 from genlm.plugin import PackedCompletions, stream_uniform
@@ -22,7 +22,7 @@ from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
-from .traffic import expected_draws, finish, prompts, rows, submit
+from .traffic import finish, prompts, rows, submit
 
 sys.path.insert(0, str(Path(__file__).parent))  # as a program's own modules are found
 
@@ -158,21 +158,6 @@ def test_adapters_have_their_own_rows(either: Any, tiny: Any) -> None:
     for ids in asked:
         for name in names:
             check_output(next(found).values[0], TopK(4), tiny.logprobs(ids, name))
-
-
-def test_reductions_rows_and_continuations_mix(either: Any, tiny: Any) -> None:
-    asked = prompts(70, 3, 140, 20)
-    plan = SamplingParams(12, 1.0, frozenset(), 4)
-    queries = []
-    for ids in asked:
-        queries += [submit(either, ids, outputs=(TopK(2),)), submit(either, ids)]
-        queries.append(submit(either, ids, None, plan))
-    found = finish(either, queries)
-    for place, ids in enumerate(asked):
-        reduced, row, tokens = found[3 * place : 3 * place + 3]
-        check_output(reduced.values[0], TopK(2), tiny.logprobs(ids))
-        check_output(row, None, tiny.logprobs(ids))
-        assert tokens == expected_draws(tiny, ids, 12, 4)
 
 
 # -- failures -------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import torch
 from genlm import (
     ContextLengthError,
     Query,
-    SamplingParams,
     TokenIdError,
     UnknownAdapterError,
 )
@@ -26,7 +25,7 @@ from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
-from .traffic import Ids, expected_draws, largest_error, prompts, submit
+from .traffic import Ids, largest_error, prompts, submit
 
 BLOCK_BYTES = 2**15
 FEW_BLOCKS = {"kv_cache_memory_bytes": 10 * BLOCK_BYTES}  # nine, of which one context needs 8
@@ -279,28 +278,6 @@ def test_a_cached_prefix_is_continued(engine: Any, tiny: Any) -> None:
     check(engine, tiny, [(*prompt, 5)])
     check(engine, tiny, [(*prompt, 5, 7)])
     assert computed() == 2
-
-
-def test_continuations_are_drawn_beside_contexts(engine: Any, tiny: Any) -> None:
-    contexts = prompts(20, 60, 33)
-    check(engine, tiny, contexts)
-    plans = [SamplingParams(40, 1.0, frozenset(), seed) for seed in range(3)]
-    drawing = [submit(engine, i, None, p) for i, p in zip(contexts, plans, strict=True)]
-    found: dict[int, Any] = {}
-    while len(found) < len(drawing):
-        contexts = [(*context, 5) for context in contexts]
-        waiting = {submit(engine, ids).query_id: ids for ids in contexts}
-        while waiting or len(found) < len(drawing):
-            for answer in engine.step():
-                assert answer.error is None
-                ids = waiting.pop(answer.query_id, None)
-                if ids is None:
-                    found[answer.query_id] = answer.result
-                else:
-                    assert largest_error(tiny, [answer.result], [ids]) <= 1e-4
-    for query, plan in zip(drawing, plans, strict=True):
-        expected = expected_draws(tiny, query.token_ids, 40, plan.seed or 0)
-        assert found[query.query_id] == expected
 
 
 def test_clearing_ends_contexts_and_empties_the_cache(engine: Any, tiny: Any) -> None:

@@ -17,13 +17,11 @@ from genlm import (
     Capability,
     ContextLengthError,
     EvaluationError,
-    SamplingParams,
     TokenIdError,
 )
 from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.row_buffer import ROW_BUFFER
-from genlm_vllm.scores import SCORES
+from genlm_vllm.scores import SCORES, ScoreStore
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -35,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "few blocks": {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
+        "long_prefill_token_threshold": 20,  # several texts at once
         "kv_cache_memory_bytes": 10 * BLOCK_BYTES,
     },
     "own process": {
@@ -63,7 +62,7 @@ def fresh(engine: Any) -> Iterator[None]:
     rows(engine, [(5,)])  # fetches, and drops what was abandoned
     engine.step()
     assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
-    assert not engine._requests.unanswered
+    assert not engine._residents.unanswered
 
 
 def score(engine: Any, text: Ids, start: int, adapter: str | None = None) -> Any:
@@ -156,27 +155,23 @@ def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
             check_scores(next(found), tiny, text, start, name)
 
 
-def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
+def test_scores_and_rows_mix(engine: Any, tiny: Any) -> None:
     asked = prompts(70, 33, 140)
     rows(engine, asked)  # contexts that stay
-    plan = SamplingParams(60, 1.0, frozenset(), 2)
     for _ in range(2):
         queries: list[Any] = []
         for text in asked:
-            queries += [submit(engine, text, None, plan), score(engine, text, 10)]
-            queries.append(submit(engine, (*text, 9)))
+            queries += [score(engine, text, 10), submit(engine, (*text, 9))]
         found = finish(engine, queries)
         for place, text in enumerate(asked):
-            tokens, scores, row = found[3 * place : 3 * place + 3]
-            assert tokens == expected_draws(tiny, text, 60, 2)
-            check_scores(scores, tiny, text, 10)
-            assert largest_error(tiny, [row], [(*text, 9)]) <= 1e-4
+            check_scores(found[2 * place], tiny, text, 10)
+            assert largest_error(tiny, [found[2 * place + 1]], [(*text, 9)]) <= 1e-4
 
 
 def test_preempted_texts_begin_again(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Continuations grow beside texts, in a KV cache that does not hold all of them."""
+    """Texts are computed in turns, in a KV cache that does not hold all of them."""
     preempted = []
     if is_small(engine):
         scheduler = engine.llm_engine.engine_core.engine_core.scheduler
@@ -189,15 +184,9 @@ def test_preempted_texts_begin_again(
 
         monkeypatch.setattr(scheduler, "_preempt_request", recorded)
     texts = prompts(*[180] * 3, seed=7)
-    plan = SamplingParams(60, 1.0, frozenset(), 3)
-    drawing = [submit(engine, text[:28], None, plan) for text in texts]
-    for _ in range(3):  # until a block of each is nearly full
-        assert not is_small(engine) or not engine.step()
-    queries = [score(engine, text, 20) for text in texts]
-    found = finish(engine, [*drawing, *queries])
+    found = finish(engine, [score(engine, text, 20) for text in texts])
     assert not is_small(engine) or any(computed > 32 for computed in preempted), preempted
-    for tokens, scores, text in zip(found, found[3:], texts, strict=False):
-        assert tokens == expected_draws(tiny, text[:28], 60, 3)
+    for scores, text in zip(found, texts, strict=True):
         check_scores(scores, tiny, text, 20)
 
 
@@ -244,15 +233,15 @@ def test_scores_that_are_not_numbers_are_an_error(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if engine.statistics()["processes"] == "own":
-        pytest.skip("the buffer is in the other process")
+        pytest.skip("the store is in the other process")
     [text] = prompts(20)
-    add = ROW_BUFFER.add_scores
+    add = ScoreStore.add
 
-    def spoiled(key: int, begin: Any, wanted: Any, logits: Any) -> None:
-        add(key, begin, wanted, logits.index_fill(0, torch.tensor([3]), torch.nan))
+    def spoiled(store: Any, request: Any, wanted: Any, logits: Any) -> None:
+        add(store, request, wanted, logits.index_fill(0, torch.tensor([3]), torch.nan))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ROW_BUFFER, "add_scores", spoiled)
+        patch.setattr(ScoreStore, "add", spoiled)
         [error] = finish(engine, [score(engine, text, 5)])
     assert isinstance(error, EvaluationError)
     assert "1 of 15 rows that are not distributions" in str(error)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from genlm import Query, SamplingParams
+from genlm import Query
+from genlm.core.rows.reductions import Draw
 from genlm.plugin import draw_tokens, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
@@ -25,14 +26,8 @@ def prompts(*lengths: int, seed: int = 0) -> list[Ids]:
     return [tuple(generator.randrange(3, TINY_VOCABULARY) for _ in range(n)) for n in lengths]
 
 
-def submit(
-    engine: Any,
-    token_ids: Ids,
-    adapter: str | None = None,
-    sampling: Any = None,
-    **options: Any,
-) -> Query:
-    query = Query(next(_query_ids), token_ids, adapter, sampling, **options)
+def submit(engine: Any, token_ids: Ids, adapter: str | None = None, **options: Any) -> Query:
+    query = Query(next(_query_ids), token_ids, adapter, **options)
     engine.submit(query)
     return query
 
@@ -53,9 +48,23 @@ def rows(engine: Any, asked: Iterable[Ids], adapter: str | None = None) -> list[
     return finish(engine, [submit(engine, ids, adapter) for ids in asked])
 
 
-def drawn(engine: Any, prompt: Ids, length: int, seed: int, temperature: float = 1.0) -> Any:
-    sampling = SamplingParams(length, temperature, frozenset(), seed)
-    return finish(engine, [submit(engine, prompt, None, sampling)])[0]
+def drawn(
+    engine: Any, asked: Iterable[Ids], length: int, beside: Iterable[Query] = ()
+) -> list[list[int]]:
+    """Continuations drawn by the engine, of each prompt with its own seed, beside queries."""
+    sequences, others = list(asked), list(beside)
+    for place in range(length):
+        outputs = [(Draw(stream_uniform(seed, place)),) for seed in range(len(sequences))]
+        queries = [
+            submit(engine, ids, outputs=output)
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]
+        sequences = [
+            (*ids, found.values[0].token_id)
+            for ids, found in zip(sequences, finish(engine, queries + others), strict=False)
+        ]
+        others = []
+    return [list(ids[-length:]) for ids in sequences]
 
 
 def largest_error(

@@ -7,12 +7,11 @@ config.json otherwise.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-__all__ = ["ModelFacts", "rope_settings"]
+__all__ = ["ModelFacts", "context_window", "rope_settings"]
 
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -164,7 +163,7 @@ def rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
     Args:
         config: A mapping, or an object with the settings as attributes.
     """
-    read = config.get if isinstance(config, Mapping) else functools.partial(_attribute, config)
+    read = _reader(config)
     settings = read("rope_parameters") or read("rope_scaling")
     if not isinstance(settings, Mapping):
         return
@@ -172,8 +171,38 @@ def rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
     yield from (value for value in settings.values() if isinstance(value, Mapping))
 
 
-def _attribute(config: Any, name: str) -> Any:
-    return getattr(config, name, None)
+def context_window(config: Any) -> int | None:
+    """Return the maximum number of tokens of a context, None for no limit.
+
+    The tokenizer's `model_max_length`, which is often arbitrary, is not read. Models without
+    positions (Mamba) and with ALiBi biases computed on the fly (BLOOM, Falcon) have no limit;
+    a sliding attention window does not limit the context.
+
+    Args:
+        config: The config of a text model: a mapping, or an object with the settings as
+            attributes.
+    """
+    read = _reader(config)
+    found = (read(name) for name in _POSITIONS)
+    window = next((n for n in found if isinstance(n, int) and n > 0), None)
+    if window is None or read("alibi"):
+        return None
+    windows = [window]
+    for settings in rope_settings(config):
+        kind = settings.get("rope_type", settings.get("type"))
+        factor = settings.get("factor") or 1.0
+        if kind in {"linear", "dynamic"}:
+            windows.append(int(window * factor))
+        elif kind == "yarn":
+            original = settings.get("original_max_position_embeddings") or window
+            windows.append(int(original * factor))
+    return max(windows)
+
+
+def _reader(config: Any) -> Callable[[str], Any]:
+    if isinstance(config, Mapping):
+        return config.get
+    return lambda name: getattr(config, name, None)
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

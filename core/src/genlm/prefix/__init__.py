@@ -2,10 +2,9 @@
 
 `PrefixRows` computes the next-token rows of batches of sequences from a `PrefixTree` of limited
 size, with eviction, pinning, adapters and roll-back. The engine provides a `ForwardFn`, which
-runs its model over uncached tokens, or a `ScoringForward`, which also scores texts.
-`prefill_stages`, `group_segments` and `SegmentBatch` arrange tokens in padded forward passes
-with gathered pasts. `PrefixEngine` is the base class of such engines; `choose_path` selects the
-fastest execution path with correct rows.
+runs its model over uncached tokens. `SegmentForward` arranges tokens in padded forward passes
+with gathered pasts. `UncachedPath` computes every sequence whole. `PrefixEngine` is the base
+class of such engines; `choose_path` selects the fastest execution path with correct rows.
 """
 
 from typing import TYPE_CHECKING
@@ -13,24 +12,20 @@ from typing import TYPE_CHECKING
 from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
+    from genlm.core.queries.generations import Integers64 as Integers64
     from genlm.core.rows.text_scores import PieceScores as PieceScores
     from genlm.core.rows.text_scores import ScoredText as ScoredText
     from genlm.core.rows.text_scores import TextResult as TextResult
     from genlm.prefix.continuation import TableBatch as TableBatch
     from genlm.prefix.engine import Adapters as Adapters
     from genlm.prefix.engine import PrefixEngine as PrefixEngine
-    from genlm.prefix.execution_path import ExecutionPath as ExecutionPath
     from genlm.prefix.execution_path import PathChoice as PathChoice
-    from genlm.prefix.execution_path import ScoringPath as ScoringPath
     from genlm.prefix.execution_path import SelfTest as SelfTest
     from genlm.prefix.execution_path import ServeOptions as ServeOptions
     from genlm.prefix.execution_path import UnsupportedModelError as UnsupportedModelError
     from genlm.prefix.execution_path import choose_path as choose_path
-    from genlm.prefix.forward import ForwardCounts as ForwardCounts
     from genlm.prefix.forward import ForwardFn as ForwardFn
     from genlm.prefix.forward import ForwardResult as ForwardResult
-    from genlm.prefix.forward import Receive as Receive
-    from genlm.prefix.forward import ScoringForward as ScoringForward
     from genlm.prefix.forward import TableForward as TableForward
     from genlm.prefix.forward import TokenRun as TokenRun
     from genlm.prefix.forward import TreeBatch as TreeBatch
@@ -42,12 +37,13 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import Segment as Segment
     from genlm.prefix.padding import SegmentBatch as SegmentBatch
     from genlm.prefix.padding import SegmentLimits as SegmentLimits
-    from genlm.prefix.padding import group_segments as group_segments
-    from genlm.prefix.padding import places_of as places_of
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
     from genlm.prefix.rows import PrefixRows as PrefixRows
+    from genlm.prefix.segment_forward import SegmentForward as SegmentForward
+    from genlm.prefix.segment_forward import logits_of_keys as logits_of_keys
     from genlm.prefix.tree import PrefixTree as PrefixTree
     from genlm.prefix.tree import Tokens as Tokens
+    from genlm.prefix.uncached import UncachedPath as UncachedPath
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__spec__)

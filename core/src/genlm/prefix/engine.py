@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.base.errors import UnsupportedCapabilityError
 from genlm.core.engine.engine import BatchEngine, Capability
 from genlm.core.queries.checks import check_query
 from genlm.core.queries.query import GroupQuery, GroupValues, Query
 from genlm.core.rows.text_scores import ScoredText
-from genlm.prefix.execution_path import PathChoice, ScoringPath
+from genlm.engines.adapter_table import AdapterTable
+from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
@@ -25,30 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapters", "PrefixEngine"]
 
+T = TypeVar("T")
 
-class Adapters(Protocol):
+
+class Adapters(AdapterTable[T]):
     """The adapters of one model."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, in the order of loading."""
-        ...
-
-    def load(self, name: str, path: str) -> None:
-        """Load the adapter in folder `path` under a name.
-
-        Raises:
-            AdapterError: The adapter cannot be loaded; the model is unchanged.
-        """
-        ...
-
-    def remove(self, name: str) -> None:
-        """Free an adapter that `load` has loaded."""
-        ...
-
+    @abc.abstractmethod
     def activate(self, name: str) -> AbstractContextManager[None]:
         """Apply one adapter in forward passes within the context."""
-        ...
 
 
 class PrefixEngine(BatchEngine):
@@ -66,7 +53,7 @@ class PrefixEngine(BatchEngine):
     capability_hints: Mapping[Capability, str]
 
     _choice: PathChoice
-    _adapters: Adapters
+    _adapters: Adapters[Any]
     _embedding_rows: int
     _tokens_evaluated = 0
     _final_statistics: Mapping[str, int | float | str] | None = None
@@ -74,7 +61,7 @@ class PrefixEngine(BatchEngine):
     def serve(
         self,
         choice: PathChoice,
-        adapters: Adapters,
+        adapters: Adapters[Any],
         *,
         embedding_rows: int,
         hints: Mapping[Capability, str] | None = None,
@@ -93,9 +80,7 @@ class PrefixEngine(BatchEngine):
         if not isinstance(choice.path, PrefixRows):
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
-        offered = {Capability.LORA, Capability.PREFIX_CACHE}
-        if isinstance(choice.path, ScoringPath) and choice.path.can_score:
-            offered.add(Capability.SCORE)
+        offered = {Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE}
         self.capabilities = frozenset(offered - hints.keys())
 
     @property
@@ -109,13 +94,10 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: The adapter is not loaded.
             TokenIdError: The tokenizer has an id for which the model has no embedding.
-            UnsupportedCapabilityError: The query requests a continuation, or scores of a model
-                whose path cannot score.
+            UnsupportedCapabilityError: The query requests a continuation.
         """
         if query.sampling is not None:
             raise self._unsupported(Capability.SAMPLE)
-        if query.targets and Capability.SCORE not in self.capabilities:
-            raise self._unsupported(Capability.SCORE)
         self._check(query)
         super().submit(query)
 
@@ -171,11 +153,8 @@ class PrefixEngine(BatchEngine):
             for query in pending
             if query.adapter == adapter and bool(query.targets) == scored
         ]
-        if scored:
-            assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
-            chosen = path.next_score_pass(adapter, _texts(candidates))
-        else:
-            chosen = path.next_pass(adapter, self._sequences(candidates))
+        firsts = [len(query) - len(query.targets) for query in candidates] if scored else None
+        chosen = path.next_pass(adapter, self._sequences(candidates), firsts)
         return [candidates[i] for i in chosen]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -194,11 +173,10 @@ class PrefixEngine(BatchEngine):
         return self._text_results(queries)
 
     def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
-        adapter, path = queries[0].adapter, self._choice.path
-        assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
+        adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
-            return path.scores(adapter, _texts(queries))
+            return self._choice.path.scores(adapter, _texts(queries))
 
     def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Return the sequences for the execution path; only a tree uses `TokenSequence`."""
@@ -250,8 +228,6 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: No adapter of this name is loaded.
         """
-        if name not in self._adapters.names:
-            raise UnknownAdapterError(name, self._adapters.names)
         self._adapters.remove(name)
         if isinstance(self._choice.path, PrefixRows):
             self._choice.path.drop(name)

@@ -10,21 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 
 from genlm.core.base.errors import ModelLoadError
 from genlm.core.base.progress import loading_stage
 from genlm.prefix.rows import PrefixRows
-
-if TYPE_CHECKING:
-    from genlm.core.rows.text_scores import ScoredText, TextResult
+from genlm.prefix.uncached import UncachedPath
 
 __all__ = [
-    "ExecutionPath",
     "PathChoice",
-    "ScoringPath",
     "SelfTest",
     "ServeOptions",
     "UnsupportedModelError",
@@ -41,60 +37,6 @@ _ROUNDING_FACTOR = 4
 
 class UnsupportedModelError(ValueError):
     """An execution path does not support a model; the message states the reason."""
-
-
-class ExecutionPath(Protocol):
-    """Computes next-token rows with one model; the caller activates the adapter."""
-
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Compute the next-token rows of sequences.
-
-        Args:
-            adapter: Name of the active adapter.
-            sequences: At least one sequence of at least one id that the model can embed.
-
-        Returns:
-            Shape `(len(sequences), vocabulary.size)`, float32.
-        """
-        ...
-
-    def next_pass(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
-    ) -> Sequence[int]:
-        """Choose sequences whose rows take about one forward pass.
-
-        Args:
-            adapter: Adapter of all sequences.
-            sequences: At least one sequence, the most urgent first.
-
-        Returns:
-            Indices of the chosen sequences, including 0.
-        """
-        ...
-
-    def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counters. Thread-safe."""
-        ...
-
-
-@runtime_checkable
-class ScoringPath(ExecutionPath, Protocol):
-    """An execution path that also scores texts, if `can_score`."""
-
-    @property
-    def can_score(self) -> bool:
-        """Whether the path scores texts of this model."""
-        ...
-
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
-        """Score texts or reduce their rows; the caller activates the adapter."""
-        ...
-
-    def next_score_pass(
-        self, adapter: str | None, texts: Sequence[ScoredText]
-    ) -> Sequence[int]:
-        """Choose texts whose scores take about one forward pass; see `next_pass`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +92,7 @@ class PathChoice:
     """
 
     name: str
-    path: ExecutionPath
+    path: PrefixRows | UncachedPath
     reason: str
     error: float | None = None
 
@@ -180,7 +122,7 @@ class SelfTest:
     def __init__(
         self,
         text: Sequence[int],
-        reference: ExecutionPath,
+        reference: UncachedPath,
         *,
         tolerance: float,
         max_context: int | None,
@@ -242,7 +184,7 @@ def _steps(text: Sequence[int]) -> list[list[tuple[int, ...]]]:
 def choose_path(
     model_name: str,
     faster: Mapping[str, Callable[[], Path]],
-    reference: ExecutionPath,
+    reference: UncachedPath,
     *,
     options: ServeOptions,
     self_test: Callable[[Path], float],

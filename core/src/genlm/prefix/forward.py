@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -17,20 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ForwardCounts",
     "ForwardFn",
     "ForwardResult",
-    "Receive",
-    "ScoringForward",
     "TableForward",
     "TokenRun",
     "TreeBatch",
 ]
 
 _Flags = NDArray[np.bool_]
-
-Receive = Callable[[Slots, "torch.Tensor"], None]
-"""Function of slots and of the logits after their tokens, shape `(slots, width)`."""
 
 
 class TreeBatch:
@@ -45,11 +39,13 @@ class TreeBatch:
             all later positions are requested, too. Empty for the last positions only.
 
     Attributes:
-        tree, adapter, first_positions: As above.
+        tree, adapter: As above.
         ends: The last token of each sequence.
+        wanted: Slots of the tokens whose logits are requested: the last one of each sequence,
+            or, with `first_positions`, all of them without repetition.
     """
 
-    __slots__ = ("adapter", "ends", "first_positions", "tree")
+    __slots__ = ("_flags", "adapter", "ends", "tree", "wanted")
 
     def __init__(
         self,
@@ -60,50 +56,41 @@ class TreeBatch:
         first_positions: Sequence[int] = (),
     ) -> None:
         self.tree, self.adapter = tree, adapter
-        self.first_positions = first_positions
         lengths = map(len, sequences)
         self.ends = [
             TokenRun(node.at(length - 1), length - 1, length)
             for node, length in zip(nodes, lengths, strict=True)
         ]
-
-    @property
-    def last_slots(self) -> list[int]:
-        """The slot of the last token of each sequence."""
-        return [int(node.slots[first - node.start]) for node, first, _ in self.ends]
-
-    def wanted_slots(self) -> Sequence[int]:
-        """Return the slots of the tokens whose logits are requested, without repetition."""
-        if not self.first_positions:
-            return self.last_slots
-        parts = [node.slots[mask] for node, mask in self._wanted().items()]
-        wanted: list[int] = np.concatenate(parts).tolist()
-        return wanted
+        self._flags: dict[Node, _Flags] = {}
+        if first_positions:
+            self._request(first_positions)
+            self.wanted = np.concatenate([n.slots[mask] for n, mask in self._flags.items()])
+        else:
+            slots = [node.slots[first - node.start] for node, first, _ in self.ends]
+            self.wanted = np.array(slots, np.int64)
 
     def cached_runs(self) -> list[TokenRun]:
         """Return the cached tokens whose logits are requested."""
-        if self.first_positions:
+        if self._flags:
             return [
                 TokenRun(node, node.start + first, node.start + end)
-                for node, mask in self._wanted().items()
+                for node, mask in self._flags.items()
                 for first, end in _runs(mask[: node.computed])
             ]
         cached = [end for end in self.ends if end.first < end.node.start + end.node.computed]
         return list(dict.fromkeys(cached))
 
-    def _wanted(self) -> dict[Node, _Flags]:
-        """Return the tokens of each node whose logits are requested."""
-        found: dict[Node, _Flags] = {}
-        for last, first in zip(self.ends, self.first_positions, strict=True):
+    def _request(self, first_positions: Sequence[int]) -> None:
+        """Mark the tokens of each node whose logits are requested."""
+        for last, first in zip(self.ends, first_positions, strict=True):
             node: Node | None = last.node
             end = last.end
             while node is not None and node.parent is not None and node.end > first:
-                if node not in found:
-                    found[node] = np.zeros(len(node.tokens), bool)
-                found[node][max(0, first - node.start) : end - node.start] = True
+                if node not in self._flags:
+                    self._flags[node] = np.zeros(len(node.tokens), bool)
+                self._flags[node][max(0, first - node.start) : end - node.start] = True
                 end = min(end, node.start)
                 node = node.parent
-        return found
 
 
 class TokenRun(NamedTuple):
@@ -137,7 +124,7 @@ class ForwardResult:
     """Logits and counts of the forward passes over a batch.
 
     Attributes:
-        logits: Shape `(sequences, width of the model's output)`, in the model's dtype.
+        logits: Shape `(requested, width of the model's output)`, in the model's dtype.
         tokens: Number of tokens that passed through the model, without padding.
         forwards: Number of forward passes.
     """
@@ -151,38 +138,7 @@ class ForwardFn(Protocol):
     """Runs a model over the uncached tokens of a tree."""
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Store keys and values of all uncached tokens; return the logits of the sequences."""
-        ...
-
-
-class ForwardCounts(NamedTuple):
-    """Counts of the forward passes over a batch.
-
-    Attributes:
-        tokens: Number of tokens that passed through the model, without padding.
-        forwards: Number of forward passes.
-    """
-
-    tokens: int
-    forwards: int
-
-
-@runtime_checkable
-class ScoringForward(ForwardFn, Protocol):
-    """A `ForwardFn` that also computes the logits of many positions, in pieces."""
-
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never holds the logits of a whole pass in memory."""
-        ...
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Store keys and values of all uncached tokens; pass on the requested logits.
-
-        Args:
-            batch: Batch whose `wanted_slots` are the slots of the requested logits.
-            receive: Function that is called with parts of these slots and their logits, once
-                per slot. It reads the logits before it returns.
-        """
+        """Store keys and values of all uncached tokens; return logits after `batch.wanted`."""
         ...
 
 

@@ -6,7 +6,8 @@ the uncached tokens. `TextScorer` scores texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from genlm.core.base.errors import EvaluationError
@@ -14,11 +15,12 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.continuation import TableBatch
-from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TableForward, TreeBatch
+from genlm.prefix.forward import ForwardFn, ForwardResult, TableForward, TreeBatch
 from genlm.prefix.node import Node, slots_within
 from genlm.prefix.populations import Populations
 from genlm.prefix.scoring import TextScorer
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
+from genlm.prefix.uncached import UncachedPath
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +46,7 @@ class PrefixRows:
 
     Args:
         forward: Function that runs the model over uncached tokens.
-        without_cache: Function that returns the row of a sequence too long for the whole
-            budget, shape `(1, vocabulary.size)`, float32.
-        score_without_cache: Function that scores a text too long for the whole budget; texts
-            are scored only if it is given and `forward` is a `ScoringForward`.
+        uncached: Path that computes sequences which are too long for the whole budget.
         vocabulary: The tokenizer's vocabulary.
         budget_bytes: Maximum memory of keys and values.
         bytes_per_token: Memory of the keys and values of one token.
@@ -63,21 +62,19 @@ class PrefixRows:
         self,
         forward: ForwardFn,
         *,
-        without_cache: Callable[[tuple[int, ...]], torch.Tensor],
+        uncached: UncachedPath,
         vocabulary: Vocabulary,
         budget_bytes: int,
         bytes_per_token: int,
         max_tokens: int,
         max_rows: int,
-        score_without_cache: Callable[[ScoredText], TextResult] | None = None,
     ) -> None:
-        self.forward, self._without_cache = forward, without_cache
+        self.forward, self._uncached = forward, uncached
         self._vocabulary = vocabulary
         self._budget, self._token_bytes = budget_bytes, bytes_per_token
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
-        self._score_without_cache = score_without_cache
         self.populations: Populations | None = None
         if isinstance(forward, TableForward):
             self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
@@ -101,21 +98,23 @@ class PrefixRows:
             each if isinstance(each, TokenSequence) else TokenSequence.of(each)
             for each in sequences
         ]
-        try:
+        with self._restored():
             for chosen, found in self._parts(adapter, packed):
                 if len(chosen) == len(sequences):
                     return found
                 if rows is None:
                     rows = found.new_empty((len(sequences), found.shape[1]))
                 rows[chosen] = found
-        except BaseException:
-            self._tree.roll_back()
-            raise
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
-    def next_pass(self, adapter: str | None, sequences: Sequence[Tokens]) -> Sequence[int]:
-        """Choose sequences whose rows take one pass: the first, then others that fit.
+    def next_pass(
+        self,
+        adapter: str | None,
+        sequences: Sequence[Tokens],
+        firsts: Sequence[int] | None = None,
+    ) -> Sequence[int]:
+        """Choose sequences that take one pass: the first, then others that fit.
 
         The beginning of a first sequence that is longer than a pass takes separate passes. Free
         slots are not considered.
@@ -123,42 +122,44 @@ class PrefixRows:
         Args:
             adapter: Adapter of all sequences.
             sequences: At least one sequence, the most urgent first.
+            firsts: The position in each sequence from which on logits are requested; None for
+                the last positions only.
 
         Returns:
             Indices of the chosen sequences, ascending, including 0.
         """
-        total = sum(map(len, sequences))
-        if len(sequences) <= self._max_rows and total + len(sequences) <= self._max_tokens:
+        total, limit, extra = sum(map(len, sequences)), self._score_limit, 0
+        if firsts is None:
+            limit, extra = self._max_tokens, 1  # a cached last token is recomputed
+        if len(sequences) <= self._max_rows and total + extra * len(sequences) <= limit:
             return range(len(sequences))
         chosen: list[int] = []
-        passed_over, room = 0, self._max_tokens
+        passed_over, room = 0, limit
         ahead: PrefixTree | None = None  # tokens of the pass, without repetition
+        recomputed: set[int] = set()  # slots of cached tokens
         for index, sequence in enumerate(sequences):
             new = self._tree.missing(adapter, sequence)
+            first = len(sequence) if firsts is None else firsts[index]
+            again = self._tree.slots(adapter, sequence, first, len(sequence) - new) - recomputed
             if new > 1:
                 ahead = ahead or PrefixTree(total)
                 new = min(new, ahead.missing(adapter, sequence))
-            if chosen and new > room:
+            cost = new + len(again)
+            if chosen and cost > room:
                 passed_over += 1
                 if passed_over > _MOST_PASSED_OVER:
                     break
                 continue
-            while new > room:
-                new -= room
+            while cost > room:
+                cost -= room
             if ahead is not None:
                 ahead.insert(adapter, sequence)
+            recomputed |= again
             chosen.append(index)
-            room -= new + 1  # a cached last token is recomputed
-            if len(chosen) == self._max_rows:
+            room -= cost + extra
+            if room <= 0 or len(chosen) == self._max_rows:
                 break
         return chosen
-
-    @property
-    def can_score(self) -> bool:
-        """Whether texts can be scored."""
-        return self._score_without_cache is not None and isinstance(
-            self.forward, ScoringForward
-        )
 
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
         """Score texts in few passes, with one computation per uncached position.
@@ -172,32 +173,30 @@ class PrefixRows:
         Returns:
             As `PieceScores.results`.
         """
-        assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
         self._collect()
-        limit = self._max_tokens
-        if not self.forward.scores_in_pieces():
-            limit = min(limit, self._max_rows)
-        return self._scorer().scores(adapter, texts, limit)
+        with self._restored():
+            return self._scorer().scores(adapter, texts)
 
-    def next_score_pass(
-        self, adapter: str | None, texts: Sequence[ScoredText]
-    ) -> Sequence[int]:
-        """Choose texts whose scores take one pass; see `next_pass`."""
-        return self._scorer().next_pass(adapter, texts, self._max_tokens)
+    @property
+    def _score_limit(self) -> int:
+        """Maximum number of tokens of a pass of texts; all of their logits may be requested."""
+        return min(self._max_tokens, self._max_rows)
 
     def _scorer(self) -> TextScorer:
         # Not stored: it refers to this object, and the cycle would delay freeing it.
         return TextScorer(
             self._tree,
-            self._score_pass,
+            self._compute,
             without_cache=self._scored_alone,
             vocabulary=self._vocabulary,
+            limit=self._score_limit,
         )
 
     def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:
         """Compute the logits of sequences of a population; see `Populations.logits`."""
         assert self.populations is not None  # noqa: S101 - our own mistake
-        return self.populations.logits(group, places, self._table_pass)
+        with self._restored():
+            return self.populations.logits(group, places, self._table_pass)
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and pin it until `clear`.
@@ -244,6 +243,18 @@ class PrefixRows:
             "kv_budget_bytes": self._budget,
         }
 
+    def restore(self) -> None:
+        """Remove tokens that were not computed, after a failed pass."""
+        self._tree.roll_back()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
     def _collect(self) -> None:
         """Free the slots of populations that were dropped."""
         if self.populations is not None:
@@ -266,7 +277,7 @@ class PrefixRows:
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
-                yield [index], self._without_cache(sequence.token_ids)
+                yield [index], self._uncached.rows(adapter, [sequence.token_ids])
             else:
                 batch.append((index, node))
         if batch:
@@ -313,31 +324,24 @@ class PrefixRows:
         )
         return chosen, rows_from_logits(self._compute(wanted), self._vocabulary)
 
-    def _compute(self, wanted: TreeBatch) -> torch.Tensor:
+    def _compute(self, wanted: TreeBatch, ends: Sequence[End] = ()) -> torch.Tensor:
         """Compute a batch of the tree, end it, and return the requested logits."""
         result = self.forward(wanted)
-        self._commit(result.tokens, result.forwards)
+        self._tree.commit(ends)
+        self._count(result)
         return result.logits
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
         """Compute a pass of a population and return its logits."""
         assert isinstance(self.forward, TableForward)  # noqa: S101 - our own mistake
         result = self.forward.run_table(batch, adapter)
-        self._forwards += result.forwards
-        self._tokens_computed += result.tokens
+        self._count(result)
         return result.logits
 
-    def _score_pass(self, wanted: TreeBatch, ends: Sequence[End], receive: Receive) -> None:
-        """Compute a batch of the tree, end it, and pass the requested logits to `receive`."""
-        assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
-        self._commit(*self.forward.score(wanted, receive), ends)
-
-    def _scored_alone(self, text: ScoredText) -> TextResult:
-        assert self._score_without_cache is not None  # noqa: S101 - our own mistake
+    def _scored_alone(self, adapter: str | None, text: ScoredText) -> TextResult:
         self._contexts_without_cache += 1
-        return self._score_without_cache(text)
+        return self._uncached.scores(adapter, [text])[0]
 
-    def _commit(self, tokens: int, forwards: int, ends: Sequence[End] = ()) -> None:
-        self._tree.commit(ends)
-        self._forwards += forwards
-        self._tokens_computed += tokens
+    def _count(self, result: ForwardResult) -> None:
+        self._forwards += result.forwards
+        self._tokens_computed += result.tokens

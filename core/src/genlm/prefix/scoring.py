@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.forward import Receive, TreeBatch
+from genlm.prefix.forward import TreeBatch
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
+    import torch
+
     from genlm.prefix.node import Node, Slots
 
 __all__ = ["TextScorer"]
-
-# Limit of the time of `next_pass`, which takes microseconds per pending text.
-_MOST_PASSED_OVER = 256
 
 _Integers = NDArray[np.int64]
 
@@ -65,81 +64,48 @@ class TextScorer:
 
     Args:
         tree: The tree.
-        run: Function that computes a batch of the tree, ends it, and passes on the requested
-            logits; the nodes among its arguments are evicted first.
+        run: Function that computes a batch of the tree, ends it, and returns the requested
+            logits; the ends among its arguments are evicted first.
         without_cache: Function that scores a text that does not fit into the tree.
         vocabulary: The tokenizer's vocabulary.
+        limit: Maximum number of tokens of a pass.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        run: Callable[[TreeBatch, Sequence[End], Receive], None],
+        run: Callable[[TreeBatch, Sequence[End]], torch.Tensor],
         *,
-        without_cache: Callable[[ScoredText], TextResult],
+        without_cache: Callable[[str | None, ScoredText], TextResult],
         vocabulary: Vocabulary,
+        limit: int,
     ) -> None:
-        self._tree, self._run = tree, run
+        self._tree, self._run, self._limit = tree, run, limit
         self._without_cache, self._vocabulary = without_cache, vocabulary
 
-    def scores(
-        self, adapter: str | None, texts: Sequence[ScoredText], limit: int
-    ) -> list[TextResult]:
-        """Score texts in passes of at most `limit` tokens; see `PrefixRows.scores`."""
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+        """Score texts; see `PrefixRows.scores`."""
         scores = PieceScores(texts, self._vocabulary)
-        try:
-            self._compute(adapter, texts, scores, limit)
-        except BaseException:
-            self._tree.roll_back()
-            raise
+        self._compute(adapter, texts, scores)
         return scores.results()
-
-    def next_pass(
-        self, adapter: str | None, texts: Sequence[ScoredText], limit: int
-    ) -> Sequence[int]:
-        """Choose texts that take about one pass; see `PrefixRows.next_score_pass`."""
-        total = sum(len(text.sequence) for text in texts)
-        if total <= limit:
-            return range(len(texts))
-        chosen: list[int] = []
-        room, passed_over = limit, 0
-        ahead = PrefixTree(total)  # tokens of the pass, without repetition
-        again: set[int] = set()
-        for index, text in enumerate(texts):
-            missing, cached = self._tokens(adapter, text.sequence, text.first)
-            cached -= again
-            cost = min(missing, ahead.missing(adapter, text.sequence)) + len(cached)
-            if chosen and cost > room:
-                passed_over += 1
-                if passed_over > _MOST_PASSED_OVER:
-                    break
-                continue
-            while cost > room:  # the beginning takes separate passes
-                cost -= room
-            ahead.insert(adapter, text.sequence)
-            again |= cached
-            chosen.append(index)
-            room -= cost
-            if not room:
-                break
-        return chosen
 
     def _compute(
         self,
         adapter: str | None,
         texts: Sequence[ScoredText],
         scores: PieceScores,
-        limit: int,
     ) -> None:
         """Run the passes that the texts need."""
-        batch, begin = _Batch(), 0
+        batch, begin, limit = _Batch(), 0, self._limit
         for index, text in enumerate(texts):
             members = np.arange(begin, begin + len(text.targets))
             begin += len(text.targets)
             known = len(text.sequence) - self._tree.missing(adapter, text.sequence)
             kept = max(known, text.first)
             while True:
-                missing, cached = self._tokens(adapter, text.sequence, text.first)
+                missing = self._tree.missing(adapter, text.sequence)
+                known = len(text.sequence) - missing
+                cached = self._tree.slots(adapter, text.sequence, text.first, known)
                 tokens = missing + len(cached - batch.new - batch.again)
                 fits = tokens <= limit - batch.tokens and self._add(
                     adapter, batch, text.sequence, text.first, members, kept=kept
@@ -153,7 +119,7 @@ class TextScorer:
             if not self._add(adapter, batch, text.sequence, text.first, members, kept=kept):
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
-                scores.put(index, self._without_cache(text))
+                scores.put(index, self._without_cache(adapter, text))
                 continue
             self._tree.roll_back()  # frees its slots, which suffice for every part
             batch = _Batch()
@@ -164,17 +130,6 @@ class TextScorer:
                 self._add(adapter, batch, sequence, first, part, kept=kept)
         if batch.members:
             self._run_pass(adapter, batch, scores)
-
-    def _tokens(
-        self, adapter: str | None, sequence: TokenSequence, first: int
-    ) -> tuple[int, set[int]]:
-        """Return the number of uncached tokens and the cached slots from `first` on."""
-        missing = self._tree.missing(adapter, sequence)
-        cached = len(sequence) - missing
-        if cached <= first:
-            return missing, set()
-        node = self._tree.find(adapter, sequence.ids_from(0)[:cached])
-        return missing, set(node.path_slots(first, cached).tolist())
 
     def _add(
         self,
@@ -211,12 +166,12 @@ class TextScorer:
         return True
 
     def _run_pass(self, adapter: str | None, batch: _Batch, scores: PieceScores) -> None:
-        """Compute a batch, and pass its logits to `scores`."""
+        """Compute a batch and score its logits."""
         scores.expect(np.concatenate(batch.keys), np.concatenate(batch.members))
         wanted = TreeBatch(
             self._tree, adapter, batch.sequences, batch.nodes, batch.first_positions
         )
-        self._run(wanted, batch.ends, scores.add)
+        scores.add(wanted.wanted, self._run(wanted, batch.ends))
 
 
 def _parts(

@@ -192,6 +192,13 @@ class PrefixTree:
             node = node.children[rest[node.end - first]]
         return node
 
+    def slots(self, adapter: str | None, tokens: Tokens, first: int, end: int) -> set[int]:
+        """Return the slots of the tokens `first ... end - 1` of a sequence in the tree."""
+        if end <= first:
+            return set()
+        node = self.find(adapter, tuple(_ids_from(tokens, 0)[:end]))
+        return set(node.path_slots(first, end).tolist())
+
     def uncached(self) -> Sequence[Node]:
         """Return the nodes with tokens to compute, ancestors before descendants."""
         return sorted(self._uncached, key=_START)

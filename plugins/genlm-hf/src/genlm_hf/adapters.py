@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from genlm import prefix
 from genlm.plugin import (
     AdapterError,
-    AdapterTable,
     ModelLoadError,
     UnknownAdapterError,
     read_lora_config,
@@ -30,7 +30,7 @@ __all__ = ["Adapters"]
 _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 
 
-class Adapters(AdapterTable[str]):
+class Adapters(prefix.Adapters[str]):
     """The adapters of one model: preloaded ones and those loaded later.
 
     Outside of `activate` the model is in its original state: the adapters that were active

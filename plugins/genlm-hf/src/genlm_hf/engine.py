@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from genlm.plugin import Capability, Vocabulary, free_memory_bytes
+from genlm.plugin import Capability, Vocabulary, context_window, free_memory_bytes
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_hf.adapters import Adapters
 from genlm_hf.execution_paths import PATHS, choose_execution_path, use_kernels
@@ -20,7 +20,6 @@ from genlm_hf.prepacked import PrepackedWeights
 from genlm_hf.quantised import packed_weights_kept
 from genlm_hf.served_model import (
     ServedModel,
-    context_window,
     embedding_rows,
     input_device,
     is_offloaded,
@@ -48,30 +47,29 @@ class HFEngine(PrefixEngine):
 
     Args:
         model: `"demo"` (a small packaged model), a folder, or a hub id.
-        device: For example `"cpu"`, `"cuda:1"`; by default the first CUDA device if there
-            is one, else the CPU.
-        dtype: A torch dtype, its name, or `"auto"` for that of the checkpoint. By
-            default float32 on the CPU and `"auto"` elsewhere.
+        device: Device of the model, such as `"cpu"` or `"cuda:1"`. The default is the first
+            CUDA device if there is one, else the CPU.
+        dtype: A torch dtype, its name, or `"auto"` for that of the checkpoint. The default is
+            float32 on the CPU and `"auto"` elsewhere.
         hf_opts: Further arguments of transformers' `from_pretrained`, such as
             `device_map`, `attn_implementation`, `revision` or `token`.
         bitsandbytes_opts: Arguments of `BitsAndBytesConfig`.
-        trust_remote_code: Whether code that comes with a model may be run.
-        max_tokens_per_batch: Most positions, padding included, in one forward pass, and so
-            in a step; by default 2048 on a CPU, 8192 elsewhere. Longer contexts take
-            several passes; without a cache they take one pass of their own.
-        kv_budget_bytes: Most memory for cached keys and values; by default a quarter of
-            the CPU's free memory, half of a GPU's.
-        execution_path: `"packed"`, `"slot_cache"`, `"padded"`, or None for the fastest that
-            gives the right rows.
+        trust_remote_code: Whether code that comes with the model may be run.
+        max_tokens_per_batch: Maximum number of positions, padding included, in one forward
+            pass. The default is 2048 on a CPU and 8192 elsewhere. Longer contexts take several
+            passes; without a cache each takes a separate pass.
+        kv_budget_bytes: Maximum memory for cached keys and values. The default is a quarter of
+            the CPU's free memory, or half of a GPU's.
+        execution_path: `"packed"`, `"slot_cache"`, `"padded"`, or None for the fastest path
+            that gives the right rows.
         self_test: Whether to compare the execution path with unbatched forward passes of a
             few short sequences when the model is loaded.
-        prepack: Whether linear layers on a CPU may keep a second copy of their weights in
-            oneDNN's fastest layout. It is made if it fits into a quarter of the free
-            memory.
+        prepack: Whether linear layers on a CPU keep a second copy of their weights in oneDNN's
+            fastest layout. The copy is made if it fits into a quarter of the free memory.
         cuda_graphs: Whether steps of up to 1,024 tokens are replayed from CUDA graphs. Each
-            padded number of tokens is captured when it comes for the second time and compared
+            padded number of tokens is captured when it occurs for the second time and compared
             once with the step without a graph. Hooks of the model do not run in replayed
-            steps. Needs Triton and the execution path `"packed"` on one CUDA device.
+            steps. This requires Triton and the execution path `"packed"` on one CUDA device.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -197,7 +195,7 @@ class HFEngine(PrefixEngine):
         self._in_training = [module for module in model.modules() if module.training]
         model.eval()
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
-        self.max_context = context_window(model.config)
+        self.max_context = context_window(model.config.get_text_config())
         rows = embedding_rows(model) or self.vocabulary.size
         device = input_device(model)
         on_cpu = device.type == "cpu" and not is_offloaded(model)

@@ -12,8 +12,9 @@ import importlib.resources
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
+
+import numpy as np
 
 from genlm.plugin import ModelFacts, ModelLoadError, free_memory_bytes
 from genlm.prefix import (
@@ -30,12 +31,11 @@ from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayout, UnsupportedMaskError, read_layout
 from genlm_hf.padded import PaddedPath
 from genlm_hf.probe import sample_ids
-from genlm_hf.rope import depends_on_longest
 from genlm_hf.served_model import ServedModel
 from genlm_hf.slot_cache import SlotCacheForward, read_cache
 from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
 
-__all__ = ["PATHS", "KnownPaths", "choose_execution_path", "use_kernels"]
+__all__ = ["PATHS", "choose_execution_path", "known_path", "known_paths", "use_kernels"]
 
 _logger = logging.getLogger("genlm_hf")
 
@@ -107,57 +107,41 @@ def use_kernels(choice: PathChoice, *, graphs: bool) -> KernelSteps | None:
         ) from error
 
 
+@functools.cache
+def known_paths() -> Mapping[str, Mapping[str, str]]:
+    """Return the listed `execution_paths` by `ModelFacts.key`, and the `versions` used."""
+    file = importlib.resources.files("genlm_hf").joinpath("execution_paths.json")
+    found: dict[str, dict[str, str]] = json.loads(file.read_text("utf-8"))
+    return found
+
+
+def known_path(model: Any) -> str | None:
+    """Return the listed execution path of a model's family, None if it is not listed."""
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    return known_paths()["execution_paths"].get(ModelFacts.of(config).key)
+
+
 def _warn_if_slow(model: Any, choice: PathChoice) -> None:
-    faster = KnownPaths.shipped().faster(model, choice.name)
-    if faster is not None:
-        # Logged, not warned: programs that turn warnings into errors still get right rows,
-        # and Python prints records of this level where logging is not configured.
-        _logger.warning(
-            "%s is served by the execution path %r, which is much slower than %s, by which "
-            "models of its kind were served. Rows are right. Reason: %s. Install the versions "
-            "named, or report this; execution_path=%r suppresses this message",
-            type(model).__name__,
-            choice.name,
-            faster,
-            choice.reason,
-            choice.name,
-        )
-
-
-@dataclass(frozen=True)
-class KnownPaths:
-    """Execution paths selected for families of models.
-
-    Attributes:
-        versions: Versions of the libraries that were used.
-        execution_paths: Path by `ModelFacts.key`.
-    """
-
-    versions: Mapping[str, str]
-    execution_paths: Mapping[str, str]
-
-    @classmethod
-    @functools.cache
-    def shipped(cls) -> Self:
-        """Read the list of this package."""
-        folder = importlib.resources.files("genlm_hf")
-        return cls(**json.loads(folder.joinpath("execution_paths.json").read_text("utf-8")))
-
-    def path_of(self, model: Any) -> str | None:
-        """Return the execution path of a model's family, None if it is not listed."""
-        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-        return self.execution_paths.get(ModelFacts.of(config).key)
-
-    def faster(self, model: Any, path: str) -> str | None:
-        """Return the family's faster listed path and its versions, None without one."""
-        known = self.path_of(model)
-        if known is None or PATHS.index(known) >= PATHS.index(path):
-            return None
-        versions = [
-            f"{library} {version} (installed: {importlib.metadata.version(library)})"
-            for library, version in self.versions.items()
-        ]
-        return f"{known!r} with {' and '.join(versions)}"
+    known = known_path(model)
+    if known is None or PATHS.index(known) >= PATHS.index(choice.name):
+        return
+    versions = [
+        f"{library} {version} (installed: {importlib.metadata.version(library)})"
+        for library, version in known_paths()["versions"].items()
+    ]
+    # Logged, not warned: programs that turn warnings into errors still get right rows,
+    # and Python prints records of this level where logging is not configured.
+    _logger.warning(
+        "%s is served by the execution path %r, which is much slower than %r with %s, by "
+        "which models of its kind were served. Rows are right. Reason: %s. Install the "
+        "versions named, or report this; execution_path=%r suppresses this message",
+        type(model).__name__,
+        choice.name,
+        known,
+        " and ".join(versions),
+        choice.reason,
+        choice.name,
+    )
 
 
 def _packed(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
@@ -168,7 +152,7 @@ def _packed(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> P
     """
     if not takes_positions(served.model):
         raise UnsupportedModelError("its forward takes no position_ids")
-    _refuse_by_config(served)
+    _refuse_by_config(served, padded)
     layout = _layout(served, padded)
     _refuse_few_layers(served, len(layout.layers), "use transformers' attention interface")
     storage = _storage([layer.shape for layer in layout.layers], options)
@@ -181,7 +165,7 @@ def _slot_cache(served: ServedModel, padded: PaddedPath, options: ServeOptions) 
     Raises:
         UnsupportedModelError: The model breaks one of the rules.
     """
-    _refuse_by_config(served)
+    _refuse_by_config(served, padded)
     if not padded.pads:
         raise UnsupportedModelError("padding changes its rows")
     try:
@@ -214,8 +198,7 @@ def _prefix_rows(
 ) -> PrefixRows:
     return PrefixRows(
         forward,
-        without_cache=lambda sequence: padded.rows(None, [sequence]),
-        score_without_cache=lambda text: padded.scores(None, [text])[0],
+        uncached=padded,
         vocabulary=served.vocabulary,
         budget_bytes=storage.budget_bytes,
         bytes_per_token=storage.bytes_per_token,
@@ -225,16 +208,17 @@ def _prefix_rows(
 
 
 def _layout(served: ServedModel, padded: PaddedPath) -> AttentionLayout:
-    return read_layout(served.model, lambda: padded.logits([[0] * _probe_length(served)]))
+    ids, first = [0] * _probe_length(served), np.zeros((2, 1), np.int64)
+    return read_layout(served.model, lambda: padded.logits([ids], first))
 
 
 def _probe_length(served: ServedModel) -> int:
     return min(3, served.max_context or 3)
 
 
-def _refuse_by_config(served: ServedModel) -> None:
+def _refuse_by_config(served: ServedModel, padded: PaddedPath) -> None:
     config = served.model.config.get_text_config()
-    if depends_on_longest(config):
+    if padded.by_longest:
         raise UnsupportedModelError("its rotary embedding depends on the longest sequence")
     others = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
     if others:

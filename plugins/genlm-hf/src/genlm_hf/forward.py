@@ -1,6 +1,6 @@
 """Forward passes whose output embedding is applied to the wanted positions only.
 
-`next_logits` pads sequences on the right and caches nothing, which is right for every
+`padded_pass` pads sequences on the right and caches nothing, which is right for every
 causal model, whatever its attention, positions or state. Position ids are left to
 the model: under right padding its default numbers every sequence from 0.
 """
@@ -15,99 +15,65 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from genlm_hf.served_model import ServedModel
+
 __all__ = [
+    "Take",
     "accepted",
     "current_device",
-    "next_logits",
-    "padded_inputs",
-    "replaced_forward",
+    "padded_pass",
     "taken_logits",
 ]
+
+Take = Callable[[torch.Tensor], torch.Tensor]
+"""Selector of some positions of all positions of a pass."""
 
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
-def next_logits(
-    model: Any,
-    sequences: Sequence[Sequence[int]],
-    *,
-    pad_id: int,
-    device: torch.device,
-    positions: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """Compute the logits at one position of each sequence, in one forward pass.
-
-    Logits of shape (sequences, positions, vocabulary) are not computed.
-
-    Args:
-        model: A causal language model of transformers.
-        sequences: Token ids that the model can embed, none empty.
-        pad_id: Pads shorter sequences on the right; never attended to.
-        device: Device of the model's input.
-        positions: One position per sequence; by default the last token's.
-
-    Returns:
-        Logits, shape `(len(sequences), width of the model's output)`, in the
-        model's dtype, on the device of its output.
-    """
-    inputs, shape = padded_inputs(model, sequences, pad_id=pad_id, device=device)
-    last = [len(sequence) - 1 for sequence in sequences]
-    kept = torch.tensor(last if positions is None else positions, device=device)
-
-    def take(states: torch.Tensor) -> torch.Tensor:
-        return _take(states, kept)[:, None]
-
-    return taken_logits(model, inputs, shape, take)[:, 0]
-
-
-def padded_inputs(
-    model: Any, sequences: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
-) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Return `forward`'s inputs for right-padded sequences, and the ids' shape."""
+def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the inputs of a pass over sequences, none empty, that are padded on the right."""
+    device, pad_id = served.device, served.pad_id
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     longest = max(len(sequence) for sequence in sequences)
     padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
     mask = torch.arange(longest, device=device) < lengths[:, None]
-    inputs = {
+    others = {"attention_mask": mask.long(), "use_cache": False, "return_dict": True}
+    return {
         "input_ids": torch.tensor(padded, device=device),
-        "attention_mask": mask.long(),
-        "use_cache": False,
-        "return_dict": True,
+        **accepted(served.model, others),
     }
-    return accepted(model, inputs), (len(sequences), longest)
 
 
-def taken_logits(
-    model: Any,
-    inputs: dict[str, Any],
-    shape: Sequence[int],
-    take: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+@torch.inference_mode()
+def taken_logits(model: Any, inputs: dict[str, Any], take: Take) -> torch.Tensor:
     """Run a model; compute logits of `take(states)` only, if the model permits it.
+
+    The output embedding is applied to `take(states)` instead of all states; the model's scaling
+    or capping of logits still follows. A model that applies its output embedding to states of
+    another shape than `(*shape of the ids, width)` computes all logits.
 
     Args:
         model: A causal language model of transformers.
         inputs: Arguments of its `forward`.
-        shape: Shape of the token ids.
-        take: Selects positions of tensors of shape `(*shape, width)`.
+        take: Selects positions of tensors of shape `(*shape of the ids, width)`.
 
     Returns:
         `take(logits)`, in the model's dtype, on the device of its output.
     """
-    is_taken = False
+    shape, is_taken = inputs["input_ids"].shape, False
 
-    def take_once(states: torch.Tensor) -> torch.Tensor:
+    def selected(states: torch.Tensor) -> torch.Tensor:
         nonlocal is_taken
+        if states.shape[:-1] != shape:
+            return states
         is_taken = True
         return take(states)
 
-    with (
-        torch.inference_mode(),
-        _head_input(model, tuple(shape), take_once),
-    ):
+    with _head_input(model.get_output_embeddings(), selected):
         output = model(**inputs)
-        logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-        return logits if is_taken else take(logits)
+    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits if is_taken else take(logits)
 
 
 def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -118,42 +84,17 @@ def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name in names}
 
 
-def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    rows = torch.arange(states.shape[0], device=states.device)
-    return states[rows, positions.to(states.device)]
-
-
 @contextmanager
-def _head_input(
-    model: Any, shape: tuple[int, ...], take: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
-    """Apply the output embedding to `take(states)` instead of all states.
-
-    The model's scaling or capping of logits still follows. A model that applies its
-    output embedding to states of another shape than `(*shape, width)` computes all logits.
-    """
-    head = model.get_output_embeddings()
+def _head_input(head: Any, selected: Take) -> Iterator[None]:
+    """Apply the output embedding to `selected(states)` within this context."""
     if not isinstance(head, torch.nn.Module):
         yield
         return
-
-    whole = head.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if args and tuple(args[0].shape[:-1]) == shape:
-            return whole(take(args[0]), *args[1:], **kwargs)
-        return whole(*args, **kwargs)
-
-    with replaced_forward(head, forward):
-        yield
-
-
-@contextmanager
-def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward within this context."""
-    attributes = vars(module)
+    attributes, whole = vars(head), head.forward
     replaced = attributes.get("forward")
-    attributes["forward"] = forward
+    attributes["forward"] = lambda states, *args, **kwargs: whole(
+        selected(states), *args, **kwargs
+    )
     try:
         yield
     finally:

@@ -144,9 +144,13 @@ def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None
             whole: torch.Tensor = product(states, copy, bias, "none", [], "")
             return whole
         parts = torch.split(states.reshape(-1, inputs), _SIZES[-1])
-        found = [filled_up(part) for part in parts]
-        joined = found[0] if len(found) == 1 else torch.cat(found)
-        return joined.view(*states.shape[:-1], outputs)
+        if len(parts) == 1:
+            return filled_up(parts[0]).view(*states.shape[:-1], outputs)
+        found = states.new_empty(*states.shape[:-1], outputs)
+        places = torch.split(found.view(-1, outputs), _SIZES[-1])
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(filled_up(part))  # one part at a time is in memory twice
+        return found
 
     def filled_up(states: torch.Tensor) -> torch.Tensor:
         count = len(states)

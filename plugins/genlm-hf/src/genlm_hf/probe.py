@@ -5,17 +5,19 @@ Configs state neither, so the model is run once when it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from genlm.plugin import ModelLoadError
+from genlm.prefix import Integers64
 
-__all__ = ["Logits", "first_pass", "padding_is_safe", "sample_ids"]
+__all__ = ["Logits", "padding_is_safe", "sample_ids"]
 
-Logits = Callable[[Sequence[Sequence[int]], Sequence[int]], torch.Tensor]
-"""Logits, shape (sequences, width), at one position of each sequence."""
+Logits = Callable[[Sequence[Sequence[int]], Integers64], torch.Tensor]
+"""Function of sequences, and of sequences and positions in them, shape `(2, n)`; returns the
+logits of the latter, shape `(n, width)`."""
 
 _TEXT = "Once upon a time, the 3 quick foxes ran home."
 _MAX_IDS = 9
@@ -34,19 +36,6 @@ def sample_ids(tokenizer: object, limit: int, max_ids: int | None) -> list[int]:
     return ids[: min(_MAX_IDS, max_ids or _MAX_IDS)]
 
 
-@contextmanager
-def first_pass(count: int) -> Iterator[None]:
-    """Report what a forward pass over `count` tokens raises as `ModelLoadError`."""
-    try:
-        yield
-    except Exception as error:
-        raise ModelLoadError(
-            f"a first forward pass over {count} tokens raised {type(error).__name__}: "
-            f"{error}; the model must accept token ids as its only input, and the device needs "
-            f"memory for the pass"
-        ) from error
-
-
 def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False) -> bool:
     """Whether a row stays the same when its sequence is padded on the right.
 
@@ -62,9 +51,15 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
     """
     end = max(len(ids) // 2 - 1, 0)
     start = ids[: end + 1]
-    with first_pass(len(ids)):
-        alone = logits([start], [end])
-        padded, continued = logits([start, ids], [end, end])[:, None]
+    try:
+        alone = logits([start], np.array([[0], [end]]))
+        padded, continued = logits([start, ids], np.array([[0, 1], [end, end]]))[:, None]
+    except Exception as error:
+        raise ModelLoadError(
+            f"a first forward pass over {len(ids)} tokens raised {type(error).__name__}: "
+            f"{error}; the model must accept token ids as its only input, and the device needs "
+            f"memory for the pass"
+        ) from error
     tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE.get(alone.dtype, _COARSE_TOLERANCE)
     if _total_variation(alone, continued) > tolerance:
         raise ModelLoadError(

@@ -1,25 +1,15 @@
 """Rotary embeddings whose frequencies depend on the longest sequence of a batch.
 
 Dynamic NTK and longrope scaling choose their frequencies by the largest position in the
-forward pass, so that even padding changes the rows; dynamic NTK also keeps the frequencies of
-the longest sequence so far. This module detects such models and resets that state.
+forward pass, so that even padding changes the rows (`ModelFacts.rope_by_longest`); dynamic NTK
+also keeps the frequencies of the longest sequence so far.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from genlm.plugin import rope_settings
-
-__all__ = ["depends_on_longest", "forget_longest"]
-
-
-def depends_on_longest(config: Any) -> bool:
-    """Whether sequences of different lengths must not share a batch."""
-    kinds = [s.get("rope_type", s.get("type")) or "default" for s in rope_settings(config)]
-    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+__all__ = ["forget_longest"]
 
 
 def forget_longest(model: torch.nn.Module) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import Vocabulary, rope_settings
+from genlm.plugin import Vocabulary
 from genlm_hf.quantised import is_quantised
 
 __all__ = [
     "ServedModel",
-    "context_window",
     "embedding_rows",
     "input_device",
     "is_offloaded",
@@ -22,9 +21,6 @@ __all__ = [
 # Largest errors in log-probability; other dtypes and few bits round more.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 3e-2}
 _COARSE_TOLERANCE = 0.3
-
-# Names of the number of positions in configs; transformers maps most to the first.
-_WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +53,6 @@ class ServedModel:
         """Largest error in log-probability that rounding explains."""
         tolerances = {} if is_quantised(self.model) else _TOLERANCE
         return tolerances.get(self.model.dtype, _COARSE_TOLERANCE)
-
-
-def context_window(config: Any) -> int | None:
-    """Return the maximum number of tokens of a context, None for no limit.
-
-    Read from the model's config, never from its tokenizer, whose
-    `model_max_length` is often arbitrary. Models without positions (Mamba) and
-    with ALiBi biases computed on the fly (BLOOM, Falcon) have no limit; a sliding
-    attention window does not limit the context.
-    """
-    text = config.get_text_config()
-    if getattr(text, "alibi", False):
-        return None
-    for name in _WINDOW_NAMES:
-        window = getattr(text, name, None)
-        if isinstance(window, int) and window > 0:
-            return max([window, *_scaled_windows(text, window)])
-    return None
-
-
-def _scaled_windows(config: Any, window: int) -> list[int]:
-    """Return the window after rotary scaling, if the config states the original one."""
-    scaled = []
-    for settings in rope_settings(config):
-        kind = settings.get("rope_type", settings.get("type"))
-        factor = settings.get("factor") or 1.0
-        if kind in {"linear", "dynamic"}:
-            scaled.append(int(window * factor))
-        elif kind == "yarn":
-            original = settings.get("original_max_position_embeddings") or window
-            scaled.append(int(original * factor))
-    return scaled
 
 
 def embedding_rows(model: Any) -> int | None:

@@ -8,7 +8,7 @@ from the slots. The model's own cache would copy the pasts as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,14 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm.prefix import (
-    ForwardCounts,
-    ForwardResult,
-    Receive,
+    Integers64,
     Segment,
     SegmentBatch,
+    SegmentForward,
     SegmentLimits,
-    Slots,
-    TreeBatch,
     UnsupportedModelError,
-    group_segments,
-    places_of,
-    prefill_stages,
 )
 from genlm_hf.forward import accepted, taken_logits
-from genlm_hf.pieces import OutputPieces, Take
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
@@ -169,8 +162,8 @@ class RecordingCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
 
-class SlotCacheForward:
-    """Runs a model over the uncached tokens of a tree, in padded batches; a `ScoringForward`.
+class SlotCacheForward(SegmentForward):
+    """Runs a model over the uncached tokens of a tree, in padded batches.
 
     Args:
         served: The model.
@@ -181,75 +174,24 @@ class SlotCacheForward:
     """
 
     def __init__(self, served: ServedModel, storage: KVStorage) -> None:
+        super().__init__(SegmentLimits(served.max_tokens, served.max_context))
         self.storage, self._served = storage, served
-        self._limits = SegmentLimits(served.max_tokens, served.max_context)
-        self._pieces = OutputPieces(served)
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Run each prefill stage in as few passes as padding allows."""
-        parts: list[torch.Tensor] = []
-        places: dict[int, int] = {}
+    def run_segments(
+        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    ) -> torch.Tensor:
+        """Run one pass over segments side by side; see `SegmentForward`."""
+        model, device = self._served.model, self._served.device
+        batch = SegmentBatch(segments, self._served.pad_id)
+        inputs = _inputs(model, batch, device)
+        inputs["past_key_values"] = SlotCache(self.storage, batch)
+        where = torch.from_numpy(np.stack([rows, places])).to(device)
 
-        def run(inputs: dict[str, Any], shape: Sequence[int], take: Take, ends: Slots) -> None:
-            for slot in ends.tolist():
-                places[slot] = len(places)
-            parts.append(taken_logits(self._served.model, inputs, shape, take)[0])
+        def take(states: torch.Tensor) -> torch.Tensor:
+            row, place = where.to(states.device)
+            return states[row, place][None]
 
-        tokens, forwards = self._run(batch, run)
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        logits = logits.to(self._served.device)
-        order = [places[slot] for slot in batch.last_slots]
-        if order != list(range(len(logits))):
-            logits = logits[torch.tensor(order, device=logits.device)]
-        return ForwardResult(logits, tokens, forwards)
-
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-        return self._pieces.are_small
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Run each prefill stage; apply the output embedding to a few tokens at a time."""
-
-        def run(inputs: dict[str, Any], shape: Sequence[int], take: Take, ends: Slots) -> None:
-            self._pieces.compute(
-                inputs, shape, take, lambda part, logits: receive(ends[part], logits)
-            )
-
-        return self._run(batch, run)
-
-    def _run(
-        self,
-        batch: TreeBatch,
-        run: Callable[[dict[str, Any], Sequence[int], Take, Slots], None],
-    ) -> ForwardCounts:
-        """Call `run` for each pass with its inputs, their shape and the requested tokens.
-
-        The last two arguments are a selector of the requested positions and their slots.
-        """
-        wanted = set(batch.wanted_slots())
-        device, model = self._served.device, self._served.model
-        tokens = forwards = 0
-        for stage in prefill_stages(batch):
-            for segments in group_segments(stage, self._limits):
-                found = np.array(places_of(segments, wanted), np.int64).reshape(-1, 3)
-                side_by_side = SegmentBatch(segments, self._served.pad_id)
-                inputs = _inputs(model, side_by_side, device)
-                inputs["past_key_values"] = SlotCache(self.storage, side_by_side)
-                take = _taking(torch.from_numpy(found[:, 1:]).to(device))
-                run(inputs, side_by_side.tokens.shape, take, found[:, 0])
-                tokens += sum(len(segment.tokens) for segment in segments)
-                forwards += 1
-        return ForwardCounts(tokens, forwards)
-
-
-def _taking(where: torch.Tensor) -> Take:
-    """Return a selector of (segment, token) pairs from states, `(1, pairs, width)`."""
-
-    def take(states: torch.Tensor) -> torch.Tensor:
-        rows, tokens = where.to(states.device).unbind(1)
-        return states[rows, tokens][None]
-
-    return take
+        return taken_logits(model, inputs, take)[0].to(device)
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:

@@ -21,7 +21,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from genlm.plugin import AdapterError, AdapterTable, read_lora_config
+from genlm import prefix
+from genlm.plugin import AdapterError, read_lora_config
 
 __all__ = ["Adapters"]
 
@@ -29,7 +30,7 @@ _Layers = dict[str, Module]
 """Layers by their paths in the model."""
 
 
-class Adapters(AdapterTable[_Layers]):
+class Adapters(prefix.Adapters[_Layers]):
     """The adapters of one model.
 
     Args:

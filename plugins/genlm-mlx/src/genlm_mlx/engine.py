@@ -9,7 +9,13 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from genlm.plugin import ModelFacts, VerifiedFamilies, Vocabulary, check_verified
+from genlm.plugin import (
+    ModelFacts,
+    VerifiedFamilies,
+    Vocabulary,
+    check_verified,
+    context_window,
+)
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_mlx.adapters import Adapters
 from genlm_mlx.corrections import correct
@@ -21,9 +27,7 @@ from genlm_mlx.execution_paths import (
 from genlm_mlx.loading import (
     as_dtype,
     check_model,
-    context_window,
     embedding_rows,
-    limited,
     load_model,
     unwrapped,
 )
@@ -40,24 +44,24 @@ class MLXEngine(PrefixEngine):
 
     Args:
         model: A folder, or a hub id.
-        dtype: `"float32"`, `"float16"` or `"bfloat16"`; by default that of the checkpoint.
-            Quantised weights keep theirs.
+        dtype: `"float32"`, `"float16"` or `"bfloat16"`. The default is that of the checkpoint.
+            Quantised weights keep their dtype.
         mlx_opts: Further arguments of `mlx_lm.load`, such as `tokenizer_config`,
             `model_config` or `revision`.
-        trust_remote_code: Whether code that comes with a model may be run.
-        max_tokens_per_batch: Maximum number of new positions, padding included, in one pass.
-            Longer contexts take several.
-        kv_budget_bytes: Maximum size of cached keys and values; by default a quarter of
-            the free memory. Memory is allocated as it is needed.
-        max_context: Maximum length of a context, if shorter than the model's. Some models
-            are served faster, or only, below a length that the error or
+        trust_remote_code: Whether code that comes with the model may be run.
+        max_tokens_per_batch: Maximum number of new positions, padding included, in one forward
+            pass. Longer contexts take several passes.
+        kv_budget_bytes: Maximum memory for cached keys and values. The default is a quarter of
+            the free memory. Memory is allocated when it is needed.
+        max_context: Maximum number of tokens of a context, if less than that of the model. Some
+            models are served faster, or only, up to a length that the error or
             `statistics()["execution_path_reason"]` states.
-        execution_path: `"slot_cache"`, `"uncached"`, or None for the faster that gives the
+        execution_path: `"slot_cache"`, `"uncached"`, or None for the faster path that gives the
             right rows.
-        self_test: Whether to compare the path `slot_cache` with mlx-lm's own cache, on a few
-            short sequences, when the model is loaded.
-        unverified: Whether to `"warn"` about or `"refuse"` models of families that were not
-            compared with transformers.
+        self_test: Whether to compare the path `slot_cache` with mlx-lm's cache, on a few short
+            sequences, when the model is loaded.
+        unverified: `"warn"` to warn about models of families that were not compared with
+            transformers, `"refuse"` to refuse them.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -161,7 +165,8 @@ class MLXEngine(PrefixEngine):
         check_model(model)
         model.eval()
         self.vocabulary = Vocabulary.from_tokenizer(unwrapped(tokenizer))
-        self.max_context = limited(context_window(settings), options.max_context)
+        limits = context_window(settings.get("text_config") or settings), options.max_context
+        self.max_context = min(filter(None, limits), default=None)
         rows = embedding_rows(settings, self.vocabulary.size)
         rotary = [] if config is None else correct(model, config, self.max_context)
         check_verified(

@@ -8,48 +8,44 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import torch
+from mlx_lm.models.cache import make_prompt_cache
 
-from genlm.plugin import GroupQuery, Vocabulary, rows_from_logits
+from genlm.plugin import Vocabulary
 from genlm.prefix import (
     BatchLimits,
+    Integers64,
     PathChoice,
-    PieceScores,
     PrefixRows,
-    ScoredText,
     SegmentLimits,
     SelfTest,
     ServeOptions,
-    Slots,
-    TextResult,
-    Tokens,
+    UncachedPath,
     UnsupportedModelError,
     choose_path,
-    plan_batches,
     slots_within,
 )
 from genlm_mlx.forward import (
     LOGITS_PER_PASS,
     SlotCacheForward,
-    own_logits,
-    own_pieces,
+    as_tensor,
     read_shapes,
     read_windows,
 )
-from genlm_mlx.pieces import OutputPieces
 from genlm_mlx.rotary import PublishedRoPE
 from genlm_mlx.storage import KVStorage, default_budget_bytes
 
 __all__ = [
     "DEFAULT_TOKENS_PER_BATCH",
     "PATHS",
+    "OwnCachePath",
     "SlotCachePath",
-    "UncachedPath",
     "choose_execution_path",
 ]
 
@@ -85,7 +81,7 @@ def choose_execution_path(
         ModelLoadError: The requested path does not support the model.
     """
     max_tokens = options.max_tokens_per_batch or DEFAULT_TOKENS_PER_BATCH
-    uncached = UncachedPath(model, vocabulary, max_tokens, rotary)
+    uncached = OwnCachePath(model, vocabulary, max_tokens, rotary)
 
     def slot_cache() -> SlotCachePath:
         if rotary:
@@ -119,7 +115,7 @@ def choose_execution_path(
     )
 
 
-class UncachedPath:
+class OwnCachePath(UncachedPath):
     """Recomputes every context through mlx-lm's cache; batches contexts of one length.
 
     Args:
@@ -136,103 +132,57 @@ class UncachedPath:
         max_tokens: int,
         rotary: Sequence[PublishedRoPE] = (),
     ) -> None:
-        self._model, self._vocabulary = model, vocabulary
-        self._rotary, self._max_tokens = rotary, max_tokens
-        self._forwards = self._tokens_computed = 0
-        self._pieces = OutputPieces(model)
+        most = max(1, min(max_tokens, LOGITS_PER_PASS // vocabulary.size))
+        # Of any number of tokens, which run in several passes: recurrent layers compute the
+        # tokens of a sequence one after the other.
+        limits = BatchLimits(sys.maxsize, most, equal_lengths=True)
+        super().__init__(vocabulary, limits, scores_by_rows=bool(rotary))
+        self._model, self._rotary, self._max_tokens = model, rotary, max_tokens
 
     @property
-    def can_score(self) -> bool:
-        """Whether it scores texts."""
-        return True
-
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see ExecutionPath
-        """Compute rows in as few passes as limits and lengths allow."""
-        rows = torch.empty(len(sequences), self._vocabulary.size)
-        for batch in self._batches([len(sequence) for sequence in sequences]):
-            chosen = [sequences[i] for i in batch]
-            piece = max(1, self._max_tokens // len(chosen))
-            for rope in self._rotary:
-                rope.set_length(len(chosen[0]))
-            logits = own_logits(self._model, chosen, piece)
-            rows[batch] = rows_from_logits(logits, self._vocabulary)
-            self._forwards += 1 + -(-(len(chosen[0]) - 1) // piece)
-            self._tokens_computed += sum(map(len, chosen))
-        return rows
+    def score_limits(self) -> BatchLimits:
+        """Limits of a batch of texts; `run` limits the logits of its passes."""
+        return self.limits
 
     def next_pass(
         self,
-        adapter: str | None,  # noqa: ARG002 - see ExecutionPath
-        sequences: Sequence[tuple[int, ...]],
+        adapter: str | None,  # noqa: ARG002 - see PrefixRows
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
     ) -> Sequence[int]:
-        """Choose the first context and others, up to about the tokens of one pass."""
+        """Choose the first sequence and others, up to about the tokens of one pass."""
+        if firsts is not None and self.scores_by_rows:
+            return [0]
         totals = itertools.accumulate(map(len, sequences))
         return range(max(1, sum(total <= self._max_tokens for total in totals)))
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
-        """Score texts of one length together; where rows depend on the length, by rows."""
-        scores = PieceScores(texts, self._vocabulary)
-        if self._rotary:
-            for text, first in zip(texts, scores.ends, strict=False):
-                self._score_by_rows(adapter, text, int(first), scores)
-        else:
-            for batch in self._batches([len(text.sequence) for text in texts]):
-                self._score_batch([texts[i] for i in batch], scores.ends[batch], scores)
-        return scores.results()
-
-    def next_score_pass(
-        self, adapter: str | None, texts: Sequence[ScoredText]
-    ) -> Sequence[int]:
-        """Choose the first text and others, as `next_pass`; only the first if rows score it."""
-        if self._rotary:
-            return [0]
-        return self.next_pass(adapter, [text.sequence.token_ids for text in texts])
-
-    def _score_batch(
-        self, texts: Sequence[ScoredText], first_keys: Any, scores: PieceScores
-    ) -> None:
-        firsts = np.array([text.first for text in texts])
-        sequences = [text.sequence.token_ids for text in texts]
-        most = self._max_tokens
-        if not self._pieces.are_small:
-            most = min(most, LOGITS_PER_PASS // self._vocabulary.size)
-        piece = max(1, most // len(texts))
-
-        def receive(where: Any, logits: torch.Tensor) -> None:
-            rows, places = where.T
-            scores.add(first_keys[rows] + places - firsts[rows], logits)
-
-        own_pieces(
-            self._model,
-            self._pieces,
-            sequences,
-            firsts.tolist(),
-            piece=piece,
-            receive=receive,
-        )
-        self._forwards += -(-len(sequences[0]) // piece)
-        self._tokens_computed += sum(map(len, sequences))
-
-    def _score_by_rows(
-        self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
-    ) -> None:
-        """Score one text by the rows of its prefixes."""
-        ids = text.sequence.token_ids
-        most = max(1, LOGITS_PER_PASS // self._vocabulary.size)
-        for begin in range(0, len(text.targets), most):
-            end = min(begin + most, len(text.targets))
-            lengths = range(text.first + 1 + begin, text.first + 1 + end)
-            rows = self.rows(adapter, [ids[:length] for length in lengths])
-            scores.add(first_key + np.arange(begin, end), rows)
-
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        most = max(1, min(self._max_tokens, LOGITS_PER_PASS // self._vocabulary.size))
-        unlimited = max(lengths) * most
-        return plan_batches(lengths, BatchLimits(unlimited, most, equal_lengths=True))
-
-    def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of work."""
-        return {"tokens_computed": self._tokens_computed, "forwards": self._forwards}
+    def run(
+        self, sequences: Sequence[Sequence[int]], firsts: Integers64
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        """Run sequences of one length through mlx-lm's cache; see `UncachedPath`."""
+        ids = np.array(sequences, np.int32)
+        count, length = ids.shape
+        for rope in self._rotary:
+            rope.set_length(length)
+        cache = make_prompt_cache(self._model)
+        is_wanted = np.arange(length) >= firsts[:, None]
+        first = int(firsts.min())  # MLX does not compute the logits before it
+        pieces = [(0, first, self._max_tokens), (first, length, self.limits.max_rows)]
+        bounds = [
+            (begin, min(begin + step, stop))
+            for start, stop, most in pieces
+            for step in [max(1, most // count)]
+            for begin in range(start, stop, step)
+        ]
+        for begin, end in bounds:
+            logits = self._model(mx.array(ids[:, begin:end]), cache=cache)
+            wanted = np.argwhere(is_wanted[:, begin:end]).T
+            requested = [logits[tuple(map(mx.array, wanted))]] if wanted.size else []
+            mx.eval([layer.state for layer in cache], *requested)
+            if requested:
+                wanted[1] += begin
+                yield wanted, as_tensor(requested[0])
+        self.count(sequences, len(bounds))
 
 
 class SlotCachePath(PrefixRows):
@@ -283,8 +233,7 @@ class SlotCachePath(PrefixRows):
         )
         super().__init__(
             forward,
-            without_cache=lambda sequence: uncached.rows(None, [sequence]),
-            score_without_cache=lambda text: uncached.scores(None, [text])[0],
+            uncached=uncached,
             vocabulary=vocabulary,
             budget_bytes=budget,
             bytes_per_token=token_bytes,
@@ -292,32 +241,11 @@ class SlotCachePath(PrefixRows):
             max_rows=max(1, LOGITS_PER_PASS // width),
         )
 
-    def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
-        """Compute rows in one pass, or in several if limits or memory require it."""
-        try:
-            return super().rows(adapter, sequences)
-        except BaseException:
-            if self.forward.storage.lost:
-                self.clear()
-            raise
-
-    def group_logits(self, group: GroupQuery, places: Slots) -> torch.Tensor | None:
-        """Compute logits of a population; see `PrefixRows.group_logits`."""
-        try:
-            return super().group_logits(group, places)
-        except BaseException:
-            if self.forward.storage.lost:
-                self.clear()
-            raise
-
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
-        """Score texts in few passes; see `PrefixRows.scores`."""
-        try:
-            return super().scores(adapter, texts)
-        except BaseException:
-            if self.forward.storage.lost:
-                self.clear()
-            raise
+    def restore(self) -> None:
+        """Remove tokens that were not computed, or all of them if a write failed half-way."""
+        super().restore()
+        if self.forward.storage.lost:
+            self.clear()
 
     def clear(self) -> None:
         """Remove everything computed, kept prefixes included, and free its memory."""

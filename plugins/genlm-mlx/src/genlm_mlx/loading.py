@@ -15,9 +15,7 @@ from genlm_mlx.published import as_mlx_reads, published_config
 __all__ = [
     "as_dtype",
     "check_model",
-    "context_window",
     "embedding_rows",
-    "limited",
     "load_model",
     "unwrapped",
 ]
@@ -30,9 +28,6 @@ _OURS = {
 }
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
-# Names of the number of positions in configs.
-_WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
 def load_model(
@@ -125,28 +120,6 @@ def as_dtype(name: str) -> mx.Dtype:
     if found not in _DTYPES:
         raise ValueError(f"dtype={name!r}; choose one of {', '.join(map(repr, _DTYPES))}")
     return _DTYPES[found]
-
-
-def context_window(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum length of a context by a model's config, None for no limit."""
-    config = config.get("text_config") or config
-    window = next((config[name] for name in _WINDOW_NAMES if config.get(name)), None)
-    if not isinstance(window, int):
-        return None
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    factor = scaling.get("factor") or 1.0
-    if kind in {"linear", "dynamic"}:
-        return int(window * factor)
-    if kind == "yarn":
-        original = scaling.get("original_max_position_embeddings") or window
-        return max(window, int(original * factor))
-    return window
-
-
-def limited(window: int | None, limit: int | None) -> int | None:
-    """Return the smaller of two limits; None is no limit."""
-    return min((length for length in (window, limit) if length is not None), default=None)
 
 
 def embedding_rows(config: Mapping[str, Any], default: int) -> int:

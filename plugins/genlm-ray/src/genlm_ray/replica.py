@@ -2,13 +2,14 @@
 
 Its methods run on the actor's event loop, not on the engine's thread, so that it answers `ping`
 while the engine steps. It supervises itself: it ends its process when a step takes too long,
-and Ray starts another. Messages of a session carry numbers, because Ray starts the calls of an
-asynchronous actor in any order.
+and Ray starts another. Ray starts the calls of an asynchronous actor in any order, so a message
+refers only to what the replica has answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import faulthandler
 import functools
 import gc
@@ -19,14 +20,14 @@ import os
 import platform
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.cloudpickle
 
+from genlm import EngineDiedError
 from genlm.plugin import (
     AdapterError,
     Engine,
@@ -37,15 +38,15 @@ from genlm.plugin import (
     get_backend,
     picklable_error,
 )
-from genlm_ray.serving_loop import ServingLoop
-from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, Sequences
+from genlm_ray.session import Prefix, Session
+from genlm_ray.shared_engine import SharedEngine
+from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpacked_queries
 
 __all__ = [
     "UNLIMITED",
     "Replica",
     "ReplicaSpec",
     "ServingLimits",
-    "new_session",
     "version_of",
     "versions",
 ]
@@ -91,7 +92,7 @@ class ServingLimits:
     Attributes:
         clients: Maximum number of concurrent programs.
         pending_queries: Unanswered queries of one program.
-        sequences: Sequences that are kept for one program to name again.
+        sequences: Sequences of populations that are kept for one program.
         prefix_tokens: Tokens of the prefixes that one program keeps.
         adapters: Adapters that one program has loaded.
         reduction_s: Maximum time in seconds of a program's own reductions of a batch of rows or
@@ -142,23 +143,6 @@ class ReplicaSpec:
     limits: ServingLimits = UNLIMITED
 
 
-_Prefix = tuple[tuple[int, ...], str | None]
-
-
-@dataclass
-class _Session:
-    """A driver's connection: it begins anew when the replica or the connection was lost."""
-
-    driver: str
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    sequences: Sequences = field(default_factory=Sequences)
-    adapters: list[str] = field(default_factory=list)
-    prefixes: dict[_Prefix, None] = field(default_factory=dict)
-    next_message: int = 0
-    turns: dict[int, asyncio.Event] = field(default_factory=dict)
-    seen_s: float = field(default_factory=time.monotonic)
-
-
 class Replica:
     """One engine and the drivers that use it.
 
@@ -168,7 +152,7 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._began_s = time.time()
         self._answered = 0
         self._last_statistics: dict[str, Any] = {}
@@ -177,15 +161,20 @@ class Replica:
         self._ending: set[asyncio.Task[None]] = set()
         # Of adapters and prefixes: a driver's next session waits until the last is freed.
         self._loading = asyncio.Lock()
-        self._loop = ServingLoop(
-            self._build, _exit, reduction_timeout_s=spec.limits.reduction_s
-        )
+        loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
+        self._built = loading.submit(SharedEngine, self._build)
+        loading.shutdown(wait=False)
 
     def _build(self) -> Engine:
         spec = self._spec
         engine = get_backend(spec.engine)(spec.model, **spec.options)
         gc.freeze()  # this process is the engine's: garbage collections omit the loaded objects
         return engine
+
+    @property
+    def _shared(self) -> SharedEngine:
+        """The engine, once it is loaded."""
+        return self._built.result()
 
     # -- calls of drivers -------------------------------------------------------------
 
@@ -194,7 +183,7 @@ class Replica:
         driver: str,
         session: str,
         adapters: Mapping[str, str],
-        prefixes: Sequence[tuple[Sequence[int], str | None]],
+        prefixes: Sequence[Prefix],
     ) -> dict[str, Any]:
         """Begin a session, load its adapters and prefixes, and describe the engine.
 
@@ -202,7 +191,8 @@ class Replica:
             GenlmError: The engine, an adapter or a prefix could not be loaded, or the replica
                 has its maximum number of drivers.
         """
-        engine = await self._engine()
+        shared = await self._loaded()
+        engine = shared.engine
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
             await self._end(name)
         limit = self._spec.limits.clients
@@ -212,21 +202,12 @@ class Replica:
                 f"started for (ServingLimits.clients)"
             )
         self._own_adapters = tuple(getattr(engine, "adapters", ()))
-        # A driver sends no pings before its session has begun.
-        state = self._sessions[session] = _Session(driver, seen_s=math.inf)
-        loop = asyncio.get_running_loop()
-
-        def finished() -> None:
-            loop.call_soon_threadsafe(state.finished.set)
-
-        self._loop.attach(session, finished)
+        state = Session(driver, shared, self._spec.limits.reduction_s)
+        self._sessions[session] = state
         if self._supervisor is None:
-            self._supervisor = loop.create_task(self._supervise())
+            self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         try:
-            for name, path in adapters.items():
-                await self.add_adapter(session, name, path)
-            for token_ids, adapter in prefixes:
-                await self.cache_prefix(session, token_ids, adapter)
+            await self.configure(session, adapters, prefixes)
         except BaseException:
             await self._end(session)
             raise
@@ -242,30 +223,33 @@ class Replica:
             "pending_queries": self._spec.limits.pending_queries,
         }
 
-    async def exchange(
-        self, session: str, number: int, message: ReplicaRequest
-    ) -> ReplicaResponse | None:
+    async def exchange(self, session: str, message: ReplicaRequest) -> ReplicaResponse | None:
         """Take queries; return as soon as any of the session's queries have finished.
 
         Returns:
             The completions; empty if no query is left; None if the session has ended.
         """
-        state = await self._received(session, number, message)
+        await self.notify(session, message)
+        state = self._sessions.get(session)
         while state is not None and session in self._sessions:
-            finished, unanswered = self._loop.finished(session)
-            if finished or not unanswered:
-                size = self._loop.built.result().vocabulary.size
+            if state.finished or not state.unanswered:
+                self._exit_with_engine()
+                finished = state.finished
+                size = self._shared.engine.vocabulary.size
                 packed = TRANSPORT.pack_completions(finished, size)
-                self._loop.discard_finished(session, len(finished))
+                state.finished = state.finished[len(finished) :]  # kept if packing raised
                 self._answered += len(finished)
                 return ReplicaResponse(packed, self._statistics())
-            state.finished.clear()
-            await state.finished.wait()
+            state.changed.clear()
+            await state.changed.wait()
         return None
 
-    async def notify(self, session: str, number: int, message: ReplicaRequest) -> None:
-        """Accept a message without reply: aborts and sequences to forget."""
-        await self._received(session, number, message)
+    async def notify(self, session: str, message: ReplicaRequest) -> None:
+        """Take a message without waiting for queries."""
+        state = self._sessions.get(session)
+        if state is not None:
+            state.seen_s = time.monotonic()
+            self._take(state, message)
 
     async def ping(self, session: str) -> None:
         """Record that the driver lives; the reply shows that this process responds."""
@@ -276,90 +260,57 @@ class Replica:
         """End a session: drop its queries and its adapters."""
         await self._end(session)
 
-    # These return whether the session had not ended.
-
-    async def add_adapter(self, session: str, name: str, path: str) -> bool:
-        """Load an adapter for a driver; other drivers may use the same name."""
-        async with self._loading:
-            state = self._sessions.get(session)
-            if state is None:
-                return False
-            limit = self._spec.limits.adapters
-            if len(state.adapters) >= limit:
-                raise AdapterError(
-                    f"this program has loaded {limit} adapters, the most that the served model "
-                    f"allows (ServingLimits.adapters); remove one"
-                )
-            named = self._adapter(state, name)
-            await self._call(lambda engine: engine.add_adapter(named, path))
-            state.adapters.append(name)
-            return session in self._sessions  # else `_end` waits to free it
-
-    async def remove_adapter(self, session: str, name: str) -> bool:
-        """Free an adapter of a driver, if it was loaded here."""
-        async with self._loading:
-            state = self._sessions.get(session)
-            if state is None:
-                return False
-            if name in state.adapters:
-                named = self._adapter(state, name)
-                state.adapters.remove(name)
-                state.prefixes = {each: None for each in state.prefixes if each[1] != name}
-                await self._call(lambda engine: _remove_adapter(engine, named))
-            return True
-
-    async def cache_prefix(
-        self, session: str, token_ids: Sequence[int], adapter: str | None
+    async def configure(
+        self, session: str, adapters: Mapping[str, str], prefixes: Sequence[Prefix]
     ) -> bool:
-        """Have the engine compute a prefix, and keep it while the session lasts.
+        """Have a driver's adapters and prefixes, and no others; other drivers keep theirs.
+
+        Args:
+            session: The session.
+            adapters: Paths of the driver's adapters by name; other drivers may use the names.
+            prefixes: Prefixes that the engine keeps while the session lasts, and the driver's
+                names of their adapters.
+
+        Returns:
+            Whether the session has not ended.
 
         Raises:
-            EvaluationError: The driver would exceed its limit of tokens.
+            AdapterError: An adapter cannot be loaded, or there are more than allowed.
+            EvaluationError: The prefixes have more tokens than allowed.
         """
+        limits = self._spec.limits
+        if len(adapters) > limits.adapters:
+            raise AdapterError(
+                f"asked for {len(adapters)} adapters of this program; the served model allows "
+                f"{limits.adapters} (ServingLimits.adapters); remove one"
+            )
+        wanted = dict.fromkeys(prefixes)
+        tokens = sum(len(ids) for ids, _ in wanted)
+        if tokens > limits.prefix_tokens:
+            raise EvaluationError(
+                f"with this prefix the program would keep {tokens} tokens; the served model "
+                f"allows {limits.prefix_tokens} (ServingLimits.prefix_tokens). "
+                f"clear_kv_cache() frees those that it keeps"
+            )
         async with self._loading:
             state = self._sessions.get(session)
             if state is None:
                 return False
-            prefix = (tuple(token_ids), adapter)
-            limit = self._spec.limits.prefix_tokens
-            tokens = sum(len(ids) for ids, _ in {**state.prefixes, prefix: None})
-            if tokens > limit:
-                raise EvaluationError(
-                    f"with this prefix the program would keep {tokens} tokens; the served "
-                    f"model allows {limit} (ServingLimits.prefix_tokens). clear_kv_cache() "
-                    f"frees those that it keeps"
-                )
-            named = self._adapter(state, adapter)
-            await self._call(lambda engine: engine.cache_prefix(prefix[0], named))
-            state.prefixes[prefix] = None
-            return session in self._sessions  # else `_end` waits to free it
-
-    async def clear_prefix_cache(self, session: str) -> bool:
-        """Have the engine free the driver's prefixes; those of others are computed again."""
-        async with self._loading:
-            state = self._sessions.get(session)
-            if state is None:
-                return False
-            state.prefixes.clear()
-            await self._keep_prefixes()
-            return True
-
-    async def _keep_prefixes(self) -> None:
-        """Replace the engine's prefixes by those of the sessions that have not ended."""
-        await self._call(lambda engine: engine.clear_prefix_cache())
-        for state in list(self._sessions.values()):
-            for token_ids, adapter in list(state.prefixes):
-                keep = functools.partial(
-                    _cache_prefix, token_ids=token_ids, adapter=self._adapter(state, adapter)
-                )
-                try:
-                    await self._call(keep)
-                except Exception:  # each query then computes it
-                    logger.exception("computing a prefix again raised")
+            await self._load_adapters(state, adapters)
+            freed = [prefix for prefix in state.prefixes if prefix not in wanted]
+            for prefix in freed:
+                del state.prefixes[prefix]
+            if any(adapter in {None, *adapters} for _, adapter in freed):
+                await self._keep_prefixes()
+            for prefix in wanted:
+                if prefix not in state.prefixes:
+                    await self._cache_prefix(state, prefix)
+                    state.prefixes[prefix] = None
+            return session in self._sessions  # else `_end` waits to free them
 
     async def describe(self) -> dict[str, Any]:
         """Return the loaded model's description for `genlm serve --status`."""
-        await self._engine()
+        await self._loaded()
         return {
             "name": self._spec.name,
             "engine": self._spec.engine,
@@ -369,7 +320,7 @@ class Replica:
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "seconds": time.time() - self._began_s,
-            "drivers": self._loop.drivers,
+            "drivers": {name: each.unanswered for name, each in self._sessions.items()},
             "answered": self._answered,
             "statistics": self._statistics(),
         }
@@ -378,24 +329,13 @@ class Replica:
         """The versions here, known before the model is loaded."""
         return versions(self._spec.engine)
 
-    # -- sessions ---------------------------------------------------------------------
+    # -- the engine -------------------------------------------------------------------
 
-    def _statistics(self) -> dict[str, Any]:
-        """Return the engine's statistics, or the last ones if it raises."""
+    async def _loaded(self) -> SharedEngine:
         try:
-            found = self._loop.statistics().items()
-            # Values that cannot be pickled would lose the results in the same message.
-            self._last_statistics = {
-                name: value for name, value in found if isinstance(value, (int, float, str))
-            }
-        except Exception:
-            logger.exception("the engine's statistics raised")
-        return self._last_statistics
-
-    async def _engine(self) -> Engine:
-        try:
-            return await asyncio.wrap_future(self._loop.built)
-        except asyncio.CancelledError:  # the caller has gone
+            # A driver that leaves must not cancel the loading.
+            return await asyncio.shield(asyncio.wrap_future(self._built))
+        except asyncio.CancelledError:
             raise
         except GenlmError as error:
             raise picklable_error(error) from None
@@ -405,99 +345,120 @@ class Replica:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    async def _received(
-        self, session: str, number: int, message: ReplicaRequest
-    ) -> _Session | None:
-        """Accept a message of a session after all earlier ones.
-
-        The session ends if an earlier one does not arrive for `driver_timeout_s`.
-        """
-        state = self._sessions.get(session)
-        if state is None:
-            return None
-        if state.next_message != number:
-            turn = state.turns[number] = asyncio.Event()
-            try:
-                await asyncio.wait_for(turn.wait(), self._spec.driver_timeout_s)
-            except TimeoutError:
-                logger.warning("message %d of a session was lost", state.next_message)
-                await self._end(session)
-                return None
-        state.seen_s = time.monotonic()
+    async def _call(self, function: Callable[[Any], Any]) -> None:
+        """Call a function on the engine's thread."""
         try:
-            if session in self._sessions:
-                self._take(state, session, message)
-        finally:  # later messages do not wait for this one if it raises
-            state.next_message += 1
-            turn_of_next = state.turns.pop(state.next_message, None)
-            if turn_of_next is not None:
-                turn_of_next.set()
-        return state if session in self._sessions else None
+            await asyncio.to_thread(self._shared.scheduler.run, function)
+        except Exception as error:  # noqa: BLE001 - raised in the driver
+            raise picklable_error(error) from None
 
-    def _take(self, state: _Session, session: str, message: ReplicaRequest) -> None:
-        """Drop the queries that a message aborts, submit its own, then forget sequences.
+    def _statistics(self) -> dict[str, Any]:
+        """Return the engine's statistics, or the last ones if it raises."""
+        try:
+            found = self._shared.scheduler.engine_statistics().items()
+            # Values that cannot be pickled would lose the results in the same message.
+            self._last_statistics = {
+                name: value for name, value in found if isinstance(value, (int, float, str))
+            }
+        except Exception:
+            logger.exception("the engine's statistics raised")
+        return self._last_statistics
+
+    async def _load_adapters(self, state: Session, adapters: Mapping[str, str]) -> None:
+        for name in [each for each in state.adapters if each not in adapters]:
+            del state.adapters[name]
+            await self._remove_adapter(self._adapter(state, name))
+        for name, path in adapters.items():
+            if name not in state.adapters:
+                own = self._adapter(state, name)
+                await self._call(functools.partial(_add_adapter, name=own, path=path))
+                state.adapters[name] = path
+
+    async def _remove_adapter(self, name: str | None) -> None:
+        try:
+            await self._call(functools.partial(_remove_adapter, name=name))
+        except Exception:  # it stays loaded; the others are freed
+            logger.exception("freeing the adapter %r raised", name)
+
+    async def _cache_prefix(self, state: Session, prefix: Prefix) -> None:
+        token_ids, adapter = prefix
+        own = self._adapter(state, adapter)
+        await self._call(lambda engine: engine.cache_prefix(token_ids, own))
+
+    async def _keep_prefixes(self) -> None:
+        """Replace the engine's prefixes by those of the sessions that have not ended."""
+        await self._call(lambda engine: engine.clear_prefix_cache())
+        for state in list(self._sessions.values()):
+            for prefix in list(state.prefixes):
+                try:
+                    await self._cache_prefix(state, prefix)
+                except Exception:  # each query then computes it
+                    logger.exception("computing a prefix again raised")
+
+    def _adapter(self, state: Session, name: str | None) -> str | None:
+        """Return an adapter name that is unique among drivers."""
+        if name is None or name in self._own_adapters:
+            return name
+        return f"{name}-{state.driver}"
+
+    # -- sessions ---------------------------------------------------------------------
+
+    def _take(self, state: Session, message: ReplicaRequest) -> None:
+        """Drop the queries that a message aborts, and submit its own.
 
         Raises:
             EvaluationError: The driver would exceed its limits; no query was accepted.
         """
         if message.aborted:
-            self._loop.abort(session, message.aborted)
-        limits, count = self._spec.limits, message.count
-        rows = sum(each.size for each in message.groups)
-        pending = self._loop.pending(session)
-        for what, used, added, limit in (
-            ("pending_queries", pending, count + len(message.groups), limits.pending_queries),
-            ("sequences", len(state.sequences), count + rows, limits.sequences),
+            state.abort(message.aborted)
+        for number in message.dropped:
+            state.generations.drop(number)
+        limits, groups = self._spec.limits, message.groups
+        added, pending = message.count + len(groups), state.unanswered + len(state.finished)
+        rows, kept = sum(each.size for each in groups), state.generations.sequences
+        for what, used, more, limit in (
+            ("pending_queries", pending, added, limits.pending_queries),
+            ("sequences", kept, rows, limits.sequences),
         ):
-            if added and used + added > limit:
+            if more and used + more > limit:
                 raise EvaluationError(
                     f"this program has {used} {what.replace('_', ' ')} at a replica and sends "
-                    f"{added} more; the served model allows {limit} (ServingLimits.{what})"
+                    f"{more} more; the served model allows {limit} (ServingLimits.{what})"
                 )
-        queries = state.sequences.queries(message)
-        renamed = [
+        queries: list[Any] = [
             query
             if query.adapter is None
             else query.replace(adapter=self._adapter(state, query.adapter))
-            for query in queries
+            for query in unpacked_queries(message)
         ]
-        lease = functools.partial(_HeldContexts, self._loop)
-        groups = [
-            state.sequences.group(each, self._adapter(state, each.adapter), lease)
-            for each in message.groups
-        ]
-        self._loop.submit(session, [*renamed, *groups])
-        for number in message.dropped:
-            state.sequences.drop(number)
-        for each in message.forgotten:
-            forgotten = state.sequences.forget(each)
-            if forgotten is not None:
-                adapter, sequence = forgotten
-                self._loop.release(self._adapter(state, adapter), sequence.key)
+        lease = functools.partial(_HeldContexts, self._shared.scheduler.release)
+        for each in groups:
+            adapter = self._adapter(state, each.adapter)
+            queries.append(state.generations.group(each, adapter, lease))
+        sampled = {each.query_id: each.sampled for each in groups if each.sampling}
+        state.submit(queries, sampled)
+        if message.released is not None:
+            for name, sequence in zip(
+                message.released[0], message.released[1].unpack(), strict=True
+            ):
+                self._shared.scheduler.release((self._adapter(state, name), sequence.key))
 
     async def _end(self, session: str) -> None:
         state = self._sessions.pop(session, None)
         if state is None:
             return
-        self._loop.detach(session)
-        state.finished.set()
-        for turn in state.turns.values():
-            turn.set()
+        state.end()
         async with self._loading:
             for name in state.adapters:
-                named = self._adapter(state, name)
-                try:
-                    await self._call(functools.partial(_remove_adapter, name=named))
-                except Exception:  # it stays loaded; the others are freed
-                    logger.exception("freeing the adapter %r raised", named)
+                await self._remove_adapter(self._adapter(state, name))
             if state.prefixes:
                 try:
                     await self._keep_prefixes()
-                except Exception:  # as above
+                except Exception:  # as for adapters
                     logger.exception("freeing the prefixes of a program raised")
 
     async def _supervise(self) -> None:
-        """End silent sessions, slow reductions, and the process whose engine hangs."""
+        """End silent sessions, and the process whose engine hangs or has ended."""
         spec = self._spec
         guards_process = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
         while True:
@@ -506,10 +467,10 @@ class Replica:
                     spec.step_timeout_s + _GRACE_S, exit=True, file=2
                 )
             await asyncio.sleep(min(1.0, spec.driver_timeout_s / 4))
-            step_s = self._loop.step_seconds
+            self._exit_with_engine()
+            step_s = self._shared.step_seconds
             if step_s > spec.step_timeout_s:
                 _exit(TimeoutError(f"a step of the engine has taken {step_s:.0f} s"))
-            self._loop.fail_overdue_reductions()
             oldest_s = time.monotonic() - spec.driver_timeout_s
             for name in [k for k, each in self._sessions.items() if each.seen_s < oldest_s]:
                 # Not awaited: freeing adapters waits for the step that is watched here.
@@ -517,46 +478,35 @@ class Replica:
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
 
-    async def _call(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function on the engine's thread."""
-        try:
-            return await asyncio.wrap_future(self._loop.call(function))
-        except Exception as error:  # noqa: BLE001 - raised in the driver
-            raise picklable_error(error) from None
-
-    def _adapter(self, state: _Session, name: str | None) -> str | None:
-        """Return an adapter name that is unique among drivers."""
-        if name is None or name in self._own_adapters:
-            return name
-        return f"{name}-{state.driver}"
+    def _exit_with_engine(self) -> None:
+        """End the process of an engine whose thread has ended: Ray starts another."""
+        if self._shared.scheduler.closed:
+            _exit(EngineDiedError("the engine's thread has ended"))
 
 
 class _HeldContexts:
     """Keeps the engine's cached state of a population's contexts alive."""
 
-    def __init__(self, loop: ServingLoop, contexts: list[tuple[str | None, bytes]]) -> None:
-        self._loop, self._contexts = loop, contexts
+    def __init__(
+        self, release: Callable[[Any], None], contexts: list[tuple[str | None, bytes]]
+    ) -> None:
+        self._release, self._contexts = release, contexts
 
     def __del__(self) -> None:
-        for adapter, key in self._contexts:
-            self._loop.release(adapter, key)
+        for context in self._contexts:
+            self._release(context)
 
 
-def new_session() -> str:
-    """Return a unique session name."""
-    return uuid.uuid4().hex
+def _add_adapter(engine: Any, *, name: str | None, path: str) -> None:
+    engine.add_adapter(name, path)
 
 
-def _remove_adapter(engine: Any, name: str | None) -> None:
+def _remove_adapter(engine: Any, *, name: str | None) -> None:
     if hasattr(engine, "remove_adapter"):
         engine.remove_adapter(name)
 
 
-def _cache_prefix(engine: Any, *, token_ids: Sequence[int], adapter: str | None) -> None:
-    engine.cache_prefix(token_ids, adapter)
-
-
 def _exit(cause: BaseException) -> None:
-    """End the process of an engine whose thread ended: Ray starts another."""
+    """End this process."""
     logger.error("the engine ended, and its process with it", exc_info=cause)
     os._exit(1)

@@ -1,15 +1,14 @@
-"""Messages of drivers and replicas: queries by their new tokens, rows as one array.
+"""Messages of drivers and replicas: sequences by blocks, populations and rows as arrays.
 
-A query names a sequence that the replica knows and the ids that follow it, so that a message
-does not grow with the contexts. Rows of a message are one numpy array, which Ray stores and
-maps without copying.
+The sequences of a message share their blocks, so that a common prompt is sent once. Of a
+population the columns are sent that its replica does not have. Rows of a message are one numpy
+array, which Ray stores and maps without copying.
 """
 
 from __future__ import annotations
 
 import itertools
 import pickle
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,23 +19,28 @@ import ray.cloudpickle
 from genlm.plugin import (
     Generation,
     GroupQuery,
+    GroupSampling,
     Lineage,
     PackedCompletions,
+    PackedSequences,
     Query,
-    TokenSequence,
+    SampledGroup,
     Transport,
+    pack_sequences,
 )
-from genlm_ray.router import RoutedQuery
 
 __all__ = [
     "TRANSPORT",
+    "Generations",
     "Lease",
     "PackedGroup",
+    "PlacedGeneration",
     "ReplicaRequest",
     "ReplicaResponse",
-    "Sequences",
     "packed_group",
     "packed_queries",
+    "placed_sample",
+    "unpacked_queries",
 ]
 
 TRANSPORT = Transport("a replica", ray.cloudpickle.dumps)
@@ -50,29 +54,6 @@ Lease = Callable[[list[tuple[str | None, bytes]]], object]
 """As `GroupQuery.lease`."""
 
 
-class _QueryColumns(NamedTuple):
-    """The queries of a message, by column: few objects are faster to pickle than many.
-
-    Attributes:
-        query_ids: Id of each query.
-        numbers: Number of each query's sequence.
-        known: The number of a sequence that the replica knows, -1 for none.
-        added: The packed ids that follow it.
-        counts: The number of outputs of each; empty if all request their rows.
-        others: By place, the adapter, sampling and targets of queries that have any.
-    """
-
-    query_ids: list[int]
-    numbers: list[int]
-    known: list[int]
-    added: list[bytes]
-    counts: list[int]
-    others: dict[int, tuple[str | None, Any, tuple[int, ...]]]
-
-
-_NO_OTHERS: tuple[None, None, tuple[int, ...]] = (None, None, ())
-
-
 class PackedGroup(NamedTuple):
     """The query of a population, as columns.
 
@@ -81,28 +62,32 @@ class PackedGroup(NamedTuple):
         number: Number of its generation, which the replica then stores.
         known: The number of a generation that the replica knows and that this one extends, or
             is; -1 for none.
-        first: The packed ids of the sequences of the first lineage, if `known` is -1.
+        first: The sequences of the first lineage, if `known` is -1.
         steps: Ancestors and token ids of each lineage after the known one, or the first, int32.
         wanted: As `GroupQuery.wanted`, int32.
         row_of: As `GroupQuery.row_of`, int32.
-        reduction: The packed reduction.
+        reduction: The packed reduction; empty with `sampling`.
         adapter: As `GroupQuery.adapter`.
+        sampling: The pickled `GroupQuery.sampling`; empty for none.
+        sampled: Number of the generation of its result, which the replica then stores.
     """
 
     query_id: int
     number: int
     known: int
-    first: list[bytes]
+    first: PackedSequences
     steps: list[tuple[_Ints, _Ints]]
     wanted: _Ints
     row_of: _Ints
     reduction: bytes
     adapter: str | None
+    sampling: bytes
+    sampled: int
 
     @property
     def size(self) -> int:
         """Number of sequences that the replica keeps for it."""
-        return len(self.first) + sum(len(tokens) for _, tokens in self.steps)
+        return len(self.first.tails) + sum(len(tokens) for _, tokens in self.steps)
 
 
 @dataclass
@@ -110,13 +95,14 @@ class ReplicaRequest:
     """A message to a replica.
 
     Attributes:
-        queries: Pickled `_QueryColumns`, as a tuple.
-        outputs: Those of the queries, one after the other, packed.
-        count: Number of queries.
+        queries: Pickled columns of single queries: their ids and sequences, the number of
+            outputs of each, and by place the adapter and targets of those that have any.
+        outputs: Outputs of the queries, one after the other, packed.
+        count: Number of these queries.
         groups: Queries of populations.
         aborted: Ids of queries to drop.
-        forgotten: Numbers of sequences that are not named again.
         dropped: Numbers of generations that are not named again.
+        released: Sequences whose state the engine may drop, and the adapter of each.
     """
 
     queries: bytes = b""
@@ -124,8 +110,8 @@ class ReplicaRequest:
     count: int = 0
     groups: list[PackedGroup] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    released: tuple[list[str | None], PackedSequences] | None = None
 
 
 class ReplicaResponse(NamedTuple):
@@ -140,79 +126,120 @@ class ReplicaResponse(NamedTuple):
     statistics: dict[str, Any]
 
 
-def packed_queries(routed: Sequence[RoutedQuery], replica: int) -> ReplicaRequest:
-    """Pack queries for a replica, which then knows their sequences by number."""
-    asked = _QueryColumns([], [], [], [], [], {})
+# -- single queries -------------------------------------------------------------------
+
+
+def packed_queries(queries: Sequence[Query]) -> ReplicaRequest:
+    """Pack queries for single sequences."""
+    counts: list[int] = []
     packed = b""
-    outputs = [each.query.outputs for each in routed]
+    outputs = [query.outputs for query in queries]
     if any(each != _ROW_ONLY for each in outputs):
-        asked.counts.extend(map(len, outputs))
+        counts = list(map(len, outputs))
         packed = TRANSPORT.pack_outputs([output for each in outputs for output in each])
-    for place, each in enumerate(routed):
-        query, context, parent = each.query, each.context, each.parent
-        known, begin = -1, 0
-        if replica in context.sent:
-            known, begin = context.number, context.length
-        elif parent is not None and replica in parent.sent:
-            known, begin = parent.number, parent.length
-        context.sent.add(replica)
-        length = len(query)
-        added = array("I", query.sequence.ids_from(begin)).tobytes() if begin < length else b""
-        asked.query_ids.append(query.query_id)
-        asked.numbers.append(context.number)
-        asked.known.append(known)
-        asked.added.append(added)
-        others = (query.adapter, query.sampling, query.targets)
-        if others != _NO_OTHERS:
-            asked.others[place] = others
-    columns = pickle.dumps(tuple(asked), pickle.HIGHEST_PROTOCOL)
-    return ReplicaRequest(columns, packed, len(routed))
+    others = {
+        place: (query.adapter, query.targets)
+        for place, query in enumerate(queries)
+        if query.adapter is not None or query.targets
+    }
+    sequences = pack_sequences(query.sequence for query in queries)
+    # Few objects are faster to pickle than many.
+    columns = [query.query_id for query in queries], sequences, counts, others
+    data = pickle.dumps(columns, pickle.HIGHEST_PROTOCOL)
+    return ReplicaRequest(data, packed, len(queries))
+
+
+def unpacked_queries(message: ReplicaRequest) -> list[Query]:
+    """Unpack the queries for single sequences."""
+    if not message.queries:
+        return []
+    query_ids, sequences, counts, others = pickle.loads(message.queries)  # noqa: S301 - Ray pickles all it sends
+    outputs: list[Any] = [_ROW_ONLY] * len(query_ids)
+    if counts:
+        flat = iter(TRANSPORT.unpack_outputs(message.outputs))
+        outputs = [tuple(itertools.islice(flat, count)) for count in counts]
+    queries = []
+    unpacked = zip(query_ids, sequences.unpack(), outputs, strict=True)
+    for place, (query_id, sequence, wanted) in enumerate(unpacked):
+        adapter, targets = others.get(place, (None, ()))
+        queries.append(Query(query_id, sequence, adapter, outputs=wanted, targets=targets))
+    return queries
+
+
+# -- populations ----------------------------------------------------------------------
+
+
+class PlacedGeneration:
+    """The state of a generation in the driver: its replica, and its number there.
+
+    It is dropped on any thread, when the last population that refers to it is. The number is
+    then added to `dropped`, whose `append` is atomic.
+    """
+
+    __slots__ = ("_dropped", "number", "replica")
+
+    def __init__(self, replica: int, number: int, dropped: Any) -> None:
+        self.replica, self.number, self._dropped = replica, number, dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.number)
 
 
 def packed_group(
-    group: GroupQuery, number: int, known: int, lineage: Lineage | None
+    group: GroupQuery, number: int, known: PlacedGeneration | None, sampled: int
 ) -> PackedGroup:
     """Pack the query of a population.
 
     Args:
         group: The query.
-        number: Names its generation in later messages.
-        known: The number of a generation that the replica knows, -1 for none.
-        lineage: The sequences of that generation; None for none.
+        number: Number of its generation in later messages.
+        known: The state of the nearest generation before it that the replica has.
+        sampled: Number of the generation of its result, if it has `sampling`.
     """
+    lineage: Lineage | None = None
+    if known is not None:
+        base = group.generation.with_state()
+        lineage = None if base is None else base.lineage
     steps: list[tuple[_Ints, _Ints]] = []
-    first: list[bytes] = []
     each = group.generation.lineage
     while each is not lineage and each.parent is not None:
         steps.append((each.ancestors.astype(np.int32), each.token_ids.astype(np.int32)))
         each = each.parent
-    if each is not lineage:
-        sequences = map(each.sequence, range(len(each)))
-        first = [array("I", sequence.token_ids).tobytes() for sequence in sequences]
+    first = range(0 if each is lineage else len(each))
     steps.reverse()
+    sampling = group.sampling
     return PackedGroup(
         group.query_id,
         number,
-        known,
-        first,
+        -1 if known is None else known.number,
+        pack_sequences(map(each.sequence, first)),
         steps,
         group.wanted.astype(np.int32),
         group.row_of.astype(np.int32),
-        TRANSPORT.pack_outputs([group.reduction]),
+        TRANSPORT.pack_outputs([group.reduction]) if sampling is None else b"",
         group.adapter,
+        b"" if sampling is None else pickle.dumps(sampling, pickle.HIGHEST_PROTOCOL),
+        sampled,
     )
 
 
-class Sequences:
-    """The sequences and generations of one driver, by number, in a replica."""
+def placed_sample(
+    group: GroupQuery, found: SampledGroup, state: PlacedGeneration
+) -> SampledGroup:
+    """Return a replica's continuations with their generation, whose state the replica has."""
+    sampling = group.sampling
+    assert sampling is not None  # noqa: S101 - it has a result of this kind
+    generation, places = group.generation.extended(sampling.places, found.token_ids.numpy())
+    generation.keep(state)
+    return found._replace(generation=generation, places=places)
+
+
+class Generations:
+    """The generations that a driver names by number, in a replica."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[str | None, TokenSequence]] = {}
-        self._generations: dict[int, tuple[Generation, int]] = {}
-        self._in_generations = 0
-
-    def __len__(self) -> int:
-        return len(self._known) + self._in_generations
+        self._known: dict[int, tuple[Generation, int]] = {}
+        self.sequences = 0
 
     def group(self, packed: PackedGroup, adapter: str | None, lease: Lease) -> GroupQuery:
         """Unpack the query of a population, under the replica's name of its adapter.
@@ -221,70 +248,48 @@ class Sequences:
             KeyError: A generation is not known here.
         """
         if packed.number != packed.known:
-            self._generations[packed.number] = self._generation(packed), packed.size
-            self._in_generations += packed.size
-        [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
+            self._add(packed.number, self._generation(packed), packed.size)
+        reduction: Any = None
+        sampling: GroupSampling | None = None
+        if packed.sampling:
+            sampling = pickle.loads(packed.sampling)  # noqa: S301 - as above
+        else:
+            [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
         return GroupQuery(
             packed.query_id,
-            self._generations[packed.number][0],
+            self._known[packed.number][0],
             packed.wanted.astype(np.int64),
             packed.row_of.astype(np.int64),
             reduction,
             adapter,
             lease,
+            sampling,
         )
+
+    def store_sample(self, number: int, found: SampledGroup) -> SampledGroup:
+        """Store the generation of a result, and return the rest of the result."""
+        self._add(number, found.generation, found.token_ids.numel())
+        nothing: Any = None  # the driver computes them
+        return found._replace(generation=nothing, places=nothing)
 
     def drop(self, number: int) -> None:
         """Drop a generation, if it is known; those that extend it do not need it."""
-        _, count = self._generations.pop(number, (None, 0))
-        self._in_generations -= count
+        _, size = self._known.pop(number, (None, 0))
+        self.sequences -= size
+
+    def _add(self, number: int, generation: Generation, size: int) -> None:
+        self._known[number] = generation, size
+        self.sequences += size
 
     def _generation(self, packed: PackedGroup) -> Generation:
         base: Generation | None = None
         if packed.known >= 0:
-            base, _ = self._generations[packed.known]
+            base, _ = self._known[packed.known]
             lineage = base.lineage
         else:
-            lineage = Lineage.of_sequences([TokenSequence(each, None) for each in packed.first])
+            lineage = Lineage.of_sequences(packed.first.unpack())
         for ancestors, token_ids in packed.steps:
             parents = ancestors.astype(np.int64)
             lengths = lineage.lengths[parents] + (token_ids >= 0)
             lineage = Lineage(lineage, parents, token_ids.astype(np.int64), lengths)
         return Generation(lineage, base)
-
-    def queries(self, message: ReplicaRequest) -> list[Query]:
-        """Unpack the queries.
-
-        Raises:
-            KeyError: A sequence is not known here.
-        """
-        if not message.queries:
-            return []
-        asked = _QueryColumns(*pickle.loads(message.queries))  # noqa: S301 - Ray pickles all it sends
-        outputs: list[Any] = [_ROW_ONLY] * len(asked.query_ids)
-        if asked.counts:
-            flat = iter(TRANSPORT.unpack_outputs(message.outputs))
-            outputs = [tuple(itertools.islice(flat, count)) for count in asked.counts]
-        queries = []
-        for place, (query_id, number, known, added, wanted) in enumerate(
-            zip(*asked[:4], outputs, strict=True)
-        ):
-            adapter, sampling, targets = asked.others.get(place, _NO_OTHERS)
-            sequence = self._sequence(number, known, added, adapter)
-            queries.append(
-                Query(query_id, sequence, adapter, sampling, outputs=wanted, targets=targets)
-            )
-        return queries
-
-    def forget(self, number: int) -> tuple[str | None, TokenSequence] | None:
-        """Drop a sequence; return its adapter and the sequence."""
-        return self._known.pop(number, None)
-
-    def _sequence(
-        self, number: int, known: int, added: bytes, adapter: str | None
-    ) -> TokenSequence:
-        sequence = None if known < 0 else self._known[known][1]
-        if sequence is None or added:
-            sequence = TokenSequence(added, sequence)
-        self._known[number] = adapter, sequence
-        return sequence

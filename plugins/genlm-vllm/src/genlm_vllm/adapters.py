@@ -9,11 +9,10 @@ during a step.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ import torch
 from genlm.plugin import AdapterError, AdapterTable, EvaluationError, read_lora_config
 from genlm_vllm.worker import call_workers
 
-__all__ = ["Adapters", "check_config"]
+__all__ = ["Adapters"]
 
-_SUPPORTED = frozenset({"target_parameters", "use_rslora"})
-"""Settings beyond plain LoRA that all supported vLLM versions apply."""
-
-_SUPPORTED_IF_READ = frozenset({"alpha_pattern", "rank_pattern"})
-"""Settings that vLLM applies in the versions that read them."""
+_SUPPORTED = frozenset({"alpha_pattern", "rank_pattern", "target_parameters", "use_rslora"})
+"""Settings beyond plain LoRA that vLLM applies."""
 
 
 class Adapters(AdapterTable[Any]):
@@ -50,7 +46,6 @@ class Adapters(AdapterTable[Any]):
         return None if name is None else self.loaded[name]
 
     def _load(self, name: str, path: Path) -> Any:
-        from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
         if len(self.loaded) == self._capacity:
@@ -59,8 +54,7 @@ class Adapters(AdapterTable[Any]):
                 f"model was loaded; load it with a larger engine_opts['max_loras']"
             )
         folder = os.path.realpath(path)
-        read = {field.name for field in dataclasses.fields(PEFTHelper)}
-        check_config(name, folder, read)
+        read_lora_config(name, folder, engine="vLLM", supported=_SUPPORTED)
         problem = _misfit(self._engine.vllm_config.model_config.hf_config, folder)
         number = next(self._numbers)
         # vLLM keys cached prefixes by this name, so the number is part of it.
@@ -95,21 +89,6 @@ class Adapters(AdapterTable[Any]):
             problem = "a worker did not load it"
         call_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
         return problem
-
-
-def check_config(name: str, folder: str, read: Collection[str]) -> None:
-    """Refuse an adapter with settings that vLLM ignores.
-
-    Args:
-        name: Name of the adapter.
-        folder: Its folder.
-        read: The settings that the installed vLLM reads.
-
-    Raises:
-        AdapterError: As `genlm.plugin.read_lora_config`.
-    """
-    supported = _SUPPORTED | _SUPPORTED_IF_READ.intersection(read)
-    read_lora_config(name, folder, engine="vLLM", supported=supported)
 
 
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 from typing import NamedTuple
 
 from genlm.plugin import Query
@@ -76,7 +76,7 @@ class ContextTable:
                 return Parent(found[0], shorter, list(sequence.ids_from(shorter)))
         return None
 
-    def remove(self, names: Collection[str]) -> int:
+    def remove(self, names: Set[str]) -> int:
         """Forget requests by their ids; return how many were known."""
         ended = [living for living in self._contexts if living.name in names]
         for living in ended:

@@ -1,16 +1,16 @@
 """`VLLMEngine`: vLLM as a genlm engine.
 
-The engine adds queries to vLLM's scheduler, which lets them join the running batch: rows and
-populations on requests that stay (`residents`), others as requests of their own
-(`query_requests`). After each step the workers reduce the rows that it computed.
+The engine adds queries to vLLM's scheduler, which lets them join the running batch, on
+requests that stay (`residents`). After each step the workers reduce the rows that it computed.
 `docs/vllm-engine.md` follows a step through the modules.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from genlm import EngineDiedError, GenlmError
@@ -37,7 +37,6 @@ from genlm_vllm.loading import adapter_capacity, checked_options, needs_processe
 from genlm_vllm.model_checks import check_served
 from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, engine_died
-from genlm_vllm.query_requests import QueryRequests
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import obstacle
 from genlm_vllm.worker import call_workers
@@ -55,7 +54,7 @@ _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
 
 class VLLMEngine:
-    """Next-token rows and continuations of a model that vLLM serves.
+    """Next-token rows of a model that vLLM serves.
 
     Args:
         model: A folder or a hub id.
@@ -85,10 +84,6 @@ class VLLMEngine:
     _death: EngineDiedError | None = None
 
     option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
-
-    submit_group: Callable[[GroupQuery], None] | None = None
-    """Accepts the query of a population; None where vLLM cannot keep its requests running, and
-    each distinct sequence is a separate query."""
 
     def __init__(
         self,
@@ -141,22 +136,24 @@ class VLLMEngine:
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
-        scores = all(call_workers(engine, "genlm_start_scores"))
-        self.capabilities = frozenset(
-            {Capability.SAMPLE}
-            | ({Capability.LORA} if capacity else set())
-            | ({Capability.PREFIX_CACHE} if caches_prefixes else set())
-            | ({Capability.SCORE} if scores else set())
-        )
         self._workers = Workers(engine, self.vocabulary, are_remote=self._multiprocess)
-        check = _query_check(
-            self._adapters, embedded_ids, self.max_context, self.vocabulary.size
+        declared = {
+            Capability.LORA: capacity,
+            Capability.PREFIX_CACHE: caches_prefixes,
+            Capability.SCORE: self._workers.score,
+        }
+        self.capabilities = frozenset(each for each, holds in declared.items() if holds)
+        # Without a reference to this object: vLLM keeps parts of a live engine in global state,
+        # which would keep an engine alive that was dropped without `close`.
+        check = functools.partial(
+            check_query,
+            embedding_rows=embedded_ids,
+            max_context=self.max_context,
+            adapters=self._adapters.loaded,
+            vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
         )
         self._ready: list[Completion] = []
-        self._requests = QueryRequests(
-            engine, adapters=self._adapters, workers=self._workers, check=check
-        )
-        self._obstacle = obstacle(engine) or self._workers.missing_part
+        self._obstacle = obstacle(config)
         self._residents = Residents(
             engine,
             self._adapters,
@@ -165,9 +162,7 @@ class VLLMEngine:
             embedded_ids=embedded_ids,
             max_context=self.max_context,
         )
-        if self._obstacle is None:
-            self.submit_group = self._residents.submit_group
-        self._tokens_evaluated = self._steps = self._idle_steps = 0
+        self._steps = self._idle_steps = 0
         if needs_comparison:
             self._compare(built)
 
@@ -198,12 +193,12 @@ class VLLMEngine:
             EngineDiedError: A process of vLLM has ended.
         """
         with self._guarding():
-            wants_row = query.sampling is None and not query.targets
-            if wants_row and self._obstacle is None:
-                self._residents.submit(query)
-            else:
-                self._requests.submit(query)
-                self._tokens_evaluated += len(query)
+            self._residents.submit(query)
+
+    def submit_group(self, query: GroupQuery) -> None:
+        """Add the query of a population; sequences that are not valid fail alone."""
+        with self._guarding():
+            self._residents.submit_group(query)
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -212,15 +207,11 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
-        if not self._residents.abort(query_id):
-            self._requests.abort(query_id)
+        self._residents.abort(query_id)
 
     def _advance(self) -> list[Completion]:
         with self._guarding():
-            return self._requests.send() + self._advance_vllm()
-
-    def _is_busy(self) -> bool:
-        return bool(self._requests.unanswered or self._residents.unanswered)
+            return self._advance_vllm()
 
     @contextlib.contextmanager
     def _guarding(self) -> Iterator[None]:
@@ -236,10 +227,11 @@ class VLLMEngine:
             raise self._death from error
 
     def _advance_vllm(self) -> list[Completion]:
-        if not self._is_busy():
+        residents = self._residents
+        if not residents.unanswered:
             self._workers.prepare()  # which drops what was cancelled
             return []
-        self._residents.prepare()
+        residents.prepare()
         self._workers.prepare()
         try:
             self._vllm.step()
@@ -249,26 +241,23 @@ class VLLMEngine:
                 raise self._death from error
             return self._fail_all(error)
         self._steps += 1
-        completions = self._requests.collect()
-        self._residents.collect()
-        found = self._workers.collect()
-        completions += self._requests.finish(found)
-        completions += self._residents.finish(found)
-        self._residents.relieve(has_run=self._requests.has_run)
+        residents.collect()
+        completions = residents.finish(self._workers.collect())
+        residents.relieve()
         return completions or self._fail_lost()
 
     def _fail_lost(self) -> list[Completion]:
         """Fail all queries if vLLM computes none of them, which would wait for ever."""
-        self._idle_steps = 0 if self._requests.has_run else self._idle_steps + 1
+        self._idle_steps = 0 if self._residents.requests.has_run else self._idle_steps + 1
         if self._idle_steps < _LOST_STEPS:
             return []
         error = EvaluationError("vLLM lost the request; this is a defect of genlm-vllm or vLLM")
-        dropped = self._drop_all()
-        self._residents.end_resting()
-        return [Completion(each, error=error) for each in dropped]
+        return self._drop_all(error)
 
-    def _drop_all(self) -> list[int]:
-        return self._requests.drop_all() + self._residents.drop_all()
+    def _drop_all(self, error: Exception) -> list[Completion]:
+        dropped = self._residents.drop_all()
+        self._residents.end_resting()
+        return [Completion(query_id, error=error) for query_id in dropped]
 
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
@@ -278,26 +267,25 @@ class VLLMEngine:
         Raises:
             EngineDiedError: vLLM cannot forget them.
         """
-        failed = self._drop_all()
-        self._residents.end_resting()
+        failed = self._drop_all(error)
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
                 f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot forget "
                 f"its tokens. Load the model again"
             )
             raise self._death from error
-        return [Completion(query_id, error=error) for query_id in failed]
+        return failed
 
     # -- resident contexts ------------------------------------------------------------
 
     @property
     def keeps_contexts(self) -> bool:
         """Whether requests of row queries stay in vLLM; may be set between steps."""
-        return self._obstacle is None and self._residents.keeps
+        return self._residents.keeps
 
     @keeps_contexts.setter
     def keeps_contexts(self, keeps: bool) -> None:
-        self._residents.keeps = keeps
+        self._residents.keeps = keeps and self._obstacle is None
         if not keeps:
             self._residents.end_resting()
 
@@ -340,7 +328,7 @@ class VLLMEngine:
         """Free all cached prefixes, after all running queries. Results do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        while self._is_busy():  # vLLM clears nothing while requests hold blocks
+        while self._residents.unanswered:  # vLLM clears nothing while requests hold blocks
             self._ready += self._advance()
         with self._guarding():
             self._residents.end_resting()
@@ -383,19 +371,18 @@ class VLLMEngine:
         """Return counters and settings of the engine; after `close`, the last ones.
 
         `tokens_evaluated` counts the tokens of all queries, `tokens_computed` those that the
-        model computed, `tokens_drawn` those of continuations. `contexts_resident` are the
-        requests that stay in vLLM now, `contexts_continued` counts the queries that continued
-        one, `contexts_ended` those that were ended. `members_living` are the requests of
-        populations that stay in vLLM now; `members_continued`, `members_forked` and
-        `members_begun` count how the requests of their queries began.
+        model computed. `contexts_resident` are the requests that stay in vLLM now,
+        `contexts_continued` counts the queries that continued one, `contexts_ended` those that
+        were ended. `members_living` are the requests of populations that stay in vLLM now;
+        `members_continued`, `members_forked` and `members_begun` count how the requests of
+        their queries began.
         """
         if self._final_statistics is not None:
             return self._final_statistics
         config, residents = self._vllm.vllm_config, self._residents
         return {
-            "tokens_evaluated": self._tokens_evaluated + residents.tokens_evaluated,
-            "tokens_computed": self._requests.tokens_computed + residents.tokens_computed,
-            "tokens_drawn": self._requests.tokens_drawn,
+            "tokens_evaluated": residents.tokens_evaluated,
+            "tokens_computed": residents.tokens_computed,
             "steps": self._steps,
             "adapters": len(self._adapters.names),
             "processes": "own" if self._multiprocess else "this",
@@ -404,24 +391,19 @@ class VLLMEngine:
             "kv_block_tokens": int(config.cache_config.block_size),
             "max_context": int(config.model_config.max_model_len) - 1,
             "implementation": self._implementation,
-            "contexts": "kept" if self.keeps_contexts else self._reason_not_kept(),
-            "populations": (
-                f"single sequences: {self._obstacle}" if self._obstacle else "running requests"
+            "contexts": (
+                "kept"
+                if self.keeps_contexts
+                else f"not kept: {self._obstacle or 'keep_contexts=False'}"
             ),
             **residents.statistics(),
         }
-
-    def _reason_not_kept(self) -> str:
-        return f"not kept: {self._obstacle or 'keep_contexts=False'}"
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
         engine, self._vllm = self._vllm, None
-        self._workers.close()
-        self._requests.close()
-        self.submit_group = None
-        del self._workers, self._adapters, self._requests, self._residents
+        del self._workers, self._adapters, self._residents
         try:
             shut_down(engine, multiprocess=self._multiprocess)
         finally:
@@ -433,24 +415,3 @@ class VLLMEngine:
         if self._accelerator is not None:
             self._accelerator.restore()
         release_process(self)
-
-
-def _query_check(
-    adapters: Adapters, embedded_ids: int, max_context: int, vocab_size: int
-) -> Callable[[Query], None]:
-    """Return the check of a query, without a reference to the engine.
-
-    vLLM keeps a live engine's parts in global state, so a reference to the engine from one of
-    them would keep an engine alive that was dropped without `close`.
-    """
-
-    def check(query: Query) -> None:
-        check_query(
-            query,
-            embedding_rows=embedded_ids,
-            max_context=max_context,
-            adapters=adapters.names,
-            vocab_size=vocab_size,  # a worker that fails ends vLLM
-        )
-
-    return check

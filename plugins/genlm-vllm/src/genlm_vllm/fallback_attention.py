@@ -24,15 +24,14 @@ def check_fallback_attention() -> None:
     Does nothing the second time. Call it before a model is built.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from vllm.model_executor.models import transformers as fallback
+    from vllm.model_executor.models.transformers import VLLM_ATTN_ATTR
 
     attention: _Attention = ALL_ATTENTION_FUNCTIONS["vllm"]
     if not hasattr(attention, "__wrapped__"):
-        attribute = getattr(fallback, "VLLM_ATTN_ATTR", None)  # since vLLM 0.32
-        ALL_ATTENTION_FUNCTIONS.register("vllm", _checked(attention, attribute))
+        ALL_ATTENTION_FUNCTIONS.register("vllm", _checked(attention, VLLM_ATTN_ATTR))
 
 
-def _checked(attention: _Attention, attribute: str | None) -> _Attention:
+def _checked(attention: _Attention, attribute: str) -> _Attention:
     @functools.wraps(attention)
     def checked(
         module: torch.nn.Module,
@@ -43,11 +42,7 @@ def _checked(attention: _Attention, attribute: str | None) -> _Attention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         name = type(module).__name__
-        layer: Any = (
-            kwargs["attention_instances"][module.layer_idx]
-            if attribute is None
-            else getattr(module, attribute)
-        )
+        layer: Any = getattr(module, attribute)
         if attention_mask is not None:
             raise NotImplementedError(
                 f"{name} passes an attention mask of its own, which vLLM ignores; rows would "

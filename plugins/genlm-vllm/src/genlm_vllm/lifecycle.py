@@ -152,9 +152,7 @@ def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
 def shut_down(engine: Any, *, multiprocess: bool) -> None:
     """Shut a vLLM engine down and free its memory."""
     engine.engine_core.shutdown()
-    renderer = getattr(engine, "renderer", None)
-    if renderer is not None:
-        renderer.shutdown()
+    engine.renderer.shutdown()
     _clean_up(multiprocess=multiprocess)
 
 

@@ -40,6 +40,8 @@ DEFAULT_MAX_CPU_LORAS = 32
 """Loaded adapters, where not all of them need to be on the device."""
 
 _REFUSED = {
+    "async_scheduling": "vLLM would plan a step before the tokens of the next one are known",
+    "scheduler_cls": "requests stay in vLLM's own scheduler between steps",
     "logits_processors": "they would change the log-probabilities",
     "worker_extension_cls": "genlm-vllm needs its own, which returns the rows",
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The private functions of vLLM that this plugin calls or replaces, checked before loading.
+"""The private parts of vLLM that this plugin uses, checked before loading.
 
 An untested release (one without a CPU build) is accepted only if these equal those of the
 newest tested release. `tests/private_names.txt` lists the other names that the plugin uses.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 
 from packaging.version import Version
@@ -19,16 +20,12 @@ from genlm_vllm.versions import TESTED, check_version
 __all__ = ["changes", "check_private_interface"]
 
 _SCHEDULED = "vllm.v1.core.sched.output"
-_CLIENT = "vllm.v1.engine.core_client"
 _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker"
 
 _PARAMETERS: Mapping[str, str] = {
-    f"{_CLIENT}.InprocClient.get_output": "self",
-    f"{_CLIENT}.InprocClient.add_request": "self request",
-    f"{_CLIENT}.InprocClient.abort_requests": "self request_ids",
-    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt "
-    "params supported_tasks lora_request",
-    "vllm.v1.engine.core.EngineCore.post_step": "self model_executed",
+    "vllm.v1.engine.llm_engine.LLMEngine.step": "self",
+    "vllm.v1.engine.core.EngineCore.step": "self",
+    "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts": "self",
     "vllm.v1.core.sched.scheduler.Scheduler.add_request": "self request",
     "vllm.v1.core.sched.scheduler.Scheduler.finish_requests": "self request_ids "
     "finished_status",
@@ -54,12 +51,29 @@ _FIELDS: Mapping[str, str] = {
     f"{_SCHEDULED}.CachedRequestData": "req_ids resumed_req_ids new_block_ids "
     "num_computed_tokens",
     "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
-    "num_scheduled_tokens num_computed_prefill_tokens_np seq_lens_cpu_upper_bound",
+    "num_scheduled_tokens num_computed_prefill_tokens_np",
     "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
     "vllm.v1.worker.gpu.sample.output.SamplerOutput": "sampled_token_ids logprobs_tensors "
     "num_nans num_sampled num_rejected",
 }
 """Fields of dataclasses."""
+
+_ATTRIBUTES: Mapping[str, str] = {
+    "vllm.v1.engine.core.EngineCore": "scheduler step_fn request_block_hasher",
+    "vllm.v1.core.sched.scheduler.Scheduler": "running waiting kv_holding_waiting "
+    "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers block_pool",
+    "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "req_to_blocks "
+    "num_cached_block _pending_cow_copies block_size",
+    "vllm.v1.request.Request": "num_computed_tokens num_in_flight_tokens block_hashes "
+    "_block_hasher prefill_stats",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch "
+    "discard_request_mask",
+    "vllm.v1.worker.gpu_input_batch.InputBatch": "req_id_to_index token_ids_cpu "
+    "is_token_ids num_tokens_no_spec",
+    "vllm.v1.worker.gpu.states.RequestState": "req_id_to_index last_sampled_tokens",
+}
+"""Attributes that the methods of each class set or read."""
 
 
 def check_private_interface() -> None:
@@ -81,7 +95,7 @@ def check_private_interface() -> None:
 
 
 def changes() -> Iterator[str]:
-    """Yield functions and fields that are missing or have other parameters."""
+    """Yield what is missing, and functions with other parameters."""
     for path, listed in _PARAMETERS.items():
         function = _at(path)
         if function is None:
@@ -102,6 +116,12 @@ def changes() -> Iterator[str]:
         known = {field.name for field in dataclasses.fields(cls)} if cls else set()  # type: ignore[arg-type]
         for name in sorted(set(listed.split()) - known):
             yield f"{path} has no field {name}"
+    for path, listed in _ATTRIBUTES.items():
+        found = _at(path)
+        source = inspect.getsource(found) if found else ""  # type: ignore[arg-type]
+        used = set(re.findall(r"\bself\.(\w+)", source))
+        for name in sorted(set(listed.split()) - used):
+            yield f"{path} has no attribute {name}"
 
 
 def _at(path: str) -> object | None:

@@ -81,10 +81,7 @@ def keep_transformers_classes(model_of: Callable[[], torch.nn.Module]) -> Iterat
     """
     from vllm.model_executor.models.transformers import base
 
-    decorate = getattr(base, "support_torch_compile", None)
-    if decorate is None:  # an older vLLM, which decorates its own class
-        yield
-        return
+    decorate = base.support_torch_compile
     before: dict[type, _State] = {}
 
     def recording(**options: Any) -> Callable[[type], type]:

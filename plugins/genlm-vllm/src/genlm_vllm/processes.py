@@ -13,14 +13,16 @@ import os
 from typing import Any
 
 from genlm import EngineDiedError
-from genlm.plugin import Transport
+from genlm.plugin import Reduction, Transport
 
 __all__ = [
     "TRANSPORT",
     "VARIABLE",
     "FailureLog",
+    "Outputs",
     "engine_died",
     "record_failures",
+    "without_frames",
 ]
 
 VARIABLE = "GENLM_VLLM_FAILURES"
@@ -28,6 +30,9 @@ VARIABLE = "GENLM_VLLM_FAILURES"
 
 TRANSPORT = Transport("vLLM's process")
 """Packs what passes between this process and the workers'."""
+
+Outputs = tuple[Reduction | None, ...]
+"""Requested outputs of a row, see `genlm.plugin.Query`."""
 
 _MOST_BYTES = 2**12
 """Maximum bytes of a line, and of all lines of a process."""
@@ -93,6 +98,12 @@ def record_failures() -> bool:
         return False
     logging.setLogRecordFactory(_Recorder(file))
     return True
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return an error without the frames of its traceback, which would keep tensors alive."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def engine_died(engine: Any, failures: FailureLog) -> EngineDiedError:

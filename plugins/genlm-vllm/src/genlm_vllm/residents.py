@@ -1,8 +1,9 @@
-"""`Residents`: row queries and populations on requests that stay in vLLM.
+"""`Residents`: queries on requests that stay in vLLM.
 
 The handle of a sequence is its living request. The first child of a request continues it,
 further children are forks, and requests without references end. A query is complete when all
 its sequences are computed; the workers reduce rows directly from the logits of vLLM's batches.
+The request of a text to score ends when it is computed.
 
     population      generation.state          vLLM's running list
     member 0, 2 ->  place 0: LivingRequest -> request, blocks 4 9
@@ -12,6 +13,7 @@ its sequences are computed; the workers reduce rows directly from the logits of 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,17 +23,18 @@ import numpy.typing as npt
 
 from genlm.plugin import (
     Completion,
+    EvaluationError,
     Generation,
     GroupQuery,
     GroupResult,
     Query,
     TokenIdError,
-    TokenSequence,
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable, Parent
-from genlm_vllm.row_buffer import without_frames
+from genlm_vllm.processes import without_frames
 from genlm_vllm.running_requests import LivingRequest, RunningRequests
+from genlm_vllm.scores import SCORES, ScoreTargets
 from genlm_vllm.worker_rows import GroupPart, RowPart
 from genlm_vllm.workers import Workers
 
@@ -48,26 +51,11 @@ class _Kept:
         self.livings: list[LivingRequest | None] = [None] * count
 
 
-class _Row:
-    """A query for one row.
+class _Pending:
+    """A query, the requests that compute its sequences, and its state.
 
     Attributes:
-        query: The query.
-        livings: The request that computes it.
-    """
-
-    __slots__ = ("livings", "query")
-
-    def __init__(self, query: Query, living: LivingRequest) -> None:
-        self.query = query
-        self.livings: list[LivingRequest | None] = [living]
-
-
-class _Group:
-    """A query of a population, the requests that compute its sequences, and its state.
-
-    Attributes:
-        query: The query.
+        query: The query; one that is not of a population has one sequence.
         livings: The request of each sequence, by its place in `wanted`.
         left: Number of sequences that are neither computed nor failed.
         errors: Errors of sequences that were not computed, by their place.
@@ -76,10 +64,10 @@ class _Group:
 
     __slots__ = ("errors", "is_sent", "left", "livings", "query")
 
-    def __init__(self, query: GroupQuery) -> None:
+    def __init__(self, query: Query | GroupQuery, count: int) -> None:
         self.query = query
-        self.livings: list[LivingRequest | None] = [None] * len(query.wanted)
-        self.left = len(query.wanted)
+        self.livings: list[LivingRequest | None] = [None] * count
+        self.left = count
         self.errors: dict[int, Exception] = {}
         self.is_sent = False
 
@@ -88,62 +76,12 @@ class _Group:
         self.errors[place] = without_frames(error)
         self.left -= 1
 
-    def sequence(self, place: int) -> TokenSequence:
-        """Return a sequence by its place in `wanted`."""
-        return self.query.generation.lineage.sequence(int(self.query.wanted[place]))
-
-
-class _Plan:
-    """Assignment of a query's sequences to continued, forked and new requests.
-
-    Args:
-        requests: The living requests.
-        group: The query.
-
-    Attributes:
-        fed: Places, requests that are continued, and their new tokens.
-        forked: Places, forked requests, numbers of shared tokens, and the new tokens.
-        begun: Places of new requests.
-    """
-
-    def __init__(self, requests: RunningRequests, group: _Group) -> None:
-        self._requests = requests
-        self._group = group
-        self.fed: list[tuple[int, LivingRequest, int]] = []
-        self.forked: list[tuple[int, LivingRequest, int, list[int]]] = []
-        self.begun: list[int] = []
-
-    def add(
-        self, place: int, parent: LivingRequest | None, length: int, new: list[int]
-    ) -> None:
-        """Assign a sequence.
-
-        Args:
-            place: Its place in `wanted`.
-            parent: The request that has its first tokens, if any.
-            length: Number of these tokens.
-            new: The further ones.
-        """
-        action = "begin"
-        if parent is not None:
-            action = self._requests.action(parent, length, len(new))
-        if parent is None or action == "begin":
-            self.begun.append(place)
-        elif action == "wait":
-            self._group.livings[place] = parent
-        elif action == "feed":
-            parent.length += 1  # further children of it are forks
-            self.fed.append((place, parent, new[0]))
-        else:
-            self.forked.append((place, parent, length, new))
-
 
 class Residents:
-    """Computes row queries and group queries with requests that stay.
+    """Computes queries with requests that stay.
 
     Args:
-        engine: The `vllm.LLMEngine`; queries are accepted only if `running_requests.obstacle`
-            returns None for it.
+        engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
         workers: Compute rows and reduce them.
         check: Raises the error of a query for one sequence.
@@ -152,6 +90,7 @@ class Residents:
 
     Attributes:
         keeps: Whether requests rest between queries.
+        requests: The requests in vLLM.
         tokens_evaluated: Tokens of all queries.
         tokens_computed: Tokens that the model computed for them.
     """
@@ -167,15 +106,16 @@ class Residents:
         max_context: int,
     ) -> None:
         self._adapters = adapters
-        self._requests = RunningRequests(engine, adapters, workers)
+        self.requests = RunningRequests(engine, adapters, workers)
         self._workers = workers
         self._check = check
         self._embedded_ids = embedded_ids
         self._max_context = max_context
-        self._queries: dict[int, _Row | _Group] = {}
+        self._block_tokens: int = engine.vllm_config.cache_config.block_size
+        self._queries: dict[int, _Pending] = {}
         # The sequences that a request computes now, by its id: queries and places in them.
-        self._busy: dict[str, list[tuple[_Row | _Group, int]]] = {}
-        self._to_begin: deque[tuple[_Group, int]] = deque()
+        self._busy: dict[str, list[tuple[_Pending, int]]] = {}
+        self._to_begin: deque[tuple[_Pending, int]] = deque()
         self._contexts = ContextTable()
         self.keeps = True
         self.tokens_evaluated = self.tokens_computed = 0
@@ -189,7 +129,7 @@ class Residents:
             "contexts_resident": resident,
             "contexts_continued": self._contexts_continued,
             "contexts_ended": self._contexts_ended,
-            "members_living": max(0, len(self._requests.living) - resident),
+            "members_living": max(0, len(self.requests.living) - resident),
             **{f"members_{how}": count for how, count in self._members.items()},
         }
 
@@ -198,25 +138,36 @@ class Residents:
         """Number of unanswered queries."""
         return len(self._queries)
 
-    # -- contexts ---------------------------------------------------------------------
+    # -- contexts, scores -------------------------------------------------------------
 
     def submit(self, query: Query) -> None:
-        """Continue, fork or begin the request of a context.
+        """Continue, fork or begin the request of a context, or begin that of a text to score.
 
         Raises:
             GenlmError: The query is not valid.
         """
-        parent = self._valid_parent(query)
+        parent = None if query.targets else self._valid_parent(query)
         if parent is None:
             self._check(query)
-        self._requests.end_dropped()
-        living = self._continued(parent) if parent is not None else None
-        if living is None:
-            living = self._requests.begin(query.token_ids, query.adapter)
-        row = self._queries[query.query_id] = _Row(query, living)
-        self._busy.setdefault(living.name, []).append((row, 0))
-        self._contexts.put(query, living)
+        self.requests.end_dropped()
+        pending = _Pending(query, 1)
+        if query.targets:
+            # A block of the prefix cache could end after the first target.
+            first = len(query) - len(query.targets)
+            self._begin_scores(pending, reads_cache=first >= self._block_tokens)
+        else:
+            living = None if parent is None else self._continued(parent)
+            if living is None:
+                living = self.requests.begin(query.token_ids, query.adapter)
+            self._wait_for(living, pending)
+            self._contexts.put(query, living)
+        self._queries[query.query_id] = pending
         self.tokens_evaluated += len(query)
+
+    def _wait_for(self, living: LivingRequest, pending: _Pending, place: int = 0) -> None:
+        """Record that a request computes a sequence."""
+        pending.livings[place] = living
+        self._busy.setdefault(living.name, []).append((pending, place))
 
     def _valid_parent(self, query: Query) -> Parent | None:
         """Return the request that a query extends if its further tokens are valid."""
@@ -230,25 +181,44 @@ class Residents:
 
     def _continued(self, parent: Parent) -> LivingRequest | None:
         living, length, added = parent
-        action = self._requests.action(living, length, len(added))
-        if action == "wait":
-            return living
+        action = self.requests.action(living, length, len(added))
         if action == "feed":
             self._contexts_continued += 1
-            self._requests.feed([living], added)
-            return living
-        if action == "fork":
+        elif action == "fork":
             self._make_place(living)
-            return self._requests.fork(living, length, added)
-        return None
+        return self._extended(action, *parent)
+
+    def _extended(
+        self, action: str, parent: LivingRequest, length: int, added: list[int]
+    ) -> LivingRequest | None:
+        """Return a request that computes what extends one; None if a new one is needed."""
+        if action == "feed":
+            self.requests.feed(parent, added[0])
+        elif action == "fork":
+            return self.requests.fork(parent, length, added)
+        return None if action == "begin" else parent
 
     def _make_place(self, parent: LivingRequest) -> None:
         """End a resting request if a fork finds no place."""
-        living = self._requests.living
-        if len(living) >= self._requests.places:
+        living = self.requests.living
+        if len(living) >= self.requests.places:
             resting = (name for name in living if name not in self._busy)
             oldest = next((name for name in resting if name != parent.name), None)
             self._end([] if oldest is None else [oldest])
+
+    def _begin_scores(self, pending: _Pending, *, reads_cache: bool) -> None:
+        query = pending.query
+        assert isinstance(query, Query)  # noqa: S101 - of a text
+        first = len(query) - len(query.targets)
+        outputs = self._workers.sent(query.outputs)
+        targets = ScoreTargets(query.query_id, first, query.targets, outputs)
+        living = self.requests.begin(
+            query.token_ids,
+            query.adapter,
+            skip_reading_prefix_cache=not reads_cache,
+            extra_args={SCORES: targets},
+        )
+        self._wait_for(living, pending)
 
     def release(self, adapter: str | None, key: bytes) -> None:
         """End the resting request of a context, if there is one."""
@@ -260,42 +230,52 @@ class Residents:
 
     def submit_group(self, query: GroupQuery) -> None:
         """Continue, fork or begin the requests of the sequences that are wanted."""
-        group = _Group(query)
-        plan = self._planned(group)
-        # Requests to which nothing refers make room for forks and new ones.
-        self._requests.end_dropped()
-        self._queries[query.query_id] = group
+        pending = _Pending(query, len(query.wanted))
+        self._queries[query.query_id] = pending
         try:
-            self._start(group, plan)
+            self._start(pending, query)
         except BaseException:
             self.abort(query.query_id)
             raise
         self.tokens_evaluated += len(query)
 
-    def _planned(self, group: _Group) -> _Plan:
-        """Assign every sequence and drop the generation that this one extends."""
-        query = group.query
+    def _start(self, pending: _Pending, query: GroupQuery) -> None:
+        """Assign every sequence to a request, and drop the generation that is extended."""
         generation, lineage = query.generation, query.generation.lineage
+        wanted, members = query.wanted.tolist(), self._members
         base, kept = self._kept(generation, query.adapter)
-        before = lineage if base is None else base.lineage
-        wanted = query.wanted.tolist()
-        plan, own = _Plan(self._requests, group), _Kept(query.adapter, len(lineage))
-        if base is None or kept is None:
-            plan.begun = list(range(len(wanted)))
-        else:
-            parents, suffixes = lineage.suffixes(query.wanted, before)
-            self._refuse_ids(group, suffixes)
-            lengths = before.lengths[parents].tolist()
-            entries = map(kept.livings.__getitem__, parents.tolist())
-            for place, (parent, length, new) in enumerate(
-                zip(entries, lengths, _tokens(suffixes), strict=True)
-            ):
-                if place not in group.errors:
-                    plan.add(place, parent, length, new)
-        if base is generation and kept is not None:
-            own = kept
+        own = _Kept(query.adapter, len(lineage))
+        entries: Iterable[tuple[LivingRequest | None, int, list[int]]]
+        entries = itertools.repeat((None, 0, []), len(wanted))
+        if base is not None and kept is not None:
+            parents, suffixes = lineage.suffixes(query.wanted, base.lineage)
+            self._refuse_ids(pending, suffixes)
+            lengths = base.lineage.lengths[parents].tolist()
+            requests = [kept.livings[parent] for parent in parents.tolist()]
+            entries = zip(requests, lengths, _tokens(suffixes), strict=True)
+            if base is generation:
+                own = kept
+        del base, kept
         generation.keep(own)
-        return plan
+        # Requests to which nothing refers make room for forks and new ones.
+        self.requests.end_dropped()
+        for place, (parent, length, new) in enumerate(entries):
+            if place in pending.errors:
+                continue
+            living = None
+            if parent is not None:
+                action = self.requests.action(parent, length, len(new))
+                living = self._extended(action, parent, length, new)
+                if action == "feed":
+                    members["continued"] += 1
+                elif action == "fork":
+                    members["begun" if living.added is None else "forked"] += 1
+            if living is None:
+                self._to_begin.append((pending, place))
+            else:
+                own.livings[wanted[place]] = living
+                self._wait_for(living, pending, place)
+        self._begin_some()
 
     def _kept(
         self, generation: Generation, adapter: str | None
@@ -306,149 +286,151 @@ class Residents:
             return base, state
         return None, None
 
-    def _refuse_ids(self, group: _Group, suffixes: npt.NDArray[np.int64]) -> None:
+    def _refuse_ids(self, pending: _Pending, suffixes: npt.NDArray[np.int64]) -> None:
         if suffixes.size and int(suffixes.max()) >= self._embedded_ids:
             for place in np.flatnonzero((suffixes >= self._embedded_ids).any(1)).tolist():
                 at = int((suffixes[place] >= self._embedded_ids).argmax())
                 found = int(suffixes[place, at])
                 error = TokenIdError(found, at, self._embedded_ids, "token_ids")
-                group.fail(place, error)
-
-    def _start(self, group: _Group, plan: _Plan) -> None:
-        """Execute the assignments and record which queries wait for which requests."""
-        requests, livings, query = self._requests, group.livings, group.query
-        for place, parent, length, new in plan.forked:
-            livings[place] = child = requests.fork(parent, length, new)
-            self._members["begun" if child.added is None else "forked"] += 1
-        for place, living, _ in plan.fed:
-            living.length -= 1  # `feed` counts it
-            livings[place] = living
-        requests.feed([each for _, each, _ in plan.fed], [token for *_, token in plan.fed])
-        self._members["continued"] += len(plan.fed)
-        kept = query.generation.state.livings
-        for place, (at, each) in enumerate(zip(query.wanted.tolist(), livings, strict=True)):
-            kept[at] = each
-            if each is not None:
-                self._busy.setdefault(each.name, []).append((group, place))
-        self._to_begin += ((group, place) for place in plan.begun)
-        self._begin_some()
+                pending.fail(place, error)
 
     def _begin_some(self) -> None:
         """Begin members, at most as many as vLLM computes at once; the rest wait."""
-        while self._to_begin and len(self._busy) < self._requests.places:
-            group, place = self._to_begin.popleft()
-            query, sequence = group.query, group.sequence(place)
+        while self._to_begin and len(self._busy) < self.requests.places:
+            pending, place = self._to_begin.popleft()
+            query: Any = pending.query
+            generation, wanted = query.generation, int(query.wanted[place])
+            sequence = generation.lineage.sequence(wanted)
             try:
                 self._check(Query(query.query_id, sequence, query.adapter))
             except Exception as error:  # noqa: BLE001 - it fails this sequence alone
-                group.fail(place, error)
+                pending.fail(place, error)
                 continue
-            living = self._requests.begin(sequence.token_ids, query.adapter)
-            group.livings[place] = living
-            query.generation.state.livings[int(query.wanted[place])] = living
-            self._busy[living.name] = [(group, place)]
+            living = self.requests.begin(sequence.token_ids, query.adapter)
+            generation.state.livings[wanted] = living
+            self._wait_for(living, pending, place)
             self._members["begun"] += 1
 
-    def abort(self, query_id: int) -> bool:
-        """Drop a query and end the requests of it alone; return False for an unknown query."""
-        query = self._queries.pop(query_id, None)
-        if query is None:
-            return False
+    def abort(self, query_id: int) -> None:
+        """Drop a query and end the requests of it alone; an unknown query is ignored."""
+        pending = self._queries.pop(query_id, None)
+        if pending is None:
+            return
         alone = []
-        for living in query.livings:
+        for living in pending.livings:
             waiting = self._busy.get(living.name) if living is not None else None
             if living is None or waiting is None:
                 continue
-            waiting[:] = [each for each in waiting if each[0] is not query]
+            waiting[:] = [each for each in waiting if each[0] is not pending]
             if not waiting:
                 del self._busy[living.name]
                 alone.append(living.name)
         self._end(alone)
-        if isinstance(query, _Group):
-            self._to_begin = deque(each for each in self._to_begin if each[0] is not query)
-            self._workers.inputs.dropped.append(query_id)
-        return True
+        self._to_begin = deque(each for each in self._to_begin if each[0] is not pending)
+        self._workers.inputs.dropped.append(query_id)
 
     # -- steps ------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Before a step of vLLM, end unreferenced requests and begin waiting ones."""
-        self._requests.end_dropped()
+        self.requests.end_dropped()
         self._begin_some()
 
     def collect(self) -> None:
         """Request the results of the sequences that a step computed."""
-        living, results = self._requests.living, self._workers.results
-        found: dict[_Group, tuple[list[str], list[int]]] = {}
+        living = self.requests.living
+        found: dict[_Pending, tuple[list[str], list[int]]] = {}
         for name in list(self._busy):
             request = living[name]
-            if request.num_computed_tokens != request.num_tokens:
+            if (
+                request.num_computed_tokens != request.num_tokens
+                or request.num_in_flight_tokens
+            ):
+                if request.is_finished():
+                    self._fail_ended(name)
                 continue
-            for query, place in self._busy.pop(name):
-                if isinstance(query, _Row):
-                    outputs = self._workers.sent(query.query.outputs)
-                    results.rows.append(RowPart(query.query.query_id, name, outputs))
-                    self._count_computed(query, (0,))
-                else:
-                    names, places = found.setdefault(query, ([], []))
-                    names.append(name)
-                    places.append(place)
-        for group, (names, places) in found.items():
-            self._count_computed(group, places)
-            results.groups.append(self._part(group, names, places))
+            for pending, place in self._busy.pop(name):
+                names, places = found.setdefault(pending, ([], []))
+                names.append(name)
+                places.append(place)
+        for pending in self._queries.values():
+            if pending.is_sent and not pending.left:  # the last sequences have failed
+                found.setdefault(pending, ([], []))
+        for pending, (names, places) in found.items():
+            self._request_results(pending, names, places)
 
-    def _count_computed(self, query: _Row | _Group, places: Iterable[int]) -> None:
+    def _fail_ended(self, name: str) -> None:
+        """Fail the sequences of a request that vLLM ended before it was computed."""
+        for pending, place in self._busy.pop(name):
+            message = "vLLM ended the request before it was complete; see its log"
+            pending.fail(place, EvaluationError(message))
+        self._end([name])
+
+    def _request_results(self, pending: _Pending, names: list[str], places: list[int]) -> None:
+        query, results = pending.query, self._workers.results
         self.tokens_computed += sum(
-            living.computed for place in places if (living := query.livings[place])
+            living.computed for place in places if (living := pending.livings[place])
         )
-
-    def _part(self, group: _Group, names: list[str], places: list[int]) -> GroupPart:
-        query, is_first = group.query, not group.is_sent
-        group.left -= len(places)
-        group.is_sent = True
-        return GroupPart(
-            query.query_id,
-            query.row_of if is_first else None,
-            self._workers.sent((query.reduction,)) if is_first else (),  # type: ignore[arg-type]
-            len(query.wanted),
-            names,
-            places,
-            is_last=not group.left,
-        )
+        is_first, pending.is_sent = not pending.is_sent, True
+        pending.left -= len(places)
+        if isinstance(query, GroupQuery):
+            outputs: Any = self._workers.sent((query.reduction,)) if is_first else ()
+            row_of = query.row_of if is_first else None
+            part = GroupPart(
+                query.query_id,
+                row_of,
+                outputs,
+                len(query.wanted),
+                names,
+                places,
+                is_last=not pending.left,
+            )
+            results.groups.append(part)
+        elif query.targets:
+            results.scored.append(query.query_id)
+        else:
+            outputs = self._workers.sent(query.outputs)
+            results.rows.append(RowPart(query.query_id, names[0], outputs))
 
     def finish(self, found: dict[int, Completion]) -> list[Completion]:
         """Return the queries that are complete.
 
         Args:
-            found: Results of the workers by query id, of which those of these queries are
-                removed.
+            found: Results of the workers by query id.
         """
-        for query_id, query in self._queries.items():
-            if isinstance(query, _Group) and not (query.left or query.is_sent):
-                found[query_id] = Completion(query_id, GroupResult((), {}))  # all have failed
-        completions = []
-        for query_id in [each for each in found if each in self._queries]:
-            query, completion = self._queries.pop(query_id), found.pop(query_id)
-            completions.append(completion)
-            adapter = query.query.adapter
-            stays = self.keeps and self._requests.may_stay(adapter)
-            if isinstance(query, _Group):
-                if isinstance(completion.result, GroupResult):
-                    completion.result.errors.update(query.errors)
-            else:
-                stays = stays and len(query.query) < self._max_context
+        for query_id, pending in self._queries.items():
+            if not (pending.left or pending.is_sent):  # all sequences have failed
+                is_group = isinstance(pending.query, GroupQuery)
+                found[query_id] = (
+                    Completion(query_id, GroupResult((), {}))
+                    if is_group
+                    else Completion(query_id, error=pending.errors[0])
+                )
+        completions, ended = [], []
+        for query_id, completion in found.items():
+            pending = self._queries[query_id]
+            query = pending.query
+            stays = self.keeps and self.requests.may_stay(query.adapter)
+            if isinstance(completion.result, GroupResult):
+                completion.result.errors.update(pending.errors)
+            elif isinstance(query, Query):
+                stays = stays and not query.targets and len(query) < self._max_context
             if not stays:
-                names = [each.name for each in query.livings if each]
-                self._end([name for name in names if name not in self._busy])
+                names = [each.name for each in pending.livings if each]
+                ended += [name for name in names if name not in self._busy]
+            if completion.result is None and completion.error is None:
+                # The prefix cache served some of the positions of the targets.
+                pending.left, pending.is_sent = 1, False
+                self._begin_scores(pending, reads_cache=False)
+                continue
+            del self._queries[query_id]
+            completions.append(completion)
+        self._end(ended)
         return completions
 
-    def relieve(self, *, has_run: bool) -> None:
-        """After a step, end resting requests that block waiting ones.
-
-        Args:
-            has_run: Whether the step executed the model.
-        """
-        requests = self._requests
+    def relieve(self) -> None:
+        """After a step, end resting requests that block waiting ones."""
+        requests = self.requests
         if not (requests.living or self._to_begin):
             return
         waiting = requests.waiting + len(self._to_begin)
@@ -457,11 +439,11 @@ class Residents:
         self._end([name for name in requests.preempted() if name not in self._busy])
         resting = [name for name in requests.living if name not in self._busy]
         count = max(0, waiting - requests.free_places)
-        if not count and (requests.lacks_blocks or not has_run):
+        if not count and (requests.lacks_blocks or not requests.has_run):
             count = (len(resting) + 1) // 2 or 1
         if resting:
             self._end(resting[:count])
-        elif count and not has_run:
+        elif count and not requests.has_run:
             self._begin_again(requests.stuck())
 
     def _begin_again(self, stuck: Sequence[str]) -> None:
@@ -471,7 +453,7 @@ class Residents:
             query, place = waiting[0]
             living = query.livings[place]
             assert living is not None  # noqa: S101 - it computes the place
-            self._requests.begin_again(living)
+            self.requests.begin_again(living)
             self._busy[living.name] = waiting
 
     # -- ends -------------------------------------------------------------------------
@@ -487,20 +469,20 @@ class Residents:
 
     def end_resting(self, adapter: str | None = None) -> None:
         """End the resting requests of one adapter or of all."""
-        requests = self._requests
+        requests = self.requests
         names = requests.living if adapter is None else requests.names_of(adapter)
         self._end([name for name in names if name not in self._busy])
 
     def end_too_many(self) -> None:
         """After an adapter is loaded, end requests that may no longer rest."""
         for adapter in self._adapters.names:
-            if not self._requests.may_stay(adapter):
+            if not self.requests.may_stay(adapter):
                 self.end_resting(adapter)
 
     def _end(self, names: Sequence[str]) -> None:
         if names:
-            self._contexts_ended += self._contexts.remove(names)
-            self._requests.end(names)
+            self._contexts_ended += self._contexts.remove(set(names))
+            self.requests.end(names)
 
 
 def _tokens(suffixes: npt.NDArray[np.int64]) -> list[list[int]]:

@@ -3,8 +3,7 @@
 A request without a next token has nothing to compute, so vLLM's scheduler passes over it. It
 keeps its KV blocks and its place in the batch until the caller's token is fed to it. Further
 children of a request are forks: they share its full blocks, and vLLM's copy-on-write copies the
-last one. The module is the only one that touches vLLM's scheduler and KV cache manager;
-`obstacle` names each part of them, and why requests cannot stay where one is missing.
+last one. The module is the only one that touches vLLM's scheduler and KV cache manager.
 """
 
 from __future__ import annotations
@@ -18,64 +17,36 @@ from typing import Any
 import numpy as np
 
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.row_sampler import RESIDENT
+from genlm_vllm.row_sampler import OWN
 from genlm_vllm.workers import Workers
 
 __all__ = ["LivingRequest", "RunningRequests", "obstacle"]
 
 _NAMES = itertools.count()
 
-_PARTS: Mapping[str, Sequence[str]] = {
-    "": ("request_block_hasher",),
-    "scheduler": (
-        *("add_request", "finish_requests", "get_request_counts", "running", "waiting"),
-        *("kv_holding_waiting", "max_num_active_reqs", "num_waiting_for_streaming_input"),
-        "hash_block_size",
-    ),
-    "scheduler.kv_cache_manager.coordinator": ("single_type_managers",),
-    "scheduler.kv_cache_manager.block_pool": ("touch", "get_new_blocks", "get_num_free_blocks"),
-}
-"""Paths from the engine core, and attributes that the objects there must have."""
 
-_BLOCKS = ("req_to_blocks", "num_cached_block", "_pending_cow_copies", "block_size")
+def obstacle(config: Any) -> str | None:
+    """Return why requests cannot stay in the running list of an engine, None if they can.
 
-
-def obstacle(engine: Any) -> str | None:
-    """Return why requests cannot stay in the running list of an engine, None if they can."""
-    config = engine.vllm_config
-    model, parallel = config.model_config, config.parallel_config
+    Args:
+        config: The `vllm.VllmConfig`.
+    """
+    model = config.model_config
     reasons = {
-        "async scheduling": config.scheduler_config.async_scheduling,
-        "pipelines": parallel.pipeline_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
+        "pipelines": config.parallel_config.pipeline_parallel_size > 1,
         "a KV connector": config.kv_transfer_config is not None,
-        "another scheduler": config.scheduler_config.scheduler_cls is not None,
         "the model's architecture": model.is_encoder_decoder or model.has_inner_state,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or _missing_part(engine.engine_core.engine_core)
-
-
-def _missing_part(core: Any) -> str | None:
-    for path, names in _PARTS.items():
-        part = core
-        for name in path.split(".") if path else ():
-            part = getattr(part, name, None)
-        for name in names:
-            if not hasattr(part, name):
-                return f"this vLLM's {path or 'engine core'} has no {name}"
-    return None
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _block_table(kv_cache_manager: Any) -> Any | None:
     """Return the only manager of KV blocks if all blocks stay to the end of a request."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-    coordinator = getattr(kv_cache_manager, "coordinator", None)
-    managers: Sequence[Any] = getattr(coordinator, "single_type_managers", ())
-    has_all = [type(each) for each in managers] == [FullAttentionManager]
-    has_all = has_all and all(hasattr(managers[0], name) for name in _BLOCKS)
-    return managers[0] if has_all else None
+    managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
+    is_known = [type(each) for each in managers] == [FullAttentionManager]
+    return managers[0] if is_known else None
 
 
 class LivingRequest:
@@ -128,6 +99,7 @@ class RunningRequests:
 
     Attributes:
         living: vLLM's requests by id, least recently used first.
+        has_run: Whether the last step executed the model.
     """
 
     def __init__(self, engine: Any, adapters: Adapters, workers: Workers) -> None:
@@ -141,21 +113,28 @@ class RunningRequests:
         # Without it, as with sliding windows, forks are served by the prefix cache.
         self._manager: Any = _block_table(manager)
         self._block_size = engine.vllm_config.cache_config.block_size
-        # An older vLLM lacks some of these; `obstacle` then names one, and no request stays.
-        self._pool: Any = getattr(manager, "block_pool", None)
-        self._hasher = getattr(core, "request_block_hasher", None)
-        self._hash_tokens = getattr(core.scheduler, "hash_block_size", 0)
-        self._params = SamplingParams(
+        self._pool = manager.block_pool
+        self._hasher = core.request_block_hasher
+        self._hash_tokens = core.scheduler.hash_block_size
+        self._params = functools.partial(
+            SamplingParams,
             max_tokens=1 << 30,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             skip_clone=True,
         )
+        self._rows = self._params()
+        self._step, core.step_fn = core.step_fn, self._recorded_step
+        self.has_run = False
         lora = engine.vllm_config.lora_config
         self._adapters_at_once = 0 if lora is None else lora.max_loras
         self._dropped: deque[str] = deque()
         self.living: dict[str, Any] = {}
+
+    def _recorded_step(self) -> Any:
+        outputs, self.has_run = self._step()
+        return outputs, self.has_run
 
     def action(self, parent: LivingRequest, length: int, added: int) -> str:
         """Return how a sequence is computed that extends one of a request.
@@ -171,7 +150,8 @@ class RunningRequests:
         """
         if parent.name not in self.living:
             return "begin"
-        if parent.request.num_computed_tokens != length:
+        request = parent.request
+        if request.num_computed_tokens != length or request.num_in_flight_tokens:
             return "begin" if added or parent.length != length else "wait"
         return "feed" if added == 1 and parent.length == length else "fork"
 
@@ -190,9 +170,17 @@ class RunningRequests:
 
     # -- tokens -----------------------------------------------------------------------
 
-    def begin(self, token_ids: Iterable[int], adapter: str | None) -> LivingRequest:
-        """Add a request, of which the prefix cache may serve the beginning."""
-        request = self._added(list(token_ids), adapter)
+    def begin(
+        self, token_ids: Iterable[int], adapter: str | None, **params: Any
+    ) -> LivingRequest:
+        """Add a request, of which the prefix cache may serve the beginning.
+
+        Args:
+            token_ids: Its tokens.
+            adapter: Its adapter.
+            **params: Additional arguments of its `SamplingParams`.
+        """
+        request = self._added(list(token_ids), adapter, params=params)
         return LivingRequest(request, adapter, None, self._dropped)
 
     def begin_again(self, living: LivingRequest) -> None:
@@ -201,18 +189,15 @@ class RunningRequests:
         self.end([living.name])
         living.replace(self._added(list(old.all_token_ids), living.adapter), None)
 
-    def feed(self, livings: Sequence[LivingRequest], token_ids: Sequence[int]) -> None:
-        """Append a token to each of some computed requests."""
-        inputs, requests = self._workers.inputs, self.living
-        names = [each.name for each in livings]
-        inputs.fed += names
-        inputs.token_ids += token_ids
-        for name in names:
-            requests[name] = requests.pop(name)  # the most recently used ones are last
-        for living, token_id in zip(livings, token_ids, strict=True):
-            living.request.append_output_token_ids(token_id)
-            living.length += 1
-            living.added = 1
+    def feed(self, living: LivingRequest, token_id: int) -> None:
+        """Append a token to a computed request."""
+        inputs, name = self._workers.inputs, living.name
+        inputs.fed.append(name)
+        inputs.token_ids.append(token_id)
+        self.living[name] = self.living.pop(name)  # the most recently used ones are last
+        living.request.append_output_token_ids(token_id)
+        living.length += 1
+        living.added = 1
 
     def fork(
         self, parent: LivingRequest, computed: int, token_ids: Sequence[int]
@@ -249,13 +234,14 @@ class RunningRequests:
         token_ids: list[int],
         adapter: str | None,
         prepare: Callable[[Any], None] | None = None,
+        params: Mapping[str, Any] | None = None,
     ) -> Any:
         from vllm.v1.request import Request
 
         request = Request(
-            f"{RESIDENT}{next(_NAMES)}",
+            f"{OWN}{next(_NAMES)}",
             token_ids,
-            self._params,
+            self._params(**params) if params else self._rows,
             None,
             arrival_time=0.0,
             lora_request=self._adapters.request(adapter),
@@ -349,5 +335,10 @@ class RunningRequests:
 
     def stuck(self) -> list[str]:
         """Return the forks that wait for further blocks while they hold some."""
-        holding = self._scheduler.kv_holding_waiting
-        return [each.request_id for each in holding if each.request_id in self.living]
+        from vllm.v1.request import RequestStatus
+
+        return [
+            each.request_id
+            for each in self._scheduler.kv_holding_waiting
+            if each.request_id in self.living and each.status == RequestStatus.WAITING
+        ]

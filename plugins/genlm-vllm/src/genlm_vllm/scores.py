@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, device_index
-from genlm.prefix import PieceScores, ScoredText
-from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.row_buffer import ROW_BUFFER, Outputs
+from genlm.prefix import PieceScores, ScoredText, TextResult
+from genlm_vllm.processes import TRANSPORT, Outputs, without_frames
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
 
-__all__ = ["SCORES", "ScoreTargets", "Span", "start_scores"]
+__all__ = ["SCORES", "ScoreStore", "ScoreTargets", "Span", "start_scores"]
 
 SCORES = "genlm_scores"
 """Key in `SamplingParams.extra_args`."""
@@ -60,7 +60,7 @@ class ScoreTargets(NamedTuple):
         # In another process a named tuple arrives as a list.
         return None if found is None else cls(*found)
 
-    def pieces(self) -> PieceScores:
+    def pieces(self, vocabulary: Vocabulary) -> PieceScores:
         """Return an object that scores the targets or reduces their rows.
 
         Raises:
@@ -76,7 +76,7 @@ class ScoreTargets(NamedTuple):
                 raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
             reduction = output.reduction
         text = ScoredText(TokenSequence(b""), tuple(self.targets), reduction)
-        return PieceScores([text], cast("Vocabulary", ROW_BUFFER.ids))
+        return PieceScores([text], vocabulary)
 
 
 class Span(NamedTuple):
@@ -108,20 +108,74 @@ class Span(NamedTuple):
         return range(wanted.start + offset, wanted.stop + offset)
 
 
-def start_scores(runner: Any) -> bool:
+class ScoreStore:
+    """Scores of texts, by the key of their request, until the engine fetches them.
+
+    A request may be computed in several steps and, after it was preempted, begin again.
+
+    Args:
+        vocabulary: The ids of the rows.
+        is_active: Whether this process stores scores, as one of the tensor-parallel ranks does.
+        is_alone: Whether no other rank computes the same logits, so that an error here may be
+            handled here.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, is_active: bool, is_alone: bool) -> None:
+        self.vocabulary = vocabulary
+        self.is_active = is_active
+        self.is_alone = is_alone
+        self._results: dict[int, PieceScores | Exception] = {}
+
+    def add(self, request: ScoreTargets, wanted: range, logits: torch.Tensor) -> None:
+        """Score some targets of a text, or reduce the rows that predict them.
+
+        Args:
+            request: The targets of the text.
+            wanted: Numbers of these targets.
+            logits: Logits that predict them, shape `(len(wanted), width)`.
+        """
+        if request.key not in self._results:
+            try:
+                self._results[request.key] = request.pieces(self.vocabulary)
+            except EvaluationError as error:
+                self.fail([request.key], error)
+        scores = self._results[request.key]
+        if isinstance(scores, PieceScores):
+            scores.add(np.arange(wanted.start, wanted.stop), logits)
+
+    def fail(self, keys: list[int], error: Exception) -> None:
+        """Store an error, such as out of memory, which would end vLLM if it were raised."""
+        self._results.update(dict.fromkeys(keys, without_frames(error)))
+
+    def take(self, key: int) -> TextResult | Exception | None:
+        """Remove and return the scores of a text, or the error that was stored.
+
+        Returns None if some are missing: positions that vLLM's prefix cache served have none.
+        """
+        found = self._results.pop(key, None)
+        if isinstance(found, PieceScores):
+            return found.results()[0] if found.is_complete else None
+        return found
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+
+def start_scores(runner: Any, store: ScoreStore) -> bool:
     """Have a model runner of vLLM score the targets that requests carry.
 
+    Args:
+        runner: vLLM's model runner.
+        store: Receives the scores.
+
     Returns:
-        Whether it does: False if it would compute wrong logits, or computes prompt
-        log-probabilities differently from the supported versions.
+        Whether it does: False if it would compute wrong logits.
     """
     mapping = _AdapterMapping(runner)
     if not mapping.is_known or runner.cache_config.kv_sharing_fast_prefill:
         return False  # the latter computes the hidden states of the last positions only
     if hasattr(runner, "prompt_logprobs_worker"):
-        return _start_second_runner(runner, mapping)
-    if not hasattr(runner, "_get_prompt_logprobs_dict"):
-        return False
+        return _start_second_runner(runner, mapping, store)
     original = runner._get_prompt_logprobs_dict  # noqa: SLF001 - called in every step
 
     def scored(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
@@ -133,17 +187,15 @@ def start_scores(runner: Any) -> bool:
                 index = runner.input_batch.req_id_to_index[name]
                 row = int(runner.query_start_loc.np[index])
                 spans.append(Span(request, row, state.num_computed_tokens, count))
-        _score(runner.model.compute_logits, hidden_states, spans, mapping)
+        _score(runner.model.compute_logits, hidden_states, spans, mapping, store)
         return original(hidden_states, num_scheduled_tokens)
 
     runner._get_prompt_logprobs_dict = scored  # noqa: SLF001
     return True
 
 
-def _start_second_runner(runner: Any, mapping: _AdapterMapping) -> bool:
+def _start_second_runner(runner: Any, mapping: _AdapterMapping, store: ScoreStore) -> bool:
     prompts = runner.prompt_logprobs_worker
-    if prompts is None:  # not the last stage of a pipeline
-        return True
     add, remove, compute = (
         prompts.add_request,
         prompts.remove_request,
@@ -174,7 +226,7 @@ def _start_second_runner(runner: Any, mapping: _AdapterMapping) -> bool:
             for place, name in enumerate(step_batch.req_ids if requests else ())
             if name in requests
         ]
-        _score(logits, hidden_states, spans, mapping)
+        _score(logits, hidden_states, spans, mapping, store)
         return compute(logits, hidden_states, step_batch, *arguments)
 
     prompts.add_request, prompts.remove_request = added, removed
@@ -187,48 +239,40 @@ def _score(
     hidden_states: torch.Tensor,
     spans: Sequence[Span],
     mapping: _AdapterMapping,
+    store: ScoreStore,
 ) -> None:
     """Compute the scores of a step in pieces and store them, or the error that this raises."""
     spans = [span for span in spans if span.wanted]
     if not spans:
         return
+    rows = [row for span in spans for row in span.rows]
+    size = max(_LEAST_POSITIONS, _VALUES // store.vocabulary.size)
     try:
-        _store(compute_logits, hidden_states, spans, mapping)
+        index = device_index(rows, hidden_states.device)
+        for begin in range(0, len(rows), size):
+            part = index[begin : begin + size]
+            with mapping.of(part):
+                logits = compute_logits(hidden_states[part])
+            if logits is not None and store.is_active:
+                # vLLM computes in inference mode, whose tensors cannot be changed outside.
+                with torch.inference_mode(False), torch.no_grad():
+                    _add(logits, begin, spans, store)
     except Exception as error:
-        if not ROW_BUFFER.alone:  # other ranks compute logits together with this one
+        if not store.is_alone:  # other ranks compute logits together with this one
             raise
         message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
-        ROW_BUFFER.fail([span.request.key for span in spans], EvaluationError(message))
+        store.fail([span.request.key for span in spans], EvaluationError(message))
 
 
-def _store(
-    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
-    hidden_states: torch.Tensor,
-    spans: Sequence[Span],
-    mapping: _AdapterMapping,
-) -> None:
-    rows = device_index([row for span in spans for row in span.rows], hidden_states.device)
-    size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
-    for begin in range(0, len(rows), size):
-        part = rows[begin : begin + size]
-        with mapping.of(part):
-            logits = compute_logits(hidden_states[part])
-        if logits is not None and ROW_BUFFER.active:
-            # vLLM computes in inference mode, whose tensors cannot be changed outside.
-            with torch.inference_mode(False), torch.no_grad():
-                _add(logits, begin, spans)
-
-
-def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span]) -> None:
+def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreStore) -> None:
     """Add logits of consecutive wanted positions, counted through all spans, from `begin`."""
     first = 0
     for span in spans:
         low = max(first, begin)
         high = min(first + len(span.wanted), begin + len(logits))
         if low < high:
-            request, wanted = span.request, span.wanted[low - first : high - first]
             part = logits[low - begin : high - begin]
-            ROW_BUFFER.add_scores(request.key, request.pieces, wanted, part)
+            store.add(span.request, span.wanted[low - first : high - first], part)
         first += len(span.wanted)
 
 

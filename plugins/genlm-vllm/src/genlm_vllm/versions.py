@@ -8,10 +8,10 @@ from genlm.plugin import MissingRequirementError
 
 __all__ = ["INSTALL", "SUPPORTED", "TESTED", "check_version"]
 
-TESTED = ("0.28.0", "0.32.0")
+TESTED = ("0.32.0",)
 """Tested versions (CPU builds), oldest first."""
 
-SUPPORTED = ">=0.28,<0.34"
+SUPPORTED = ">=0.32,<0.34"
 """0.33 has no CPU build. It is accepted if `private_interface` finds no change from 0.32."""
 
 INSTALL = (

@@ -13,17 +13,16 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from genlm.plugin import Completion, EvaluationError, PackedCompletions
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import TRANSPORT, record_failures
-from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
-from genlm_vllm.row_sampler import missing_part, sampler_of
-from genlm_vllm.scores import start_scores
-from genlm_vllm.worker_rows import StepInputs, StepResults, WorkerRows
+from genlm_vllm.row_sampler import sampler_of
+from genlm_vllm.scores import ScoreStore, start_scores
+from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds, WorkerRows
 
 __all__ = ["RowWorker", "call_workers"]
 
@@ -78,13 +77,13 @@ def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any
 
 
 class RowWorker:
-    """Reduces rows, draws and scores in a worker, and loads adapters."""
+    """Reduces rows and scores in a worker, and loads adapters."""
 
     _rows: WorkerRows | None = None
 
     @_replying
-    def genlm_start(self, size: int, missing_ids: list[int], batches: int) -> str | None:
-        """Replace the sampler, before the first request.
+    def genlm_start(self, size: int, missing_ids: list[int], batches: int) -> bool:
+        """Replace the sampler and start scores, before the first request.
 
         Tensor-parallel ranks compute the same logits; the first one reduces rows.
 
@@ -94,7 +93,7 @@ class RowWorker:
             batches: Number of batches that vLLM computes at a time.
 
         Returns:
-            Which part of vLLM is missing to keep residents, None if none is.
+            Whether this worker can compute scores; see `genlm_vllm.scores.start_scores`.
         """
         from vllm.distributed import (
             get_pp_group,
@@ -102,21 +101,17 @@ class RowWorker:
             get_tensor_model_parallel_world_size,
         )
 
-        first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
-        alone = get_tensor_model_parallel_world_size() == 1
-        ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first, alone=alone)
         worker: Any = self  # vLLM's worker, once this class is mixed in
-        runner = worker.model_runner
-        if get_pp_group().is_last_rank:
-            self._rows = WorkerRows(sampler_of(runner, batches))
-        return missing_part(runner)
-
-    @_replying
-    def genlm_stop(self) -> None:
-        """Restore vLLM's sampler and drop all results, before the engine closes."""
-        if self._rows is not None:
-            self._rows.sampler.remove()
-        ROW_BUFFER.reset(VocabularyIds(0), active=False)
+        if not get_pp_group().is_last_rank:
+            return True
+        ids = VocabularyIds(size, tuple(missing_ids))
+        scores = ScoreStore(
+            cast("Any", ids),
+            is_active=get_tensor_model_parallel_rank() == 0,
+            is_alone=get_tensor_model_parallel_world_size() == 1,
+        )
+        self._rows = WorkerRows(sampler_of(worker.model_runner, batches), scores)
+        return start_scores(worker.model_runner, scores)
 
     @_replying
     def genlm_prepare(self, inputs: StepInputs) -> None:
@@ -140,19 +135,13 @@ class RowWorker:
         with _default_stream(worker.device):
             completions = self._rows.collect(wanted)
         if is_packed and completions:
-            return TRANSPORT.pack_completions(completions, ROW_BUFFER.ids.size)
+            return TRANSPORT.pack_completions(completions, self._rows.vocab_size)
         return completions
 
     @_replying
     def genlm_count_results(self) -> int:
         """Return the number of results that wait to be fetched."""
         return 0 if self._rows is None else len(self._rows)
-
-    @_replying
-    def genlm_start_scores(self) -> bool:
-        """See `genlm_vllm.scores.start_scores`."""
-        worker: Any = self  # vLLM's worker, once this class is mixed in
-        return start_scores(worker.model_runner)
 
     @_replying
     def genlm_describe_model(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`WorkerRows`: what the engine and its workers exchange for a step, and how rows are reduced.
 
-Before a step the workers get the tokens that residents were fed; after it they reduce the rows
+Before a step the workers get the tokens that requests were fed; after it they reduce the rows
 that it computed. Both are messages, which other processes receive pickled.
 """
 
@@ -22,11 +22,18 @@ from genlm.plugin import (
     device_index,
     reduce_logits,
 )
-from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, without_frames
-from genlm_vllm.row_sampler import DrawPlan, RowSampler
+from genlm_vllm.processes import TRANSPORT, Outputs, without_frames
+from genlm_vllm.row_sampler import RowSampler
+from genlm_vllm.scores import ScoreStore
 
-__all__ = ["GroupPart", "RowPart", "StepInputs", "StepResults", "WorkerRows"]
+__all__ = [
+    "GroupPart",
+    "RowPart",
+    "StepInputs",
+    "StepResults",
+    "VocabularyIds",
+    "WorkerRows",
+]
 
 _GATHERED = 2**22
 """Maximum number of logits that are gathered at once from a batch with other rows."""
@@ -37,19 +44,30 @@ class StepInputs:
     """What the workers need before a step.
 
     Attributes:
-        fed: Ids of residents.
+        fed: Ids of requests.
         token_ids: The next token of each.
-        plans: Plans of continuations that begin, by the ids of their requests.
-        dropped: Queries of populations and ids of continuations that were cancelled.
+        dropped: Queries that were cancelled.
     """
 
     fed: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    plans: dict[str, DrawPlan] = field(default_factory=dict)
-    dropped: list[int | str] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.fed or self.plans or self.dropped)
+        return bool(self.fed or self.dropped)
+
+
+@dataclass(frozen=True)
+class VocabularyIds:
+    """The part of a vocabulary that makes rows; a worker has no tokenizer.
+
+    Attributes:
+        size: Number of ids.
+        missing_ids: Ids below `size` without a token.
+    """
+
+    size: int
+    missing_ids: tuple[int, ...] = ()
 
 
 class RowPart(NamedTuple):
@@ -95,73 +113,70 @@ class StepResults:
     Attributes:
         groups: Sequences of populations.
         rows: Queries for a row.
-        drawn: Queries for continuations that are complete, and the ids of their requests.
-        scored: Queries for scores that are complete, and their keys.
+        scored: Queries for scores.
     """
 
     groups: list[GroupPart] = field(default_factory=list)
     rows: list[RowPart] = field(default_factory=list)
-    drawn: list[tuple[int, str]] = field(default_factory=list)
-    scored: list[tuple[int, int]] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.groups or self.rows or self.drawn or self.scored)
+        return bool(self.groups or self.rows or self.scored)
 
 
 class WorkerRows:
-    """Reduces rows in the worker that has them.
+    """Reduces rows and returns scores in the worker that has them.
 
     Args:
         sampler: Keeps the logits.
+        scores: Has the scores.
+
+    Attributes:
+        vocab_size: Number of ids of a row.
     """
 
-    def __init__(self, sampler: RowSampler) -> None:
+    def __init__(self, sampler: RowSampler, scores: ScoreStore) -> None:
         self.sampler = sampler
+        self._scores = scores
+        self._vocabulary = scores.vocabulary
+        self.vocab_size = scores.vocabulary.size
         self._works: dict[int, GroupWork] = {}
 
     def prepare(self, inputs: StepInputs) -> None:
         """Accept the inputs of a step."""
-        for each in inputs.dropped:
-            if isinstance(each, str):
-                self.sampler.finish_draws(each)
-            else:
-                self._works.pop(each, None)
-                ROW_BUFFER.take(each)
-        self.sampler.plans.update(inputs.plans)
+        for query_id in inputs.dropped:
+            self._works.pop(query_id, None)
+            self._scores.take(query_id)
         if inputs.fed:
             self.sampler.feed(inputs.fed, inputs.token_ids)
 
     def __len__(self) -> int:
         """Number of results that wait to be fetched."""
-        return len(self.sampler) + len(self._works) + len(ROW_BUFFER)
+        return len(self._works) + len(self._scores)
 
     def collect(self, wanted: StepResults) -> list[Completion]:
         """Return the results of queries that are complete.
 
-        Those of continuations are only the errors, and scores that are missing have neither a
-        result nor an error.
+        Scores that are missing have neither a result nor an error.
         """
-        drawn = [(query_id, self.sampler.finish_draws(name)) for query_id, name in wanted.drawn]
-        if not ROW_BUFFER.active:
-            self.sampler.forget()
-            return []
-        completions = [Completion(each, error=error) for each, error in drawn if error]
-        for query_id, key in wanted.scored:
-            found: Any = ROW_BUFFER.take(key)
-            is_error = isinstance(found, Exception)
-            completions.append(
-                Completion(query_id, error=found) if is_error else Completion(query_id, found)
-            )
-        # vLLM computes in inference mode, whose tensors cannot be changed outside.
-        with torch.inference_mode(False), torch.no_grad():
-            completions += self._rows(wanted.rows)
-            for part in wanted.groups:
-                self._reduce(part)
-                if part.is_last:
-                    result = self._works.pop(part.query_id).result()
-                    completions.append(Completion(part.query_id, result))
+        completions: list[Completion] = []
+        if self._scores.is_active:
+            completions += map(self._scored, wanted.scored)
+            # vLLM computes in inference mode, whose tensors cannot be changed outside.
+            with torch.inference_mode(False), torch.no_grad():
+                completions += self._rows(wanted.rows)
+                for part in wanted.groups:
+                    self._reduce(part)
+                    if part.is_last:
+                        result = self._works.pop(part.query_id).result()
+                        completions.append(Completion(part.query_id, result))
         self.sampler.forget()
         return completions
+
+    def _scored(self, query_id: int) -> Completion:
+        found: Any = self._scores.take(query_id)
+        is_error = isinstance(found, Exception)
+        return Completion(query_id, error=found) if is_error else Completion(query_id, found)
 
     def _rows(self, parts: Sequence[RowPart]) -> Iterator[Completion]:
         if not parts:
@@ -172,7 +187,7 @@ class WorkerRows:
             outputs = [_outputs(part.outputs) for part in parts]
             if rows != list(range(len(logits))):
                 logits = logits[device_index(rows, logits.device)]
-            results = reduce_logits(logits, cast("Any", ROW_BUFFER.ids), outputs)
+            results = reduce_logits(logits, self._vocabulary, outputs)
         except Exception as error:  # noqa: BLE001 - out of memory, for one; vLLM goes on
             results = [without_frames(error)] * len(parts)
             outputs = [()] * len(parts)
@@ -185,6 +200,8 @@ class WorkerRows:
 
     def _reduce(self, part: GroupPart) -> None:
         work, done = self._work(part), 0
+        if not part.names:
+            return
         try:
             logits, rows = self.sampler.take(part.names)
             for values in _parts(logits, rows):
@@ -201,7 +218,7 @@ class WorkerRows:
             query = GroupQuery(
                 part.query_id, nothing, wanted, part.row_of, cast("Any", reduction)
             )
-            self._works[part.query_id] = GroupWork(query, cast("Any", ROW_BUFFER.ids))
+            self._works[part.query_id] = GroupWork(query, self._vocabulary)
         return self._works[part.query_id]
 
 

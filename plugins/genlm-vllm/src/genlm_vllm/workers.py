@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from genlm.plugin import Completion, EvaluationError, PackedCompletions, Vocabulary
-from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.row_buffer import Outputs
+from genlm_vllm.processes import TRANSPORT, Outputs
 from genlm_vllm.worker import call_workers
 from genlm_vllm.worker_rows import StepInputs, StepResults
 
@@ -24,7 +23,7 @@ class Workers:
         are_remote: Whether they run in other processes.
 
     Attributes:
-        missing_part: Which part of vLLM is missing to keep residents, None if none is.
+        score: Whether the workers compute scores.
         inputs: Inputs of the next step.
         results: Queries that the last step computed.
     """
@@ -33,14 +32,14 @@ class Workers:
         self._engine = engine
         self._are_remote = are_remote
         self.inputs, self.results = StepInputs(), StepResults()
-        missing = call_workers(
+        scores = call_workers(
             engine,
             "genlm_start",
             vocabulary.size,
             list(vocabulary.missing_ids),
             engine.vllm_config.parallel_config.pipeline_parallel_size,
         )
-        self.missing_part: str | None = next(filter(None, missing), None)
+        self.score = all(scores)
 
     def sent(self, outputs: Outputs) -> Outputs | bytes:
         """Return the requested outputs of a row in the form that workers receive."""
@@ -63,13 +62,10 @@ class Workers:
             completions = TRANSPORT.unpack_completions(reply) if is_packed else reply
             found |= {each.query_id: each for each in completions}
         complete = [part.query_id for part in wanted.groups if part.is_last]
-        for query_id in (*complete, *(part.query_id for part in wanted.rows)):
+        complete += wanted.scored
+        complete += (part.query_id for part in wanted.rows)
+        for query_id in complete:
             if query_id not in found:
                 error = EvaluationError("vLLM finished the request without computing its row")
                 found[query_id] = Completion(query_id, error=error)
         return found
-
-    def close(self) -> None:
-        """Restore vLLM's sampler and drop all results."""
-        if not self._are_remote:  # other processes end
-            call_workers(self._engine, "genlm_stop")

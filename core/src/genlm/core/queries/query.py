@@ -237,7 +237,7 @@ class GroupReduction(abc.ABC):
 
         Args:
             rows: Natural-log probabilities of distinct sequences, shape `(d, vocab_size)`,
-                float32, on the engine's device. They must not be changed.
+                float32, on the engine's device. They must not be changed or kept.
             row_of: Index of each member's row, shape `(m,)`, int64, in main memory.
             members: Indices of these members in the columns of this object, shape `(m,)`,
                 int64, in main memory.

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
-__all__ = ["BLOCK_TOKENS", "TokenSequence"]
+__all__ = ["BLOCK_TOKENS", "PackedSequences", "TokenSequence", "pack_sequences"]
 
 BLOCK_TOKENS = 128
 """Ids in a full block. Extending a sequence copies the tail, 4 bytes for each of its ids."""
@@ -137,3 +138,50 @@ class TokenSequence:
             first -= BLOCK_TOKENS
         tail = tail[: 4 * (length - first)]
         return tail if block is None else block.digest + tail
+
+
+class PackedSequences(NamedTuple):
+    """Sequences in the form in which they are sent to other processes; each block once.
+
+    Attributes:
+        blocks: For each block the place of the one before it, -1 for none, and its packed ids.
+        tails: For each sequence the place of its last block, -1 for none, its packed tail.
+    """
+
+    blocks: list[tuple[int, bytes]]
+    tails: list[tuple[int, bytes]]
+
+    def unpack(self) -> list[TokenSequence]:
+        """Return the sequences."""
+        blocks: list[_Block] = []
+        lengths: list[int] = []
+        for before, data in self.blocks:
+            lengths.append(BLOCK_TOKENS + (lengths[before] if before >= 0 else 0))
+            blocks.append(_Block(blocks[before] if before >= 0 else None, data))
+        sequences = []
+        for place, tail in self.tails:
+            sequence = TokenSequence(tail)
+            if place >= 0:
+                block = blocks[place]
+                sequence._block, sequence._length = block, sequence._length + lengths[place]  # noqa: SLF001 - a part of this module
+                sequence.key = block.digest + tail
+            sequences.append(sequence)
+        return sequences
+
+
+def pack_sequences(sequences: Iterable[TokenSequence]) -> PackedSequences:
+    """Pack sequences, of which many may begin with the same blocks."""
+    packed = PackedSequences([], [])
+    places: dict[int, int] = {}  # by the block's id; the sequences keep the blocks alive
+    for sequence in sequences:
+        last, tail, _ = sequence._parts  # noqa: SLF001 - a part of this module
+        new, block = [], last
+        while block is not None and id(block) not in places:
+            new.append(block)
+            block = block.before
+        place = -1 if block is None else places[id(block)]
+        for block in reversed(new):
+            packed.blocks.append((place, block.data))
+            place = places[id(block)] = len(packed.blocks) - 1
+        packed.tails.append((place, tail))
+    return packed

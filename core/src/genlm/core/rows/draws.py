@@ -304,19 +304,18 @@ def _drawn(
         # The only token that is left, of any weight: a draw takes it.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    each = torch.arange(len(rows), device=rows.device) if row_of is None else row_of
-    drawn = _inverted(weights, sums, uniforms, each)
-    return _found(rows, drawn.token_ids, log_mass, drawn.logprobs, each)
+    drawn = _inverted(weights, sums, uniforms, row_of)
+    return _found(rows, drawn.token_ids, log_mass, drawn.logprobs, row_of)
 
 
 def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
     rows = part.rows
     scores, weights, sums, log_mass = _weighted(part)
-    count, each = uniforms.shape[1], torch.arange(len(rows), device=rows.device)
+    count = uniforms.shape[1]
     token_ids = torch.empty(len(rows), count, dtype=torch.long, device=rows.device)
     draw_logprob = torch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
     for turn in range(count):
-        drawn = _inverted(weights, sums, uniforms[:, turn], each)
+        drawn = _inverted(weights, sums, uniforms[:, turn], None)
         draw_logprob[:, turn] = drawn.logprobs
         token_ids[:, turn] = torch.where(drawn.logprobs > -_INF, drawn.token_ids, -1)
         if turn == count - 1:
@@ -386,18 +385,22 @@ class _Inverted(NamedTuple):
 
 
 def _inverted(
-    weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor
+    weights: torch.Tensor,
+    sums: torch.Tensor,
+    uniforms: torch.Tensor,
+    row_of: torch.Tensor | None,
 ) -> _Inverted:
     """Draw an id from rows in proportion to their weights.
 
     Two levels: only the sums of blocks and one block of each row are in float64.
     """
-    places = row_of.to(sums.device)
     share = moved(uniforms, sums.device)
-    if sums.shape[1] == 1:
-        block, totals = torch.zeros_like(row_of), sums[places, 0]
+    own = sums if row_of is None else sums[row_of.to(sums.device)]
+    if own.shape[1] == 1:
+        block = weights.new_zeros(len(own), dtype=torch.long)
+        totals = own[:, 0]
     else:
-        cumulative, own = sums.cumsum(-1)[places], sums[places]
+        cumulative = own.cumsum(-1)
         totals = cumulative[:, -1]
         # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
         thresholds = share * totals
@@ -418,13 +421,15 @@ def _inverted(
 
 
 def _inside(
-    weights: torch.Tensor, block: torch.Tensor, row_of: torch.Tensor
+    weights: torch.Tensor, block: torch.Tensor, row_of: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return as many weights of some rows as a block has, and the id of the first of them.
 
     They end with the row if the block is its last one; weights before the block are then 0.
     """
     size = weights.shape[1]
+    if row_of is None:
+        row_of = torch.arange(len(weights), device=weights.device)
     if size <= SUM_BLOCK:
         return weights[row_of], torch.zeros_like(row_of)
     first = (block * SUM_BLOCK).clamp(max=size - SUM_BLOCK)

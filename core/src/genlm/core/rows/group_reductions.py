@@ -137,10 +137,16 @@ class _Weighted(GroupReduction):
 
     def _arranged(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, RowWeights, torch.Tensor]:
-        """Return a row for each distinct set of weights, and the place of each member's set."""
+    ) -> tuple[torch.Tensor, RowWeights, torch.Tensor | None]:
+        """Return a row for each distinct set of weights, and the place of each member's set.
+
+        The place is None if row i is that of member i.
+        """
         weights = self.weights.of(members.numpy())
-        first, weights_of = weights.distinct(row_of.numpy())
+        places = row_of.numpy()
+        if len(places) == len(rows) and (places[1:] > places[:-1]).all():
+            return rows, weights, None
+        first, weights_of = weights.distinct(places)
         chosen = row_of[torch.from_numpy(first)]
         if len(chosen) != len(rows) or not torch.equal(chosen, torch.arange(len(rows))):
             rows = rows[moved(chosen, rows.device)]
@@ -155,7 +161,10 @@ class MassColumns(_Weighted):
     ) -> tuple[torch.Tensor, ...]:
         """Sum each distinct set of weights once."""
         rows, weights, weights_of = self._arranged(rows, row_of, members)
-        return (batch_log_mass(rows, weights)[moved(weights_of, rows.device)],)
+        log_mass = batch_log_mass(rows, weights)
+        if weights_of is None:
+            return (log_mass,)
+        return (log_mass[moved(weights_of, rows.device)],)
 
 
 class DrawColumns(_Weighted):
@@ -187,7 +196,7 @@ class DrawColumns(_Weighted):
         rows, weights, weights_of = self._arranged(rows, row_of, members)
         uniforms = self.uniforms[members]
         limits: dict[str, Any] = {"top_k": self.top_k, "top_p": self.top_p}
-        if (weights_of[1:] >= weights_of[:-1]).all():
+        if weights_of is None or (weights_of[1:] >= weights_of[:-1]).all():
             return batch_draw(rows, uniforms, weights, row_of=weights_of, **limits)
         weights_of, order = weights_of.sort()
         drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of, **limits)

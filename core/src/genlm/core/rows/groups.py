@@ -11,7 +11,13 @@ import torch
 
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
-from genlm.core.rows.logits import invalid_rows, moved, row_parts, rows_from_logits
+from genlm.core.rows.logits import (
+    invalid_rows,
+    moved,
+    row_parts,
+    rows_from_logits,
+    scratch_memory,
+)
 from genlm.core.vocab import Vocabulary
 
 __all__ = ["Columns", "GroupWork"]
@@ -28,7 +34,14 @@ class Columns:
     def reduce(self, rows: torch.Tensor, row_of: Integers64, members: Integers64) -> None:
         """Reduce the rows of some members; see `GroupReduction.compute`."""
         places = torch.from_numpy(members)
-        self.add(members, self._reduction.compute(rows, torch.from_numpy(row_of), places))
+        columns = self._reduction.compute(rows, torch.from_numpy(row_of), places)
+        if isinstance(columns, tuple):  # the memory of the rows is used again
+            memory = rows.untyped_storage().data_ptr()
+            columns = tuple(
+                each.clone() if each.untyped_storage().data_ptr() == memory else each
+                for each in columns
+            )
+        self.add(members, columns)
 
     def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
         """Add the results of some members."""
@@ -74,6 +87,8 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._done = 0
         self._columns = Columns(query.reduction, len(query.row_of))
+        each = np.arange(len(query.wanted))
+        self._has_each_once = np.array_equal(query.row_of, each)
         self._by_row = _members_by_row(query.row_of)
         places = np.arange(len(query.wanted) + 1)
         self._bounds = np.searchsorted(query.row_of[self._by_row], places)
@@ -100,7 +115,10 @@ class GroupWork:
         for begin, end in row_parts(len(part), values.shape[1], values.device):
             rows, places = values[begin:end], part[begin:end]
             if computed.are_logits:
-                rows = rows_from_logits(rows, self._vocabulary)
+                is_on_cpu = rows.device.type == "cpu"
+                shape = len(rows), self._vocabulary.size
+                memory = scratch_memory("rows", *shape) if is_on_cpu else None
+                rows = rows_from_logits(rows, self._vocabulary, out=memory)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
             self.errors |= {int(places[i]): error for i, error in invalid.items()}
             members, row_of = self._members(places)
@@ -126,6 +144,8 @@ class GroupWork:
 
     def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
         """Return the members of some rows, by row, and which of these rows each has."""
+        if self._has_each_once:
+            return places, np.arange(len(places))
         begins = self._bounds[places]
         counts = self._bounds[places + 1] - begins
         ends = np.cumsum(counts)

@@ -8,6 +8,7 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ __all__ = [
     "moved",
     "row_parts",
     "rows_from_logits",
+    "scratch_memory",
 ]
 
 _SUM_TOLERANCE = 1e-2
@@ -41,11 +43,15 @@ that intermediate results stay in the CPU's caches and memory does not grow with
 _VALUES_ON_DEVICE = 2**27
 """The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
+_scratch = threading.local()
+
 _missing: WeakKeyDictionary[Vocabulary, dict[tuple[int, torch.device], torch.Tensor]]
 _missing = WeakKeyDictionary()
 
 
-def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+def rows_from_logits(
+    logits: torch.Tensor, vocabulary: Vocabulary, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Normalise logits over exactly the ids that the vocabulary has.
 
     Logits beyond the vocabulary and those of ids without tokens are removed before the
@@ -54,6 +60,7 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     Args:
         logits: Shape `(n, width)`, any floating dtype, any device.
         vocabulary: Vocabulary of the rows.
+        out: Memory for the result if no logits are missing, of its shape, float32.
 
     Returns:
         Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the device of
@@ -67,9 +74,10 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
             f"logits of shape {tuple(logits.shape)}; expected rows of them, (n, width)"
         )
     size = vocabulary.size
-    rows = torch.log_softmax(known_logits(logits, vocabulary), dim=-1)
-    if rows.shape[1] == size:
-        return rows
+    known = known_logits(logits, vocabulary)
+    if known.shape[1] == size:
+        return torch.log_softmax(known, -1, out=out)
+    rows = torch.log_softmax(known, -1)
     padded = rows.new_full((rows.shape[0], size), float("-inf"))
     padded[:, : rows.shape[1]] = rows
     return padded
@@ -101,6 +109,21 @@ def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, in
     values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
     most = max(1, values // max(1, size))
     return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
+
+
+def scratch_memory(use: str, count: int, size: int) -> torch.Tensor:
+    """Return uninitialised main memory for some rows, shape `(count, size)`, float32.
+
+    It is the same memory at every call of a thread with the same `use`: the C library returns
+    large blocks to the system when they are freed, and the page faults of new ones take longer
+    than a softmax.
+    """
+    memory: torch.Tensor | None = getattr(_scratch, use, None)
+    if memory is None or memory.numel() < count * size:
+        with torch.inference_mode(False):  # later calls may be outside of it
+            memory = torch.empty(count * size, dtype=torch.float32)
+        setattr(_scratch, use, memory)
+    return memory[: count * size].view(count, size)
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.rows.logits import moved, row_parts
+from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 
 if TYPE_CHECKING:
@@ -134,7 +134,10 @@ class RowWeights:
         for begin, end in row_parts(len(rows), rows.shape[1], device):
             part = rows[begin:end].detach()
             if memory is None:
-                memory = part.new_empty(part.shape)
+                if device.type == "cpu" and part.dtype == torch.float32:
+                    memory = scratch_memory("weights", *part.shape)
+                else:
+                    memory = part.new_empty(part.shape)
             yield RowPart(
                 part,
                 slice(begin, end),

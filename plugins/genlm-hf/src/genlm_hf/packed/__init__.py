@@ -1,7 +1,5 @@
 """One packed forward pass over all uncached tokens."""
 
-from genlm_hf.packed import attention, layout, step_attention
+from genlm_hf.packed import layout
 
-attention.register()
 layout.register()
-step_attention.register()

@@ -8,31 +8,25 @@ its past. It does not use transformers' caches or masks.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from genlm.prefix import ForwardCounts, ForwardResult, Receive, TableBatch, TreeBatch
+from genlm.prefix import ForwardResult, TableBatch, TreeBatch
 from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.kernel_steps import KernelSteps
-from genlm_hf.packed.layout import AttentionLayout
-from genlm_hf.packed.plan import PackedPlan, plan_forward
-from genlm_hf.packed.tables import plan_table
-from genlm_hf.pieces import OutputPieces, Take
+from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
+from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
-__all__ = ["PACKED_ATTENTION", "PackedForward", "register", "takes_positions"]
-
-PACKED_ATTENTION = "genlm_packed"
+__all__ = ["PackedForward", "takes_positions"]
 
 # Maximum entries of a mask, or of the scores of all heads, at once: 4 MiB, 16 in float32.
 _MASK_ENTRIES = 2**22
@@ -47,18 +41,6 @@ _FUSED = {"cuda", "xpu"}
 
 # Also returns the log-sum-exps that merge attention over parts of the past.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-
-
-class _Step(threading.local):
-    """State of the forward pass that runs on this thread."""
-
-    layout: AttentionLayout
-    storage: KVStorage
-    plan: PackedPlan
-    on_device: dict[torch.device, DevicePlan]
-
-
-_step = _Step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +61,8 @@ class _Parameters:
     sinks: torch.Tensor | None
 
 
-def register() -> None:
-    """Register the function with transformers, which makes no mask for it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)
-
-
 class PackedForward:
-    """Runs a model over the uncached tokens of a tree, as one sequence; a `ScoringForward`.
+    """Runs a model over the uncached tokens of a tree, as one sequence.
 
     Args:
         served: The model.
@@ -103,7 +78,6 @@ class PackedForward:
     ) -> None:
         self.storage, self._layout = storage, layout
         self._served, self._model, self._device = served, served.model, served.device
-        self._pieces = OutputPieces(served)
         self._kernels: KernelSteps | None = None
 
     def use_kernels(self, *, graphs: bool) -> KernelSteps:
@@ -134,34 +108,8 @@ class PackedForward:
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
-        with self._planned(plan) as (inputs, take):
-            logits = taken_logits(self._model, inputs, (1, len(plan.tokens)), take)[0]
-        return logits.to(self._device)
-
-    def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
-        return self._pieces.are_small
-
-    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Run one pass and apply the output embedding to a few tokens at a time."""
-        plan, slots = plan_forward(batch), np.array(batch.wanted_slots())
-        with self._planned(plan) as (inputs, take):
-            self._pieces.compute(
-                inputs,
-                (1, len(plan.tokens)),
-                take,
-                lambda part, logits: receive(slots[part], logits),
-            )
-        return ForwardCounts(tokens=len(plan.tokens), forwards=1)
-
-    @contextmanager
-    def _planned(self, plan: PackedPlan) -> Iterator[tuple[dict[str, Any], Take]]:
-        """Let forward passes within this context follow a plan.
-
-        Yields:
-            Arguments of the model's `forward`, and the selector of requested positions.
-        """
-        first = DevicePlan(plan, self._device)
+        plan_on = functools.cache(functools.partial(DevicePlan, plan))
+        first = plan_on(self._device)
         inputs = {
             "input_ids": first.tokens[None],
             "position_ids": first.positions[None],
@@ -172,13 +120,8 @@ class PackedForward:
         def take(states: torch.Tensor) -> torch.Tensor:
             return states[:, first.results.to(states.device)]
 
-        _step.layout, _step.storage = self._layout, self.storage
-        _step.plan, _step.on_device = plan, {self._device: first}
-        try:
-            with self._layout.runs(PACKED_ATTENTION):
-                yield inputs, take
-        finally:
-            del _step.layout, _step.storage, _step.plan, _step.on_device
+        with self._layout.attending(functools.partial(_attend, plan_on, self.storage)):
+            return taken_logits(self._model, inputs, take)[0].to(self._device)
 
 
 def takes_positions(model: Any) -> bool:
@@ -186,40 +129,30 @@ def takes_positions(model: Any) -> bool:
     return bool(accepted(model, {"position_ids": None}))
 
 
-def _packed_attention(  # noqa: PLR0917 - as transformers calls it
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`.
-
-    `s_aux` is transformers' name of attention sinks. Other keyword arguments were checked
-    when the layout was read.
-    """
-    assert attention_mask is None  # noqa: S101 - our own mistake
-    layer = _step.layout.layer(module)
-    plan = _step.on_device.get(query.device)
-    if plan is None:
-        plan = _step.on_device[query.device] = DevicePlan(_step.plan, query.device)
-    keys, values = _step.storage.write(layer.index, plan.writes, key[0], value[0])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = s_aux.view(keys.shape[0], -1) if s_aux is not None and layer.sinks else None
+def _attend(  # noqa: PLR0917 - as `Attend`
+    plan_on: Callable[[torch.device], DevicePlan],
+    storage: KVStorage,
+    layer: AttentionLayer,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Store the keys and values of a pass, and attend group by group, chunk by chunk."""
+    query, key, value = states
+    plan = plan_on(query.device)
+    keys, values = storage.write(layer.index, plan.writes, key, value)
+    sinks = None if sinks is None else sinks.view(keys.shape[0], -1)
     parameters = _Parameters(scale, layer.window, layer.softcap, sinks)
     parts, first = [], 0
     for group in plan.groups:
-        part = query[0, :, first : first + group.count]
+        part = query[:, first : first + group.count]
         parts.append(_attend_group(part, keys, values, group=group, parameters=parameters))
         first += group.count
     for chunk in plan.chunks:
-        part = query[0, :, first : first + chunk.length]
+        part = query[:, first : first + chunk.length]
         parts.append(_attend_chunk(part, keys, values, chunk=chunk, parameters=parameters))
         first += chunk.length
-    return _joined(parts).transpose(0, 1)[None].contiguous(), None
+    return _joined(parts).transpose(0, 1).contiguous()
 
 
 def _attend_group(

@@ -5,15 +5,16 @@ A model spread over several devices needs one `DevicePlan` for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from genlm.plugin import moved
 from genlm.prefix import Slots
 from genlm_hf.packed.plan import PackedPlan, PrefillChunk, QueryGroup
 
-__all__ = ["DeviceChunk", "DeviceGroup", "DevicePlan", "pinned"]
+__all__ = ["DeviceChunk", "DeviceGroup", "DevicePlan"]
 
 # Maximum bytes of suffixes gathered at once on a CPU, so that reads hit its cache. More is
 # slower, especially beyond 32 MiB, where every allocation maps new pages.
@@ -34,29 +35,16 @@ class DevicePlan:
         for group in plan.groups:
             arrays += [group.suffixes, group.prefix]
         arrays += [chunk.slots for chunk in plan.chunks]
-        moved = iter(_moved(arrays, device))
-        self.tokens, self.positions, self.writes, self.results = (next(moved) for _ in range(4))
+        numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+        parts = moved(numbers, device).split_with_sizes([array.size for array in arrays])
+        found = (part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
+        self.tokens, self.positions, self.writes, self.results = (next(found) for _ in range(4))
         self.groups, end = [], 0
         for group in plan.groups:
             own = slice(end, end := end + len(group.members))
             known, positions = plan.positions[own], self.positions[own]
-            self.groups.append(DeviceGroup(group, known, positions, next(moved), next(moved)))
-        self.chunks = [DeviceChunk(chunk, next(moved)) for chunk in plan.chunks]
-
-
-def pinned(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return numbers in pinned memory, for asynchronous copies to a CUDA device."""
-    on_cuda = device.type == "cuda" and torch.cuda.is_available()
-    return numbers.pin_memory() if on_cuda else numbers
-
-
-def _moved(arrays: Sequence[Slots], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to a device in one transfer, without waiting for the device."""
-    numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-    numbers = pinned(numbers, device)
-    moved = numbers.to(device, non_blocking=True)
-    parts = moved.split_with_sizes([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+            self.groups.append(DeviceGroup(group, known, positions, next(found), next(found)))
+        self.chunks = [DeviceChunk(chunk, next(found)) for chunk in plan.chunks]
 
 
 class DeviceGroup:

@@ -13,6 +13,7 @@ once, is compared with the pass that gathers.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -216,12 +217,10 @@ class KernelSteps:
             "use_cache": False,
             "return_dict": True,
         }
-        with step_attention(self._layout, self._storage, inputs):
+        attend = functools.partial(step_attention, self._storage, inputs)
+        with self._layout.attending(attend):
             return taken_logits(
-                self._served.model,
-                arguments,
-                (1, len(found.tokens)),
-                lambda states: states[:, found.results],
+                self._served.model, arguments, lambda states: states[:, found.results]
             )[0]
 
     def _refuse_all(self, reason: str) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,16 +24,17 @@ from genlm.prefix import UnsupportedModelError
 from genlm_hf.storage import LayerShape
 
 __all__ = [
+    "Attend",
     "AttentionLayer",
     "AttentionLayout",
-    "UnknownMaskError",
     "UnsupportedMaskError",
     "read_layout",
     "register",
     "window_of",
 ]
 
-_RECORDING_ATTENTION = "genlm_recording"
+# Names of registered attention functions. transformers makes masks for the second only.
+_ATTENTION, _RECORDING_ATTENTION = "genlm", "genlm_recording"
 
 # Attribute of configs that names the attention function. The public setter would also reset
 # the configs inside a config.
@@ -57,10 +58,6 @@ class UnsupportedMaskError(UnsupportedModelError):
     """A model's mask is neither causal nor a causal sliding window."""
 
 
-class UnknownMaskError(ValueError):
-    """A mask function is neither causal nor a causal sliding window."""
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One attention layer.
@@ -82,8 +79,32 @@ class AttentionLayer:
     sinks: bool
 
 
+class Attend(Protocol):
+    """Attention function of a pass over one sequence, without a mask."""
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend from the tokens of the pass.
+
+        Args:
+            layer: The layer.
+            states: Queries, keys and values, `(heads, tokens, width)`.
+            scale: Factor of the products of queries and keys.
+            sinks: Attention sinks, a score for each query head; None without sinks.
+
+        Returns:
+            Shape `(tokens, query heads, width)`.
+        """
+        ...
+
+
 class AttentionLayout:
-    """The attention layers of one model; `runs` replaces their attention function."""
+    """The attention layers of one model; `attending` replaces their attention function."""
 
     def __init__(self, model: torch.nn.Module, layers: dict[torch.nn.Module, AttentionLayer]):
         self._layers = layers
@@ -94,22 +115,23 @@ class AttentionLayout:
         """All layers in order."""
         return list(self._layers.values())
 
-    def layer(self, module: torch.nn.Module) -> AttentionLayer:
-        """Return the layer of a module of the model."""
-        return self._layers[module]
-
     @contextmanager
-    def runs(self, attention: str) -> Iterator[None]:
-        """Let the model use the registered function of that name within this context."""
-        with _attention_function(self._configs, attention):
-            yield
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Let the model attend by a function within this context, on this thread."""
+        _active.layers, _active.attend = self._layers, attend
+        try:
+            with _attention_function(self._configs, _ATTENTION):
+                yield
+        finally:
+            del _active.layers, _active.attend
 
 
 def register() -> None:
-    """Register the recording attention function and its masks with transformers."""
+    """Register the attention functions, and masks of the recording one, with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
     ALL_ATTENTION_FUNCTIONS.register(_RECORDING_ATTENTION, _record_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_RECORDING_ATTENTION, _record_mask)
 
@@ -216,10 +238,36 @@ class _Recorder:
 
 
 class _Active(threading.local):
+    """State of the forward pass that runs on this thread."""
+
     recorder: _Recorder | None = None
+    layers: dict[torch.nn.Module, AttentionLayer]
+    attend: Attend
 
 
 _active = _Active()
+
+
+def _attention(  # noqa: PLR0917 - as transformers calls it
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`.
+
+    `s_aux` is transformers' name of attention sinks. Other keyword arguments were checked
+    when the layout was read.
+    """
+    assert attention_mask is None  # noqa: S101 - our own mistake
+    layer = _active.layers[module]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = s_aux if layer.sinks else None
+    return _active.attend(layer, (query[0], key[0], value[0]), scale, sinks)[None], None
 
 
 def _record_attention(
@@ -246,11 +294,7 @@ def _record_mask(
     **_: Any,
 ) -> torch.Tensor:
     assert _active.recorder is not None  # noqa: S101 - our own mistake
-    try:
-        window = window_of(mask_function)
-    except UnknownMaskError as error:
-        raise UnsupportedMaskError(f"one of its masks is unknown: {error}") from error
-    mark = _active.recorder.add_mask(window)
+    mark = _active.recorder.add_mask(window_of(mask_function))
     return torch.full((batch_size, 1, q_length, kv_length), mark, device=device)
 
 
@@ -284,14 +328,15 @@ def window_of(mask_function: Callable[..., Any]) -> int | None:
             the query sees the key, as in `transformers.masking_utils`.
 
     Raises:
-        UnknownMaskError: A token sees later tokens, blocks, chunks or something else.
+        UnsupportedMaskError: A token sees later tokens, blocks, chunks or something else.
     """
     seen = [_seen(mask_function, position) for position in _POSITIONS]
     window = seen[-1]
     expected = [min(position + 1, window) for position in _POSITIONS]
     if seen != expected:
-        raise UnknownMaskError(
-            f"tokens at positions {_POSITIONS} see {seen} tokens, which is not a sliding window"
+        raise UnsupportedMaskError(
+            f"one of its masks is unknown: tokens at positions {_POSITIONS} see {seen} tokens, "
+            f"which is not a sliding window"
         )
     return None if window > _POSITIONS[-1] else window
 
@@ -304,11 +349,14 @@ def _seen(mask_function: Callable[..., Any], position: int) -> int:
         visible = mask_function(zero, zero, torch.tensor(position), keys)
         visible = torch.as_tensor(visible).expand(keys.shape).bool()
     except Exception as error:
-        raise UnknownMaskError(
-            f"it cannot be evaluated at single positions: {error}"
+        raise UnsupportedMaskError(
+            f"one of its masks is unknown: it cannot be evaluated at single positions: {error}"
         ) from error
     count = int(visible.sum())
     first = position + 1 - count
     if not bool(visible[first : position + 1].all()):
-        raise UnknownMaskError(f"the token at position {position} sees later tokens or gaps")
+        raise UnsupportedMaskError(
+            f"one of its masks is unknown: the token at position {position} sees later tokens "
+            f"or gaps"
+        )
     return count

@@ -24,7 +24,7 @@ Shapes of a pass of two groups and one chunk::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,27 +35,18 @@ from genlm.prefix import (
     BatchLimits,
     Node,
     Slots,
+    TableBatch,
     TokenRun,
     TreeBatch,
     plan_batches,
 )
 
-__all__ = [
-    "GATHER_COST",
-    "GROUP_COST",
-    "PackedPlan",
-    "PrefillChunk",
-    "QueryGroup",
-    "group_tokens",
-    "plan_forward",
-    "saves_gathering",
-    "similar_lengths",
-]
+__all__ = ["PackedPlan", "PrefillChunk", "QueryGroup", "plan_forward", "plan_table"]
 
 # In slots read, measured on two CPU cores: a group costs as much as reading 2,000
 # slots, and gathering a slot as much as reading three.
-GROUP_COST = 2000
-GATHER_COST = 3
+_GROUP_COST = 2000
+_GATHER_COST = 3
 
 # Maximum slots gathered at once: 128 MiB a layer at 2 KiB a slot.
 _GATHERED_AT_ONCE = 2**16
@@ -139,12 +130,11 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     queries = np.flatnonzero(is_query)
     short = [run for run in runs if run.end - run.first <= _LONGEST_UNGROUPED]
     long = [run for run in runs if run.end - run.first > _LONGEST_UNGROUPED]
-    nodes = [node for node, first, end in short for _ in range(first, end)]
-    groups = list(group_tokens(nodes, positions[queries]))
+    groups = list(_tree_groups(short, positions[queries]))
     parts = [queries[group.members] for group in groups]
     order = np.concatenate([*parts, np.flatnonzero(~is_query)])
     by_slot = np.argsort(slots[order])
-    wanted = np.searchsorted(slots[order], batch.wanted_slots(), sorter=by_slot)
+    wanted = np.searchsorted(slots[order], batch.wanted, sorter=by_slot)
     return PackedPlan(
         tokens=tokens[order],
         positions=positions[order],
@@ -155,78 +145,142 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     )
 
 
-def group_tokens(nodes: Sequence[Node], positions: Integers) -> Iterator[QueryGroup]:
-    """Divide query tokens into groups, each token into exactly one.
+def plan_table(batch: TableBatch) -> PackedPlan:
+    """Plan the pass over tokens that continue rows of a block table."""
+    groups = list(_groups(batch.trunk, batch.slots, batch.rows, batch.positions))
+    order = np.concatenate([group.members for group in groups])
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    return PackedPlan(
+        tokens=batch.tokens[order],
+        positions=batch.positions[order],
+        writes=batch.writes[order],
+        groups=groups,
+        chunks=[],
+        results=places[batch.results],
+    )
 
-    From the leaves upwards, query tokens move to the parent node until a separate
-    group with a longer shared prefix saves more gathering than it costs.
+
+def _tree_groups(runs: Sequence[TokenRun], positions: Integers) -> Iterator[QueryGroup]:
+    """Divide the query tokens of runs of a tree into groups, as rows of a block table."""
+    if not runs:
+        return
+    common = _common_prefix(runs)
+    trunk = common if _saves_gathering(len(positions), 0, common) else common[:0]
+    lengths = np.array([run.end - len(trunk) for run in runs])
+    slots = np.zeros((len(runs), lengths.max()), np.int32)
+    slots[np.arange(slots.shape[1]) < lengths[:, None]] = np.concatenate(
+        [part for run in runs for part in run.node.path_parts(len(trunk), run.end)]
+    )
+    rows = np.repeat(np.arange(len(runs)), [run.end - run.first for run in runs])
+    yield from _groups(trunk, slots, rows, positions, begin=len(common) - len(trunk))
+
+
+def _common_prefix(runs: Sequence[TokenRun]) -> Slots:
+    """Return the slots before the tokens of all runs that their paths have in common."""
+    heights: dict[Node, int] = {}
+    chain: list[Node] = []
+    node: Node | None = runs[0].node
+    while node is not None:
+        heights[node] = len(chain)
+        chain.append(node)
+        node = node.parent
+    height = 0
+    below: set[Node] = set()
+    for run in runs:
+        node = run.node
+        while node not in heights and node not in below:
+            below.add(node)
+            assert node.parent is not None  # noqa: S101 - all are below one root
+            node = node.parent
+        height = max(height, heights.get(node, 0))
+    shared = chain[height]
+    return shared.path_slots(0, min(shared.end, *(run.first for run in runs)))
+
+
+def _groups(
+    trunk: Slots,
+    slots: NDArray[np.integer],
+    rows: Integers,
+    positions: Integers,
+    *,
+    begin: int = 0,
+) -> Iterator[QueryGroup]:
+    """Divide query tokens into groups: those of the trunk, and clusters that share more.
 
     Args:
-        nodes: The node of the tree that holds each query token.
-        positions: Position of each in its sequence.
+        trunk: First slots of all sequences.
+        slots: The slots after the trunk, shape `(sequences, longest)`; entries after the end of
+            a sequence are undefined.
+        rows: Sequence of each query token.
+        positions: Position of each query token in its sequence; its slot is there.
+        begin: Number of slots after the trunk that all sequences share, too few to be worth a
+            prefix.
     """
-    waiting: dict[Node, list[int]] = {}
-    places = positions.tolist()
-    for index in np.argsort(positions, kind="stable").tolist():
-        waiting.setdefault(nodes[index], []).append(index)
-    # Descendants end after their ancestors; a root has length 0.
-    for node in sorted(_nodes_above(waiting), key=lambda node: node.end, reverse=True):
-        members = waiting.pop(node, [])
-        if not members:
-            continue
-        # Tokens of the node itself precede those of its descendants, the shortest first.
-        prefix = min(node.end, places[members[0]])
-        if node.parent is None or _is_worth_a_group(node, len(members), prefix):
-            yield from _cut_to_size(nodes, positions, np.array(members), prefix)
-        else:
-            waiting.setdefault(node.parent, []).extend(members)
+    lengths = positions + 1 - len(trunk)
+    waiting = [(np.arange(len(lengths)), begin)]
+    while waiting:
+        members, shared = waiting.pop()
+        clusters = list(_clusters(slots, rows, lengths, members, shared, len(trunk)))
+        waiting += clusters
+        if clusters:
+            members = np.setdiff1d(members, np.concatenate([each for each, _ in clusters]))
+        if len(members):
+            shared = 0 if shared == begin else shared
+            prefix = np.concatenate([trunk, slots[rows[members[0]], :shared].astype(np.int64)])
+            suffixes = lengths[members] - shared
+            for part in _similar_lengths(suffixes, len(prefix)):
+                own, longest = members[part], suffixes[part]
+                yield QueryGroup(own, prefix, _suffixes(slots, rows[own], shared, longest))
 
 
-def _nodes_above(nodes: Iterable[Node]) -> Iterable[Node]:
-    """Return nodes and all their ancestors, in an order that depends on these nodes only."""
-    found: dict[Node, None] = {}
-    for start in nodes:
-        node: Node | None = start
-        while node is not None and node not in found:
-            found[node] = None
-            node = node.parent
-    return found
+def _clusters(  # noqa: PLR0917 - the state of `_groups`
+    slots: NDArray[np.integer],
+    rows: Integers,
+    lengths: Integers,
+    members: Integers,
+    shared: int,
+    trunk: int,
+) -> Iterator[tuple[Integers, int]]:
+    """Yield query tokens whose longer shared prefix justifies a separate group.
+
+    Yields:
+        A subset of the members, which share `shared` slots after the trunk, and the number of
+        slots after the trunk that the subset shares.
+    """
+    others = members[lengths[members] > shared + 1]  # the last slot is a token's own
+    longest = int(lengths[members].max()) - shared
+    least = (_GROUP_COST + trunk + shared) // _GATHER_COST  # slots to be saved
+    if len(others) * longest <= least:
+        return
+    keys = slots[rows[others], shared]
+    order = np.argsort(keys, kind="stable")
+    bounds = np.flatnonzero(np.diff(keys[order], prepend=-1, append=-1))
+    counts = np.diff(bounds)
+    for place in np.flatnonzero(counts * longest > least).tolist():
+        cluster = others[order[bounds[place] : bounds[place + 1]]]
+        most = int(lengths[cluster].min()) - 1
+        found = slots[rows[cluster], shared:most]
+        same = (found == found[0]).all(axis=0)
+        added = most - shared if same.all() else int(same.argmin())
+        if _saves_gathering(len(cluster), trunk + shared, found[0, :added]):
+            yield cluster, shared + added
 
 
-def _is_worth_a_group(node: Node, members: int, prefix: int) -> bool:
-    """Whether a prefix of that length saves more than the parent's does."""
-    return saves_gathering(members, prefix - node.start, prefix, node.slots)
-
-
-def saves_gathering(members: int, added: int, prefix: int, slots: NDArray[np.integer]) -> bool:
+def _saves_gathering(members: int, shared: int, added: NDArray[np.integer]) -> bool:
     """Whether a separate group saves more gathering than it costs.
 
     Args:
-        members: Its query tokens.
-        added: Number of slots that these share in addition to the parent group's.
-        prefix: All slots that they share.
-        slots: A subset of these slots; a prefix whose slots are contiguous costs less.
+        members: Number of its query tokens.
+        shared: Number of slots that they share with others.
+        added: Slots that they share in addition; contiguous ones cost less.
     """
-    saved = GATHER_COST * members * added
-    if saved <= GROUP_COST + prefix:
-        return False
-    is_contiguous = bool((slots[1:] - slots[:-1] == 1).all())
-    return saved > GROUP_COST + (1 if is_contiguous else GATHER_COST) * prefix
+    saved, prefix = _GATHER_COST * members * len(added), shared + len(added)
+    is_contiguous = bool((added[1:] - added[:-1] == 1).all())
+    return saved > _GROUP_COST + (1 if is_contiguous else _GATHER_COST) * prefix
 
 
-def _cut_to_size(
-    nodes: Sequence[Node], positions: Integers, members: Integers, prefix: int
-) -> Iterator[QueryGroup]:
-    """Group similar lengths and bound the slots gathered and the scores computed at once."""
-    lengths = positions[members] + 1 - prefix
-    for chosen in similar_lengths(lengths, prefix):
-        own = members[chosen]
-        paths = [nodes[i] for i in own.tolist()]
-        suffixes = _suffixes(paths, prefix, lengths[chosen])
-        yield QueryGroup(own, paths[0].path_slots(0, prefix), suffixes)
-
-
-def similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
+def _similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
     """Divide tokens with suffixes of these lengths into groups that attend at once."""
     most = max(1, min(len(lengths), _SCORES_AT_ONCE // max(1, prefix)))
     limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=most)
@@ -234,15 +288,14 @@ def similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
         yield np.array(chosen)
 
 
-def _suffixes(nodes: Sequence[Node], prefix: int, lengths: Integers) -> Slots:
+def _suffixes(
+    slots: NDArray[np.integer], rows: Integers, shared: int, lengths: Integers
+) -> Integers:
     """Return the slots after a prefix, padded with the last of each; see `QueryGroup`."""
-    parts = [
-        part
-        for node, end in zip(nodes, (prefix + lengths).tolist(), strict=True)
-        for part in node.path_parts(prefix, end)
-    ]
-    slots = np.concatenate(parts)
-    own = slots[np.cumsum(lengths) - 1]
-    suffixes = np.repeat(own[:, None], lengths.max(), axis=1)
-    suffixes[np.arange(suffixes.shape[1]) < lengths[:, None]] = slots
+    longest = int(lengths.max())
+    suffixes = slots[rows, shared : shared + longest].astype(np.int64)
+    if lengths.min() < longest:
+        last = suffixes[np.arange(len(rows)), lengths - 1]
+        after = np.arange(longest) >= lengths[:, None]
+        suffixes = np.where(after, last[:, None], suffixes)
     return suffixes

@@ -1,29 +1,22 @@
 """Attention of steps by kernels: it reads everything step-specific from device memory.
 
-Like `packed.attention`, it is a function that transformers calls, for passes of query tokens
-alone. Each layer takes three launches: `kernels.attend` over shared prefixes and over
-suffixes, and `kernels.combine`.
+It serves passes of query tokens alone. Each layer takes three launches: `kernels.attend` over
+shared prefixes and over suffixes, and `kernels.combine`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from genlm_hf.packed.device_plan import pinned
+from genlm.plugin import moved
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
 from genlm_hf.packed.plan import Integers
 from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
 from genlm_hf.storage import KVStorage
 
-__all__ = ["StepInputs", "StepMemory", "keys_at_once", "register", "step_attention", "tile_of"]
-
-_ATTENTION = "genlm_step"
+__all__ = ["StepInputs", "StepMemory", "keys_at_once", "step_attention", "tile_of"]
 
 # Rows of a tile of scores, and maximum number of query tokens of a tile.
 _TILE_ROWS, _TILE_TOKENS = 64, 16
@@ -60,8 +53,8 @@ class StepMemory:
 
     def write(self, numbers: Integers) -> None:
         """Copy numbers to the device, without waiting for it."""
-        source = pinned(torch.from_numpy(numbers), self._numbers.device)
-        self._numbers[: len(source)].copy_(source, non_blocking=True)
+        source = moved(torch.from_numpy(numbers), self._numbers.device)
+        self._numbers[: len(source)] = source
 
     def parts(self, size: StepSize, tile: int) -> Sections[torch.Tensor]:
         """Return the parts of the memory that belong to a step of a size."""
@@ -83,37 +76,6 @@ class StepInputs:
     found: Sections[torch.Tensor]
 
 
-class _Step(threading.local):
-    """State of the step that runs on this thread."""
-
-    layout: AttentionLayout
-    storage: KVStorage
-    inputs: StepInputs
-
-
-_step = _Step()
-
-
-def register() -> None:
-    """Register the function with transformers, which makes no mask for it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
-
-
-@contextmanager
-def step_attention(
-    layout: AttentionLayout, storage: KVStorage, inputs: StepInputs
-) -> Iterator[None]:
-    """Use `inputs` for the attention of forward passes within this context."""
-    _step.layout, _step.storage, _step.inputs = layout, storage, inputs
-    try:
-        with layout.runs(_ATTENTION):
-            yield
-    finally:
-        del _step.layout, _step.storage, _step.inputs
-
-
 def tile_of(layout: AttentionLayout) -> int:
     """Return the maximum number of query tokens of a shared prefix's work item."""
     heads = max(power_of_two(layer.queries_per_head) for layer in layout.layers)
@@ -125,27 +87,23 @@ def keys_at_once(columns: int, itemsize: int) -> int:
     return min(64, max(_LEAST, _KEY_BYTES // (columns * itemsize)))
 
 
-def _attention(  # noqa: PLR0917 - as transformers calls it
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`."""
-    assert attention_mask is None  # noqa: S101 - our own mistake
-    layer, found = _step.layout.layer(module), _step.inputs.found
-    keys, values = _step.storage.write(layer.index, found.writes, key[0], value[0])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    outputs, logsums = _attend(query[0], keys, values, layer=layer, scale=scale)
-    sinks = s_aux if layer.sinks else None
-    return _combine(outputs, logsums, sinks, query)[None], None
+def step_attention(  # noqa: PLR0917 - as `Attend`
+    storage: KVStorage,
+    inputs: StepInputs,
+    layer: AttentionLayer,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Store the keys and values of a step, and attend to its work items."""
+    query, key, value = states
+    keys, values = storage.write(layer.index, inputs.found.writes, key, value)
+    outputs, logsums = _attend(inputs, query, keys, values, layer=layer, scale=scale)
+    return _combine(inputs.found, outputs, logsums, sinks, query)
 
 
 def _attend(
+    inputs: StepInputs,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -156,7 +114,6 @@ def _attend(
     """Return each work item's outputs, (rows, heads, width), and logarithms of sums."""
     from genlm_hf.packed import kernels  # Triton is installed where steps are captured
 
-    inputs = _step.inputs
     size, tile, found = inputs.size, inputs.tile, inputs.found
     n_heads, _, width = query.shape
     if query.stride(2) != 1:
@@ -188,6 +145,7 @@ def _attend(
 
 
 def _combine(
+    found: Sections[torch.Tensor],
     outputs: torch.Tensor,
     logsums: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -196,9 +154,8 @@ def _combine(
     """Return the output of each query token, `(tokens, heads, width)`."""
     from genlm_hf.packed import kernels
 
-    found = _step.inputs.found
     _, n_heads, width = outputs.shape
-    n_tokens = query.shape[2]
+    n_tokens = query.shape[1]
     out = query.new_empty((n_tokens, n_heads, width))
     kernels.combine[(n_tokens, n_heads)](
         outputs, logsums, found.offsets, found.rows, out if sinks is None else sinks, out,

@@ -1,0 +1,82 @@
+"""`SegmentForward`: runs a model over a tree in padded batches of segments."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from genlm.core.queries.generations import Integers64
+from genlm.prefix.forward import ForwardResult, TreeBatch
+from genlm.prefix.node import Slots
+from genlm.prefix.padding import (
+    Segment,
+    SegmentLimits,
+    group_segments,
+    places_of,
+    prefill_stages,
+)
+
+__all__ = ["SegmentForward", "logits_of_keys"]
+
+
+class SegmentForward(abc.ABC):
+    """A `ForwardFn` that runs each prefill stage in as few passes as padding allows.
+
+    Args:
+        limits: Limits of a pass.
+    """
+
+    def __init__(self, limits: SegmentLimits) -> None:
+        self._limits = limits
+
+    @abc.abstractmethod
+    def run_segments(
+        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    ) -> torch.Tensor:
+        """Run one pass over segments side by side.
+
+        Args:
+            segments: The segments, whose pasts are computed.
+            rows: Segment of each token whose logits are requested, shape `(n,)`.
+            places: Index of the token among the segment's tokens, shape `(n,)`.
+
+        Returns:
+            The logits, shape `(n, width of the model's output)`.
+        """
+
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        """Compute the uncached tokens of the tree and the requested logits."""
+        wanted, tokens = set(batch.wanted.tolist()), 0
+        slots, parts = [], []
+        for stage in prefill_stages(batch):
+            for segments in group_segments(stage, self._limits):
+                found = np.array(places_of(segments, wanted), np.int64).reshape(-1, 3)
+                slots.append(found[:, 0])
+                parts.append(self.run_segments(segments, found[:, 1], found[:, 2]))
+                tokens += sum(len(segment.tokens) for segment in segments)
+        return ForwardResult(logits_of_keys(batch.wanted, slots, parts), tokens, len(parts))
+
+
+def logits_of_keys(
+    keys: Slots, known: Sequence[Slots], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the logits of keys, such as slots, in order.
+
+    Args:
+        keys: Keys, possibly repeated.
+        known: The keys of the logits of each pass.
+        parts: The logits of each pass.
+
+    Returns:
+        Shape `(len(keys), width)`; the logits of the only pass if they have this order.
+    """
+    found = np.concatenate(known)
+    logits = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if np.array_equal(found, keys):
+        return logits
+    order = np.argsort(found)
+    places = order[np.searchsorted(found, keys, sorter=order)]
+    return logits[torch.from_numpy(places).to(logits.device)]

@@ -1,0 +1,136 @@
+"""The execution path of engines that computes every context whole, without a cache."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from genlm.core.queries.generations import Integers64
+from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
+from genlm.core.vocab import Vocabulary
+from genlm.prefix.padding import BatchLimits, plan_batches
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["UncachedPath"]
+
+
+class UncachedPath(abc.ABC):
+    """Computes the rows and scores of sequences whole, similar lengths together.
+
+    It supports every model of an engine and is the reference for faster paths.
+
+    Args:
+        vocabulary: The tokenizer's vocabulary.
+        limits: Limits of a batch.
+        scores_by_rows: Whether a row depends on the length of its sequence, so that texts are
+            scored from the rows of all their positions.
+
+    Attributes:
+        limits, scores_by_rows: As above; a subclass may change them before the first batch.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, limits: BatchLimits, *, scores_by_rows: bool = False
+    ) -> None:
+        self._vocabulary = vocabulary
+        self.limits, self.scores_by_rows = limits, scores_by_rows
+        self._forwards = self._tokens_computed = self._tokens_padded = 0
+
+    @abc.abstractmethod
+    def run(
+        self, sequences: Sequence[Sequence[int]], firsts: Integers64
+    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
+        """Compute one batch, in passes that it counts, and yield the requested logits.
+
+        Args:
+            sequences: The sequences.
+            firsts: The position in each sequence from which on logits are requested.
+
+        Yields:
+            Sequences and positions in them, shape `(2, n)`, and their logits. If only the last
+            positions are requested, all at once, in order.
+        """
+
+    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:  # noqa: ARG002 - see PrefixRows
+        """Compute rows in as few batches as the limits allow."""
+        batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
+        if len(batches) == 1:
+            return self._batch_rows(sequences)
+        rows: torch.Tensor | None = None
+        for batch in batches:
+            found = self._batch_rows([sequences[i] for i in batch])
+            if rows is None:
+                rows = found.new_empty((len(sequences), found.shape[1]))
+            rows[batch] = found
+        assert rows is not None  # noqa: S101 - there is at least one sequence
+        return rows
+
+    def next_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see PrefixRows
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+    ) -> Sequence[int]:
+        """Choose the first sequence and those that share its batch; see `PrefixRows`."""
+        if firsts is not None and self.scores_by_rows:
+            return [0]
+        limits = self.limits if firsts is None else self.score_limits
+        batches = plan_batches([len(sequence) for sequence in sequences], limits)
+        return next(batch for batch in batches if 0 in batch)
+
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+        """Score texts in few batches, or one by one by the rows of all their positions."""
+        scores = PieceScores(texts, self._vocabulary)
+        if self.scores_by_rows:
+            for text, first in zip(texts, scores.ends.tolist(), strict=False):
+                self._score_by_rows(adapter, text, first, scores)
+            return scores.results()
+        for batch in plan_batches([len(text.sequence) for text in texts], self.score_limits):
+            firsts = np.array([texts[i].first for i in batch])
+            sequences = [texts[i].sequence.token_ids for i in batch]
+            for (rows, positions), logits in self.run(sequences, firsts):
+                scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
+        return scores.results()
+
+    def _batch_rows(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        lasts = np.array([len(sequence) - 1 for sequence in sequences])
+        [(_, logits)] = self.run(sequences, lasts)
+        return rows_from_logits(logits, self._vocabulary)
+
+    @property
+    def score_limits(self) -> BatchLimits:
+        """Limits of a batch of texts; the logits of all its positions may be requested."""
+        most = min(self.limits.max_tokens, self.limits.max_rows)
+        return dataclasses.replace(self.limits, max_tokens=most)
+
+    def _score_by_rows(
+        self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
+    ) -> None:
+        ids, most = text.sequence.token_ids, self.limits.max_rows
+        for begin in range(0, len(text.targets), most):
+            end = min(begin + most, len(text.targets))
+            lengths = range(text.first + 1 + begin, text.first + 1 + end)
+            rows = self.rows(adapter, [ids[:length] for length in lengths])
+            scores.add(first_key + np.arange(begin, end), rows)
+
+    def count(self, sequences: Sequence[Sequence[int]], forwards: int = 1) -> None:
+        """Count the passes over a batch of sequences for `statistics`."""
+        tokens = sum(map(len, sequences))
+        self._forwards += forwards
+        self._tokens_computed += tokens
+        self._tokens_padded += len(sequences) * max(map(len, sequences)) - tokens
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of the tokens of contexts, of padding, and of passes."""
+        return {
+            "tokens_computed": self._tokens_computed,
+            "tokens_padded": self._tokens_padded,
+            "forwards": self._forwards,
+        }

@@ -1,0 +1,585 @@
+"""`Driver`: the replicas of a `RayEngine`, on an event loop of its own.
+
+One task per replica attaches it, pings it, and attaches it again after it was lost. All state
+of replicas and of unanswered queries is changed on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayTaskError
+
+from genlm import EngineDiedError, EngineError
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    GroupQuery,
+    ModelLoadError,
+    Query,
+    SampledGroup,
+    TokenSequence,
+    pack_sequences,
+)
+from genlm_ray import cluster, serving
+from genlm_ray.router import AnyQuery, RoutedQuery, Router
+from genlm_ray.session import Prefix
+from genlm_ray.wire import (
+    TRANSPORT,
+    PackedGroup,
+    PlacedGeneration,
+    ReplicaRequest,
+    ReplicaResponse,
+    packed_group,
+    packed_queries,
+    placed_sample,
+)
+
+__all__ = ["Configuration", "Driver", "ReplicaLink"]
+
+logger = logging.getLogger("genlm.ray")
+
+_PING_S = 1.0
+"""Time between two pings of a replica, which also show it that its driver is alive."""
+
+_RETRY_S = 0.2
+"""Time between two attempts to reach a replica that Ray is starting again."""
+
+_MAX_CALLS = 8
+"""Maximum number of unanswered messages to a replica."""
+
+_COUNTED = ("tokens_computed", "tokens_evaluated", "tokens_drawn")
+
+
+class Configuration(NamedTuple):
+    """Adapters and prefixes that all replicas have.
+
+    Attributes:
+        adapters: Paths by name.
+        prefixes: Prefixes that the replicas keep.
+    """
+
+    adapters: dict[str, str]
+    prefixes: list[Prefix]
+
+
+class ReplicaLink:
+    """An actor and this driver's session with it.
+
+    Attributes:
+        index: Position among the replicas.
+        number: The router's number of this incarnation of the replica.
+        session: Session name, None without a session.
+        configuration: What the session has loaded.
+        lost: Finished with the reason when the session is lost.
+        calls: Number of unanswered messages of the session.
+        pending_queries: Maximum number of queries that the replica accepts at a time.
+        dropped: Numbers of generations that programs have dropped, on any thread.
+        released: Contexts that the program has dropped.
+        is_dead: Whether the replica is lost for good.
+        restarts: Number of ended incarnations.
+        pid: Process id.
+    """
+
+    session: str | None = None
+    number: int
+    configuration: Configuration
+    lost: asyncio.Future[BaseException]
+    calls: int
+    pending_queries: int
+    dropped: deque[int]
+    released: list[tuple[str | None, TokenSequence]]
+
+    def __init__(self, index: int, actor: Any) -> None:
+        self.index, self.actor = index, actor
+        self.is_dead, self.restarts, self.pid = False, 0, 0
+        self._statistics: dict[str, Any] = {}
+        self._before: dict[str, float] = {}  # counted in earlier incarnations
+
+    def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
+        """Use a session that the replica has begun."""
+        self.number, self.calls = number, 0
+        self.lost = asyncio.get_running_loop().create_future()
+        self.dropped, self.released = deque(), []
+        self.pid = description["pid"]
+        self.pending_queries = description["pending_queries"]
+        self.store(description["statistics"])
+        self.session = session
+
+    def lose(self, error: BaseException) -> None:
+        """Have the replica's task end the session."""
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+    def end(self) -> None:
+        """Forget a lost session, and keep its counters."""
+        for name in _COUNTED:
+            if name in self._statistics:
+                self._before[name] = self.counted(name) or 0
+        self._statistics = {}
+        self.session = None
+        self.restarts += 1
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the actor.
+
+        Raises:
+            Exception: Ray was shut down, or refuses the call.
+        """
+        if not ray.is_initialized():  # else Ray would start another cluster for the call
+            raise ConnectionError("Ray was shut down in this process")
+        return asyncio.wrap_future(getattr(self.actor, method).remote(*arguments).future())
+
+    # -- any thread -------------------------------------------------------------------
+
+    def store(self, statistics: dict[str, Any]) -> None:
+        """Keep the latest statistics of the engine."""
+        self._statistics = statistics
+
+    def counted(self, name: str) -> float | None:
+        """Counters of all incarnations; None if the engine has none."""
+        now: float | None = self._statistics.get(name)
+        before = self._before.get(name)
+        return before if now is None else now + (before or 0)
+
+    def statistics(self) -> dict[str, int | float | str]:
+        """The engine's statistics and the replica's state."""
+        state = "dead" if self.is_dead else "up" if self.session else "starting"
+        found = {"state": state, "restarts": self.restarts, "pid": self.pid, **self._statistics}
+        counts = {name: self.counted(name) for name in _COUNTED}
+        return found | {name: value for name, value in counts.items() if value is not None}
+
+
+class Driver:
+    """Sends queries to replicas and receives their completions.
+
+    Args:
+        actors: The actors of the replicas.
+        router: Assigns queries to replicas.
+        on_finished: Called on the event loop with completions; also, without any, when all
+            replicas have ended.
+        is_private: Whether the replicas are restarted when they hang.
+        ping_timeout_s: Time without an answer after which a replica is considered lost.
+        load_timeout_s: Maximum time for loading a replica.
+        max_in_flight: Maximum number of queries that a replica has at a time.
+
+    Attributes:
+        links: The replicas.
+        died: The error of later requests when all replicas have ended.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        router: Router,
+        on_finished: Callable[[list[Completion]], None],
+        *,
+        is_private: bool,
+        ping_timeout_s: float,
+        load_timeout_s: float,
+        max_in_flight: int,
+    ) -> None:
+        self.links = [ReplicaLink(index, actor) for index, actor in enumerate(actors)]
+        self.router = router
+        self.died: EngineDiedError | None = None
+        self._configuration = Configuration({}, [])
+        self._on_finished = on_finished
+        self._is_private = is_private
+        self._ping_timeout_s, self._load_timeout_s = ping_timeout_s, load_timeout_s
+        self._max_in_flight = max_in_flight
+        self._name = uuid.uuid4().hex[:8]
+        self._up: dict[int, ReplicaLink] = {}  # by the router's number
+        self._numbers = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._has_changed = asyncio.Event()  # a replica has come up, or all have ended
+        self._thread = threading.Thread(target=self._serve, name="genlm-ray", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    # -- any thread -------------------------------------------------------------------
+
+    def start(self, model: str) -> dict[str, Any]:
+        """Attach all replicas; return the description of one.
+
+        Raises:
+            ModelLoadError: A replica could not be loaded, or not in time.
+        """
+        description: dict[str, Any] = self.run(self._start(model))
+        return description
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the event loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def schedule(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a method on the event loop, after those that were scheduled before."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def close(self) -> None:
+        """End the private replicas, and detach from served ones."""
+        if self._loop.is_closed():
+            return
+        for link in self.links:
+            if not ray.is_initialized():
+                break
+            if self._is_private:
+                serving.kill(link.actor)
+            elif link.session is not None:
+                link.actor.detach.remote(link.session)
+        self.schedule(self._loop.stop)
+        self._thread.join(cluster.LEAVE_TIMEOUT_S)  # a call of Ray may hang
+
+    # -- queries ----------------------------------------------------------------------
+
+    def submit(self, queries: Sequence[AnyQuery]) -> None:
+        """Accept queries."""
+        self.router.submit(queries)
+        self._send()
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query, also in the replica that evaluates it."""
+        routed = self.router.finished(query_id)
+        link = None if routed is None else self._up.get(routed.replica)
+        if link is not None:
+            self._notify(link, ReplicaRequest(aborted=[query_id]))
+            self._send()
+
+    def release(self, adapter: str | None, key: bytes) -> None:
+        """Have the replicas forget a context."""
+        context = self.router.release(adapter, key)
+        if context is not None and context.sequence is not None:
+            for number in context.replicas:
+                if number in self._up:
+                    self._up[number].released.append((adapter, context.sequence))
+
+    def _send(self) -> None:
+        """Send each replica the queries for which it has room."""
+        free = {n: link for n, link in self._up.items() if link.calls < _MAX_CALLS}
+        taken = self.router.take(
+            {
+                n: min(self._max_in_flight, link.pending_queries) - self.router.in_flight(n)
+                for n, link in free.items()
+            }
+        )
+        for number, link in free.items():
+            routed = taken.get(number, [])
+            if routed or (not link.calls and self.router.in_flight(number)):
+                self._exchange(link, routed)
+
+    def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
+        """Send queries, or none, and receive completions."""
+        session = link.session
+        request = packed_queries([r.query for r in routed if isinstance(r.query, Query)])
+        request.groups = [
+            self._packed(link, each) for each in routed if isinstance(each.query, GroupQuery)
+        ]
+        self._add_dropped(link, request)
+        link.calls += 1
+        try:
+            call = link.call("exchange", session, request)
+        except Exception as error:  # noqa: BLE001 - Ray was shut down, or refuses the call
+            link.lose(error)
+            return
+        call.add_done_callback(functools.partial(self._receive, link, session, routed))
+
+    def _packed(self, link: ReplicaLink, routed: RoutedQuery) -> PackedGroup:
+        """Pack a group; the replica has its generations once it has answered."""
+        group, number = routed.query, link.number
+        assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
+        base = group.generation.with_state()
+        known = None if base is None else base.state
+        if not isinstance(known, PlacedGeneration) or known.replica != number:
+            known = None
+        if known is None or base is not group.generation:
+            routed.placed = PlacedGeneration(number, next(self._numbers), link.dropped)
+        if group.sampling is not None:
+            routed.sampled = PlacedGeneration(number, next(self._numbers), link.dropped)
+        placed = routed.placed or known
+        assert placed is not None  # noqa: S101 - one of them is there
+        sampled = -1 if routed.sampled is None else routed.sampled.number
+        return packed_group(group, placed.number, known, sampled)
+
+    def _add_dropped(self, link: ReplicaLink, request: ReplicaRequest) -> None:
+        request.dropped = [link.dropped.popleft() for _ in range(len(link.dropped))]
+        if link.released:
+            adapters, sequences = zip(*link.released, strict=True)
+            request.released = list(adapters), pack_sequences(sequences)
+            link.released = []
+
+    def _notify(self, link: ReplicaLink, request: ReplicaRequest) -> None:
+        """Send a message without reply. If it is lost, the replica computes in vain."""
+        self._add_dropped(link, request)
+        try:
+            call = link.call("notify", link.session, request)
+        except Exception as error:  # noqa: BLE001 - as in `_exchange`
+            link.lose(error)
+            return
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _receive(
+        self,
+        link: ReplicaLink,
+        session: str | None,
+        routed: list[RoutedQuery],
+        call: asyncio.Future[ReplicaResponse | None],
+    ) -> None:
+        if call.cancelled():
+            return
+        error = call.exception()
+        if session != link.session:
+            return  # other replicas have its queries
+        link.calls -= 1
+        finished: list[Completion] = []
+        if isinstance(error, RayTaskError):  # the replica lives, this message failed
+            cause = EvaluationError(f"a replica refused a batch: {cause_of(error)}")
+            finished = [Completion(each.query.query_id, error=cause) for each in routed]
+        elif error is not None:
+            link.lose(error)
+        elif (response := call.result()) is None:
+            link.lose(EngineError("the replica ended the session"))
+        else:
+            link.store(response.statistics)
+            finished = TRANSPORT.unpack_completions(response.packed)
+            in_flight = self.router.in_flight(link.number)
+            if not (finished or link.calls) and in_flight:  # all messages were answered
+                link.lose(EngineError("the replica has lost queries of the session"))
+        ready = [self._finished(each, link.number) for each in finished]
+        self._on_finished([each for each in ready if each is not None])
+        self._send()
+
+    def _finished(self, completion: Completion, number: int) -> Completion | None:
+        """Forget a query; return its completion, None if it is not that replica's."""
+        routed = self.router.finished(completion.query_id, number)
+        if routed is None:
+            return None
+        group, result = routed.query, completion.result
+        if isinstance(group, GroupQuery) and completion.error is None:
+            if routed.placed is not None and group.generation.state is None:
+                group.generation.keep(routed.placed)
+            if isinstance(result, SampledGroup) and routed.sampled is not None:
+                sample = placed_sample(group, result, routed.sampled)
+                return completion._replace(result=sample)
+        return completion
+
+    # -- adapters and prefixes --------------------------------------------------------
+
+    @property
+    def configuration(self) -> Configuration:
+        """Adapters and prefixes that all replicas have."""
+        return self._configuration
+
+    async def configure(self, configuration: Configuration) -> None:
+        """Have all replicas load adapters and prefixes, and free others.
+
+        Those that are lost catch up when they are attached again.
+
+        Raises:
+            Exception: The first error of a replica; all replicas have what they had before.
+            EngineDiedError: No replica is left.
+        """
+        before, self._configuration = self._configuration, configuration
+        try:
+            await self._configure_all()
+        except EngineDiedError:
+            raise
+        except Exception:
+            self._configuration = before
+            with contextlib.suppress(Exception):
+                await self._configure_all()
+            raise
+        for token_ids, adapter in configuration.prefixes:
+            self.router.computed_everywhere(adapter, TokenSequence.of(token_ids))
+
+    async def _configure_all(self) -> None:
+        wanted = self._configuration
+        while True:
+            stale = [each for each in self._up.values() if each.configuration is not wanted]
+            if not stale and self._up:
+                return
+            if not stale:
+                self._has_changed.clear()
+                await self._has_changed.wait()
+                self.raise_if_died()
+                continue
+            errors = await asyncio.gather(*(self._configure(each, wanted) for each in stale))
+            for error in errors:
+                if error is not None:
+                    raise error
+
+    async def _configure(self, link: ReplicaLink, wanted: Configuration) -> Exception | None:
+        """Configure a replica, unless it is lost meanwhile; return the engine's error."""
+        call = asyncio.ensure_future(link.call("configure", link.session, *wanted))
+        await asyncio.wait([call, link.lost], return_when=asyncio.FIRST_COMPLETED)
+        if link.lost.done():
+            call.cancel()
+        elif isinstance(error := call.exception(), RayTaskError):
+            cause = cause_of(error)
+            return cause if isinstance(cause, Exception) else error
+        elif error is not None or call.result() is False:
+            link.lose(error or EngineError("the replica ended the session"))
+        else:
+            link.configuration = wanted
+            return None
+        while link.session is not None and link.lost.done():  # its task ends the session
+            await asyncio.sleep(0)
+        return None
+
+    # -- replicas ---------------------------------------------------------------------
+
+    def raise_if_died(self) -> None:
+        """Raise a new `EngineDiedError` if all replicas have ended."""
+        if self.died is not None:
+            raise EngineDiedError(*self.died.args) from self.died.__cause__
+
+    async def _start(self, model: str) -> dict[str, Any]:
+        attaching = [asyncio.create_task(self._attach(link)) for link in self.links]
+        done, waiting = await asyncio.wait(
+            attaching, timeout=self._load_timeout_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for task in waiting:
+            task.cancel()
+        for raised in [error for task in done if (error := task.exception()) is not None]:
+            cause = cause_of(raised)
+            if isinstance(cause, ModelLoadError) or not isinstance(cause, Exception):
+                raise cause
+            raise ModelLoadError(
+                f"a replica of {model!r} could not be loaded: {_shown(cause)}"
+            ) from cause
+        if waiting:
+            raise ModelLoadError(
+                f"asked for {len(self.links)} replicas of {model!r}; {len(waiting)} of them "
+                f"have not loaded it in {self._load_timeout_s:g} s; load_timeout_s= allows more"
+            )
+        self._tasks = [asyncio.create_task(self._keep(link)) for link in self.links]
+        self._tasks.append(asyncio.create_task(self._watch_head()))
+        return attaching[0].result()
+
+    async def _attach(self, link: ReplicaLink) -> dict[str, Any]:
+        """Begin a session when the replica is up, with the current configuration."""
+        while True:
+            session, wanted = uuid.uuid4().hex, self._configuration
+            try:
+                description: dict[str, Any] = await link.call(
+                    "attach", self._name, session, *wanted
+                )
+            except ActorUnavailableError:  # Ray is starting it again
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if wanted is self._configuration:
+                break
+        link.configuration = wanted
+        link.begin(session, next(self._numbers), description)
+        self._up[link.number] = link
+        self.router.add(link.number)
+        self._has_changed.set()
+        self._send()
+        return description
+
+    async def _keep(self, link: ReplicaLink) -> None:
+        """Attach a replica again whenever it is lost, until it cannot return."""
+        try:
+            while True:
+                self._lose(link, await self._until_lost(link))
+                await asyncio.wait_for(self._attach(link), self._load_timeout_s)
+        except TimeoutError:
+            error = TimeoutError(f"not loaded again in {self._load_timeout_s:g} s")
+            self._mark_dead(link, error)
+        except Exception as error:  # noqa: BLE001 - Ray cannot start it again
+            self._mark_dead(link, error)
+
+    async def _until_lost(self, link: ReplicaLink) -> BaseException:
+        """Ping a replica until its session is lost; return the reason."""
+        while not link.lost.done():
+            ping = asyncio.ensure_future(link.call("ping", link.session))
+            await asyncio.wait(
+                [ping, link.lost],
+                timeout=self._ping_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not ping.done():
+                ping.cancel()
+                silence_s = self._ping_timeout_s
+                link.lose(TimeoutError(f"no answer to a ping for {silence_s:g} s"))
+            elif (error := ping.exception()) is not None:
+                link.lose(error)
+            else:
+                await asyncio.wait([link.lost], timeout=_PING_S)
+                if not link.lost.done() and (link.dropped or link.released):
+                    self._notify(link, ReplicaRequest())
+        return link.lost.result()
+
+    def _lose(self, link: ReplicaLink, error: BaseException) -> None:
+        """Assign the queries of a replica to the others.
+
+        A private replica that hangs is restarted. A served one supervises itself, because other
+        programs use it.
+        """
+        logger.warning("lost replica %d: %s", link.index, _shown(error))
+        del self._up[link.number]
+        self.router.reassign_from(link.number)
+        if isinstance(error, TimeoutError) and self._is_private:
+            serving.kill(link.actor, restart=True)
+        else:  # it may still compute queries that others now have
+            with contextlib.suppress(Exception):
+                detached = link.call("detach", link.session)
+                detached.add_done_callback(lambda done: done.cancelled() or done.exception())
+        link.end()
+        self._send()
+
+    def _mark_dead(self, link: ReplicaLink, error: BaseException) -> None:
+        """Give up a replica that cannot return."""
+        link.is_dead = True
+        if link.session is not None:
+            self._lose(link, error)
+        if not all(each.is_dead for each in self.links) or self.died is not None:
+            return
+        cause = cause_of(error)
+        self.died = EngineDiedError(
+            f"all {len(self.links)} replicas have ended; the last one: {_shown(cause)}"
+        )
+        self.died.__cause__ = cause
+        self._has_changed.set()
+        self._on_finished([])
+
+    async def _watch_head(self) -> None:
+        """Give up all replicas when the cluster is lost."""
+        head = cluster.HeadProbe()
+        try:
+            while not head.is_lost:
+                await asyncio.sleep(_PING_S)
+        finally:
+            head.close()
+        for task in self._tasks[:-1]:
+            task.cancel()
+        for link in self.links:
+            error = ConnectionError("the head of the Ray cluster does not answer")
+            self._mark_dead(link, error)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error that a replica raised, without Ray's wrapper."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, BaseException) else error
+    return error
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

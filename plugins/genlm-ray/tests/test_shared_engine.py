@@ -1,0 +1,417 @@
+"""A replica's engine is shared fairly, and a driver's code holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from genlm import DrawnToken, get_backend
+from genlm.core.rows.reductions import Draw
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    GroupReduction,
+    PositionReduction,
+    Query,
+    Reduction,
+)
+from genlm_ray import client_reductions
+from genlm_ray.session import Session
+from genlm_ray.shared_engine import SHARED_ROWS, SharedEngine
+
+TIMEOUT_S = 60
+
+
+class Gated:
+    """The reference engine behind a gate, which records the batches that it evaluates."""
+
+    def __init__(self) -> None:
+        self.inner = get_backend("reference")("demo")
+        self.vocabulary, self.max_context = self.inner.vocabulary, None
+        self.capabilities = frozenset()
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.batches: list[list[Query]] = []
+        self.pending: list[Query] = []
+        self.statistics, self.close = self.inner.statistics, self.inner.close
+
+    def submit(self, query: Query) -> None:
+        self.pending.append(query)
+
+    def abort(self, query_id: int) -> None:
+        self.pending = [one for one in self.pending if one.query_id != query_id]
+
+    def step(self) -> Sequence[Completion]:
+        self.entered.set()
+        assert self.gate.wait(TIMEOUT_S)
+        batch, self.pending = self.pending, []
+        self.batches.append(batch)
+        rows = self.inner.evaluate(batch)  # whole, whatever was asked of them
+        return [
+            Completion(query.query_id, row.clone())
+            for query, row in zip(batch, rows, strict=True)
+        ]
+
+
+def _run(main, engine=None, *, is_open=True):
+    """Run `main(shared, engine)` on an event loop, within a minute."""
+
+    async def run():
+        own = Gated() if engine is None else engine
+        if is_open and isinstance(own, Gated):
+            own.gate.set()
+        shared = SharedEngine(lambda: own)
+        try:
+            await main(shared, own)
+        finally:
+            if isinstance(own, Gated):
+                own.gate.set()
+            await asyncio.to_thread(shared.scheduler.close)
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+async def _all_of(session, count):
+    found = []
+    while len(found) < count:
+        session.changed.clear()
+        found += session.finished
+        session.finished = []
+        if len(found) < count:
+            await session.changed.wait()
+    return found
+
+
+def _session(shared, reduction_s=3600.0):
+    return Session("driver", shared, reduction_s)
+
+
+async def _entered(engine):
+    assert await asyncio.to_thread(engine.entered.wait, TIMEOUT_S)
+
+
+def test_a_driver_with_few_queries_does_not_wait_for_one_with_many():
+    async def main(shared, engine):
+        many, few = _session(shared), _session(shared)
+        many.submit([Query(0, (1,))], {})
+        await _entered(engine)
+        few.submit([Query(0, (2,))], {})
+        many.submit([Query(1 + i, (1, i % 250)) for i in range(1000)], {})
+        few.submit([Query(1 + i, (2, i)) for i in range(5)], {})
+        engine.gate.set()
+        assert len(await _all_of(few, 6)) == 6
+        await _all_of(many, 1001)
+        batches = [[query.token_ids for query in batch] for batch in engine.batches]
+        with_few = [place for place, batch in enumerate(batches) if (2, 4) in batch]
+        assert with_few == [2]  # the engine had the second batch when it was submitted
+        assert max(map(len, batches[:3])) <= SHARED_ROWS
+        assert max(map(len, batches)) > SHARED_ROWS  # one driver alone fills the engine
+
+    _run(main, is_open=False)
+
+
+def test_a_driver_that_leaves_takes_its_queries_with_it():
+    async def main(shared, engine):
+        gone, stays = _session(shared), _session(shared)
+        gone.submit([Query(i, (3, i)) for i in range(9)], {})
+        await _entered(engine)
+        gone.submit([Query(9 + i, (4, i)) for i in range(9)], {})
+        gone.end()
+        stays.submit([Query(0, (5,))], {})
+        engine.gate.set()
+        await _all_of(stays, 1)
+        assert gone.unanswered == stays.unanswered == 0
+        assert not any(query.token_ids[0] == 4 for batch in engine.batches for query in batch)
+        assert gone.finished == []
+
+    _run(main, is_open=False)
+
+
+def test_a_driver_is_told_when_its_last_query_is_aborted():
+    async def main(shared, engine):
+        one = _session(shared)
+        one.submit([Query(0, (1,)), Query(1, (2,))], {})
+        await _entered(engine)
+        one.submit([Query(2, (3,))], {})  # waits for the next step
+        one.abort([0, 1])
+        assert (one.finished, one.unanswered) == ([], 1)
+        one.changed.clear()
+        one.abort([2])
+        assert one.changed.is_set()
+        assert (one.finished, one.unanswered) == ([], 0)
+
+    _run(main, is_open=False)
+
+
+def test_rows_are_reduced_where_the_engine_returns_them_whole():
+    async def main(shared, _engine):
+        one = _session(shared)
+        one.submit([Query(7, (65, 66), outputs=(Draw(0.5), None))], {})
+        [completion] = await _all_of(one, 1)
+        assert completion.query_id == 7
+        drawn, row = completion.result.values
+        assert isinstance(drawn, DrawnToken)
+        torch.testing.assert_close(row.exp().sum(), torch.tensor(1.0))
+
+    _run(main)
+
+
+def test_contexts_are_released_while_nothing_is_asked_whatever_the_engine_raises():
+    released = queue.SimpleQueue()
+
+    async def main(shared, engine):
+        def release_context(adapter, key):
+            released.put((adapter, key))
+            raise RuntimeError("no such context")
+
+        engine.release_context = release_context
+        for key in (b"one", b"two"):
+            shared.scheduler.release(("poet", key))
+        for key in (b"one", b"two"):
+            assert await asyncio.to_thread(released.get, timeout=TIMEOUT_S) == ("poet", key)
+        one = _session(shared)
+        one.submit([Query(0, (1,))], {})
+        assert len(await _all_of(one, 1)) == 1
+
+    _run(main)
+
+
+@dataclass(frozen=True)
+class Slow(Reduction):
+    """A reduction of a driver, which waits for `go`."""
+
+    go: threading.Event
+
+    @classmethod
+    def compute(cls, rows, requests):
+        assert requests[0].go.wait(TIMEOUT_S)
+        return ["reduced"] * len(requests)
+
+
+@dataclass(frozen=True)
+class Exiting(Reduction):
+    @classmethod
+    def compute(cls, rows, requests):
+        raise SystemExit(3)
+
+
+def test_a_drivers_own_reduction_does_not_hold_up_the_engine():
+    go = threading.Event()
+
+    async def main(shared, engine):
+        slow, other = _session(shared), _session(shared)
+        slow.submit([Query(0, (1,), outputs=(Slow(go), Draw(0.5), None))], {})
+        slow.submit([Query(i, (1, i)) for i in (1, 2)], {})
+        other.submit([Query(i, (2, i)) for i in range(5)], {})
+        assert len(await _all_of(other, 5)) == 5
+        assert len(await _all_of(slow, 2)) == 2  # its other queries as well
+        assert (slow.unanswered, other.unanswered) == (1, 0)
+        assert all(query.outputs == (None,) for batch in engine.batches for query in batch)
+        go.set()
+        [reduced] = await _all_of(slow, 1)
+        assert reduced.query_id == 0
+        value, drawn, row = reduced.result.values
+        assert value == "reduced"
+        assert isinstance(drawn, DrawnToken)
+        torch.testing.assert_close(row.exp().sum(), torch.tensor(1.0))
+
+    _run(main)
+
+
+def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_second_thread():
+    go = threading.Event()
+
+    async def main(shared, _engine):
+        slow = _session(shared, reduction_s=0.1)
+        slow.submit([Query(0, (1,), outputs=(Slow(go),))], {})
+        [failed] = await _all_of(slow, 1)
+        assert "has run for more than 0.1 s" in str(failed.error)
+        threads = threading.active_count()
+        slow.submit([Query(1, (2,), outputs=(Slow(go),)), Query(2, (2,))], {})
+        refused, row = sorted(await _all_of(slow, 2), key=lambda each: each.query_id)
+        assert "until it returns" in str(refused.error)
+        assert torch.is_tensor(row.result)
+        assert threading.active_count() == threads
+        go.set()
+        while not slow._reductions._overdue.done():
+            await asyncio.sleep(0)
+        slow.submit([Query(3, (3,), outputs=(Slow(go),))], {})
+        [again] = await _all_of(slow, 1)
+        assert again.query_id == 3  # and no second answer to the first one
+        assert again.result.values == ("reduced",)
+
+    _run(main)
+
+
+def test_a_drivers_own_reduction_cannot_end_the_process():
+    async def main(shared, _engine):
+        one = _session(shared)
+        one.submit([Query(0, (1,), outputs=(Exiting(),))], {})
+        [failed] = await _all_of(one, 1)
+        assert "the reductions raised SystemExit" in str(failed.error)
+        assert not shared.scheduler.closed
+
+    _run(main)
+
+
+def test_rows_that_wait_for_a_drivers_own_reductions_are_few():
+    go = threading.Event()
+
+    async def main(shared, engine):
+        slow = _session(shared)
+        slow.submit([Query(i, (1, i % 250), outputs=(Slow(go),)) for i in range(1000)], {})
+        while not slow._reductions._turn.locked():
+            await asyncio.sleep(0)
+        assert sum(len(batch) for batch in engine.batches) <= SHARED_ROWS
+        go.set()
+        assert len(await _all_of(slow, 1000)) == 1000
+
+    _run(main)
+
+
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_a_query_that_is_aborted_does_not_hold_up_those_that_are_reduced_with_it(aborted):
+    go = threading.Event()
+
+    async def main(shared, _engine):
+        one = _session(shared)
+        one.submit([Query(i, (1, i), outputs=(Slow(go),)) for i in range(3)], {})
+        while not one._reductions._turn.locked():
+            await asyncio.sleep(0)
+        one.abort([aborted])
+        go.set()
+        found = await _all_of(one, 2)
+        assert {each.query_id for each in found} == {0, 1, 2} - {aborted}
+        assert all(each.result.values == ("reduced",) for each in found)
+
+    _run(main)
+
+
+class Places(GroupReduction):
+    """The largest log-probability of each position, and its place; a driver's own code."""
+
+    def __init__(self, act=lambda: None) -> None:
+        self.act = act
+        self.pieces: list[list[int]] = []
+        self.threads: set[str] = set()
+
+    def compute(self, rows, row_of, members):
+        self.threads.add(threading.current_thread().name)
+        self.pieces.append(members.tolist())
+        self.act()
+        return rows[row_of].amax(-1), members
+
+
+TEXT = tuple((7 * i) % 250 for i in range(200))
+
+
+def _text(query_id: int, reduction: GroupReduction, start: int = 10) -> Query:
+    return Query(
+        query_id, TEXT[:-1], outputs=(PositionReduction(reduction),), targets=TEXT[start:]
+    )
+
+
+def _run_with_small_parts(monkeypatch, main):
+    monkeypatch.setattr(client_reductions, "_TEXT_VALUES", 0)
+    _run(main, get_backend("reference")("demo"))
+
+
+def test_a_drivers_own_reduction_of_a_text_is_computed_in_parts_on_its_thread(monkeypatch):
+    go = threading.Event()
+
+    async def main(shared, engine):
+        one, other = _session(shared), _session(shared)
+        slow = Places(lambda: go.wait(TIMEOUT_S))
+        one.submit([_text(3, slow), Query(4, (5,))], {})
+        other.submit([Query(i, (2, i)) for i in range(5)], {})
+        assert len(await _all_of(other, 5)) == 5
+        [row] = await _all_of(one, 1)  # its other query as well
+        assert row.query_id == 4
+        go.set()
+        [found] = await _all_of(one, 1)
+        assert found.query_id == 3
+        [(largest, places)] = found.result.values
+        assert places.tolist() == list(range(190))
+        rows = engine.evaluate([Query(i, TEXT[:i]) for i in range(10, 200)])
+        torch.testing.assert_close(largest, rows.amax(-1))
+        assert max(map(len, slow.pieces)) <= SHARED_ROWS
+        assert {name.rpartition("_")[0] for name in slow.threads} == {"genlm-reductions"}
+
+    _run_with_small_parts(monkeypatch, main)
+
+
+def test_a_drivers_own_reduction_of_a_text_fails_alone(monkeypatch):
+    def refuse():
+        raise ArithmeticError("no result")
+
+    def leave():
+        raise SystemExit(3)
+
+    async def main(shared, _engine):
+        one = _session(shared)
+        refused, left = Places(refuse), Places(leave)
+        for reduction, message in (
+            (refused, "Places.compute raised Arith"),
+            (left, "SystemExit"),
+        ):
+            one.submit([_text(0, reduction)], {})
+            [failed] = await _all_of(one, 1)
+            assert isinstance(failed.error, EvaluationError)
+            assert message in str(failed.error)
+            assert len(reduction.pieces) == 1  # the rest of the text is not computed
+        one.submit([_text(1, Places(), 150)], {})
+        [found] = await _all_of(one, 1)
+        assert found.result.values[0][1].tolist() == list(range(50))
+
+    _run_with_small_parts(monkeypatch, main)
+
+
+def test_a_text_whose_query_is_aborted_is_not_continued(monkeypatch):
+    entered, go = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        assert go.wait(TIMEOUT_S)
+
+    async def main(shared, _engine):
+        one = _session(shared)
+        aborted, later = Places(wait), Places()
+        one.submit([_text(0, aborted)], {})
+        assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
+        one.abort([0])
+        assert (one.finished, one.unanswered) == ([], 0)
+        one.submit([_text(1, later)], {})
+        go.set()
+        [found] = await _all_of(one, 1)
+        assert found.query_id == 1
+        assert len(aborted.pieces) == 1
+        assert len(later.pieces) == 3
+
+    _run_with_small_parts(monkeypatch, main)
+
+
+def test_a_drivers_own_reduction_of_a_text_has_a_time_limit(monkeypatch):
+    go = threading.Event()
+
+    async def main(shared, _engine):
+        one = _session(shared, reduction_s=0.1)
+        one.submit([_text(0, Places(lambda: go.wait(TIMEOUT_S)))], {})
+        [first] = await _all_of(one, 1)
+        one.submit([_text(1, Places())], {})
+        [second] = await _all_of(one, 1)
+        assert "has run for more than 0.1 s" in str(first.error)
+        assert "until it returns" in str(second.error)
+        go.set()
+        while not one._reductions._overdue.done():
+            await asyncio.sleep(0)
+        one.submit([_text(2, Places())], {})
+        [found] = await _all_of(one, 1)
+        assert found.query_id == 2
+        assert len(found.result.values[0][0]) == 190
+
+    _run_with_small_parts(monkeypatch, main)

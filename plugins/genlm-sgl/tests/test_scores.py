@@ -159,8 +159,9 @@ def test_a_text_without_a_distribution_fails_alone(
 
     def spoiled(self: Any, input_ids: Any, *arguments: Any, **options: Any) -> Any:
         states = forward(self, input_ids, *arguments, **options).clone()
-        begin = (input_ids.unfold(0, 11, 1) == torch.tensor(wrong[:11])).all(1).nonzero()
-        states[int(begin) + 3] = torch.nan
+        if len(input_ids) >= 11:
+            found = (input_ids.unfold(0, 11, 1) == torch.tensor(wrong[:11])).all(1)
+            states[found.nonzero()[:, 0] + 3] = torch.nan
         return states
 
     with monkeypatch.context() as patch:

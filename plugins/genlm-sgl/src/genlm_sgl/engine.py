@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -25,7 +25,6 @@ from genlm.plugin import (
 )
 from genlm.prefix import (
     BatchLimits,
-    Integers64,
     PathChoice,
     PrefixEngine,
     PrefixRows,
@@ -93,8 +92,7 @@ class SGLEngine(PrefixEngine):
     Attributes:
         vocabulary: The tokenizer's ids.
         max_context: The model's window, or the size of the KV cache if that is smaller.
-        capabilities: `PREFIX_CACHE`; `SCORE` unless SGLang's hidden states cannot be read;
-            `LORA` with `enable_lora` in `engine_opts`.
+        capabilities: `PREFIX_CACHE`, `SCORE`; `LORA` with `enable_lora` in `engine_opts`.
         capability_hints: Instructions for enabling `LORA`, if it is disabled.
         closed: Whether `close` was called.
     """
@@ -159,11 +157,10 @@ class SGLEngine(PrefixEngine):
         self._corrections = ", ".join(corrections.names)
         self.vocabulary = Vocabulary.from_tokenizer(served.tokenizer)
         adapters = Adapters(served)
-        path = self._path(SGLangForward(served, adapters))
-        self._why_by_rows = self._obstacle_to_score(path)
+        width = max(served.embedding_rows, self.vocabulary.size)
+        self._why_decoded = self._obstacle_to_reading(adapters, width)
+        path = self._path(adapters, width, reads_states=self._why_decoded is None)
         hints = {} if options.get("enable_lora") else {Capability.LORA: _LORA_HINT}
-        if self._why_by_rows is not None:
-            hints[Capability.SCORE] = f"texts are scored by rows: {self._why_by_rows}"
         self.serve(
             PathChoice("slots", path, "the only one"),
             adapters,
@@ -171,35 +168,33 @@ class SGLEngine(PrefixEngine):
             hints=hints,
         )
 
-    def _path(self, forward: SGLangForward) -> PrefixRows:
+    def _path(self, adapters: Adapters, width: int, *, reads_states: bool) -> PrefixRows:
         served = self._served
         token_bytes = served.bytes_per_token
-        width = max(served.embedding_rows, self.vocabulary.size)
-        limits = BatchLimits(served.max_tokens, max(1, _LOGITS_PER_PASS // width))
+        max_rows = max(1, _LOGITS_PER_PASS // width)
         return PrefixRows(
-            forward,
-            uncached=_NoUncachedPath(self.vocabulary, limits),
+            SGLangForward(served, adapters, reads_states=reads_states),
+            uncached=_NoRoom(self.vocabulary, BatchLimits(served.max_tokens, max_rows)),
             vocabulary=self.vocabulary,
             budget_bytes=(served.token_capacity + 1) * token_bytes,
             bytes_per_token=token_bytes,
-            max_tokens=limits.max_tokens,
-            max_rows=limits.max_rows,
+            max_tokens=served.max_tokens,
+            max_rows=max_rows,
         )
 
-    def _obstacle_to_score(self, path: PrefixRows) -> str | None:
-        """Prepare scores; return why texts are scored by a row of each position, else None."""
+    def _obstacle_to_reading(self, adapters: Adapters, width: int) -> str | None:
+        """Prepare scores; return why texts are decoded, else None."""
         obstacle = self._served.obstacle_to_score
         if obstacle is not None:
             return obstacle
         try:
             with quiet():
                 self._served.read_hidden_states()
-                self._compare_scores(path)
+                self._compare_scores(self._path(adapters, width, reads_states=True))
         except Exception as error:  # noqa: BLE001 - whatever SGLang's code has become
-            self._served.reads_states = False
             obstacle = f"{type(error).__name__}: {error}"
             logger.warning(
-                "texts are scored by a row of each position, which is slow: SGLang %s does "
+                "the tokens of scored texts are decoded, which may be slow: SGLang %s does "
                 "not score them as the version that is known (%s)",
                 self._version,
                 obstacle,
@@ -227,7 +222,6 @@ class SGLEngine(PrefixEngine):
             found = float(scores.logprobs[-1])
             if not abs(found - expected) <= bound:
                 raise EvaluationError(f"a score is {found}, by the row {expected}")
-        path.clear()
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix.
@@ -264,13 +258,12 @@ class SGLEngine(PrefixEngine):
         `corrections` names the differences from the config that were corrected, `scores` the
         method by which texts are scored.
         """
-        by_rows = self._why_by_rows
         return {
             "sglang": self._version,
             "device": self._served.device,
             "model_class": type(self._served.model).__name__,
             "corrections": self._corrections,
-            "scores": f"by rows: {by_rows}" if by_rows else "in one pass",
+            "scores": f"decoded: {why}" if (why := self._why_decoded) else "in one pass",
             "kv_token_capacity": self._served.token_capacity,
         }
 
@@ -288,16 +281,14 @@ class SGLEngine(PrefixEngine):
         release_process(self)
 
 
-class _NoUncachedPath(UncachedPath):
-    """Refuses sequences that do not fit into the KV cache, through which SGLang's passes go."""
+class _NoRoom(UncachedPath):
+    """Fails sequences that do not fit into the KV cache: SGLang has no other memory for them.
 
-    def run(
-        self,
-        sequences: Sequence[Sequence[int]],  # noqa: ARG002 - see below
-        firsts: Integers64,  # noqa: ARG002
-    ) -> Iterator[tuple[Integers64, torch.Tensor]]:
-        """Raise an error: a context within `max_context` fits if nothing is pinned."""
+    A context within `max_context` fits into a cache of which nothing is pinned.
+    """
+
+    def run(self, sequences: Sequence[Sequence[int]], firsts: Any) -> NoReturn:  # noqa: ARG002
         raise EvaluationError(
-            "a context does not fit into SGLang's KV cache beside the pinned prefixes; raise "
-            "engine_opts['max_total_tokens'], or call clear_kv_cache first"
+            "a context does not fit into SGLang's KV cache; raise "
+            "engine_opts['max_total_tokens']"
         )

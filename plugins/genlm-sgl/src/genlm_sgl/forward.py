@@ -15,18 +15,16 @@ import torch
 
 from genlm.plugin import device_index
 from genlm.prefix import (
-    SCRATCH_SLOT,
     ForwardResult,
     Segment,
     Slots,
     TableBatch,
     TreeBatch,
     logits_of_keys,
-    places_of,
     prefill_stages,
 )
 from genlm_sgl.adapters import Adapters
-from genlm_sgl.served_model import ComputeLogits, ServedModel
+from genlm_sgl.served_model import ServedModel
 
 __all__ = ["SGLangForward"]
 
@@ -44,79 +42,57 @@ class SGLangForward:
     Args:
         served: The model.
         adapters: The loaded adapters.
+        reads_states: Whether the logits of all tokens of an extend can be computed; otherwise
+            segments with requested tokens before their last one are decoded.
     """
 
-    def __init__(self, served: ServedModel, adapters: Adapters) -> None:
+    def __init__(self, served: ServedModel, adapters: Adapters, *, reads_states: bool) -> None:
         self._served, self._adapters = served, adapters
+        self._reads_states = reads_states
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Run each prefill stage: short segments as a decode, the others as extends."""
-        wanted = set(batch.wanted.tolist())
+        """Run each prefill stage: short segments as a decode, the others as an extend."""
         adapter_id = self._adapters.id_of(batch.adapter)
-        known: list[Slots] = []
-        parts: list[torch.Tensor] = []
+        known, parts = [], []
         tokens = forwards = 0
-        again: list[
-            Segment
-        ] = []  # tokens within extends, whose logits cannot be computed there
-        stages = prefill_stages(batch)
-        while stages:
-            stage = stages.pop(0)
-            short = [segment for segment in stage if len(segment.tokens) <= _MOST_DECODED]
-            if short:
-                table = _table_of(short)
-                logits, passes = self._decode(table, adapter_id)
-                slots = np.concatenate([each.slots[each.past :] for each in short])
-                kept = np.flatnonzero(np.isin(slots, batch.wanted))
-                if len(kept) < len(slots):
-                    logits = logits[device_index(kept.tolist(), logits.device)]
-                known.append(slots[kept])
-                parts.append(logits)
-                tokens, forwards = tokens + len(table.tokens), forwards + passes
-            long = [segment for segment in stage if len(segment.tokens) > _MOST_DECODED]
-            for segments in self._extends(long):
-                places = places_of(segments, wanted)
-                inner = [
-                    (row, place)
-                    for _, row, place in places
-                    if place < len(segments[row].tokens) - 1
-                ]
-                if inner and self._served.reads_states:
-                    known.append(np.array([slot for slot, _, _ in places], np.int64))
-                    parts.append(self._extend_reading(segments, places, adapter_id))
-                else:
-                    known.append(np.array([each.slots[-1] for each in segments]))
-                    parts.append(self._served.extend(segments, adapter_id))
-                    again += [_alone(segments[row], place) for row, place in inner]
-                tokens += sum(len(segment.tokens) for segment in segments)
-                forwards += 1
-            if not stages and again:
-                stages, again = [again], []
+        for stage in prefill_stages(batch):
+            decoded = [each for each in stage if self._is_decoded(each, batch.wanted)]
+            if decoded:
+                logits, passes = self._decode(_table_of(decoded), adapter_id)
+                slots = _new_slots(decoded)
+                places = np.flatnonzero(np.isin(slots, batch.wanted))
+                known.append(slots[places])
+                parts.append(_selected(logits, places))
+                tokens, forwards = tokens + len(slots), forwards + passes
+            extended = [each for each in stage if not self._is_decoded(each, batch.wanted)]
+            for segments in self._extends(extended):
+                slots = _new_slots(segments)
+                places = np.flatnonzero(np.isin(slots, batch.wanted))
+                known.append(slots[places])
+                parts.append(self._extend(segments, places, adapter_id))
+                tokens, forwards = tokens + len(slots), forwards + 1
         return ForwardResult(logits_of_keys(batch.wanted, known, parts), tokens, forwards)
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Decode tokens that continue rows of a table."""
         logits, passes = self._decode(batch, self._adapters.id_of(adapter))
-        if not np.array_equal(batch.results, np.arange(len(logits))):
-            logits = logits[device_index(batch.results.tolist(), logits.device)]
-        return ForwardResult(logits, len(batch.tokens), passes)
+        return ForwardResult(_selected(logits, batch.results), len(batch.tokens), passes)
 
-    def _extend_reading(
-        self,
-        segments: Sequence[Segment],
-        places: Sequence[tuple[int, int, int]],
-        adapter_id: str | None,
+    def _is_decoded(self, segment: Segment, wanted: Slots) -> bool:
+        if len(segment.tokens) <= _MOST_DECODED:
+            return True
+        inner = segment.slots[segment.past : -1]
+        return not self._reads_states and bool(np.isin(inner, wanted).any())
+
+    def _extend(
+        self, segments: Sequence[Segment], places: Slots, adapter_id: str | None
     ) -> torch.Tensor:
-        """Compute segments, and the logits of some of their tokens from hidden states."""
-        begins = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
-        wanted = [int(begins[row]) + place for _, row, place in places]
-        found: list[torch.Tensor] = []
-
-        def read(states: torch.Tensor, compute_logits: ComputeLogits) -> None:
-            found.append(compute_logits(states[device_index(wanted, states.device)]))
-
-        self._served.extend(segments, adapter_id, read)
-        return found[0]
+        """Run an extend; return the logits after the new tokens at `places`."""
+        lasts = np.cumsum([len(segment.tokens) for segment in segments]) - 1
+        if np.isin(places, lasts).all():  # SGLang computes these logits
+            logits = self._served.extend(segments, adapter_id)
+            return _selected(logits, np.searchsorted(lasts, places))
+        return self._served.extend(segments, adapter_id, places)
 
     def _decode(self, batch: TableBatch, adapter_id: str | None) -> tuple[torch.Tensor, int]:
         """Return the logits of all tokens, and the number of passes."""
@@ -145,6 +121,18 @@ class SGLangForward:
             yield part
 
 
+def _new_slots(segments: Sequence[Segment]) -> Slots:
+    """Return the slots of the new tokens of segments; of cached ones, their own slots."""
+    return np.concatenate([segment.slots[segment.past :] for segment in segments])
+
+
+def _selected(logits: torch.Tensor, places: Slots) -> torch.Tensor:
+    """Return the rows at `places`; without a copy if they are all rows in order."""
+    if np.array_equal(places, np.arange(len(logits))):
+        return logits
+    return logits[device_index(places.tolist(), logits.device)]
+
+
 def _table_of(segments: Sequence[Segment]) -> TableBatch:
     """Return the tokens of segments as tokens that continue rows of a table."""
     counts = np.array([len(segment.tokens) for segment in segments])
@@ -169,10 +157,3 @@ def _padded(segments: Sequence[Segment]) -> np.ndarray[tuple[int, int], np.dtype
     for row, segment in enumerate(segments):
         slots[row, : len(segment.slots)] = segment.slots
     return slots
-
-
-def _alone(segment: Segment, place: int) -> Segment:
-    """Return a computed token of a segment as a segment that computes it again."""
-    end = segment.past + place + 1
-    scratch = np.full(1, SCRATCH_SLOT, np.int64)
-    return Segment(segment.tokens[place : place + 1], segment.slots[:end], scratch)

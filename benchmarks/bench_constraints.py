@@ -1,17 +1,24 @@
 """What does a constraint add to a step of a population?
 
-Members are extended by the tokens that are drawn for them, after a prompt of 64 tokens: once
-without a constraint, and with each kind that `genlm.constraints` has.
+Four populations are extended by the tokens that are drawn for them, after a prompt of 64
+tokens: one without a constraint, and one with each kind that `genlm.constraints` has. Their
+steps alternate, so that each is compared with a step without a constraint at the same time.
 
 - `automaton`: words of up to eight letters, by a regular expression.
-- `grammar`: a JSON string of any text, by xgrammar, with a matcher for each distinct history.
+- `grammar`: lines of quoted text, by xgrammar, with a matcher for each distinct history.
 - `python`: a function of the bytes, called for the drawn tokens.
 
-The limit is the time without a constraint; the ratio is that time by a contestant's in the same
-round, the median over rounds. Figures are the CPU time of the whole process in milliseconds a
-step, other threads included (`--clock wall` for elapsed time). `caller` has microseconds of the
-caller's own thread that `advance` takes in a step. Model: a Llama of 31 million
-parameters with random weights, on hf with a second copy of the weights.
+A step is a draw, the extension of the population and of the constraint, and reading the flags
+of the finished members. Figures are the CPU time of all threads in milliseconds, with the
+masks of the next draw. The ratio is the time without a constraint by a contestant's, the
+median over rounds. `caller_us` has microseconds of the caller's thread that the constraint
+adds, medians, and `loop_us` those of `advance` alone, repeated in a loop: within a step the
+instructions and arrays have left the processor's caches.
+
+The physical limits are `library_us`: the calls of xgrammar (a fork and an accepted token for
+each distinct history, and one call that fills all masks), which run on another thread, and the
+calls of the function of `python`, on the caller's. Model: a Llama of 31 million parameters
+with random weights, on hf with a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -22,41 +29,126 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 from particle_model import llama, prompt_of, tokenizer
-from particle_population import CLOCKS, Clock
-from report import in_turn, print_cases
+from report import print_cases
 
-from genlm import AsyncLM, OutputCache
+from genlm import AsyncLM, OutputCache, Population
 from genlm.constraints import Automaton, Constraint, Grammar, Language, Python
 from genlm_hf.engine import HFEngine
 
-SEED, PROMPT, STOP = 5, 64, 7999
-LANGUAGES: dict[str, tuple[Language, bytes]] = {
+SEED, PROMPT, STOP, WARM_UP = 5, 64, 7999, 2
+
+
+class Function:
+    """A function of the bytes of a text, with the number of calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, text: bytes) -> bool:
+        self.calls += 1
+        return b"q" not in text
+
+
+NO_Q = Function()
+LANGUAGES: dict[str, tuple[Language, bytes] | None] = {
+    "none": None,
     "automaton": (Automaton.regex(r"(\w{1,8}[^\w]+)*\w{0,8}"), b""),
-    "grammar": (Grammar.json_schema({"type": "string"}), b'"'),
-    "python": (Python(lambda text: b"q" not in text), b""),
+    "grammar": (Grammar.ebnf('root ::= ("\\"" [^"\\n]* "\\"\\n")*'), b'"'),
+    "python": (Python(NO_Q), b""),
 }
 
 
-async def steps(
-    llm: AsyncLM, size: int, count: int, constraint: Constraint | None, clock: Clock
-) -> tuple[float, float]:
-    """Return seconds a step, and those of the caller's thread in the constraint's methods."""
-    population = llm.population(prompt_of(PROMPT), size)
-    own = began = 0.0
-    for step in range(-2, count):  # two to warm up: the prompt, and the first members
-        if step == 0:
-            began, own = clock(), 0.0
-        if constraint is None:
-            drawn = await population.draw(seed=SEED)
+class Contestant:
+    """A population, its constraint, and the measured times of its steps in seconds."""
+
+    def __init__(
+        self, llm: AsyncLM, size: int, constrained: tuple[Language, bytes] | None
+    ) -> None:
+        self.population: Population = llm.population(prompt_of(PROMPT), size)
+        self.constraint: Constraint | None = None
+        if constrained is not None:
+            language, text = constrained
+            self.constraint = language.start(llm, size, text=text, stop=[STOP])
+        self.all_threads: list[float] = []
+        self.callers_thread: list[float] = []
+
+    async def step(self) -> None:
+        """Draw a token for each member, and measure the time."""
+        began, own = time.process_time(), time.thread_time()
+        if self.constraint is None:
+            drawn = await self.population.draw(seed=SEED)
+            self.population = self.population.extend(drawn.token_ids)
         else:
-            drawn = await constraint.draw(population, seed=SEED)
-        population = population.extend(drawn.token_ids)
-        if constraint is not None:
-            before = time.thread_time()
-            constraint = constraint.advance(drawn.token_ids)
-            own += time.thread_time() - before
-    return (clock() - began) / count, own / count
+            drawn = await self.constraint.draw(self.population, seed=SEED)
+            self.population = self.population.extend(drawn.token_ids)
+            self.constraint = self.constraint.advance(drawn.token_ids)
+            self.constraint.finished.all()
+        self.callers_thread.append(time.thread_time() - own)
+        if self.constraint is not None:
+            self.constraint.masks()  # waits until its thread is done
+        self.all_threads.append(time.process_time() - began)
+
+
+async def steps(contestants: list[Contestant], count: int) -> None:
+    """Measure steps in turns, each time in another order."""
+    for step in range(count + WARM_UP):
+        first = step % len(contestants)
+        for each in contestants[first:] + contestants[:first]:
+            await each.step()
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """CPU time of all threads that a call takes, in microseconds."""
+    began = time.process_time()
+    run()
+    return (time.process_time() - began) * 1e6
+
+
+def looped(contestant: Contestant, count: int = 50) -> float:
+    """Microseconds of the caller's thread that `advance` and the flags take in a loop."""
+    constraint, times, kept = contestant.constraint, [], []
+    assert constraint is not None
+    drawn = asyncio.run(constraint.draw(contestant.population, seed=SEED))
+    for _ in range(count):
+        began = time.thread_time()
+        after = constraint.advance(drawn.token_ids)
+        after.finished.all()
+        times.append(time.thread_time() - began)
+        after.masks()
+        kept.append(after)  # in a program, the constraint's thread drops the matchers
+    return statistics.median(times) * 1e6
+
+
+def grammar_alone(llm: AsyncLM, population: Population) -> float:
+    """Time of xgrammar's calls of a step for the last tokens of a population."""
+    compiled = LANGUAGES["grammar"][0]._compiled.get(llm.vocabulary, [STOP])  # noqa: SLF001
+    rows = np.unique(population.tokens.numpy()[:, PROMPT:], axis=0)
+    rows = rows[~np.isin(rows, [-1, STOP]).any(1)]  # those that are not finished
+    matchers = []
+    for row in rows.tolist():
+        matcher = compiled.library.first(b'"')
+        for token_id in row[:-1]:
+            matcher = compiled.library.accepted(matcher, token_id)
+        matchers.append(matcher)
+    words = np.zeros((len(rows), -(-(len(compiled.tokens.texts) + 1) // 32)), np.int32)
+    last = rows[:, -1].tolist()
+
+    def run() -> None:
+        after = [
+            compiled.library.accepted(matcher, token_id)
+            for matcher, token_id in zip(matchers, last, strict=True)
+        ]
+        compiled.library.fill(after, words[: len(after)])
+
+    return statistics.median(microseconds(run) for _ in range(9))
+
+
+def function_alone(calls: float) -> float:
+    """Time of so many calls of the function of `python`."""
+    texts = [b"the text of a member %d" % member for member in range(round(calls))]
+    return statistics.median(microseconds(lambda: [*map(NO_Q, texts)]) for _ in range(9))
 
 
 def main() -> None:
@@ -64,46 +156,53 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[50, 500])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--kinds", nargs="+", choices=LANGUAGES, default=[*LANGUAGES][1:])
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    clock, found, caller = CLOCKS[options.clock], {}, {}
     model = llama()
+    found: dict[str, dict[str, list[float]]] = {}
+    caller: dict[str, dict[str, float]] = {}
+    alone: dict[str, dict[str, float]] = {}
+    loop: dict[str, dict[str, float]] = {}
     with AsyncLM(
         lambda: HFEngine.from_model(model, tokenizer(), prepack=True),
         output_cache=OutputCache(0),
     ) as llm:
         for size in options.sizes:
-            own: dict[str, list[float]] = {name: [] for name in LANGUAGES}
-
-            def measured(
-                name: str | None, size: int = size, own: dict[str, list[float]] = own
-            ) -> float:
-                constraint = None
-                if name is not None:
-                    language, text = LANGUAGES[name]
-                    constraint = language.start(llm, size, text=text, stop=[STOP])
-                took, thread = asyncio.run(steps(llm, size, options.steps, constraint, clock))
-                if name is not None:
-                    own[name].append(thread * 1e6)
-                return took * 1e3
-
-            contestants: dict[str, Callable[[], float]] = {"none": lambda: measured(None)}
-            for name in LANGUAGES:
-                contestants[name] = lambda name=name: measured(name)
-            found[f"{size} members"] = in_turn(contestants, options.rounds, f"{size} members")
-            caller[size] = {
-                name: round(statistics.median(each), 1) for name, each in own.items()
+            case, NO_Q.calls = f"{size} members", 0
+            contestants = {
+                name: Contestant(llm, size, LANGUAGES[name])
+                for name in ["none", *options.kinds]
             }
-            print("caller's thread, us a step", caller[size], flush=True)
+            asyncio.run(steps([*contestants.values()], options.steps))
+            found[case] = {
+                name: [1e3 * each for each in contestant.all_threads[WARM_UP:]]
+                for name, contestant in contestants.items()
+            }
+            base = np.array(contestants["none"].callers_thread)[WARM_UP:]
+            caller[case] = {"none": round(1e6 * float(np.median(base)), 1)}
+            for name in options.kinds:
+                own = np.array(contestants[name].callers_thread)[WARM_UP:]
+                caller[case][name] = round(1e6 * float(np.median(own - base)), 1)
+            calls = NO_Q.calls / (options.steps + WARM_UP)
+            loop[case] = {name: round(looped(contestants[name]), 1) for name in options.kinds}
+            alone[case] = {}
+            if "grammar" in options.kinds:
+                population = contestants["grammar"].population
+                alone[case]["grammar"] = round(grammar_alone(llm, population), 1)
+            if "python" in options.kinds:
+                alone[case]["python"] = round(function_alone(calls), 1)
+            print(
+                case, "caller's thread, us", caller[case], "in a loop", loop[case], flush=True
+            )
+            print(case, "calls alone, us", alone[case], flush=True)
     print_cases(
         "constraints",
         found,
         base="none",
         unit="ms a step",
-        extra={"seed": SEED, "clock": options.clock, "caller_us": caller},
+        extra={"seed": SEED, "caller_us": caller, "loop_us": loop, "library_us": alone},
     )
 
 

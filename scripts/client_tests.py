@@ -5,7 +5,8 @@
 
 FOLDER is an unpacked source distribution or a checkout, whose `tests` run unchanged. PYTHON, by
 default this interpreter, has the client, its test requirements, and this project's packages;
-one with genlm-backend 0.3.1 gives the results to compare with. Nothing is downloaded: the hub
+one with genlm-backend 0.3.1 gives the results to compare with. The tests of a checkout run with
+the client of the checkout if PYTHONPATH is its folder. Nothing is downloaded: the hub
 ids that the tests load name a GPT-2 of two random layers, made in `build/clients`, with
 the tokenizer in the folder given (`vocab.json` and `merges.txt` of GPT-2), so a test that
 expects GPT-2's own text fails with every backend. With `--engine`, tests that create an
@@ -23,7 +24,10 @@ import sys
 from pathlib import Path
 
 BUILD = Path(__file__).resolve().parent.parent / "build" / "clients"
-HUB_IDS = ("gpt2", "gpt2-medium", "openai-community/gpt2")
+HUB_IDS = (
+    *("gpt2", "gpt2-medium", "openai-community/gpt2"),
+    "mlx-community/Llama-3.2-1B-Instruct-4bit",  # of a test that only loads it, with MLX
+)
 SNAPSHOT = "0" * 40
 
 

@@ -4,8 +4,8 @@
     python scripts/newest.py issue    # an issue with that report, or a comment on the open one
 
 `run` installs every requirement without its upper bound. It exits with status 1 if a suite
-fails or an engine has a release that its plugin was not tested with. vLLM, SGLang and llama.cpp
-need environments of their own; for these it compares the newest release with the tested ones.
+fails or an engine has a release that its plugin was not tested with. vLLM, SGLang, llama.cpp
+and Ray are not installed; for these it compares the newest release with the tested ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPORT = ROOT / "build" / "newest" / "report.md"
 TITLE = "The newest releases fail"
 
 PACKAGES = ("core", "plugins/genlm-hf", "plugins/genlm-mlx", "plugins/genlm-backend")
-LISTED_ONLY = ("plugins/genlm-vllm", "plugins/genlm-sgl", "plugins/genlm-llamacpp")
+LISTED_ONLY = tuple(f"plugins/genlm-{name}" for name in ("vllm", "sgl", "llamacpp", "ray"))
 """Installed without their engines, so that `genlm plugins` says what they were tested with."""
 
 TOOLS = (

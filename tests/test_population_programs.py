@@ -25,7 +25,7 @@ from genlm.core.reference.exact import exact_row
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = (
     *("power_smc", "reward_smc", "ensemble", "beam_search"),
-    *("twisted", "distil", "intersection"),
+    *("twisted", "distil", "importance", "intersection"),
 )
 END = 256
 LETTERS = b" .abcd"
@@ -207,6 +207,18 @@ def test_continuations_of_two_experts_have_the_weights_of_the_product(models, ma
     exact[END] = first[END]
     assert_unbiased(estimates, sum(exact.values()))
     assert distance(found, exact) < 0.1
+
+
+def test_texts_that_another_model_proposes_have_the_weights_of_the_base_model(models, matrices):
+    importance, starts = program("importance").importance, (ord("a"), ord("d"))
+    estimates, found = [], {}
+    for seed in range(RUNS):
+        both = (llm.population([start], 50) for llm, start in zip(models, starts, strict=True))
+        particles, log_weights = importance(*both, max_tokens=2, end=END, seed=seed)
+        estimates.append(mean_weight(log_weights))
+        weighted(particles.tokens[:, 1].tolist(), log_weights, found)
+    assert_unbiased(estimates, 1.0)
+    assert distance(found, dict(enumerate(matrices[0][starts[0]]))) < 0.1
 
 
 def test_beam_search_with_enough_beams_is_exhaustive(models, matrices):

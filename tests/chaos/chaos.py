@@ -18,7 +18,7 @@ import psutil
 from genlm import AsyncLM, Capability, EngineClosedError, EngineDiedError, OutputCache
 from genlm.testing import EngineTarget
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
-from genlm.testing.fixture import call_together
+from genlm.testing.fixture import call_within
 
 from .barrier import CallerBarrier
 from .callers import Caller, LoopCaller, ThreadCaller
@@ -100,8 +100,7 @@ class _Chaos:
         }
 
     def run(self) -> Report:
-        front = self._target.front or AsyncLM
-        lm = front(
+        lm = AsyncLM(
             functools.partial(self._target.build, **self._settings.engine_options),
             name=self._target.model,
             output_cache=OutputCache(CACHE_ENTRIES, max_bytes=CACHE_BYTES),
@@ -209,7 +208,7 @@ class _Chaos:
             self._waited_for(lm.clear_kv_cache)
 
     def _waited_for(self, call: Callable[[], T]) -> T:
-        return call_together([call], self._timeout_s)[0]
+        return call_within(call, self._timeout_s)
 
     def _expect_sums(self, lm: AsyncLM, callers: list[Caller]) -> None:
         found = lm.statistics()

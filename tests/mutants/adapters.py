@@ -11,9 +11,9 @@ from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 
 from .attention import ADAPTER_SEEDS, base_model
-from .baselines import cached_target, plain_target
+from .baselines import cached_target
 from .cached_engine import CachedEngine, PrefixStore
-from .mutant import core_mutant, engine_mutant
+from .mutant import core_fault, core_mutant, engine_mutant
 
 
 @engine_mutant(killed_by="switching-adapters-serves-no-stale-row")
@@ -83,7 +83,11 @@ class AbsentMeansBase(CachedEngine):
             self.models[name] = self.models[None]
 
 
-@core_mutant(Adapters, "engine_name", killed_by="wrong-adapters-are-refused", on=cached_target)
+@core_fault(
+    Adapters,
+    "engine_name",
+    found_by="model/test_lm_adapters.py::test_an_adapter_that_cannot_be_loaded_leaves_its_name_free",
+)
 def unknown_means_base(find):
     """Answers requests for an unknown adapter with the base model."""
 
@@ -96,15 +100,21 @@ def unknown_means_base(find):
     return broken
 
 
-@core_mutant(
-    Adapters, "engine_name", killed_by="undeclared-adapters-are-refused", on=plain_target
+@core_fault(
+    Adapters,
+    "engine_name",
+    found_by="model/test_lm_adapters.py::test_one_batch_mixes_adapters_and_the_base",
 )
 def adapters_silently_ignored(_find):
     """Takes the name of an adapter although the engine serves none."""
     return lambda _self, _lora_name: None
 
 
-@core_mutant(AsyncLM, "load_lora", killed_by="undeclared-adapters-are-refused", on=plain_target)
+@core_fault(
+    AsyncLM,
+    "load_lora",
+    found_by="model/test_lm_adapters.py::test_one_batch_mixes_adapters_and_the_base",
+)
 def adapters_loaded_nowhere(_load):
     """Accepts an adapter for an engine that serves none."""
     return lambda self, _path, lora_name: self._adapters._by_name.update({lora_name: None})

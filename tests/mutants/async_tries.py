@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 
 import genlm
-from genlm import AsyncTokenCharacterTrie, TokenCharacterTrie
+from genlm import AsyncTokenCharacterTrie
 from genlm.core.queries.query import Completion
 from genlm.core.trie.async_trie import ReductionEngine
-from genlm.testing import TrieTarget
 
-from .mutant import core_mutant
-
-async_trie_mutant = functools.partial(
-    core_mutant,
-    kind="trie",
-    on=functools.partial(TrieTarget, model="numpy", build=TokenCharacterTrie),
-)
+from .mutant import core_fault
 
 
-@async_trie_mutant(
-    ReductionEngine, "_answers", killed_by="concurrent-reductions-equal-lone-ones"
+@core_fault(
+    ReductionEngine,
+    "_answers",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
 )
 def rows_given_out_backwards(answers):
     """Gives the rows of a batch to its callers in the opposite order."""
@@ -34,7 +28,11 @@ def rows_given_out_backwards(answers):
     return broken
 
 
-@async_trie_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
+@core_fault(
+    ReductionEngine,
+    "step",
+    found_by="trie/test_async_trie.py::test_operations_and_dtypes_in_one_step_do_not_mix",
+)
 def dtypes_in_one_batch(step):
     """Stacks rows of different dtypes, so that float32 comes back as float64."""
 
@@ -48,7 +46,11 @@ def dtypes_in_one_batch(step):
     return broken
 
 
-@async_trie_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
+@core_fault(
+    ReductionEngine,
+    "step",
+    found_by="trie/test_async_trie.py::test_operations_and_dtypes_in_one_step_do_not_mix",
+)
 def operations_in_one_batch(step):
     """Reduces a batch by the operation of its first request."""
 
@@ -62,15 +64,21 @@ def operations_in_one_batch(step):
     return broken
 
 
-@async_trie_mutant(
-    AsyncTokenCharacterTrie, "weight_sum", killed_by="concurrent-reductions-equal-lone-ones"
+@core_fault(
+    AsyncTokenCharacterTrie,
+    "weight_sum",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
 )
 def mass_as_maximum(_weight_sum):
     """Finds the largest probability instead of the mass."""
     return AsyncTokenCharacterTrie.weight_max
 
 
-@async_trie_mutant(ReductionEngine, "_answers", killed_by="concurrent-reductions-share-a-batch")
+@core_fault(
+    ReductionEngine,
+    "_answers",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
+)
 def row_by_row(answers):
     """Reduces the rows of a batch one after another."""
 
@@ -81,7 +89,11 @@ def row_by_row(answers):
     return broken
 
 
-@async_trie_mutant(ReductionEngine, "_answers", killed_by="a-failing-reduction-fails-alone")
+@core_fault(
+    ReductionEngine,
+    "_answers",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
+)
 def one_error_for_the_batch(answers):
     """Fails every request of a batch that fails."""
 
@@ -96,8 +108,10 @@ def one_error_for_the_batch(answers):
     return broken
 
 
-@async_trie_mutant(
-    AsyncTokenCharacterTrie, "_answer", killed_by="cancelled-reductions-change-no-other"
+@core_fault(
+    AsyncTokenCharacterTrie,
+    "_answer",
+    found_by="trie/test_async_trie.py::test_a_cancelled_call_disturbs_no_other",
 )
 def one_leaves_and_all_must(answer):
     """Shuts the trie down when a caller is cancelled."""
@@ -114,11 +128,11 @@ def one_leaves_and_all_must(answer):
     return broken
 
 
-@async_trie_mutant(
+@core_fault(
     AsyncTokenCharacterTrie,
     "_answer",
-    killed_by="cancelled-reductions-change-no-other",
-    shows_as="lost request",
+    found_by="trie/test_async_trie.py::test_a_cancelled_call_disturbs_no_other",
+    hangs=True,
 )
 def cancellation_delayed(answer):
     """Delays cancellation until the answer arrives."""
@@ -134,11 +148,11 @@ def cancellation_delayed(answer):
     return broken
 
 
-@async_trie_mutant(
+@core_fault(
     AsyncTokenCharacterTrie,
     "shutdown",
-    killed_by="shutdown-ends-every-reduction",
-    shows_as="lost request",
+    found_by="trie/test_async_trie.py::test_ending_fails_who_waits_and_a_later_call_starts_afresh",
+    hangs=True,
 )
 def forgotten_at_the_end(_shutdown):
     """Drops the scheduler without ending it or its pending calls."""
@@ -149,11 +163,10 @@ def forgotten_at_the_end(_shutdown):
     return broken
 
 
-@async_trie_mutant(
+@core_fault(
     AsyncTokenCharacterTrie,
     "shutdown",
-    killed_by="shutdown-ends-every-reduction",
-    shows_as="exception",
+    found_by="trie/test_async_trie.py::test_ending_fails_who_waits_and_a_later_call_starts_afresh",
 )
 def ended_for_good(_shutdown):
     """Keeps the closed scheduler, so that later calls are refused."""

@@ -40,7 +40,7 @@ def cached_target(
         oracle=dense_row,
         adapters={name: name for name in ADAPTER_SEEDS},
         max_length=CONTEXT,
-        tight_options={"kv_budget": 3},
+        tight_options=[{"kv_budget": 3}],
         texts=TEXTS,
         timeout_s=timeout_s,
     )

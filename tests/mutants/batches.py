@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from genlm import Completion, rows_from_logits
+from genlm import BatchEngine, Completion, rows_from_logits
 
 from .cached_engine import CachedEngine, PlainEngine
-from .mutant import engine_mutant
+from .mutant import core_fault, engine_mutant
 
 
 @engine_mutant(killed_by="batch-equals-map")
@@ -66,23 +66,33 @@ class OneAStep(CachedEngine):
         return finished
 
 
-@engine_mutant(killed_by="a-poisoned-sequence-fails-alone")
-class AllFailTogether(CachedEngine):
+@core_fault(
+    BatchEngine,
+    "_evaluate_batch",
+    found_by="engine/test_engine.py::test_halving_fails_exactly_the_queries_that_raise",
+)
+def all_fail_together(evaluate_batch):
     """Fails a whole batch for the one query that raises."""
 
-    def _evaluate_batch(self, queries):
+    def broken(self, queries):
         try:
-            return super()._evaluate_batch(queries)
+            return evaluate_batch(self, queries)
         except Exception as error:  # noqa: BLE001 - the fault
             return [error] * len(queries)
 
+    return broken
 
-@engine_mutant(killed_by="a-poisoned-sequence-fails-alone")
-class FailedRowSkipped(CachedEngine):
+
+@core_fault(
+    BatchEngine,
+    "step",
+    found_by="engine/test_engine.py::test_halving_fails_exactly_the_queries_that_raise",
+)
+def failed_row_skipped(step):
     """Leaves the failing query out and shifts the rows after it by one."""
 
-    def step(self):
-        finished = super().step()
+    def broken(self):
+        finished = step(self)
         rows = [completion.result for completion in finished if completion.error is None]
         errors = [completion for completion in finished if completion.error is not None]
         if not errors or not rows:
@@ -90,8 +100,10 @@ class FailedRowSkipped(CachedEngine):
         ids = [each.query_id for each in finished if each.error is None]
         return [*errors, *map(Completion, ids, [rows[-1], *rows[:-1]])]
 
+    return broken
 
-@engine_mutant(killed_by="cancelled-at-every-stage")
+
+@engine_mutant(killed_by="cancelled-requests-change-no-other")
 class AbortShiftsTheQueue(CachedEngine):
     """Drops an aborted query's id but not its row, so that later ones move up."""
 

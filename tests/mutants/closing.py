@@ -7,7 +7,7 @@ from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.scheduler.worker import Worker
 
-from .mutant import core_mutant
+from .mutant import core_fault, core_mutant
 
 
 @core_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")
@@ -54,13 +54,21 @@ def reset_closes(_reset):
     return lambda self: self._scheduler._worker.stop(EngineClosedError("closed"))
 
 
-@core_mutant(AsyncLM, "close", killed_by="closed-means-closed")
+@core_fault(
+    AsyncLM,
+    "close",
+    found_by="model/test_lm_lifecycle.py::test_after_close_every_request_is_refused_though_it_was_answered_before",
+)
 def closed_cache_answers(_close):
     """A closed model still answers from its output cache."""
     return lambda self: self._scheduler.close()
 
 
-@core_mutant(Scheduler, "close", killed_by="closed-means-closed")
+@core_fault(
+    Scheduler,
+    "close",
+    found_by="model/test_lm_lifecycle.py::test_closing_twice_closes_the_engine_once",
+)
 def closed_twice(close):
     """Closing a closed model closes its engine again."""
 

@@ -9,17 +9,25 @@ from genlm.core.model.requests import Requests
 from genlm.core.queries.sequence import TokenSequence
 
 from .baselines import cached_target
-from .mutant import core_mutant, engine_mutant
+from .mutant import core_fault, core_mutant, engine_mutant
 from .resident_engine import ResidentEngine
 
 
-@core_mutant(Context, "__eq__", killed_by="contexts-equal-lists")
+@core_fault(
+    Context,
+    "__eq__",
+    found_by="model/test_context.py::test_extending_by_several_ids_or_by_one_of_any_kind",
+)
 def equal_by_identity(_equal):
     """Compares contexts by identity."""
     return lambda self, other: self is other
 
 
-@core_mutant(Context, "extend", killed_by="contexts-equal-lists")
+@core_fault(
+    Context,
+    "extend",
+    found_by="model/test_context.py::test_extending_by_several_ids_or_by_one_of_any_kind",
+)
 def the_first_of_several_only(extend):
     """Adds only the first of several tokens to a context."""
 
@@ -29,7 +37,9 @@ def the_first_of_several_only(extend):
     return broken
 
 
-@core_mutant(Requests, "sequence_query", killed_by="contexts-equal-lists")
+@core_fault(
+    Requests, "sequence_query", found_by="model/test_context.py::test_the_public_example"
+)
 def contexts_have_keys_of_their_own(sequence_query):
     """Gives every request a key of its own, so that nothing is joined or cached."""
 
@@ -106,7 +116,11 @@ class AbortedTokensStay(ResidentEngine):
 _last_extended: list[TokenSequence] = []
 
 
-@core_mutant(Context, "extend", killed_by="contexts-are-shared-by-threads")
+@core_fault(
+    Context,
+    "extend",
+    found_by="model/test_context.py::test_extending_by_several_ids_or_by_one_of_any_kind",
+)
 def extended_through_a_global(extend):
     """Passes the extended sequence through a variable that all threads share."""
 
@@ -121,7 +135,11 @@ def extended_through_a_global(extend):
     return broken
 
 
-@core_mutant(Requests, "adapter_of", killed_by="contexts-belong-to-one-model")
+@core_fault(
+    Requests,
+    "adapter_of",
+    found_by="model/test_lm_batches.py::test_checks_of_other_arguments_name_the_place_too",
+)
 def contexts_of_any_model(_adapter_of):
     """Takes contexts of other models."""
     return lambda _self, context, _lora_name: context._adapter

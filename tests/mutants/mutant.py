@@ -1,4 +1,8 @@
-"""`Mutant`: a correct target or core with one fault, and the check that must detect it."""
+"""`Mutant`: a correct target or core with one fault, and the check that must detect it.
+
+`CoreFault`: a fault of the core that no engine could have, and the test of the core that must
+detect it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,14 @@ import dataclasses
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
+
+import pytest
 
 from genlm import Engine, TokenCharacterTrie
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
@@ -19,7 +27,7 @@ from genlm.testing.target import Kind, Target, TrieTarget
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
 
-ShowsAs = Literal["violated property", "lost request", "exception", "missing case"]
+ShowsAs = Literal["violated property", "lost request", "exception"]
 
 SEEDS = range(5)
 
@@ -107,14 +115,51 @@ class Mutant:
 
 def how_it_shows(outcome: Outcome) -> ShowsAs:
     """Which kind of failure an outcome is."""
-    return {
-        "every request to end": "lost request",
-        "no exception": "exception",
-        "every case that the check must cover to occur": "missing case",
-    }.get(outcome.expected, "violated property")  # type: ignore[return-value]
+    shown = {"every request to end": "lost request", "no exception": "exception"}
+    return shown.get(outcome.expected, "violated property")  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class CoreFault:
+    """A fault of the core.
+
+    Attributes:
+        name: Names it in the table.
+        breaks: The fault, in one line.
+        found_by: The test that must fail: its file in `core/tests` and its name.
+        patched: Attribute of the core that is replaced during the test: owner, name, value.
+        hangs: Whether the test waits for ever. It is then run in a process of its own, whose
+            time limit counts as a failure.
+    """
+
+    name: str
+    breaks: str
+    found_by: str
+    patched: tuple[Any, str, Any]
+    hangs: bool = False
+
+    def is_found(self) -> bool:
+        """Whether the test fails with the fault."""
+        if self.hangs:
+            command = [sys.executable, "-m", "tests.mutants", self.name]
+            status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
+        else:
+            status = self.test("signal")
+        return status == pytest.ExitCode.TESTS_FAILED
+
+    def test(self, timeout_method: str) -> int:
+        """Run the test with the fault; return the exit code of pytest."""
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=20"]
+        options += [f"--timeout-method={timeout_method}"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        if self.hangs:
+            options += ["--timeout=3"]
+        with mock.patch.object(*self.patched):
+            return int(pytest.main([*options, f"core/tests/{self.found_by}"]))
 
 
 _mutants: list[Mutant] = []
+_core_faults: list[CoreFault] = []
 
 
 def all_mutants() -> list[Mutant]:
@@ -122,6 +167,12 @@ def all_mutants() -> list[Mutant]:
     for module in _MODULES:
         importlib.import_module(f"{__package__}.{module}")
     return list(_mutants)
+
+
+def all_core_faults() -> list[CoreFault]:
+    """Every fault of the core that its own tests must find."""
+    all_mutants()
+    return list(_core_faults)
 
 
 def engine_mutant(
@@ -179,6 +230,26 @@ def core_mutant(
     return decorate
 
 
+def core_fault(
+    owner: Any, attribute: str, *, found_by: str, hangs: bool = False
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register a function that makes a broken `owner.attribute` of the right one.
+
+    Args:
+        owner: A class or module of the core.
+        attribute: What is replaced in it, for all instances.
+        found_by: The test of the core that must fail.
+        hangs: Whether it waits for ever.
+    """
+
+    def decorate(broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        patched = (owner, attribute, broken(getattr(owner, attribute)))
+        _core_faults.append(CoreFault(*_described(broken), found_by, patched, hangs))
+        return broken
+
+    return decorate
+
+
 def trie_mutant(*, killed_by: str) -> Callable[[type], type]:
     """Register a class derived from `TokenCharacterTrie`."""
 
@@ -198,6 +269,11 @@ def trie_mutant(*, killed_by: str) -> Callable[[type], type]:
 
 
 def _register(definition: Any, **fields: Any) -> None:
+    name, breaks = _described(definition)
+    _mutants.append(Mutant(name=name, breaks=breaks, **fields))
+
+
+def _described(definition: Any) -> tuple[str, str]:
+    """The name and the fault of a class or function."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z])|_", " ", definition.__name__).lower()
-    breaks = " ".join((inspect.getdoc(definition) or "").split())
-    _mutants.append(Mutant(name=words, breaks=breaks, **fields))
+    return words, " ".join((inspect.getdoc(definition) or "").split())

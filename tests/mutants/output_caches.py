@@ -7,7 +7,7 @@ from array import array
 from genlm import OutputCache
 from genlm.core.scheduler import delivery
 
-from .mutant import core_mutant
+from .mutant import core_fault, core_mutant
 
 
 def _cache_keyed_by(change):
@@ -75,13 +75,19 @@ def keeps_the_callers_row(put):
     return broken
 
 
-@core_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+@core_fault(
+    OutputCache, "put", found_by="rows/test_cache.py::test_nbytes_is_the_memory_of_the_rows"
+)
 def rounded_to_half(put):
     """Keeps rows in bfloat16 to save memory."""
     return lambda self, key, row: put(self, key, row.bfloat16().float())
 
 
-@core_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+@core_fault(
+    OutputCache,
+    "put",
+    found_by="rows/test_cache.py::test_it_behaves_as_a_plain_lru_cache_with_both_bounds",
+)
 def zero_means_unlimited(put):
     """Takes size 0 for no limit."""
 
@@ -93,7 +99,11 @@ def zero_means_unlimited(put):
     return broken
 
 
-@core_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+@core_fault(
+    OutputCache,
+    "put",
+    found_by="rows/test_cache.py::test_it_behaves_as_a_plain_lru_cache_with_both_bounds",
+)
 def one_too_many(put):
     """Makes room only once it is over its size by one."""
 
@@ -105,7 +115,11 @@ def one_too_many(put):
     return broken
 
 
-@core_mutant(OutputCache, "put", killed_by="output-cache-bytes")
+@core_fault(
+    OutputCache,
+    "put",
+    found_by="rows/test_cache.py::test_it_behaves_as_a_plain_lru_cache_with_both_bounds",
+)
 def bytes_not_counted(put):
     """Bounded by entries alone: the byte budget is forgotten."""
 
@@ -120,7 +134,11 @@ def bytes_not_counted(put):
     return broken
 
 
-@core_mutant(delivery, "copied", killed_by="one-evaluation-serves-several-loops")
+@core_fault(
+    delivery,
+    "copied",
+    found_by="scheduler/test_routing.py::test_callers_that_join_share_no_memory",
+)
 def joined_callers_share_memory(copied):
     """Gives all callers of one evaluation the same tensor."""
     return lambda value: value

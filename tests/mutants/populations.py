@@ -41,21 +41,21 @@ def columns_in_the_order_of_the_rows(add):
     return lambda self, members, columns: add(self, np.sort(members)[::-1].copy(), columns)
 
 
-@core_mutant(RowWeights, "of", killed_by="population-draws-are-those-of-the-rows")
+@core_mutant(RowWeights, "of", killed_by="population-draws-are-those-of-the-seed")
 def masks_by_place(of):
     """Draws under the masks of the first members, whichever members are drawn from."""
     return lambda self, members: of(self, np.arange(len(members)))
 
 
 @core_mutant(
-    genlm.core.model.population, "uniforms", killed_by="population-draws-are-those-of-the-rows"
+    genlm.core.model.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
 )
 def one_random_number_for_all(uniforms):
     """Draws with the random number of the first member for all."""
     return lambda seed, members, *more: uniforms(seed, members * 0, *more)
 
 
-@core_mutant(Population, "finish", killed_by="population-draws-are-those-of-the-rows")
+@core_mutant(Population, "finish", killed_by="population-draws-are-those-of-the-seed")
 def finished_members_go_on(finish):
     """Draws from finished members."""
     return lambda self, members: finish(self, np.zeros_like(members))

@@ -15,9 +15,8 @@ from genlm.core.rows.reductions import TargetScore, TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation
 
-from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
-from .mutant import core_mutant, engine_mutant
+from .mutant import core_fault, core_mutant, engine_mutant
 
 
 @core_mutant(RowMasks, "factors", killed_by="reductions-are-of-the-row")
@@ -59,15 +58,13 @@ def one_token_too_many(truncated):
     return lambda weights, top_k, top_p: truncated(weights, top_k + 1, top_p)
 
 
-@core_mutant(
-    genlm.core.rows.reductions, "_selected", killed_by="draws-do-not-depend-on-the-batch"
-)
+@core_mutant(genlm.core.rows.reductions, "_selected", killed_by="draws-are-those-of-the-seed")
 def rows_by_place_in_the_group(_selected):
     """Reduces the first rows of a batch in place of those that ask for it."""
     return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
 
 
-@core_mutant(Evaluation, "add", killed_by="draws-do-not-depend-on-the-batch")
+@core_mutant(Evaluation, "add", killed_by="draws-are-those-of-the-seed")
 def joined_callers_get_the_first_output(add):
     """Gives a caller that joins a request what the first caller asked for."""
 
@@ -119,13 +116,21 @@ def with_capabilities(change):
     return mutate
 
 
-@core_mutant(Requests, "scores", killed_by="declared-scores-are-native", on=cached_target)
+@core_fault(
+    Requests,
+    "scores",
+    found_by="model/test_lm_reductions.py::test_scores_are_shared_cached_and_of_their_adapter",
+)
 def never_scored_natively(scores):
     """Asks for every position of a text although the engine scores texts itself."""
     return with_capabilities(lambda own: own - {Capability.SCORE})(scores)
 
 
-@core_mutant(Requests, "scores", killed_by="undeclared-scores-ask-for-rows", on=plain_target)
+@core_fault(
+    Requests,
+    "scores",
+    found_by="model/test_lm_reductions.py::test_scores_are_those_of_the_rows",
+)
 def always_scored_natively(scores):
     """Sends texts to an engine that never said that it scores them."""
     return with_capabilities(lambda own: own | {Capability.SCORE})(scores)
@@ -145,7 +150,11 @@ def all_reductions_fail_together(computed):
     return broken
 
 
-@core_mutant(Requests, "_cached", killed_by="reductions-share-evaluations")
+@core_fault(
+    Requests,
+    "_cached",
+    found_by="model/test_lm_reductions.py::test_reductions_are_cached_and_cached_rows_answer_them",
+)
 def output_cache_unread(cached):
     """Asks the engine for every reduction, whatever the output cache has."""
     return lambda self, key, wanted: None if wanted else cached(self, key, wanted)
@@ -159,11 +168,10 @@ class ScoresOfTheBaseModel(CachedEngine):
         return super().scores(query.replace(adapter=None))
 
 
-@core_mutant(
+@core_fault(
     genlm.core.model.reduction_methods,
     "checked_number",
-    killed_by="wrong-reductions-are-refused",
-    on=cached_target,
+    found_by="model/test_lm_reductions.py::test_wrong_arguments_are_refused_before_anything_is_asked",
 )
 def numbers_unchecked(_checked_number):
     """Takes any number for a temperature and a share."""

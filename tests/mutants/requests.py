@@ -8,11 +8,13 @@ import torch
 import genlm.core.model.requests
 from genlm import AsyncLM, EvaluationError, GenlmError
 
-from .mutant import core_mutant
+from .mutant import core_fault, core_mutant
 
 
-@core_mutant(
-    genlm.core.model.requests, "checked_token_ids", killed_by="bad-requests-fail-alone"
+@core_fault(
+    genlm.core.model.requests,
+    "checked_token_ids",
+    found_by="model/test_lm.py::test_a_wrong_request_is_refused",
 )
 def negative_ids_count_from_the_end(checked):
     """Takes negative ids as places counted from the end, as lists do."""
@@ -25,8 +27,10 @@ def negative_ids_count_from_the_end(checked):
     return broken
 
 
-@core_mutant(
-    genlm.core.model.requests, "checked_token_ids", killed_by="bad-requests-fail-alone"
+@core_fault(
+    genlm.core.model.requests,
+    "checked_token_ids",
+    found_by="model/test_lm.py::test_every_sequence_gets_its_own_row",
 )
 def too_long_is_cut(checked):
     """Cuts sequences that are longer than the context."""
@@ -39,8 +43,10 @@ def too_long_is_cut(checked):
     return broken
 
 
-@core_mutant(
-    genlm.core.model.requests, "checked_token_ids", killed_by="bad-requests-fail-alone"
+@core_fault(
+    genlm.core.model.requests,
+    "checked_token_ids",
+    found_by="model/test_lm.py::test_a_wrong_request_is_refused",
 )
 def floats_are_rounded(checked):
     """Rounds ids that are not integers."""
@@ -53,7 +59,11 @@ def floats_are_rounded(checked):
     return broken
 
 
-@core_mutant(AsyncLM, "batch_next_token_logprobs", killed_by="bad-requests-fail-alone")
+@core_fault(
+    AsyncLM,
+    "batch_next_token_logprobs",
+    found_by="model/test_lm.py::test_a_wrong_request_is_refused",
+)
 def errors_of_one_class(batch):
     """Raises EvaluationError for every kind of error in a batch."""
 
@@ -66,7 +76,11 @@ def errors_of_one_class(batch):
     return broken
 
 
-@core_mutant(genlm.core.model.requests, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_fault(
+    genlm.core.model.requests,
+    "checked_token_ids",
+    found_by="model/test_lm.py::test_sequences_of_any_kind_are_one_and_the_same",
+)
 def bytes_of_arrays(checked):
     """Reads arrays of any width as if their integers had 64 bits."""
 
@@ -79,7 +93,11 @@ def bytes_of_arrays(checked):
     return broken
 
 
-@core_mutant(genlm.core.model.requests, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_fault(
+    genlm.core.model.requests,
+    "checked_token_ids",
+    found_by="model/test_lm.py::test_a_matrix_is_a_batch_of_its_rows",
+)
 def strides_ignored(checked):
     """Reads a strided view of an array as if it were contiguous."""
 
@@ -91,11 +109,10 @@ def strides_ignored(checked):
     return broken
 
 
-@core_mutant(
+@core_fault(
     genlm.core.model.requests,
     "checked_token_ids",
-    killed_by="integers-of-any-kind",
-    shows_as="exception",
+    found_by="model/test_lm.py::test_sequences_of_any_kind_are_one_and_the_same",
 )
 def lists_only(checked):
     """Refuses torch tensors as token ids."""
@@ -121,13 +138,21 @@ def context_one_short(checked):
     return broken
 
 
-@core_mutant(AsyncLM, "pin_prefix", killed_by="undeclared-prefix-cache-is-refused")
+@core_fault(
+    AsyncLM,
+    "pin_prefix",
+    found_by="model/test_lm_adapters.py::test_an_engine_that_keeps_no_prefixes_says_so",
+)
 def prefixes_kept_nowhere(_cache_kv):
     """Accepts a prefix to keep although the engine keeps none."""
     return lambda _self, _prompt: None
 
 
-@core_mutant(AsyncLM, "batch_next_token_logprobs_sync", killed_by="sync-equals-async")
+@core_fault(
+    AsyncLM,
+    "batch_next_token_logprobs_sync",
+    found_by="model/test_lm_blocking.py::test_every_coroutine_method_has_a_blocking_twin_of_its_signature",
+)
 def cached_rows_first(batch):
     """The sync batch puts the rows from the cache before all others."""
 

@@ -13,7 +13,7 @@ from genlm.core.scheduler.delivery import Delivery
 from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.core.scheduler.worker import Worker
 
-from .mutant import core_mutant
+from .mutant import core_fault, core_mutant
 
 
 @core_mutant(RequestTable, "take", killed_by="concurrent-requests-share-steps")
@@ -44,7 +44,10 @@ def wake_up_lost(_flush):
 
 
 @core_mutant(
-    delivery, "_finish_on_loop", killed_by="cancelled-at-every-stage", shows_as="lost request"
+    delivery,
+    "_finish_on_loop",
+    killed_by="cancelled-requests-change-no-other",
+    shows_as="lost request",
 )
 def result_set_on_a_cancelled_future(_finish_on_loop):
     """Sets results without checking whether the future was cancelled."""
@@ -57,7 +60,10 @@ def result_set_on_a_cancelled_future(_finish_on_loop):
 
 
 @core_mutant(
-    RequestTable, "leave", killed_by="cancelled-at-every-stage", shows_as="lost request"
+    RequestTable,
+    "leave",
+    killed_by="cancelled-requests-change-no-other",
+    shows_as="lost request",
 )
 def one_leaves_for_all(leave):
     """A cancelled caller cancels the evaluation for the callers that joined it."""
@@ -71,7 +77,11 @@ def one_leaves_for_all(leave):
     return broken
 
 
-@core_mutant(RequestTable, "leave", killed_by="cancelled-at-every-stage")
+@core_fault(
+    RequestTable,
+    "leave",
+    found_by="scheduler/test_backpressure.py::test_a_caller_that_leaves_while_held_back_gives_its_place_to_the_next",
+)
 def cancelled_caller_kept(_leave):
     """Keeps the place of a cancelled caller among those that `max_pending` holds back."""
 
@@ -82,8 +92,11 @@ def cancelled_caller_kept(_leave):
     return broken
 
 
-@core_mutant(
-    Delivery, "add", killed_by="one-evaluation-serves-several-loops", shows_as="lost request"
+@core_fault(
+    Delivery,
+    "add",
+    found_by="scheduler/test_threads_and_loops.py::test_threads_with_and_without_event_loops_ask_at_once",
+    hangs=True,
 )
 def one_loop_woken(add):
     """Finishes all callers on the event loop of the first, so that other loops sleep on."""
@@ -97,7 +110,7 @@ def one_loop_woken(add):
     return broken
 
 
-@core_mutant(Scheduler, "results", killed_by="sync-equals-async", shows_as="lost request")
+@core_fault(Scheduler, "results", found_by="model/test_lm_blocking.py", hangs=True)
 def sync_callers_do_not_flush(results):
     """Leaves the requests of threads in the inbox until some event loop asks."""
 
@@ -109,8 +122,11 @@ def sync_callers_do_not_flush(results):
     return broken
 
 
-@core_mutant(
-    Delivery, "send", killed_by="threads-and-event-loops-share", shows_as="lost request"
+@core_fault(
+    Delivery,
+    "send",
+    found_by="scheduler/test_threads_and_loops.py::test_threads_with_and_without_event_loops_ask_at_once",
+    hangs=True,
 )
 def one_loop_a_step(send):
     """Wakes one event loop a step although several have answers."""
@@ -123,8 +139,10 @@ def one_loop_a_step(send):
     return broken
 
 
-@core_mutant(
-    Requests, "build_query", killed_by="threads-and-event-loops-share", shows_as="exception"
+@core_fault(
+    Requests,
+    "build_query",
+    found_by="scheduler/test_threads_and_loops.py::test_threads_with_and_without_event_loops_ask_at_once",
 )
 def ids_of_each_thread(build_query):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
@@ -138,7 +156,11 @@ def ids_of_each_thread(build_query):
     return broken
 
 
-@core_mutant(Worker, "_submit", killed_by="a-refused-query-fails-alone")
+@core_fault(
+    Worker,
+    "_submit",
+    found_by="scheduler/test_failures.py::test_a_request_refused_by_submit_fails_alone",
+)
 def refusal_fails_the_batch(submit):
     """Fails every query that arrived together with one that the engine refuses."""
 
@@ -155,13 +177,21 @@ def step_unguarded(self, engine):
     return [(in_engine[each.query_id], each) for each in engine.step()]
 
 
-@core_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
+@core_fault(
+    Worker,
+    "_step",
+    found_by="scheduler/test_failures.py::test_a_step_that_raises_fails_what_is_in_the_engine_and_the_engine_stays_usable",
+)
 def broken_step_ends_the_thread(_step):
     """Lets an exception of a step end the engine's thread."""
     return step_unguarded
 
 
-@core_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
+@core_fault(
+    Worker,
+    "_step",
+    found_by="scheduler/test_failures.py::test_a_step_that_raises_fails_what_is_in_the_engine_and_the_engine_stays_usable",
+)
 def broken_step_is_tried_again(step):
     """Swallows an exception of a step and steps again."""
 
@@ -174,15 +204,17 @@ def broken_step_is_tried_again(step):
     return broken
 
 
-@core_mutant(
-    Worker, "_die", killed_by="a-dead-engine-ends-every-request", shows_as="lost request"
-)
+@core_fault(Worker, "_die", found_by="scheduler/test_failures.py", hangs=True)
 def death_unannounced(_die):
     """Lets the engine's thread end without completing pending requests."""
     return lambda _self, _cause: None
 
 
-@core_mutant(Worker, "_die", killed_by="a-dead-engine-ends-every-request")
+@core_fault(
+    Worker,
+    "_die",
+    found_by="scheduler/test_failures.py::test_an_engine_that_cannot_be_woken_ends_all_requests_with_it",
+)
 def death_called_closing(die):
     """Reports the death of the engine's thread as if the model had been closed."""
 

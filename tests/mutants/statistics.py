@@ -8,10 +8,14 @@ from genlm.core.rows import logits as rows
 from genlm.core.scheduler import results
 from genlm.core.scheduler.request_table import RequestTable
 
-from .mutant import core_mutant
+from .mutant import core_fault, core_mutant
 
 
-@core_mutant(RequestCounters, "count", killed_by="statistics-add-up")
+@core_fault(
+    RequestCounters,
+    "count",
+    found_by="model/test_lm_caching.py::test_an_uncached_request_is_evaluated_and_remembered",
+)
 def hits_not_counted(count):
     """Counts no single request that the output cache answered."""
 
@@ -22,7 +26,11 @@ def hits_not_counted(count):
     return broken
 
 
-@core_mutant(RequestCounters, "count", killed_by="statistics-add-up")
+@core_fault(
+    RequestCounters,
+    "count",
+    found_by="model/test_lm_caching.py::test_rows_that_are_evicted_while_others_are_read_are_found_or_computed",
+)
 def hits_of_a_batch_counted_twice(count):
     """Counts requests of a batch that the output cache answered twice."""
 
@@ -34,7 +42,11 @@ def hits_of_a_batch_counted_twice(count):
     return broken
 
 
-@core_mutant(RequestTable, "leave", killed_by="statistics-add-up")
+@core_fault(
+    RequestTable,
+    "leave",
+    found_by="scheduler/test_cancellation.py::test_a_request_cancelled_before_its_batch_left_is_never_evaluated",
+)
 def abandoned_counted_as_failed(leave):
     """Counts an abandoned evaluation as a failed one."""
 
@@ -48,7 +60,11 @@ def abandoned_counted_as_failed(leave):
     return broken
 
 
-@core_mutant(RequestTable, "count_batch", killed_by="statistics-add-up")
+@core_fault(
+    RequestTable,
+    "count_batch",
+    found_by="model/test_lm_caching.py::test_statistics_say_what_was_asked_and_how_it_was_answered",
+)
 def batches_counted_as_one(count):
     """Counts every batch as one of a single evaluation."""
     return lambda self, _size: count(self, 1)
@@ -66,19 +82,31 @@ def evicted_row_under_the_new_key(put):
     return broken
 
 
-@core_mutant(results, "invalid_rows", killed_by="invalid-rows-are-refused")
+@core_fault(
+    results,
+    "invalid_rows",
+    found_by="scheduler/test_faults.py::test_a_result_of_the_wrong_kind_fails_its_request_alone",
+)
 def rows_not_checked(_invalid):
     """Returns every row unchecked."""
     return lambda _rows, _size: {}
 
 
-@core_mutant(rows, "_SUM_TOLERANCE", killed_by="invalid-rows-are-refused")
+@core_fault(
+    rows,
+    "_SUM_TOLERANCE",
+    found_by="rows/test_rows.py::test_only_the_rows_that_are_not_distributions_are_found",
+)
 def only_sums_that_are_not_finite(_tolerance):
     """Takes any finite sum of probabilities for 1."""
     return float("inf")
 
 
-@core_mutant(results, "invalid_rows", killed_by="invalid-rows-are-refused")
+@core_fault(
+    results,
+    "invalid_rows",
+    found_by="scheduler/test_faults.py::test_a_result_of_the_wrong_kind_fails_its_request_alone",
+)
 def one_invalid_row_fails_its_step(invalid):
     """Fails every request of a step in which one row is invalid."""
 

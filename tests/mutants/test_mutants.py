@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from genlm import Capability
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
 
 from .baselines import NO_FAILURE, correct_targets
-from .mutant import SEEDS, Mutant, all_mutants
+from .mutant import SEEDS, CoreFault, Mutant, all_core_faults, all_mutants
 
 MUTANTS = all_mutants()
 CHECKS = [check for kind in ("engine", "trie") for check in all_checks(kind)]
@@ -34,6 +33,11 @@ def test_a_mutant_is_killed_by_its_check_on_several_seeds(mutant: Mutant) -> Non
     for seed in seeds:
         outcome = mutant.outcome(seed)
         assert mutant.is_killed(outcome), (seed, outcome)
+
+
+@pytest.mark.parametrize("fault", all_core_faults(), ids=lambda fault: fault.name)
+def test_a_fault_of_the_core_is_found_by_a_test_of_the_core(fault: CoreFault) -> None:
+    assert fault.is_found()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id)
@@ -60,20 +64,6 @@ def test_every_check_of_an_engine_applies_to_one_of_the_correct_targets() -> Non
     assert passed == {check.id for check in all_checks("engine")}
 
 
-@pytest.mark.parametrize("capability", Capability)
-def test_a_capability_declared_or_not_is_guarded_by_checks_that_can_fail(capability) -> None:
-    killers = {mutant.killed_by for mutant in MUTANTS}
-    able = [check for check in all_checks("engine") if check.id in killers]
-    assert capability in {check.needs for check in able}
-    assert capability in {check.unless for check in able}
-
-
 def test_names_are_unique() -> None:
-    names = [mutant.name for mutant in MUTANTS]
+    names = [each.name for each in (*MUTANTS, *all_core_faults())]
     assert len(set(names)) == len(names)
-
-
-def test_there_are_as_many_mutants_as_promised() -> None:
-    kinds = [mutant.kind for mutant in MUTANTS]
-    assert kinds.count("engine") >= 25
-    assert kinds.count("trie") >= 10

@@ -9,7 +9,7 @@ from .baselines import cached_target
 from .mutant import core_mutant
 
 
-@core_mutant(requests, "_beginnings", killed_by="text-reductions-are-of-the-rows")
+@core_mutant(requests, "_beginnings", killed_by="scores-equal-the-loop-over-rows")
 def rows_after_the_token(beginnings):
     """Reduces the row after each token, not the one that predicts it."""
 
@@ -21,7 +21,7 @@ def rows_after_the_token(beginnings):
 
 
 @core_mutant(
-    PieceScores, "_reduce", killed_by="text-reductions-are-of-the-rows", on=cached_target
+    PieceScores, "_reduce", killed_by="scores-equal-the-loop-over-rows", on=cached_target
 )
 def rows_in_the_opposite_order(reduce):
     """Reduces the rows of a piece in the opposite order."""
@@ -29,7 +29,7 @@ def rows_in_the_opposite_order(reduce):
 
 
 @core_mutant(
-    PieceScores, "results", killed_by="a-failing-text-reduction-fails-alone", on=cached_target
+    PieceScores, "results", killed_by="a-failing-reduction-fails-alone", on=cached_target
 )
 def texts_fail_together(results):
     """Fails all texts of a batch for the one whose reduction raises."""
@@ -42,7 +42,7 @@ def texts_fail_together(results):
     return broken
 
 
-@core_mutant(PieceScores, "add", killed_by="text-reductions-are-of-the-rows", on=cached_target)
+@core_mutant(PieceScores, "add", killed_by="scores-equal-the-loop-over-rows", on=cached_target)
 def a_position_too_early(add):
     """Computes what is wanted of each row from the row before it."""
     return lambda self, keys, logits: add(self, keys, logits.roll(1, 0))

@@ -58,7 +58,7 @@ class OneByOneInSinglePrecision(Intervals):
         return self.each(weights, lambda below: np.cumsum(below, dtype=weights.dtype)[-1])
 
 
-@trie_mutant(killed_by="sums-are-exact")
+@trie_mutant(killed_by="values-are-exact")
 class HalfPrecisionSums(Intervals):
     """Accumulates in float16."""
 
@@ -70,7 +70,7 @@ class HalfPrecisionSums(Intervals):
         return sums
 
 
-@trie_mutant(killed_by="sums-are-exact")
+@trie_mutant(killed_by="values-are-exact")
 class LastTokenOutside(Intervals):
     """Takes the intervals of tokens to exclude their last one."""
 
@@ -84,7 +84,7 @@ class LastTokenOutside(Intervals):
         return values
 
 
-@trie_mutant(killed_by="maxima-are-exact")
+@trie_mutant(killed_by="values-are-exact")
 class MaximumFromZero(Intervals):
     """Starts every maximum at 0."""
 
@@ -96,7 +96,7 @@ class MaximumFromZero(Intervals):
         return values
 
 
-@trie_mutant(killed_by="logsumexps-are-exact")
+@trie_mutant(killed_by="values-are-exact")
 class ShiftedByTheRow(Intervals):
     """Shifts log weights by the largest of the row, so that small nodes underflow."""
 
@@ -110,7 +110,7 @@ class ShiftedByTheRow(Intervals):
         return values
 
 
-@trie_mutant(killed_by="logsumexps-are-exact")
+@trie_mutant(killed_by="values-are-exact")
 class InfinityMinusInfinity(Intervals):
     """Shifts nodes without any mass by minus infinity, which gives NaN."""
 

@@ -22,7 +22,7 @@ class _WithPieces(PlainEngine):
         return PIECES
 
 
-@engine_mutant(killed_by="text-survives-the-vocabulary")
+@engine_mutant(killed_by="texts-are-encoded-and-decoded")
 class SpaceMarks(_WithPieces):
     """Leaves the tokenizer's mark for a space in the bytes."""
 
@@ -30,7 +30,7 @@ class SpaceMarks(_WithPieces):
         return [piece.replace(b" ", "\u0120".encode()) for piece in PIECES]
 
 
-@engine_mutant(killed_by="text-survives-the-vocabulary")
+@engine_mutant(killed_by="texts-are-encoded-and-decoded")
 class DecodedAndEncoded(_WithPieces):
     """Makes bytes from decoded text, where half a character is U+FFFD."""
 

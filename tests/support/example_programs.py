@@ -18,8 +18,8 @@ __all__ = ["PROGRAMS", "output_of"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = (
-    *("awrs_json", "beam_search", "distil", "ensemble", "intersection", "power_smc"),
-    *("reward_smc", "twisted"),
+    *("awrs_json", "beam_search", "distil", "ensemble", "importance", "intersection"),
+    *("power_smc", "reward_smc", "twisted"),
 )
 """Programs that name their model and engine on the command line."""
 

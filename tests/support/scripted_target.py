@@ -38,7 +38,7 @@ def scripted_target(**changes: Any) -> EngineTarget:
         "adapters": ADAPTERS,
         "max_length": MAX_CONTEXT,
         "texts": (),
-        "tight_options": {},
+        "tight_options": [{}],
         "timeout_s": 60.0,
     }
     return EngineTarget(**(settings | changes))

@@ -14,7 +14,7 @@
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
   `VerifiedFamilies`, `check_verified`, `check_causal`, `UnverifiedModelWarning`,
-  `read_adapter_config`, `read_lora_config`, `AdapterTable`
+  `read_lora_config`, `AdapterTable`
 - processes: `Transport`, which sends requested outputs and answers, `pack_sequences`,
   `picklable_error`
 - loading: `loading_stage`, which tells users who asked for progress what takes time
@@ -99,7 +99,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
     from genlm.core.vocab.text import Tokenizer as Tokenizer
-    from genlm.engines.adapter_files import read_adapter_config as read_adapter_config
     from genlm.engines.adapter_files import read_lora_config as read_lora_config
     from genlm.engines.adapter_table import AdapterTable as AdapterTable
     from genlm.engines.dtypes import dtype_name as dtype_name

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from constrained_model import END, TEXT_IDS, TOKENS, SmallEngine, text_of, unpacked, writings
 
 import genlm
@@ -92,6 +93,21 @@ def test_members_follow_their_own_tokens_and_equal_ones_share_a_matcher(llm, gra
     assert again.finished.tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match=r"shape \(2,\)"):
         after.advance([a, a])
+
+
+def test_tokens_that_were_not_drawn_are_looked_up(llm, grammar):
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    constraint = grammar.start(llm, 3).advance([a, a, a])
+    population = llm.population([(2, a)] * 3)
+    drawn = run_blocking(constraint.draw(population, seed=1))
+    after = constraint.advance(drawn.token_ids)
+    assert after.log_potential.tolist() == [0, 0, 0]
+    assert after.finished.tolist() == (drawn.token_ids == END).tolist()
+    drawn.token_ids[:] = torch.tensor([b, END, a])
+    after = constraint.advance(drawn.token_ids)
+    assert after.log_potential.tolist() == [0, 0, -np.inf]
+    assert after.finished.tolist() == [False, True, False]
+    assert unpacked(after, 0) == {END}
 
 
 def test_a_text_may_have_begun(llm, grammar):

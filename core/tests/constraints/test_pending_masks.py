@@ -54,6 +54,22 @@ def test_masks_are_waited_for_when_the_model_has_computed_the_rows(temperature):
             torch.testing.assert_close(one, other)
 
 
+def test_the_index_may_be_computed_later_too():
+    both: Future[tuple[torch.Tensor, np.ndarray]] = Future()
+    rows = RowMasks(both, 5, len(TOKENS)).of(np.array([4, 0]))
+    both.set_result((MASKS, INDEX))
+    expected = RowMasks(MASKS, 5, len(TOKENS), INDEX)
+    device = torch.device("cpu")
+    assert torch.equal(rows.factors(0, 2, device), expected.factors(0, 5, device)[[4, 0]])
+    with genlm.AsyncLM(SmallEngine) as llm:
+        population = llm.population([(2,), (3,), (2,), (3,), (2, 4)])
+        found = population.draw_sync(both, seed=3)
+        for one, other in zip(
+            found, population.draw_sync(MASKS, mask_index=INDEX, seed=3), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+
+
 def test_they_are_computed_before_they_go_to_another_process():
     masks: Future[torch.Tensor] = Future()
     masks.set_result(MASKS)
@@ -74,8 +90,8 @@ def test_masks_that_several_requests_share_are_copied_to_a_device_once():
     expected = RowMasks(MASKS, 5, len(TOKENS), INDEX).factors(0, 5, device)
     assert torch.equal(first.factors(0, 2, device), expected[:2])
     assert torch.equal(second.factors(0, 5, device), expected.flip(0))
-    assert first._table is second._table is shared._table
-    assert list(shared._table._copies) == [device]
+    assert first._computed[0] is second._computed[0] is shared._computed[0]
+    assert list(shared._computed[0]._copies) == [device]
     assert first.is_empty.tolist() == [False, False, True, False, False]
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)
@@ -89,15 +105,13 @@ def test_masks_that_several_requests_share_are_copied_to_a_device_once():
 def test_other_processes_get_the_masks_that_rows_have():
     rows = RowMasks(RowMasks(MASKS, 3, len(TOKENS)), 2, len(TOKENS), [2, 2])
     again = pickle.loads(pickle.dumps(rows))
-    assert len(again._table.rows) == 1
+    assert len(again._computed[0].rows) == 1
     device = torch.device("cpu")
     assert torch.equal(again.factors(0, 2, device)[0].bool(), MASKS[2])
 
 
 def test_an_index_that_does_not_fit_is_the_request_s_error():
     masks: Future[torch.Tensor] = Future()
-    with pytest.raises(ValueError, match="need an index"):
-        RowMasks(masks, 5, len(TOKENS))
     masks.set_result(MASKS[:1])
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from constrained_model import (
     END,
     SPECIAL,
@@ -23,7 +25,6 @@ from constrained_model import (
 
 import genlm
 from genlm.constraints import Automaton, Python, predicate
-from genlm.constraints.rejection import Rejection
 from genlm.core.base.blocking import run_blocking
 from genlm.smc import steer_sync
 
@@ -47,37 +48,31 @@ def has_b(text: bytes) -> bool:
 # -- the estimate ---------------------------------------------------------------------
 
 
-def expected_masses(q: list[float], accepted: set[int], extra: int, first: int) -> Counter[int]:
-    """E[estimate, x = a] over all orders of the tokens; batches of `first`, then the rest."""
-    orders = np.array([*itertools.permutations(range(len(q)))])
-    rejection, chances = Rejection(len(orders), extra), np.ones(len(orders))
-    shares = np.array(q)[orders] / (
-        1 - np.cumsum(np.array(q)[orders], axis=1) + np.array(q)[orders]
+def searched(
+    orders: np.ndarray, q: np.ndarray, accepted: set[int], extra: int, first: int
+) -> tuple[genlm.DrawnTokens, np.ndarray]:
+    """The result of a search for each order of the tokens, and the chance of each order.
+
+    The first round draws `first` tokens, the second all of them and one that is none.
+    """
+    size, count = orders.shape
+    shares = q[orders] / (1 - np.cumsum(q[orders], axis=1) + q[orders])
+    none = ((0, 0), (0, 1))
+    token_ids = np.pad(orders, none, constant_values=-1)
+    logprobs = np.pad(np.log(q)[orders], none, constant_values=-np.inf)
+    draw_logprobs = np.pad(np.log(np.minimum(shares, 1)), none, constant_values=-np.inf)
+    constraint = SimpleNamespace(
+        language=SimpleNamespace(extra_draws=extra),
+        states=np.full(size, 2),
+        tested=lambda members, ids: np.isin(ids, [*accepted]),
     )
-    for place in range(len(q)):
-        chances *= shares[:, place]
-        members = np.flatnonzero(~rejection.is_over)
-        at_hand = (first if place < first else len(q)) - place - 1
-        logprobs = np.log(np.minimum(shares[members, place], 1))
-        is_accepted = np.isin(orders[members, place], [*accepted])
-        rejection.add(members, logprobs, is_accepted, at_hand)
-    rejection.end(np.flatnonzero(~rejection.is_over))
-    found: Counter[int] = Counter()
-    for order, chance, place, log_mass, log_probability in zip(
-        orders.tolist(),
-        chances,
-        rejection.place.tolist(),
-        rejection.log_mass,
-        rejection.log_probability,
-        strict=True,
-    ):
-        if place < 0:
-            assert log_mass == -math.inf
-            continue
-        assert log_probability == pytest.approx(math.log(q[order[place]]))
-        assert log_mass > -math.inf
-        found[order[place]] += chance * math.exp(log_mass)
-    return found
+    search = predicate._Search(constraint, np.ones(size, bool))
+    for k in (first, count + 1):
+        if not search.is_over.all():
+            columns = (each[:, :k] for each in (token_ids, logprobs, draw_logprobs))
+            ids, of_model, of_draw = map(torch.from_numpy, columns)
+            search.take(genlm.DrawnTokens(ids, of_model, torch.zeros(size), of_draw))
+    return search.drawn(), shares.prod(1)
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
@@ -87,29 +82,26 @@ def test_the_estimate_of_the_mass_is_unbiased_whatever_token_is_accepted(
     accepted, extra, first
 ):
     """The expectation over all 120 orders of five tokens is the probability of each."""
-    q = [0.05, 0.4, 0.25, 0.1, 0.2]
-    found = expected_masses(q, accepted, extra, first)
-    assert set(found) == accepted
+    q = np.array([0.05, 0.4, 0.25, 0.1, 0.2])
+    orders = np.array([*itertools.permutations(range(5))])
+    found, chances = searched(orders, q, accepted, extra, first)
+    token_ids = found.token_ids.numpy()
+    assert {*token_ids.tolist()} == (accepted or {-1})
+    assert np.isneginf(found.log_mass.numpy()).all() == (not accepted)
     for token in accepted:
-        assert found[token] == pytest.approx(q[token], rel=1e-9)
+        weights = found.log_mass.double().exp().numpy() * (token_ids == token)
+        assert (weights * chances).sum() == pytest.approx(q[token], rel=1e-6)
 
 
 def test_more_draws_have_less_variance():
     rng, variances = np.random.default_rng(0), []
-    q, accepted = np.array([0.3, 0.1, 0.2, 0.05, 0.15, 0.2]), {0, 2, 3}
+    q = np.array([0.3, 0.1, 0.2, 0.05, 0.15, 0.2])
     for extra in (1, 4):
-        rejection = Rejection(1500, extra)
         orders = np.array([rng.choice(6, 6, replace=False, p=q) for _ in range(1500)])
-        left = np.ones(1500)
-        for tokens in orders.T:
-            members = np.flatnonzero(~rejection.is_over)
-            logprobs = np.log(np.minimum(q[tokens] / left, 1))[members]
-            rejection.add(members, logprobs, np.isin(tokens, [*accepted])[members], 5)
-            left -= q[tokens]
-        rejection.end(np.flatnonzero(~rejection.is_over))
-        estimates = np.exp(rejection.log_mass)
-        assert estimates.mean() == pytest.approx(0.55, abs=0.03)
-        variances.append(estimates.var())
+        found, _ = searched(orders, q, {0, 2, 3}, extra, 6)
+        estimates = found.log_mass.exp()
+        assert float(estimates.mean()) == pytest.approx(0.55, abs=0.03)
+        variances.append(float(estimates.var()))
     assert variances[1] < 0.6 * variances[0]
 
 
@@ -143,7 +135,7 @@ def test_weighted_draws_have_the_models_probabilities(
     allowed = {
         token
         for token in masked
-        if (language.allows(TOKENS[token]) if token != END else language.may_end(b""))
+        if (language.prefix(TOKENS[token]) if token != END else language.complete(b""))
     }
     exact = row(PROMPT).exp()
     ids = found.token_ids.numpy()

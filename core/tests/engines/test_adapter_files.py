@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from genlm import AdapterError, read_adapter_config
+from genlm import AdapterError
 from genlm.plugin import read_lora_config
 
 
@@ -22,9 +22,10 @@ def write(folder: Path, config: str, weights: str = "adapter_model.safetensors")
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "pt"])
 def test_settings_are_read_beside_any_kind_of_weights(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path, '{"r": 3, "bias": "none"}', f"adapter_model.{suffix}")
-    assert read_adapter_config("poet", tmp_path) == {"r": 3, "bias": "none"}
-    assert read_adapter_config("poet", str(tmp_path))["r"] == 3
+    config = {"peft_type": "LORA", "r": 3, "bias": "none"}
+    write(tmp_path, json.dumps(config), f"adapter_model.{suffix}")
+    assert read_lora_config("poet", tmp_path, engine="mine") == config
+    assert read_lora_config("poet", str(tmp_path), engine="mine")["r"] == 3
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.bin"])
@@ -32,7 +33,7 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, missing: str) ->
     write(tmp_path, "{}", "adapter_model.bin")
     (tmp_path / missing).unlink()
     with pytest.raises(AdapterError, match=r"'poet'.*not a folder with adapter_config\.json"):
-        read_adapter_config("poet", tmp_path)
+        read_lora_config("poet", tmp_path, engine="mine")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_settings_that_cannot_be_read_are_refused(
     tmp_path: Path, config: str, problem: str
 ) -> None:
     with pytest.raises(AdapterError, match=problem):
-        read_adapter_config("poet", write(tmp_path, config))
+        read_lora_config("poet", write(tmp_path, config), engine="mine")
 
 
 # -- settings of LoRA adapters ---------------------------------------------------------

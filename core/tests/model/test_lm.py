@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -121,7 +122,9 @@ def test_every_sequence_gets_its_own_row(
 
 @in_all_ways
 @pytest.mark.parametrize(
-    "kind", [tuple, np.array, torch.tensor], ids=["tuple", "numpy", "torch"]
+    "kind",
+    [tuple, np.array, functools.partial(np.array, dtype=np.int32), torch.tensor],
+    ids=["tuple", "numpy", "int32", "torch"],
 )
 def test_sequences_of_any_kind_are_one_and_the_same(
     make_model: MakeModel, ask: Ask, kind: Callable[[Any], Any]
@@ -177,6 +180,7 @@ WRONG: list[tuple[Any, type[Exception]]] = [
     ([], EmptySequenceError),
     ([1] * 9, ContextLengthError),
     ([1, VOCAB_SIZE], TokenIdError),
+    ([-1, 1], TokenIdError),
     ([1, 2.0], TokenTypeError),
     (5, TokenTypeError),
 ]

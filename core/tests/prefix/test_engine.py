@@ -206,3 +206,10 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
                 torch.testing.assert_close(each.result, expected(None, query.token_ids))
     assert engine.loaded.active is None
     assert engine.statistics()["tokens_evaluated"] == sum(map(len, asked))
+
+
+def test_scores_are_refused_where_the_model_lacks_them() -> None:
+    engine = Engine(hints={Capability.SCORE: "its hidden states cannot be read"})
+    assert Capability.SCORE not in engine.capabilities
+    with pytest.raises(UnsupportedCapabilityError, match="hidden states cannot be read"):
+        engine.submit(Query(0, (1, 2), targets=(3,)))

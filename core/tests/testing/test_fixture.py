@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from genlm.testing import CheckTimeout
-from genlm.testing.fixture import LoopThread, call_together, on_thread
+from genlm.testing.fixture import LoopThread, call_within, on_thread
 
 
 def test_closing_a_loop_ends_the_coroutines_that_still_wait_on_it() -> None:
@@ -74,17 +74,10 @@ def test_calls_are_made_on_threads_that_keep_no_process_alive() -> None:
     async def thread() -> threading.Thread:
         return await on_thread(threading.current_thread)
 
-    (own,) = call_together([threading.current_thread], timeout_s=60)
+    own = call_within(threading.current_thread, timeout_s=60)
     assert own.daemon
     assert loop.run(thread(), timeout_s=60).daemon
     loop.close()
-
-
-def test_an_error_is_raised_while_other_calls_wait_in_vain_because_of_it() -> None:
-    never = threading.Event()
-    with pytest.raises(ZeroDivisionError):
-        call_together([never.wait, lambda: 1 / 0], timeout_s=3600)
-    never.set()
 
 
 def test_an_error_on_a_thread_is_raised_where_it_is_awaited() -> None:

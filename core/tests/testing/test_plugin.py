@@ -1,4 +1,4 @@
-"""The suite inside pytest: with the plugin, and in three lines of a backend's own tests."""
+"""The suite in three lines of a backend's own tests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import os
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import SimpleNamespace
 
-import pytest
 from programs import run_program
 
-from genlm.testing.plugin import _settings
-
-ONLY = ["rows-are-right", "declared-sampling-is-native"]
+ONLY = ["rows-are-right", "kept-prefixes-change-nothing"]
 
 
 def run_pytest(folder: Path, *arguments: str, status: int = 0) -> CompletedProcess[str]:
@@ -22,24 +18,15 @@ def run_pytest(folder: Path, *arguments: str, status: int = 0) -> CompletedProce
     return run_program(*command, *arguments, status=status, cwd=folder, env=variables)
 
 
-def test_the_packaged_suite_requires_a_backend():
-    config = SimpleNamespace(getoption=lambda name: None)
-    with pytest.raises(pytest.UsageError, match="--genlm-backend=NAME"):
-        _settings(config)
-
-
-def test_three_lines_in_the_tests_of_a_plugin_and_the_packaged_suite_run_the_checks(tmp_path):
+def test_three_lines_in_the_tests_of_a_plugin_run_the_checks(tmp_path):
     (tmp_path / "xfail.txt").write_text("rows-are-right: it never did")
     (tmp_path / "test_ours.py").write_text(
         "from genlm.testing import conformance_tests\n"
         f"test_ours = conformance_tests('reference', only={ONLY})\n"
         f"test_wrong = conformance_tests('reference', only={ONLY}, xfail='xfail.txt')\n"
     )
-    packaged = ("-p", "genlm.testing.plugin", "--pyargs", "genlm.testing.suite")
-    options = ("--genlm-backend=reference", "--genlm-seed=4", f"--genlm-only={ONLY[0]}")
-    done = run_pytest(tmp_path, "test_ours.py", *packaged, *options, status=1)
-    assert "1 failed, 2 passed, 2 skipped" in done.stdout
+    done = run_pytest(tmp_path, "test_ours.py", status=1)
+    assert "1 failed, 1 passed, 2 skipped" in done.stdout
     assert "PASSED test_ours.py::test_ours[rows-are-right[6-gram]]" in done.stdout
-    assert "not applicable: sample is not declared" in done.stdout
+    assert "not applicable: prefix_cache is not declared" in done.stdout
     assert "UNEXPECTED PASS rows-are-right[6-gram]" in done.stdout
-    assert "::test_conformance[rows-are-right[6-gram]]" in done.stdout

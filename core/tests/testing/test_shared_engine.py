@@ -12,7 +12,7 @@ from genlm.testing.shared_engine import SharedEngine
 
 from .conftest import RunCheck
 
-SHARED = ("adapters", "cancellation", "contexts", "endings", "faults", "populations", "threads")
+SHARED = ("adapters", "contexts", "endings", "populations")
 CHECKS = [
     check.id for check in all_checks("engine") if check.function.__module__.endswith(SHARED)
 ]

@@ -1,4 +1,4 @@
-"""LoRA adapters by published names: by request, given again, taken away, older state."""
+"""LoRA adapters by published names: by request, given again, taken away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 import genlm
 from genlm.backend import AsyncTransformer
-from genlm.backend.llm import AsyncLM
 
 from .tiny import alone, make_model
 
@@ -65,7 +64,6 @@ def test_an_adapter_is_asked_for_by_request(llm, adapters):
     assert close(batch[0], blue_row)
     assert close(llm.next_token_logprobs_uncached(IDS, "blue"), blue_row)
     assert close(llm.with_lora("blue").next_token_logprobs_sync(IDS), blue_row)
-    assert llm.walk_cache(IDS, "blue")[1] == len(IDS)
 
 
 def test_samples_are_of_their_adapter(llm, adapters):
@@ -80,10 +78,7 @@ def test_a_name_given_again_stands_for_the_new_adapter(llm, adapters):
     llm.add_new_lora(red, "poet")
     assert close(llm.next_token_logprobs_sync(IDS, "poet"), red_row)
     llm.cache_kv(IDS[:2], "poet")
-    assert llm.walk_cache(IDS[:2], "poet")[1] == 2
-    assert llm.walk_cache(IDS[:2])[1] == 0
     llm.add_new_lora(blue, "poet")
-    assert llm.walk_cache(IDS[:2], "poet")[1] == 0
     assert close(llm.next_token_logprobs_sync(IDS, "poet"), blue_row)
 
 
@@ -106,20 +101,11 @@ def test_an_unknown_adapter_is_an_error_that_lists_those_there_are(llm, adapters
         llm.next_token_logprobs_sync(IDS, lora_name="rde")
 
 
-def test_the_stateful_calls_are_deprecated(llm, adapters):
-    (red, red_row), _ = adapters
-    llm.add_new_lora(red, "red")
-    with pytest.warns(DeprecationWarning, match="pass lora_name="):
-        llm.set_lora(red, "red")
-    assert close(llm.next_token_logprobs_sync(IDS), red_row)
-    with pytest.warns(DeprecationWarning, match="pass lora_name="):
+def test_there_is_no_adapter_for_all_requests(llm):
+    with pytest.raises(RuntimeError, match="pass lora_name= to each call"):
+        llm.set_lora("path", "red")
+    with pytest.raises(RuntimeError, match="omit lora_name"):
         llm.clear_lora()
-    assert close(llm.next_token_logprobs_sync(IDS), alone(make_model(), IDS))
-    with (
-        pytest.warns(DeprecationWarning, match="set_lora"),
-        pytest.raises(genlm.UnknownAdapterError),
-    ):
-        llm.set_lora(lora_name="blue")
 
 
 def test_an_adapter_is_found_on_the_hub(llm, adapters, tmp_path, monkeypatch):
@@ -210,24 +196,3 @@ def test_a_view_has_the_rows_of_its_adapter(llm, adapters):
     assert not close(llm.next_token_logprobs_sync(IDS), red_row)
     with pytest.raises(genlm.UnknownAdapterError):
         llm.lora_view("nobody")
-
-
-def test_a_view_of_a_model_of_ones_own_names_the_adapter_in_each_call(tokenizer):
-    class Own(AsyncLM):
-        async def next_token_logprobs(self, token_ids, lora_name=None):
-            return self.next_token_logprobs_sync(token_ids, lora_name)
-
-        def next_token_logprobs_sync(self, token_ids, lora_name=None):
-            return torch.full((len(self.byte_vocab),), float(lora_name == "red"))
-
-    llm = Own(tokenizer)
-    view = llm.lora_view("red")
-    assert llm.lora_view(None) is llm
-    rows = [
-        view.next_token_logprobs_sync(IDS),
-        asyncio.run(view.next_token_logprobs(IDS)),
-        *asyncio.run(view.batch_next_token_logprobs([IDS])),
-        *view.batch_next_token_logprobs_sync([IDS]),
-    ]
-    assert all((row == 1).all() for row in rows)
-    assert (llm.next_token_logprobs_sync(IDS) == 0).all()

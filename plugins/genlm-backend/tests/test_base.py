@@ -17,15 +17,12 @@ from .tiny import SIZE
 
 
 class Uniform(AsyncLM):
-    """What programs for genlm-backend define; this one knows nothing of adapters."""
+    """What programs for genlm-backend define."""
 
-    asked = 0
+    async def next_token_logprobs(self, token_ids, lora_name=None):
+        return self.next_token_logprobs_sync(token_ids, lora_name)
 
-    async def next_token_logprobs(self, token_ids):
-        self.asked += 1
-        return self.next_token_logprobs_sync(token_ids)
-
-    def next_token_logprobs_sync(self, token_ids):
+    def next_token_logprobs_sync(self, token_ids, lora_name=None):
         allowed = torch.full((len(self.byte_vocab),), float("-inf"))
         allowed[[len(token_ids) % 7 + 2, 20]] = np.log(0.5)
         return allowed
@@ -43,11 +40,11 @@ def test_a_model_of_two_methods_has_the_others(tokenizer):
     sequences = [[0], [0, 0]]
     assert torch.equal(asyncio.run(llm.batch_next_token_logprobs(sequences)), expected)
     assert torch.equal(llm.batch_next_token_logprobs_sync(sequences), expected)
-    with llm:
-        llm.clear_cache()
-    with pytest.raises(NotImplementedError, match="lora"):
-        llm.add_new_lora("path", "name")
-    llm.clear_lora()
+    llm.clear_cache()
+    assert llm.lora_view(None) is llm
+    for call in (llm.add_new_lora, llm.remove_lora, llm.lora_view):
+        with pytest.raises(NotImplementedError, match="lora"):
+            call("poet")
 
 
 def test_a_model_of_ones_own_is_sampled_as_any(tokenizer):
@@ -61,6 +58,21 @@ def test_a_model_of_ones_own_is_sampled_as_any(tokenizer):
     assert greedy == [3, 4, 5]
     assert asyncio.run(llm.sample([1], 9, [5], temperature=0)) == [3, 4]
     assert asyncio.run(llm.sample([1], 0, [])) == []
+
+
+def test_a_sample_is_drawn_with_the_probabilities_of_the_row_at_its_temperature(tokenizer):
+    class Fixed(Uniform):
+        def next_token_logprobs_sync(self, token_ids, lora_name=None):
+            row = torch.full((SIZE,), float("-inf"))
+            row[[5, 6]] = torch.tensor([0.8, 0.2]).log()
+            return row
+
+    llm, count = Fixed(tokenizer), 2000
+    for temperature, expected in ((1.0, 0.8), (0.5, 0.64 / 0.68)):
+        drawn = asyncio.run(llm.batch_sample([[1]] * count, 1, [], temperature, seed=0))
+        share = sum(tokens == [5] for tokens in drawn) / count
+        assert share == pytest.approx(expected, abs=5 * (0.25 / count) ** 0.5)
+        assert all(tokens in ([5], [6]) for tokens in drawn)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"max_tokens": -1}])

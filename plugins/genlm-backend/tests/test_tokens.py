@@ -113,9 +113,11 @@ def test_an_unknown_fallback_is_refused(tokenizer):
         decode_vocab(tokenizer, byte2str_fallback="utf-16")
 
 
-def test_a_tokenizer_of_another_library_has_names_too(tokenizer):
-    backend = tokenizer.backend_tokenizer
-    assert decode_vocab(backend) == decode_vocab(tokenizer)
+def test_the_strings_of_a_tokenizer_of_another_library_are_escaped_bytes(tokenizer):
+    byte_vocab, str_vocab = decode_vocab(tokenizer.backend_tokenizer)
+    assert byte_vocab == decode_vocab(tokenizer)[0]
+    assert str_vocab[byte_vocab.index(b"\xff")] == r"\xff"
+    assert str_vocab[byte_vocab.index(b"a")] == "a"
 
 
 def test_what_is_no_tokenizer_is_an_error():

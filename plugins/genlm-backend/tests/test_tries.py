@@ -1,4 +1,4 @@
-"""Tries as published: classes, names of backends, older spellings."""
+"""Tries as published: classes, dtypes, names of backends."""
 
 from __future__ import annotations
 
@@ -99,23 +99,10 @@ def test_plain_bytes_keep_a_leaf_beside_a_token_whose_id_is_their_position():
     assert trie.children[root[ord("b")]] == {(None, 2): 2}
 
 
-def test_weights_are_prepared_as_published():
-    weights = torch.tensor(WEIGHTS, requires_grad=True)
-    prepared = TokenCharacterTrie(TOKENS)._preprocess_ws(weights)
-    assert isinstance(prepared, np.ndarray)
-    np.testing.assert_array_equal(prepared, WEIGHTS)
-    assert TokenCharacterTrie(TOKENS)._preprocess_ws(WEIGHTS) is WEIGHTS
-    for device in ("cpu", None):
-        trie = ParallelTokenCharacterTrie(TOKENS, device=device)
-        assert trie.device == ("cuda" if torch.cuda.is_available() and not device else "cpu")
-        for rows in ([WEIGHTS, weights], np.stack([WEIGHTS] * 2), [WEIGHTS.tolist()] * 2):
-            prepared = trie._preprocess_ws(rows)
-            assert prepared.device.type == trie.device
-            assert prepared.dtype == torch.float32
-            assert prepared.shape == (2, len(TOKENS))
-            np.testing.assert_allclose(prepared.detach().cpu()[1], WEIGHTS, rtol=1e-6)
-        with pytest.raises(ValueError, match="rows of 4 weights"):
-            trie._preprocess_ws([WEIGHTS[:3]])
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_a_parallel_trie_has_a_device(device):
+    trie = ParallelTokenCharacterTrie(TOKENS, device=device)
+    assert trie.device == ("cuda" if torch.cuda.is_available() and not device else "cpu")
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
@@ -190,20 +177,3 @@ def test_an_asynchronous_trie_is_made_of_a_vocabulary(backend, kind):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="expected one of sequential, parallel"):
         AsyncTokenCharacterTrie.from_vocab(TOKENS, backend="magic")
-
-
-def test_mass_sum_is_an_older_name():
-    trie = TokenCharacterTrie(TOKENS)
-    with pytest.warns(DeprecationWarning, match="use weight_sum"):
-        found = trie.mass_sum(WEIGHTS)
-    np.testing.assert_array_equal(found, trie.weight_sum(WEIGHTS))
-    with pytest.warns(DeprecationWarning, match="use batch_weight_sum"):
-        found = trie.batch_mass_sum([WEIGHTS])
-    np.testing.assert_array_equal(found[0], trie.weight_sum(WEIGHTS))
-
-    async def main():
-        async with AsyncTokenCharacterTrie(trie) as front:
-            with pytest.warns(DeprecationWarning, match="use weight_sum"):
-                return await front.mass_sum(WEIGHTS)
-
-    np.testing.assert_array_equal(asyncio.run(main()), trie.weight_sum(WEIGHTS))

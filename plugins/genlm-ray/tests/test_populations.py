@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
+import types
 from collections import deque
 
 import numpy as np
@@ -21,13 +23,14 @@ from genlm.plugin import (
     Lineage,
     Query,
     Reduction,
+    SampledGroup,
     TokenSequence,
 )
 from genlm_ray.driver import Driver, ReplicaLink
 from genlm_ray.router import Router
 from genlm_ray.session import Session
 from genlm_ray.shared_engine import SharedEngine
-from genlm_ray.wire import Generations
+from genlm_ray.wire import Generations, PlacedGeneration, packed_group, placed_sample
 
 TIMEOUT_S = 60
 
@@ -147,6 +150,34 @@ def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fail
     with pytest.raises(PopulationError, match=r"Unpicklable cannot be sent.*it has a lock"):
         population.reduce_sync(Unpicklable(added))
     _assert_rows(population, reference)
+
+
+def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
+    """Also if the engine's result has the sequences in another order."""
+    lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in range(3)])
+    group = GroupQuery(0, Generation(lineage), *[np.arange(3)] * 2, LastColumn(torch.zeros(3)))
+    sampling = types.SimpleNamespace(places=np.array([2, 0, 1, 0]))
+    group = dataclasses.replace(group, sampling=sampling)
+    ids = torch.tensor([[7, 8], [5, -1], [6, 9], [5, -1]])
+    extended, places = group.generation.extended(sampling.places, ids.numpy())
+    sequences = [extended.lineage.sequence(int(place)) for place in places]
+    other = Generation(Lineage.of_sequences(sequences[:3]))
+    for generation, order in ((extended, places), (other, np.array([0, 1, 2, 1]))):
+        nothing = torch.zeros(4, 2)
+        found = SampledGroup(ids, nothing, nothing, generation, order, np.ones(4, bool))
+        known = Generations()
+        sent = known.store_sample(4, group, found)
+        assert (sent.generation, sent.places) == (None, None)
+        placed = placed_sample(group, sent, PlacedGeneration(0, 4, deque()))
+        assert placed.places.tolist() == places.tolist()
+        stored = known.group(
+            packed_group(
+                _group(1, placed.generation, LastColumn(torch.zeros(3))), 4,
+                placed.generation.state, -1,
+            ),
+            None, lambda _: None,
+        ).generation.lineage  # fmt: skip
+        assert [stored.sequence(int(place)) for place in placed.places] == sequences
 
 
 def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> GroupQuery:

@@ -1,6 +1,8 @@
-"""A replica of vLLM: continuations in a reservation of two bundles."""
+"""A replica of vLLM: continuations in the replica, in a reservation of two bundles."""
 
 from __future__ import annotations
+
+import torch
 
 import genlm
 from genlm_vllm.conformance import TinyLlama
@@ -8,13 +10,16 @@ from genlm_vllm.conformance import TinyLlama
 VLLM = {"dtype": "float32", "kv_cache_memory_bytes": 2**24, "max_num_seqs": 8}
 
 
-def test_vllm_samples_in_a_replica_as_every_engine_does(load, tmp_path):
+def test_a_replica_of_vllm_draws_as_every_engine_does(load, tmp_path):
     model = TinyLlama(tmp_path / "model")
     options = {"multiprocess": False, "engine_opts": VLLM}
     bundles = [{"num_cpus": 0.1}, {"num_cpus": 0.1}]
     llm = load("vllm", str(model.path), replicas=1, engine_opts=options, resources=bundles)
     prompts = [[3 + i, 5, 7] for i in range(20)]
     how = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
-    found = llm.batch_sample_sync(prompts, **how)
+    found = llm.population(prompts).sample_sync(**how)
     with genlm.load_model(str(model.path), "hf", device="cpu", dtype="float32") as hf:
-        assert found == hf.batch_sample_sync(prompts, **how)
+        expected = hf.population(prompts).sample_sync(**how)
+        assert torch.equal(found.token_ids, expected.token_ids)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+        assert llm.batch_sample_sync(prompts, **how) == hf.batch_sample_sync(prompts, **how)

@@ -22,7 +22,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cramped": {
         "chunked_prefill_size": 48,
         "context_length": 150,
-        "max_running_requests": 8,
+        "max_running_requests": 16,
         "max_total_tokens": 640,
     },
 }

@@ -130,12 +130,16 @@ def test_forks_jumps_and_repeats_compute_what_is_new(build: Any, tiny: TinyLlama
         assert grown == [passes, tokens], asked
 
 
-def test_a_context_within_a_prompt_of_the_same_pass(build: Any, tiny: TinyLlama) -> None:
-    """SGLang computes the logits of the last token of an extend; a token within is decoded."""
+@pytest.mark.parametrize("reads_states", [True, False])
+def test_a_context_within_a_prompt_of_the_same_pass(
+    build: Any, tiny: TinyLlama, reads_states: bool
+) -> None:
+    """SGLang computes the logits of the last token of an extend only."""
     engine = build()
+    engine._choice.path.forward._reads_states = reads_states
     [prompt] = prompts_of(60)
     check(engine, tiny, [prompt, prompt[:30], prompt[:45], (*prompt[:45], 3)])
-    assert counters(engine, "tokens_computed") == [60 + 1 + 1]
+    assert counters(engine, "tokens_computed") == [60 + 1]
 
 
 def test_one_token_after_many_is_decoded(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from genlm import AsyncLM, Capability
+from genlm import AsyncLM
 
 from .driving import prompts_of
 
@@ -42,7 +42,7 @@ def change_order(patch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("change", [change_names, change_order])
-def test_changed_code_is_noticed_and_rows_score(
+def test_changed_code_is_noticed_and_texts_are_decoded(
     build: Any, tiny: Any, change: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build().close()  # imports SGLang
@@ -50,22 +50,19 @@ def test_changed_code_is_noticed_and_rows_score(
         problem = change(patch)
         engine = build()
     assert problem in engine.statistics()["scores"]
-    assert Capability.SCORE not in engine.capabilities
     [record] = [each for each in caplog.records if each.name == "genlm_sgl"]
-    assert "scored by a row of each position" in record.getMessage()
-    if change is change_names:
-        check_scores(engine, tiny)
+    assert "tokens of scored texts are decoded" in record.getMessage()
+    check_scores(engine, tiny)
 
 
-def test_what_cannot_be_scored_is_not_declared(
+def test_where_states_cannot_be_read_texts_are_decoded(
     build: Any, tiny: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from genlm_sgl.served_model import ServedModel
 
     monkeypatch.setattr(ServedModel, "obstacle_to_score", "a reason")
     engine = build()
-    assert engine.statistics()["scores"] == "by rows: a reason"
-    assert Capability.SCORE not in engine.capabilities
+    assert engine.statistics()["scores"] == "decoded: a reason"
     assert not [each for each in caplog.records if each.name == "genlm_sgl"]
 
 
@@ -133,7 +130,7 @@ def test_texts_are_scored_beside_graphs_of_prefills(
     engine = build(chunked_prefill_size=32)
     assert engine.statistics()["scores"] == "in one pass"
     check_scores(engine, tiny, 70)
-    assert sizes[-3:] == [48, 48, 16]  # 32, 32 and 5 tokens
+    assert sizes[-2:] == [48, 48]  # 32 and 32 tokens; the last 5 are decoded
 
 
 def test_texts_are_not_scored_where_graphs_compute_the_logits(
@@ -141,7 +138,7 @@ def test_texts_are_not_scored_where_graphs_compute_the_logits(
 ) -> None:
     build().close()
     graphs_of_prefills(monkeypatch, "tc_piecewise")
-    assert build().statistics()["scores"] == "by rows: graphs of prefills"
+    assert build().statistics()["scores"] == "decoded: graphs of prefills"
 
 
 def check_scores(engine: Any, tiny: Any, length: int = 12) -> None:

@@ -20,7 +20,15 @@ from genlm.constraints.byte_automata import (
     utf8_table,
 )
 from genlm.constraints.protocol import Constraint, Integers64, IntegersLike, Language
-from genlm.constraints.states import DEAD, FINISHED, LIVE, StateConstraint, token_column
+from genlm.constraints.states import (
+    DEAD,
+    FINISHED,
+    LIVE,
+    LaterMasks,
+    StateConstraint,
+    chosen_members,
+    token_column,
+)
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
@@ -217,11 +225,15 @@ class _Followed(StateConstraint):
         """Return the masks of all states, and the state of each member."""
         return self.table.masks, self.states.astype(np.int64)
 
-    def _draw_masks(self) -> tuple[RowMasks, Integers64]:
-        return self.table.row_masks, self.states.astype(np.int64)
+    def _draw_masks(self) -> tuple[LaterMasks, None]:
+        table, states = self.table, self.states
+        return LaterMasks(lambda: (table.row_masks, states.astype(np.int64))), None
 
     def advance(self, token_ids: IntegersLike) -> _Followed:
         """Look up the next states in the table."""
         successors = self.table.successors
-        ids = token_column(token_ids, len(self), successors.shape[1] - 1)
-        return self.moved(successors[self.states, ids])
+        ids = token_column(token_ids, len(self.states), successors.shape[1] - 1)
+        return _Followed(self.table, successors[self.states, ids])
+
+    def __getitem__(self, ancestors: Any) -> _Followed:
+        return _Followed(self.table, self.states[chosen_members(ancestors)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,22 @@ from genlm.constraints.protocol import (
     IntegersLike,
     Language,
 )
-from genlm.constraints.states import DEAD, FINISHED, LIVE, StateConstraint, token_column
+from genlm.constraints.states import (
+    DEAD,
+    FINISHED,
+    LIVE,
+    LaterMasks,
+    StateConstraint,
+    States,
+    chosen_members,
+    token_column,
+)
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.population import DrawnTokens, Population
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["Grammar"]
@@ -110,7 +120,10 @@ class Grammar(Language):
         matcher = compiled.library.first(text)
         if matcher is None:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
-        return _Matched(compiled, matcher, size).ended()
+        thread = ThreadPoolExecutor(1, "genlm-grammar")
+        states = np.full(size, LIVE)
+        step = thread.submit(_filled, compiled, [matcher], states)
+        return _Matched(compiled, thread, step, states).ended()
 
     def __repr__(self) -> str:
         return f"<Grammar of {self._form}, by {self._library}>"
@@ -124,21 +137,23 @@ class _Compiled(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The states of a population after a step; they are not changed afterwards.
+    """The distinct states of a population after a step; not changed afterwards.
 
     Attributes:
         matchers: Matcher of each distinct live state, in the order of the states.
+        state_of: State of each member, shape `(n,)`, int64.
         masks: Allowed tokens of all states, packed bits; empty for dead and finished members.
         is_over: Whether a state ends a text without a stop token: it is complete and has no
             continuation.
     """
 
     matchers: list[Any]
+    state_of: Integers64
     masks: Words
     is_over: Flags
 
 
-def _filled(compiled: _Compiled, matchers: list[Any]) -> _Step:
+def _filled(compiled: _Compiled, matchers: list[Any], state_of: Integers64) -> _Step:
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
     words = np.zeros((LIVE + len(matchers), -(-(size + 1) // 32)), np.int32)
     if matchers:
@@ -151,7 +166,7 @@ def _filled(compiled: _Compiled, matchers: list[Any]) -> _Step:
     for token_id in stop.tolist():
         bit = np.array(1 << token_id % 32, np.uint32).view(np.int32)
         masks[is_complete, token_id // 32] |= bit
-    return _Step(matchers, masks, is_over)
+    return _Step(matchers, state_of, masks, is_over)
 
 
 def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
@@ -160,67 +175,104 @@ def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
     return found
 
 
-def _advanced(
-    compiled: _Compiled, before: Future[_Step], parents: Integers64, token_ids: Integers64
-) -> _Step:
-    """Fork matchers and let them accept tokens; -1 leaves a matcher unchanged."""
-    known, library = before.result().matchers, compiled.library
+def _advanced(before: _Matched, token_ids: Integers64, states: States) -> _Step:
+    """Fork matchers and let them accept tokens; -1 leaves a matcher unchanged.
+
+    Args:
+        before: The members before the step.
+        token_ids: Token of each member, or -1.
+        states: Whether each member is then dead, finished or live.
+    """
+    compiled = before.compiled
+    known, library = before.step.result().matchers, compiled.library
+    width = len(compiled.tokens.texts) + 1
+    # The parent and the token of each new state; a token of -1 leaves a state as it is.
+    keys = np.where(states < LIVE, states, before.state_of * width + token_ids + 1)
+    keys = np.concatenate([[DEAD, FINISHED], keys])
+    distinct, state_of = np.unique(keys, return_inverse=True)
+    parents, after = np.divmod(distinct[LIVE:], width)
     matchers = [
         known[parent] if token_id < 0 else library.accepted(known[parent], token_id)
-        for parent, token_id in zip(parents.tolist(), token_ids.tolist(), strict=True)
+        for parent, token_id in zip(
+            (parents - LIVE).tolist(), (after - 1).tolist(), strict=True
+        )
     ]
-    return _filled(compiled, matchers)
-
-
-class _PendingMasks(NamedTuple):
-    """Masks of states that the constraint's thread computes."""
-
-    step: Future[_Step]
-
-    def result(self) -> torch.Tensor:
-        return torch.from_numpy(self.step.result().masks)
+    return _filled(compiled, matchers, state_of[LIVE:])
 
 
 class _Matched(StateConstraint):
-    """Members whose states are matchers, which members with equal histories share."""
+    """Members with matchers, which members with equal histories share.
 
-    def __init__(self, compiled: _Compiled, matcher: Any, size: int) -> None:
-        super().__init__(np.full(size, LIVE))
+    The states tell only live, dead and finished members apart. One thread computes the matchers
+    and masks of a step after the other.
+
+    Args:
+        compiled: The grammar.
+        thread: The thread.
+        step: Matchers and masks.
+        states: State of each member.
+        chosen: Member of the step that each member is; None for the same.
+    """
+
+    def __init__(
+        self,
+        compiled: _Compiled,
+        thread: ThreadPoolExecutor,
+        step: Future[_Step],
+        states: States,
+        chosen: Integers64 | None = None,
+    ) -> None:
+        super().__init__(states)
         self.compiled = compiled
-        # One thread, so that steps are computed in order.
-        self.thread = ThreadPoolExecutor(1, "genlm-grammar")
-        self.step = self.thread.submit(_filled, compiled, [matcher])
+        self.thread = thread
+        self.step = step
+        self._chosen = chosen
+        self._drawn: Integers64 | None = None
+
+    @property
+    def state_of(self) -> Integers64:
+        """Distinct state of each member; waits for the step."""
+        state_of = self.step.result().state_of
+        return state_of if self._chosen is None else state_of[self._chosen]
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of the distinct states; waits until they are filled."""
-        return torch.from_numpy(self.step.result().masks), self.states
+        return torch.from_numpy(self.step.result().masks), self.state_of
 
-    def _draw_masks(self) -> tuple[_PendingMasks, Integers64]:
-        return _PendingMasks(self.step), self.states
+    def _draw_masks(self) -> tuple[LaterMasks, None]:
+        return LaterMasks(self.masks), None
 
-    def advance(self, token_ids: IntegersLike) -> Self:
-        """Determine the distinct new states, which another thread computes."""
+    async def draw(
+        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
+    ) -> DrawnTokens:
+        """Draw tokens, and remember them, since they are allowed."""
+        drawn = await super().draw(population, temperature=temperature, seed=seed)
+        self._drawn = drawn.token_ids.numpy().copy()
+        return drawn
+
+    def advance(self, token_ids: IntegersLike) -> _Matched:
+        """Determine which members are over; the thread computes the matchers and masks."""
         tokens, states = self.compiled.tokens, self.states
-        ids = token_column(token_ids, len(self), len(tokens.texts))
-        is_allowed = _bits(self.step.result().masks, states, ids)
-        # The parent and the token of each new state; a token of -1 leaves a state as it is.
-        keys = states * (len(tokens.texts) + 1) + ids + 1
-        keys[(ids >= 0) & ~is_allowed] = DEAD
-        keys[is_allowed & tokens.is_stop[ids]] = FINISHED
-        keys[states < LIVE] = states[states < LIVE]
-        distinct, index = np.unique(
-            np.concatenate([[DEAD, FINISHED], keys]), return_inverse=True
-        )
-        parents, after = np.divmod(distinct[LIVE:], len(tokens.texts) + 1)
-        found = self.moved(index[LIVE:])
-        found.step = self.thread.submit(
-            _advanced, self.compiled, self.step, parents - LIVE, after - 1
-        )
-        return found.ended()
+        ids = token_column(token_ids, len(states), len(tokens.texts))
+        is_stop = tokens.is_stop[ids]
+        if np.logical_or.reduce(is_stop):
+            states = np.where(is_stop & (states == LIVE), FINISHED, states)
+        if self._drawn is None or np.logical_or.reduce(ids != self._drawn):
+            is_allowed = _bits(self.step.result().masks, self.state_of, ids)
+            states = np.where((ids >= 0) & ~is_allowed & (self.states == LIVE), DEAD, states)
+        step = self.thread.submit(_advanced, self, ids, states)
+        return _Matched(self.compiled, self.thread, step, states).ended()
 
-    def ended(self) -> Self:
+    def ended(self) -> _Matched:
         """Finish members whose text has no continuation, for models without stop tokens."""
         if self.compiled.tokens.stop.size:
             return self
-        is_over = self.step.result().is_over[self.states]
-        return self.moved(np.where(is_over, FINISHED, self.states))
+        is_over = self.step.result().is_over[self.state_of]
+        states = np.where(is_over, FINISHED, self.states)
+        return _Matched(self.compiled, self.thread, self.step, states, self._chosen)
+
+    def __getitem__(self, ancestors: Any) -> _Matched:
+        chosen = chosen_members(ancestors)
+        members = np.arange(len(self.states)) if self._chosen is None else self._chosen
+        states = self.states[chosen]
+        return _Matched(self.compiled, self.thread, self.step, states, members[chosen])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,13 @@ from genlm.constraints.protocol import (
     IntegersLike,
     Language,
 )
-from genlm.constraints.rejection import Rejection
+from genlm.constraints.rejection import estimates
 from genlm.constraints.states import (
     DEAD,
     FINISHED,
     LIVE,
     StateConstraint,
+    States,
     chosen_members,
     token_column,
 )
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from genlm.core.rows.row_masks import MasksLike
 
 __all__ = ["Python"]
+
+Texts: TypeAlias = npt.NDArray[np.object_]
 
 _FIRST_DRAWS = 8
 """Number of tokens drawn in the first round of the first step. Each further round draws four
@@ -80,9 +83,11 @@ class Python(Language):
         within: Language | None = None,
         extra_draws: int = 2,
     ) -> None:
-        self._prefix = prefix
-        self._complete = prefix if complete is None else complete
-        for function in (self._prefix, self._complete):
+        self.prefix = prefix
+        """Function that returns whether a text can be continued."""
+        self.complete = prefix if complete is None else complete
+        """Function that returns whether a text may end."""
+        for function in (self.prefix, self.complete):
             if not callable(function):
                 raise TypeError(f"expected a function of bytes; found {function!r}")
         self._within = utf8() if within is None else within
@@ -94,36 +99,48 @@ class Python(Language):
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`."""
         within = self._within.start(llm, size, text=text, stop=stop)
-        return _Tested(self, text_tokens.get(llm.vocabulary, stop), within, [text] * size)
-
-    def allows(self, text: bytes) -> bool:
-        """Whether a text may be continued."""
-        return bool(self._prefix(text))
-
-    def may_end(self, text: bytes) -> bool:
-        """Whether a text may end."""
-        return bool(self._complete(text))
+        texts = np.empty(size, object)
+        texts.fill(text)
+        tokens = text_tokens.get(llm.vocabulary, stop)
+        return _Tested(self, tokens, within, texts, np.full(size, LIVE))
 
     def __repr__(self) -> str:
-        name = getattr(self._prefix, "__name__", repr(self._prefix))
+        name = getattr(self.prefix, "__name__", repr(self.prefix))
         return f"<Python {name} within {self._within!r}>"
 
 
 class _Tested(StateConstraint):
-    """The texts of members, and the constraint from whose masks tokens are drawn."""
+    """The texts of members, and the constraint from whose masks tokens are drawn.
+
+    The states tell only live, dead and finished members apart.
+
+    Args:
+        language: The functions.
+        tokens: Texts of tokens.
+        within: Constraint from whose masks tokens are drawn.
+        texts: Text of each member, shape `(n,)`.
+        states: State of each member.
+        first_draws: Number of tokens drawn in the first round of the next step.
+    """
 
     def __init__(
-        self, language: Python, tokens: TextTokens, within: Constraint, texts: list[bytes]
+        self,
+        language: Python,
+        tokens: TextTokens,
+        within: Constraint,
+        texts: Texts,
+        states: States,
+        *,
+        first_draws: int = _FIRST_DRAWS,
     ) -> None:
-        super().__init__(np.full(len(texts), LIVE))
+        super().__init__(states)
         self.language = language
         self.tokens = tokens
         self.within = within
-        self.texts = np.empty(len(texts), object)
-        self.texts[:] = texts
-        self.first_draws = _FIRST_DRAWS
-        self.known: dict[tuple[bytes, bool], bool] = {}
-        """Results of the functions, which are called once for a text and whether it ends."""
+        self.texts = texts
+        self.first_draws = first_draws
+        self.known: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
+        """Whether texts may continue, and whether they may end; tested once."""
         self.accepted: _Accepted | None = None
         """The tokens of the last draw."""
 
@@ -131,47 +148,70 @@ class _Tested(StateConstraint):
         """Return the masks from which tokens are drawn before the function is called."""
         return self.within.masks()
 
-    def advance(self, token_ids: IntegersLike) -> Self:
+    def advance(self, token_ids: IntegersLike) -> _Tested:
         """Append tokens to the texts. Drawn tokens are not tested again."""
         ids = token_column(token_ids, len(self), len(self.tokens.texts))
-        within = self.within.advance(ids)
-        states = np.where(np.isneginf(within.log_potential), DEAD, self.states)
-        states[self.tokens.is_stop[ids] & (states == LIVE)] = FINISHED
-        states[self.states != LIVE] = self.states[self.states != LIVE]
-        texts, is_new = self.texts.copy(), (ids >= 0) & (self.states == LIVE)
-        if self.accepted is not None:
-            is_known = is_new & (ids == self.accepted.token_ids)
-            texts[is_known] = self.accepted.texts[is_known]
-            is_new &= ~is_known
-        for member in np.flatnonzero(is_new & (states != DEAD)).tolist():
-            texts[member], is_accepted = self.tested(self.texts[member], int(ids[member]))
-            if not is_accepted:
-                states[member] = DEAD
+        within, accepted = self.within.advance(ids), self.accepted
+        is_new = (ids >= 0) & (self.states == LIVE)
+        is_accepted, first_draws = ~is_new, self.first_draws
+        if accepted is not None:
+            first_draws = accepted.draws
+            is_accepted |= ids == accepted.token_ids
+        if not is_accepted.all():
+            members = np.flatnonzero(~is_accepted)
+            is_accepted[members] = self.tested(members, ids[members, None])[:, 0]
+        texts = self.texts.copy()
+        pieces = self.tokens.texts
+        grown = [
+            text + pieces[token_id]
+            for text, token_id in zip(texts[is_new].tolist(), ids[is_new].tolist(), strict=True)
+        ]
+        texts[is_new] = np.array([*grown, None], object)[:-1]
+        states = np.where(is_accepted, self.states, DEAD)
+        states[is_new & self.tokens.is_stop[ids] & is_accepted] = FINISHED
+        states[is_new & np.isneginf(within.log_potential)] = DEAD
         for member in np.flatnonzero(within.finished & (states == LIVE)).tolist():
-            is_accepted = self.language.may_end(texts[member])
-            states[member] = FINISHED if is_accepted else DEAD
-        found = self.moved(states)
-        found.within, found.texts, found.accepted = within, texts, None
-        found.known = {}
-        if self.accepted is not None:
-            found.first_draws = self.accepted.draws
-        return found
+            states[member] = FINISHED if self.language.complete(texts[member]) else DEAD
+        return _Tested(
+            self.language, self.tokens, within, texts, states, first_draws=first_draws
+        )
 
-    def tested(self, text: bytes, token_id: int) -> tuple[bytes, bool]:
-        """Return a text extended by a token, and whether it may continue or end there."""
-        is_end = bool(self.tokens.is_stop[token_id])
-        key = (text if is_end else text + self.tokens.texts[token_id]), is_end
-        if key not in self.known:
-            function = self.language.may_end if is_end else self.language.allows
-            self.known[key] = function(key[0])
-        return key[0], self.known[key]
+    def tested(self, members: Integers64, token_ids: Integers64) -> Flags:
+        """Return whether the texts of members may continue, or end, with tokens.
 
-    def __getitem__(self, ancestors: Any) -> Self:
+        Args:
+            members: Members, shape `(m,)`.
+            token_ids: Tokens of each of them, shape `(m, k)`; -1 for none.
+        """
+        pieces, (known, known_ends) = self.tokens.texts, self.known
+        prefix, complete = self.language.prefix, self.language.complete
+        flags = []
+        for text, ids in zip(self.texts[members].tolist(), token_ids.tolist(), strict=True):
+            for token_id in ids:
+                if token_id >= 0 and (piece := pieces[token_id]):
+                    grown = text + piece
+                    flag = known.get(grown)
+                    if flag is None:
+                        flag = known[grown] = bool(prefix(grown))
+                elif self.tokens.is_stop[token_id]:
+                    flag = known_ends.get(text)
+                    if flag is None:
+                        flag = known_ends[text] = bool(complete(text))
+                else:
+                    flag = False
+                flags.append(flag)
+        return np.array(flags, np.bool_).reshape(token_ids.shape)
+
+    def __getitem__(self, ancestors: Any) -> _Tested:
         chosen = chosen_members(ancestors)
-        found = super().__getitem__(chosen)
-        found.within, found.texts = self.within[chosen], self.texts[chosen]
-        found.accepted = None
-        return found
+        return _Tested(
+            self.language,
+            self.tokens,
+            self.within[chosen],
+            self.texts[chosen],
+            self.states[chosen],
+            first_draws=self.first_draws,
+        )
 
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
@@ -182,15 +222,17 @@ class _Tested(StateConstraint):
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
         """
         is_active = ~population.finished.numpy() & (self.states != FINISHED)
-        search, done, count = _Search(self, is_active), 0, self.first_draws
+        search = _Search(self, is_active)
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed
-        while not search.rejection.is_over.all():
-            drawn = await population.finish(search.rejection.is_over).draw_without_replacement(
+        count = self.first_draws
+        while not search.is_over.all():
+            # More draws by one seed begin with the same tokens.
+            drawn = await population.finish(search.is_over).draw_without_replacement(
                 count, masks, mask_index=index, temperature=temperature, seed=seed
             )
-            search.take(drawn, done)  # more draws by one seed begin with the same tokens
-            done, count = count, min(4 * count, len(self.tokens.texts) + 1)
+            search.take(drawn)
+            count = min(4 * count, len(self.tokens.texts) + 1)
         self.accepted = search.accepted()
         return search.drawn()
 
@@ -200,71 +242,100 @@ class _Accepted(NamedTuple):
 
     Attributes:
         token_ids: A token of each member; -1 for none.
-        texts: Texts of the members after these tokens.
-        draws: Number of draws that were sufficient for every accepted token and its estimate.
+        draws: Number of draws of the first round of the next step.
     """
 
     token_ids: Integers64
-    texts: npt.NDArray[np.object_]
     draws: int
 
 
 class _Search:
-    """The draws of one step for all members, until each has an accepted token."""
+    """The draws of one step for all members, until each has an accepted token.
+
+    Attributes:
+        is_over: Whether a member needs no further draw.
+    """
 
     def __init__(self, constraint: _Tested, is_active: Flags) -> None:
+        size = len(is_active)
+        self.is_over = ~is_active | (constraint.states == DEAD)
         self._constraint = constraint
-        size = len(constraint)
-        self.rejection = Rejection(size, constraint.language.extra_draws)
-        self.rejection.end(np.flatnonzero(~is_active | (constraint.states == DEAD)))
         self._is_active = is_active
-        self._token_ids = np.full(size, -1)
-        self._logprobs = np.zeros(size)
-        self._texts = constraint.texts.copy()
+        self._place = np.full(size, -1)  # of the first accepted draw
+        self._extra = np.full(size, constraint.language.extra_draws)
+        # The draws so far, shape (n, k), and the number of those that are tested.
+        self._done = 0
+        self._token_ids = np.full((size, 1), -1)
+        self._logprobs, self._draw_logprobs = np.full((2, size, 1), -np.inf)
+        self._is_accepted = np.zeros((size, 1), np.bool_)
 
-    def take(self, drawn: DrawnTokens, done: int) -> None:
-        """Test the draws of members that are not over, in order, after the first `done`."""
-        rejection, tested = self.rejection, self._constraint.tested
-        token_ids, logprobs = drawn.token_ids.numpy(), drawn.logprobs.double().numpy()
-        draw_logprobs = drawn.draw_logprob.double().numpy()
-        for place in range(done, token_ids.shape[1]):
-            ids = token_ids[:, place]
-            members = np.flatnonzero(~rejection.is_over)
-            is_last = ids[members] < 0
-            rejection.end(members[is_last])
-            members = members[~is_last]
-            if not len(members):
-                break
-            texts, tokens = self._constraint.texts[members].tolist(), ids[members]
-            found = [*map(tested, texts, tokens.tolist())]
-            is_accepted = np.array([flag for _, flag in found])
-            is_new = is_accepted & (rejection.place[members] < 0)
-            new = members[is_new]
-            self._token_ids[new], self._logprobs[new] = tokens[is_new], logprobs[new, place]
-            for row in np.flatnonzero(is_new).tolist():
-                self._texts[members[row]] = found[row][0]
-            at_hand = token_ids.shape[1] - 1 - place
-            rejection.add(members, draw_logprobs[members, place], is_accepted, at_hand)
+    def take(self, drawn: DrawnTokens) -> None:
+        """Test the draws of members that are not over, in order, after those before."""
+        count = drawn.token_ids.shape[1]
+        is_left = ~self.is_over[:, None]
+        self._token_ids = _widened(self._token_ids, count, -1)
+        self._logprobs = _widened(self._logprobs, count, -np.inf)
+        self._draw_logprobs = _widened(self._draw_logprobs, count, -np.inf)
+        self._is_accepted = _widened(self._is_accepted, count, False)
+        np.copyto(self._token_ids, drawn.token_ids.numpy(), where=is_left)
+        np.copyto(self._logprobs, drawn.logprobs.numpy(), where=is_left)
+        np.copyto(self._draw_logprobs, drawn.draw_logprob.numpy(), where=is_left)
+        # An estimate uses at least these draws.
+        end = min(1 + self._constraint.language.extra_draws, count)
+        while self._done < count and not self.is_over.all():
+            members = np.flatnonzero(~self.is_over)
+            tokens = self._token_ids[members, self._done : max(end, self._done + 1)]
+            flags = self._constraint.tested(members, tokens)
+            self._is_accepted[members, self._done : self._done + tokens.shape[1]] = flags
+            self._done += tokens.shape[1]
+            self._update(members, count)
+        self._done = count
 
-    def drawn(self) -> DrawnTokens:
-        """Return the accepted tokens of the members, with their weights."""
-        rejection, logprobs = self.rejection, self._logprobs
-        is_drawn = self._token_ids >= 0
-        log_mass = np.where(is_drawn, rejection.log_mass, 0.0)
-        log_weights = np.where(is_drawn, logprobs - rejection.log_probability + log_mass, 0.0)
-        is_lost = self._is_active & ~is_drawn
-        log_weights[is_lost] = logprobs[is_lost] = -np.inf
-        draw_logprobs = logprobs.copy()
-        draw_logprobs[is_drawn] -= log_weights[is_drawn]
-        columns = logprobs, log_weights, draw_logprobs
-        return DrawnTokens(
-            torch.from_numpy(self._token_ids.copy()),
-            *(torch.from_numpy(each).float() for each in columns),
-        )
+    def _update(self, members: Integers64, count: int) -> None:
+        """Determine which of the members are over after the tested draws."""
+        new = members[self._place[members] < 0]
+        accepted = self._is_accepted[new]
+        new, accepted = new[accepted.any(1)], accepted[accepted.any(1)]
+        self._place[new] = accepted.argmax(1)
+        at_hand = count - 1 - self._place[new]  # if any, the estimate uses no further round
+        extra = self._extra[new]
+        self._extra[new] = np.where(at_hand > 0, np.minimum(extra, at_hand), extra)
+        first = self._place[members]
+        is_complete = (first >= 0) & (first + self._extra[members] < self._done)
+        is_last = self._token_ids[members, self._done - 1] < 0
+        self.is_over[members] = is_complete | is_last
 
     def accepted(self) -> _Accepted:
         """Return the accepted tokens, and the number of draws for the next step."""
         least = 1 + self._constraint.language.extra_draws
-        needed = int(self.rejection.place.max(initial=-1)) + least
+        needed = int(self._place.max(initial=-1)) + least
         draws = min(max(least, needed), max(least, _MAX_FIRST_DRAWS))
-        return _Accepted(self._token_ids, self._texts, draws)
+        return _Accepted(self._first(self._token_ids, -1), draws)
+
+    def drawn(self) -> DrawnTokens:
+        """Return the accepted tokens of the members, with their weights."""
+        found = estimates(self._draw_logprobs, self._is_accepted, self._place, self._extra)
+        is_drawn = self._place >= 0
+        logprobs = np.where(self._is_active & ~is_drawn, -np.inf, 0.0)
+        log_weights, draw_logprobs = logprobs.copy(), logprobs.copy()
+        logprobs[is_drawn] = self._first(self._logprobs, 0.0)[is_drawn]
+        ratios = found.log_mass[is_drawn] - found.log_probability[is_drawn]
+        log_weights[is_drawn] = logprobs[is_drawn] + ratios
+        draw_logprobs[is_drawn] = -ratios
+        columns = logprobs, log_weights, draw_logprobs
+        return DrawnTokens(
+            torch.from_numpy(self._first(self._token_ids, -1)),
+            *(torch.from_numpy(each).float() for each in columns),
+        )
+
+    def _first(self, values: npt.NDArray[Any], otherwise: float) -> npt.NDArray[Any]:
+        """Return the value of each member's first accepted draw."""
+        found = values[np.arange(len(values)), self._place]
+        return np.where(self._place < 0, otherwise, found)
+
+
+def _widened(values: npt.NDArray[Any], count: int, otherwise: float) -> npt.NDArray[Any]:
+    """Return values of shape `(n, k)` with more columns."""
+    found = np.full((len(values), count), otherwise, values.dtype)
+    found[:, : values.shape[1]] = values[:, :count]
+    return found

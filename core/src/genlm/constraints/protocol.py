@@ -112,18 +112,23 @@ class Constraint(ABC):
         Raises:
             GenlmError: As `Population.draw`.
         """
-        dead = np.isneginf(self.log_potential) & ~self.finished & ~population.finished.numpy()
+        inactive = self._inactive()
+        active = population if inactive is None else population.finish(inactive)
         masks, index = self._draw_masks()
-        drawn = await population.finish(self.finished | dead).draw(
-            masks, mask_index=index, temperature=temperature, seed=seed
-        )
-        if dead.any():
+        drawn = await active.draw(masks, mask_index=index, temperature=temperature, seed=seed)
+        if inactive is not None:
+            dead = np.isneginf(self.log_potential) & ~population.finished.numpy()
             for column in drawn[1:]:
                 column[dead] = -np.inf
         return drawn
 
+    def _inactive(self) -> Flags | None:
+        """Return flags of the finished and the dead members; None if there are none."""
+        found = self.finished | np.isneginf(self.log_potential)
+        return found if found.any() else None
+
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
-        """Return masks for a draw, which may be pending or shared by several steps."""
+        """Return masks for a draw, which may be computed later or shared by several steps."""
         return self.masks()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Rejection sampling without replacement, for constraints that test single tokens.
+"""Estimates of rejection sampling without replacement, for constraints that test single tokens.
 
 Adaptive weighted rejection sampling (Lipkin et al., 2025, arXiv 2504.05410) draws tokens
 without replacement until one is accepted, which then has the distribution of the accepted
@@ -8,15 +8,31 @@ tokens. Their mass is estimated from subsequent draws, by the ordered estimates 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from genlm.constraints.protocol import Flags, Floats, Integers64
 
-__all__ = ["Rejection"]
+__all__ = ["Estimates", "estimates"]
 
 
-class Rejection:
-    r"""The draws of N members, each until a token is accepted and the mass is estimated.
+class Estimates(NamedTuple):
+    """Estimates for N members.
+
+    Attributes:
+        log_probability: Log of the probability of the accepted token among all tokens.
+        log_mass: Log of the estimated mass of the accepted tokens; `-inf` if there is none.
+    """
+
+    log_probability: Floats
+    log_mass: Floats
+
+
+def estimates(
+    draw_logprobs: Floats, is_accepted: Flags, place: Integers64, extra: Integers64
+) -> Estimates:
+    r"""Estimate the mass of the accepted tokens of N members from draws without replacement.
 
     Let `q` be the distribution of the draws, `A` the set of accepted tokens, and `x` the first
     of the draws `y_1, y_2, ...` in `A`, at place `n`. For each later place `i`,
@@ -29,65 +45,24 @@ class Rejection:
     is `q(A)`, so that `x` and its weight are an importance sample of `A`.
 
     Args:
-        size: Number of members.
-        extra: Number of draws after `x` that the estimate uses, at least 1.
-
-    Attributes:
-        is_over: Whether a member needs no further draw.
-        count: Number of draws of each member so far.
-        place: Place of `x` among the draws; -1 before `x` is drawn.
-        log_probability: Log of `q(x)`.
+        draw_logprobs: Log-probability of each draw among the remaining tokens, shape `(n, k)`;
+            `-inf` after the last token.
+        is_accepted: Whether each token is in `A`, shape `(n, k)`; arbitrary after the last
+            place that the estimate uses.
+        place: Place of `x` among the draws, from 0, shape `(n,)`; -1 if no token is in `A`.
+        extra: Number of places after `x` that the estimate uses, shape `(n,)`. Places after
+            the last draw have the mass of all accepted tokens.
     """
-
-    def __init__(self, size: int, extra: int) -> None:
-        self.is_over = np.zeros(size, np.bool_)
-        self.count = np.zeros(size, np.int64)
-        self.place = np.full(size, -1)
-        self.log_probability = np.zeros(size)
-        self._extra = np.full(size, extra)
-        self._left = np.zeros(size)  # log of the remaining mass of q
-        self._accepted = np.zeros(size)  # q of the accepted tokens so far
-        self._sum = np.zeros(size)  # of the estimates
-        self._places = np.zeros(size, np.int64)  # number of the estimates
-
-    @property
-    def log_mass(self) -> Floats:
-        """Log of the estimate of `q(A)`; `-inf` if no token was accepted."""
-        with np.errstate(divide="ignore"):
-            found: Floats = np.log(self._sum / np.maximum(self._places, 1))
-        return found
-
-    def add(
-        self, members: Integers64, draw_logprobs: Floats, is_accepted: Flags, at_hand: int
-    ) -> None:
-        """Record the next draw of members that are not over.
-
-        Args:
-            members: The members.
-            draw_logprobs: Log-probability of each token among the remaining tokens.
-            is_accepted: Whether each token is in `A`.
-            at_hand: Number of further draws that are already available. If there are any, the
-                estimate uses only these.
-        """
-        left, has_x = self._left[members], self.place[members] >= 0
-        logprobs = draw_logprobs + left
-        estimates = self._accepted[members] + is_accepted * np.exp(left)
-        self._sum[members] += has_x * estimates
-        self._places[members] += has_x
-        first = members[is_accepted & ~has_x]
-        self.place[first] = self.count[first]
-        self.log_probability[first] = logprobs[is_accepted & ~has_x]
-        if at_hand:
-            self._extra[first] = np.minimum(self._extra[first], at_hand)
-        self._accepted[members] += is_accepted * np.exp(logprobs)
-        with np.errstate(divide="ignore"):
-            self._left[members] += np.log(-np.expm1(np.minimum(draw_logprobs, 0.0)))
-        self.count[members] += 1
-        self.is_over[members] = self._places[members] >= self._extra[members]
-
-    def end(self, members: Integers64) -> None:
-        """Record that no token of members remains: the accepted tokens are the whole of `A`."""
-        rest = np.where(self.place[members] >= 0, self._extra[members], 0)
-        self._sum[members] += (rest - self._places[members]) * self._accepted[members]
-        self._places[members] = rest
-        self.is_over[members] = True
+    count = draw_logprobs.shape[1]
+    with np.errstate(divide="ignore"):
+        left, before = np.zeros((2, len(place), count + 1))  # before each place
+        left[:, 1:] = np.log(-np.expm1(np.minimum(draw_logprobs, 0.0))).cumsum(1)
+        logprobs = draw_logprobs + left[:, :-1]
+        before[:, 1:] = (is_accepted * np.exp(logprobs)).cumsum(1)
+        after = np.arange(count) - place[:, None]
+        is_used = (after > 0) & (after <= extra[:, None])
+        found = (is_used * (before[:, :-1] + is_accepted * np.exp(left[:, :-1]))).sum(1)
+        found += (extra - is_used.sum(1)) * before[:, -1]
+        log_mass = np.where(place < 0, -np.inf, np.log(found / np.maximum(extra, 1)))
+    log_probability = logprobs[np.arange(len(place)), np.maximum(place, 0)]
+    return Estimates(log_probability, log_mass)

@@ -7,15 +7,28 @@ continuation. Dead and finished members do not change, and no token is drawn for
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.constraints.protocol import Constraint, Integers64, IntegersLike
+from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
 
-__all__ = ["DEAD", "FINISHED", "LIVE", "StateConstraint", "chosen_members", "token_column"]
+if TYPE_CHECKING:
+    from genlm.core.rows.row_masks import MasksLike
+
+__all__ = [
+    "DEAD",
+    "FINISHED",
+    "LIVE",
+    "LaterMasks",
+    "StateConstraint",
+    "States",
+    "chosen_members",
+    "token_column",
+]
 
 States: TypeAlias = npt.NDArray[Any]
 
@@ -32,18 +45,34 @@ class StateConstraint(Constraint):
 
     def __init__(self, states: States) -> None:
         self.states = states
-        self.finished = states == FINISHED
-        self.log_potential = np.where(states == DEAD, -np.inf, 0.0)
 
-    def moved(self, states: States) -> Self:
-        """Return a copy whose members have other states."""
-        found = object.__new__(type(self))  # copy.copy takes several times as long
-        vars(found).update(vars(self))
-        StateConstraint.__init__(found, states)
+    @property
+    def finished(self) -> Flags:  # type: ignore[override]
+        """Whether the text of each member has ended."""
+        found: Flags = self.states == FINISHED
         return found
 
-    def __getitem__(self, ancestors: Any) -> Self:
-        return self.moved(self.states[chosen_members(ancestors)])
+    @property
+    def log_potential(self) -> Floats:  # type: ignore[override]
+        """0 for each member, `-inf` for dead ones."""
+        return np.where(self.states == DEAD, -np.inf, 0.0)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def _inactive(self) -> Flags | None:
+        found: Flags = self.states < LIVE
+        return found if np.logical_or.reduce(found) else None
+
+
+class LaterMasks(NamedTuple):
+    """Masks that the engine's thread requests when it has computed the rows.
+
+    Attributes:
+        result: Function that returns the masks and the index of each row's mask.
+    """
+
+    result: Callable[[], tuple[MasksLike, Integers64]]
 
 
 def token_column(token_ids: IntegersLike, count: int, vocab_size: int) -> Integers64:
@@ -56,7 +85,7 @@ def token_column(token_ids: IntegersLike, count: int, vocab_size: int) -> Intege
     found = np.asarray(given, np.int64)
     if found.shape != (count,):
         raise ValueError(f"token ids of shape {found.shape} for {count} members")
-    if count and not -1 <= found.min() <= found.max() < vocab_size:
+    if count and not -1 <= np.minimum.reduce(found) <= np.maximum.reduce(found) < vocab_size:
         raise ValueError(f"a token id is outside the vocabulary of {vocab_size} tokens")
     return found
 

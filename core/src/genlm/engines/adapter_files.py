@@ -10,7 +10,7 @@ from typing import Any
 
 from genlm.core.base.errors import AdapterError
 
-__all__ = ["read_adapter_config", "read_lora_config"]
+__all__ = ["read_lora_config"]
 
 _WEIGHTS = tuple(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt"))
 
@@ -55,35 +55,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 """Values with which a setting changes nothing, beside None, False and empty ones."""
 
 
-def read_adapter_config(name: str, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return the settings of an adapter.
-
-    Args:
-        name: Name of the adapter, for messages.
-        folder: Contains `adapter_config.json` and the weights, as peft's `save_pretrained`
-            writes them.
-
-    Raises:
-        AdapterError: The folder holds no adapter, or its settings cannot be read.
-    """
-    path = Path(folder)
-    file = path / "adapter_config.json"
-    if not file.is_file() or not any((path / weights).is_file() for weights in _WEIGHTS):
-        raise AdapterError(
-            f"adapter {name!r}: {str(folder)!r} is not a folder with adapter_config.json and "
-            f"adapter_model.safetensors, as peft's save_pretrained writes it"
-        )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AdapterError(
-            f"adapter {name!r}: {str(file)!r} is not valid JSON: {error}"
-        ) from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"adapter {name!r}: {str(file)!r} holds no settings")
-    return config
-
-
 def read_lora_config(
     name: str,
     folder: str | os.PathLike[str],
@@ -99,16 +70,17 @@ def read_lora_config(
 
     Args:
         name: Name of the adapter, for messages.
-        folder: As for `read_adapter_config`.
+        folder: Contains `adapter_config.json` and the weights, as peft's `save_pretrained`
+            writes them.
         engine: Name of the engine, for messages.
         supported: Settings beyond plain LoRA that the engine honours. None for all of peft's
             that leave the base model as it is.
 
     Raises:
-        AdapterError: As `read_adapter_config`; or the adapter is not a LoRA adapter, or has a
-            setting that the engine does not support.
+        AdapterError: The folder holds no LoRA adapter, its settings cannot be read, or the
+            engine does not support one of them.
     """
-    config = read_adapter_config(name, folder)
+    config = _read_config(name, Path(folder))
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -129,6 +101,24 @@ def read_lora_config(
             f"init_lora_weights: path_initial_model_for_weight_conversion of peft's "
             f"save_pretrained)"
         )
+    return config
+
+
+def _read_config(name: str, folder: Path) -> Mapping[str, Any]:
+    file = folder / "adapter_config.json"
+    if not file.is_file() or not any((folder / weights).is_file() for weights in _WEIGHTS):
+        raise AdapterError(
+            f"adapter {name!r}: {str(folder)!r} is not a folder with adapter_config.json and "
+            f"adapter_model.safetensors, as peft's save_pretrained writes it"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AdapterError(
+            f"adapter {name!r}: {str(file)!r} is not valid JSON: {error}"
+        ) from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"adapter {name!r}: {str(file)!r} holds no settings")
     return config
 
 

@@ -39,12 +39,9 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import SegmentLimits as SegmentLimits
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
-    from genlm.prefix.populations import Populations as Populations
-    from genlm.prefix.populations import SlotTree as SlotTree
     from genlm.prefix.rows import PrefixRows as PrefixRows
     from genlm.prefix.segment_forward import SegmentForward as SegmentForward
     from genlm.prefix.segment_forward import logits_of_keys as logits_of_keys
-    from genlm.prefix.tree import OutOfSlotsError as OutOfSlotsError
     from genlm.prefix.tree import PrefixTree as PrefixTree
     from genlm.prefix.tree import Tokens as Tokens
     from genlm.prefix.uncached import UncachedPath as UncachedPath

@@ -94,7 +94,11 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: The adapter is not loaded.
             TokenIdError: The tokenizer has an id for which the model has no embedding.
+            UnsupportedCapabilityError: The query requests scores of a model that lacks the
+                capability.
         """
+        if query.targets and Capability.SCORE not in self.capabilities:
+            raise self._unsupported(Capability.SCORE)
         self._check(query)
         super().submit(query)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.continuation import TableBatch, continuation
-from genlm.prefix.node import SCRATCH_SLOT, Node, Slots
-from genlm.prefix.tree import OutOfSlotsError
+from genlm.prefix.node import SCRATCH_SLOT
+from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Populations", "SlotTree"]
+__all__ = ["Populations"]
 
 RunTable = Callable[[TableBatch, str | None], "torch.Tensor"]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
@@ -35,41 +35,6 @@ _MOST_TOKENS = 32
 
 # Number of sequences used to estimate the number of new tokens of a first generation.
 _SAMPLED = 32
-
-
-class SlotTree(Protocol):
-    """Slots of a key-value cache, and computed sequences in them; see `PrefixTree`."""
-
-    capacity: int
-    evict_others: Callable[[], bool]
-
-    def missing(self, adapter: str | None, tokens: TokenSequence) -> int:
-        """Return the number of tokens at the end of a sequence that have no slot."""
-        ...
-
-    def find(self, adapter: str | None, tokens: TokenSequence) -> Node:
-        """Return the node that contains the last token of a sequence with slots."""
-        ...
-
-    def pin(self, adapter: str | None, tokens: TokenSequence) -> None:
-        """Prevent the eviction of a sequence until `unpin`."""
-        ...
-
-    def unpin(self, adapter: str | None, tokens: TokenSequence) -> None:
-        """Undo a call of `pin`."""
-        ...
-
-    def allocate(self, count: int) -> Slots:
-        """Allocate slots outside the tree.
-
-        Raises:
-            OutOfSlotsError: There are too few.
-        """
-        ...
-
-    def free(self, slots: Slots) -> None:
-        """Free slots that `allocate` returned."""
-        ...
 
 
 class Populations:
@@ -88,7 +53,7 @@ class Populations:
     # Unique in the process: a generation may outlive the engine that has its table.
     _keys = itertools.count()
 
-    def __init__(self, tree: SlotTree, *, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
         self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
         self.clear()
         tree.evict_others = self.evict_oldest

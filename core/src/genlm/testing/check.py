@@ -42,7 +42,6 @@ class Check:
         function: Takes a fixture; raises if the property is violated.
         kind: `"engine"` or `"trie"`.
         needs: A capability without which it does not apply.
-        unless: A capability with which it does not apply.
         member: A method of the trie without which it does not apply.
         oracle: Whether the check needs an oracle that is independent of the engine.
         cases: Cases that the check must cover. The function reports each with
@@ -52,7 +51,6 @@ class Check:
     function: Callable[[Any], None]
     kind: Kind
     needs: Capability | None = None
-    unless: Capability | None = None
     oracle: bool = False
     cases: tuple[str, ...] = field(default=())
     member: str | None = None
@@ -72,14 +70,13 @@ class Check:
 def engine_check(
     *,
     needs: Capability | None = None,
-    unless: Capability | None = None,
     oracle: bool = False,
     cases: tuple[str, ...] = (),
 ) -> Callable[[Callable[[EngineFixture], None]], Check]:
     """Create a check from a function of an `EngineFixture`; `Check` describes the arguments."""
 
     def decorate(function: Callable[[EngineFixture], None]) -> Check:
-        return Check(function, "engine", needs, unless, oracle, cases)
+        return Check(function, "engine", needs, oracle, cases)
 
     return decorate
 

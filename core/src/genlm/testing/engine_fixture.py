@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm import AsyncLM, Capability, OutputCache
+from genlm import AsyncLM, Capability, Context, OutputCache
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
 from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.fixture import Fixture, Profile
@@ -21,7 +20,7 @@ from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
 from genlm.testing.target import EngineTarget
 
-__all__ = ["EngineFixture", "describe_difference", "gathered"]
+__all__ = ["EngineFixture", "describe_difference"]
 
 T = TypeVar("T")
 
@@ -38,21 +37,6 @@ def describe_difference(row: Any, expected: torch.Tensor) -> str:
         f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at id {worst}, "
         f"{int((differences > 1e-4).sum())} of {len(row)} ids off by more than 1e-4"
     )
-
-
-async def gathered(
-    call: Callable[..., Any], asked: Sequence[Any], *, errors: bool = False, **options: Any
-) -> list[Any]:
-    """Call an asynchronous method once per argument, all at once.
-
-    Args:
-        call: The method.
-        asked: First argument of each call.
-        errors: Whether exceptions are returned in place of results.
-        **options: Further arguments of every call.
-    """
-    calls = (call(each, **options) for each in asked)
-    return list(await asyncio.gather(*calls, return_exceptions=errors))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -151,15 +135,9 @@ class EngineFixture(Fixture):
         """
         return sequences(self.token_ids, max(1, self.max_length - shorter_by))
 
-    def batches(
-        self, max_size: int = 6, *, shorter_by: int = 0
-    ) -> st.SearchStrategy[list[TokenTuple]]:
+    def batches(self, max_size: int = 6) -> st.SearchStrategy[list[TokenTuple]]:
         """Ragged batches, possibly with duplicates."""
-        return st.lists(self.sequences(shorter_by=shorter_by), min_size=1, max_size=max_size)
-
-    def lengths(self) -> st.SearchStrategy[int]:
-        """Lengths of sequences."""
-        return st.integers(1, self.max_length)
+        return st.lists(self.sequences(), min_size=1, max_size=max_size)
 
     def some_sequences(self, count: int, *, salt: int = 0) -> list[TokenTuple]:
         """Distinct sequences of mixed lengths from the seed."""
@@ -184,6 +162,14 @@ class EngineFixture(Fixture):
     def expected(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The oracle's row: shape `(vocab_size,)`, float64, on the CPU; do not modify."""
         return self._expected(tuple(token_ids), adapter)
+
+    def concurrent_rows(self, asked: Sequence[TokenTuple], lm: AsyncLM) -> list[torch.Tensor]:
+        """Request the rows of sequences concurrently."""
+
+        async def requested() -> list[torch.Tensor]:
+            return list(await asyncio.gather(*map(lm.next_token_logprobs, asked)))
+
+        return self.run(requested())
 
     def check_row(
         self,
@@ -222,6 +208,11 @@ class EngineFixture(Fixture):
         for position, (row, token_ids) in enumerate(zip(rows, asked, strict=True)):
             self.check_row(row, token_ids, adapter, position=position, **example)
 
+    def check_context(self, context: Context, /, **example: Any) -> None:
+        """Request the row of a context; raise `CheckFailure` unless it is the expected one."""
+        row = self.run(context.next_token_logprobs())
+        self.check_row(row, context.token_ids, **example)
+
     def check_drawn(
         self,
         logits: torch.Tensor,
@@ -255,42 +246,6 @@ class EngineFixture(Fixture):
             **example,
         )
         return high - low
-
-    # -- errors -----------------------------------------------------------------------
-
-    def expect_error(
-        self,
-        error: type[BaseException],
-        call: Callable[[], Any],
-        /,
-        **example: Any,
-    ) -> BaseException:
-        """Raise `CheckFailure` unless a call, or the coroutine it returns, raises `error`.
-
-        Returns:
-            The exception.
-        """
-
-        async def awaited(coroutine: Any) -> Any:
-            return await coroutine
-
-        result: Any
-        try:
-            result = self.call(call)
-            if inspect.isawaitable(result):
-                result = self.run(awaited(result))
-        except Exception as raised:  # noqa: BLE001 - checked below
-            result = raised
-        return self.expect_raised(error, result, **example)
-
-    def expect_raised(
-        self, error: type[BaseException], found: object, /, **example: Any
-    ) -> BaseException:
-        """Raise `CheckFailure` unless `found` is an exception of the class `error`."""
-        if isinstance(found, error):
-            return found
-        words = "a result" if isinstance(found, torch.Tensor) else repr(found)
-        raise CheckFailure(error.__name__, words, example)
 
     def _lone_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
         row = self._lone_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)

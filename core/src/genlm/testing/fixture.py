@@ -14,12 +14,11 @@ import inspect
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import hypothesis
-import numpy as np
 from hypothesis import strategies as st
 
 from genlm.testing.check import CheckTimeout, expect
@@ -31,7 +30,7 @@ __all__ = [
     "Fixture",
     "LoopThread",
     "Profile",
-    "call_together",
+    "call_within",
     "hypothesis_settings",
     "on_thread",
 ]
@@ -101,8 +100,8 @@ class Fixture:
         self.timeout_s = timeout_s
         self.cases: Counter[str] = Counter()
         self._resources = contextlib.ExitStack()
-        self._loops: list[LoopThread] = []
-        self.loop = self.new_loop()
+        self.loop = LoopThread()
+        self._resources.callback(self.loop.close)
 
     def __enter__(self) -> Self:
         return self
@@ -110,20 +109,15 @@ class Fixture:
     def __exit__(self, error: object, *_: object) -> None:
         self._resources.close()
         # If the check failed, unretrieved errors are most likely a consequence.
-        unhandled = [text for loop in self._loops for text in loop.unhandled]
         expect(
-            bool(error) or not unhandled,
+            bool(error) or not self.loop.unhandled,
             "no error that reaches an event loop's exception handler",
-            "; ".join(unhandled[:3]),
+            "; ".join(self.loop.unhandled[:3]),
         )
 
     def saw(self, case: str, times: int = 1) -> None:
         """Record that a case occurred."""
         self.cases[case] += times
-
-    def generator(self) -> np.random.Generator:
-        """A new random generator, seeded with the seed."""
-        return np.random.default_rng(self.seed)
 
     def for_all(
         self,
@@ -150,13 +144,6 @@ class Fixture:
 
         one_example()
 
-    def new_loop(self) -> LoopThread:
-        """An event loop on a dedicated thread, closed with the fixture."""
-        loop = LoopThread()
-        self._loops.append(loop)
-        self._resources.callback(loop.close)
-        return loop
-
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the fixture's event loop.
 
@@ -171,15 +158,7 @@ class Fixture:
         Raises:
             CheckTimeout: It took too long.
         """
-        return self.call_together([function])[0]
-
-    def call_together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Call functions concurrently, each on a separate thread.
-
-        Raises:
-            CheckTimeout: One took too long.
-        """
-        return call_together(functions, self.timeout_s)
+        return call_within(function, self.timeout_s)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Poll until a condition is true.
@@ -192,6 +171,29 @@ class Fixture:
             if time.monotonic() > deadline_s:
                 raise CheckTimeout(f"waiting for {what}", self.timeout_s)
             time.sleep(1e-4)
+
+    def expect_error(
+        self, error: type[BaseException], call: Callable[[], Any], /, **example: Any
+    ) -> None:
+        """Raise `CheckFailure` unless a call, or the coroutine it returns, raises `error`."""
+
+        async def awaited(coroutine: Any) -> Any:
+            return await coroutine
+
+        result: Any
+        try:
+            result = self.call(call)
+            if inspect.isawaitable(result):
+                result = self.run(awaited(result))
+        except Exception as raised:  # noqa: BLE001 - checked below
+            result = raised
+        self.expect_raised(error, result, **example)
+
+    def expect_raised(
+        self, error: type[BaseException], found: object, /, **example: Any
+    ) -> None:
+        """Raise `CheckFailure` unless `found` is an exception of the class `error`."""
+        expect(isinstance(found, error), error.__name__, repr(found), **example)
 
 
 # -- threads and event loops ---------------------------------------------------------------
@@ -266,24 +268,19 @@ async def _cancel_all() -> None:
         await asyncio.wait(others, timeout=0.5)
 
 
-def call_together(functions: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
-    """Call functions concurrently, each on a separate thread, until one raises.
+def call_within(function: Callable[[], T], timeout_s: float) -> T:
+    """Call a function on a separate thread.
 
     Raises:
-        BaseException: The first exception; the other calls are not waited for.
-        CheckTimeout: One took longer than `timeout_s`.
+        CheckTimeout: It took longer than `timeout_s`.
+        BaseException: The exception that it raised.
     """
-    futures = [_started(function) for function in functions]
-    ended, late = concurrent.futures.wait(
-        futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION
-    )
-    for future in ended:
-        future.result()
-    if late:
-        function = functions[next(i for i, future in enumerate(futures) if future in late)]
+    future = _started(function)
+    done, _ = concurrent.futures.wait([future], timeout_s)
+    if not done:
         name = getattr(function, "__qualname__", repr(function))
         raise CheckTimeout(f"the call {name}", timeout_s)
-    return [future.result() for future in futures]
+    return future.result()
 
 
 def on_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:

@@ -49,14 +49,12 @@ class EngineTarget:
             default, the cap for `dtype`.
         token_ids: Ids that sequences are made of, including 0; by default the vocabulary.
         max_length: Length of the longest sequence.
-        tight_options: Engine options that limit its own caches to almost nothing, or several
-            such options, from no room at all to a few tokens.
+        tight_options: Sets of engine options that limit its own caches to almost nothing, from
+            no room at all to a few tokens; none for an engine without caches.
         texts: Texts that the tokenizer encodes without loss, for the round trip.
         timeout_s: Time after which an unanswered request counts as lost.
         shared: Whether all checks use one engine, because building it is slow; its caches
             then stay warm from one check to the next.
-        front: The class between callers and the engine: `AsyncLM`, or a replacement to be
-            checked.
 
     Raises:
         ValueError: `dtype` has no cap, or `tolerance` is above it.
@@ -70,11 +68,10 @@ class EngineTarget:
     tolerance: float | None = None
     token_ids: Sequence[int] | None = None
     max_length: int = 24
-    tight_options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    tight_options: Sequence[Mapping[str, Any]] = ()
     texts: Sequence[str] = DEFAULT_TEXTS
     timeout_s: float = 60.0
     shared: bool = False
-    front: Callable[..., AsyncLM] | None = None
     _engines: dict[str, SharedEngine] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -98,14 +95,6 @@ class EngineTarget:
         """Largest difference of a log-probability that a check accepts."""
         return TOLERANCE_CAPS[self.dtype] if self.tolerance is None else self.tolerance
 
-    @property
-    def tight_variants(self) -> list[Mapping[str, Any]]:
-        """Each of the `tight_options`."""
-        options = self.tight_options
-        if options is None or isinstance(options, Mapping):
-            return [] if options is None else [options]
-        return list(options)
-
     def load(
         self,
         watch: Callable[[Engine], Engine] = lambda engine: engine,
@@ -122,8 +111,7 @@ class EngineTarget:
         """
         from genlm import AsyncLM
 
-        front = AsyncLM if self.front is None else self.front
-        return front(
+        return AsyncLM(
             lambda: watch(self._engine(engine_options or {})), name=self.model, **options
         )
 

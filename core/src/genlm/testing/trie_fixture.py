@@ -6,7 +6,6 @@ sum is `math.fsum` of the same weights in float64.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.testing.check import CheckTimeout, expect
+from genlm.testing.check import expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.target import TrieTarget
 
@@ -74,15 +73,6 @@ class TrieFixture(Fixture):
     def build(self, items: Sequence[Any]) -> Any:
         """The trie of a vocabulary."""
         return self.call(lambda: self.target.build(items))
-
-    def at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when the fixture is closed, the last one first; ignore a timeout."""
-
-        def end() -> None:
-            with contextlib.suppress(CheckTimeout):
-                self.call(function)
-
-        self._resources.callback(end)
 
     def weights(
         self, count: int, *, salt: int = 0, low: float = 0.0, high: float = 1.0

@@ -1,4 +1,4 @@
-"""`AsyncSGLTransformer` on SGLang itself, by name and by object."""
+"""`AsyncSGLTransformer` on SGLang itself."""
 
 from __future__ import annotations
 

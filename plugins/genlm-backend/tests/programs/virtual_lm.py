@@ -1,10 +1,9 @@
-"""`AsyncVirtualLM` on a real vLLM: by name, then by an engine object of one's own."""
+"""`AsyncVirtualLM` on a real vLLM."""
 
 import asyncio
 import json
 import os
 import sys
-import warnings
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as published: the engine is in-process
 
@@ -18,7 +17,7 @@ OPTIONS = {
 }
 
 
-def served_by_name():
+def served():
     from genlm.backend import AsyncVirtualLM
 
     with AsyncVirtualLM.from_name(folder, engine_opts=OPTIONS, cache_size=2) as llm:
@@ -33,30 +32,9 @@ def served_by_name():
             "hits": hits,
             "entries": len(llm.cache),
             "model": type(llm.underlying_model).__name__,
-            "number": llm.hash_to_int("poet"),
             "distinct": len({tuple(tokens) for tokens in drawn}),
         }
 
 
-def served_by_object():
-    from vllm import LLM
-
-    from genlm.backend import AsyncVirtualLM
-
-    # vLLM's own worker refuses to start in a control group that is full of file pages.
-    engine = LLM(model=folder, worker_cls="genlm_vllm.cpu_worker.CPUWorker", **OPTIONS)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        llm = AsyncVirtualLM(engine)
-    with llm:
-        return {
-            "rows": llm.batch_next_token_logprobs_sync(SEQUENCES).tolist(),
-            "warnings": [str(w.message) for w in caught if "AsyncVirtualLM" in str(w.message)],
-            "max_context": llm.max_context,
-            "kv_bytes": llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes,
-        }
-
-
 if __name__ == "__main__":
-    print(json.dumps(served_by_name()))
-    print(json.dumps(served_by_object()))
+    print(json.dumps(served()))

@@ -21,7 +21,6 @@ from genlm.plugin import (
     ModelLoadError,
     Query,
     TokenSequence,
-    UnsupportedCapabilityError,
     check_query,
     model_source,
     rows_from_logits,

@@ -45,7 +45,7 @@ from genlm_ray.wire import (
     placed_sample,
 )
 
-__all__ = ["Configuration", "Driver", "ReplicaLink"]
+__all__ = ["COUNTED", "Configuration", "Driver", "ReplicaLink"]
 
 logger = logging.getLogger("genlm.ray")
 
@@ -58,7 +58,8 @@ _RETRY_S = 0.2
 _MAX_CALLS = 8
 """Maximum number of unanswered messages to a replica."""
 
-_COUNTED = ("tokens_computed", "tokens_evaluated", "tokens_drawn")
+COUNTED = ("tokens_evaluated", "tokens_computed")
+"""Counters that are kept when a replica is started again."""
 
 
 class Configuration(NamedTuple):
@@ -123,7 +124,7 @@ class ReplicaLink:
 
     def end(self) -> None:
         """Forget a lost session, and keep its counters."""
-        for name in _COUNTED:
+        for name in COUNTED:
             if name in self._statistics:
                 self._before[name] = self.counted(name) or 0
         self._statistics = {}
@@ -156,7 +157,7 @@ class ReplicaLink:
         """The engine's statistics and the replica's state."""
         state = "dead" if self.is_dead else "up" if self.session else "starting"
         found = {"state": state, "restarts": self.restarts, "pid": self.pid, **self._statistics}
-        counts = {name: self.counted(name) for name in _COUNTED}
+        counts = {name: self.counted(name) for name in COUNTED}
         return found | {name: value for name, value in counts.items() if value is not None}
 
 

@@ -23,13 +23,11 @@ from genlm.plugin import (
     Vocabulary,
 )
 from genlm_ray import cluster, serving
-from genlm_ray.driver import Configuration, Driver
+from genlm_ray.driver import COUNTED, Configuration, Driver
 from genlm_ray.replica import ReplicaSpec
 from genlm_ray.router import AnyQuery, Router
 
 __all__ = ["RayEngine"]
-
-_COUNTED = ("tokens_evaluated", "tokens_computed", "tokens_drawn")
 
 
 class RayEngine:
@@ -238,7 +236,7 @@ class RayEngine:
         """Token counts of all replicas together, and the statistics of each by its number."""
         links = self.driver.links
         found: dict[str, int | float | str] = {"replicas": len(links)}
-        for name in _COUNTED:
+        for name in COUNTED:
             counts = [count for each in links if (count := each.counted(name)) is not None]
             if counts:
                 found[name] = sum(counts)

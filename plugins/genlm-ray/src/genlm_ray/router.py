@@ -18,6 +18,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
+import numpy as np
+
 from genlm.plugin import GroupQuery, Query, TokenSequence
 from genlm_ray.wire import PlacedGeneration
 
@@ -106,8 +108,9 @@ class RoutedQuery:
         self.parent = parent
         self.tokens = 1
         if isinstance(query, GroupQuery):
-            most = 1 if query.sampling is None else int(query.sampling.max_tokens.max())
-            self.tokens = len(query.wanted) * most
+            self.tokens = len(query.wanted)
+            if query.sampling is not None:
+                self.tokens *= int(np.max(query.sampling.max_tokens))
         self.replica = -1
         self.cost = 0.0
         self.placed: PlacedGeneration | None = None

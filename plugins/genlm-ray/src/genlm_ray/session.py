@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from genlm.plugin import Completion, SampledGroup
+from genlm.plugin import Completion, GroupQuery, SampledGroup
 from genlm_ray.client_reductions import ClientReductions, has_client_code
 from genlm_ray.router import AnyQuery
 from genlm_ray.shared_engine import Share, SharedEngine
@@ -51,7 +51,8 @@ class Session:
         self._share = Share()
         self._unanswered: set[int] = set()
         self._reducing: dict[int, asyncio.Task[None]] = {}
-        self._sampled: dict[int, int] = {}  # numbers of the generations of results
+        # Numbers of the generations of results, and their queries.
+        self._sampled: dict[int, tuple[int, GroupQuery]] = {}
         self._reductions = ClientReductions(
             self._compute, engine.engine.vocabulary.size, reduction_s
         )
@@ -68,10 +69,11 @@ class Session:
             queries: The queries.
             sampled: The number of the generation of a result, by the id of its query.
         """
-        self._sampled |= sampled
         plain = []
         for query in queries:
             self._unanswered.add(query.query_id)
+            if isinstance(query, GroupQuery) and query.query_id in sampled:
+                self._sampled[query.query_id] = sampled[query.query_id], query
             if has_client_code(query):
                 task = asyncio.create_task(self._reduce(query))
                 self._reducing[query.query_id] = task
@@ -96,14 +98,14 @@ class Session:
         self._reductions.close()
 
     def _finish(self, completion: Completion) -> None:
-        number = self._sampled.pop(completion.query_id, None)
+        sampled = self._sampled.pop(completion.query_id, None)
         if completion.query_id not in self._unanswered:  # it was aborted
             return
         self._unanswered.remove(completion.query_id)
         result = completion.result
-        if number is not None and isinstance(result, SampledGroup):
-            sample = self.generations.store_sample(number, result)
-            completion = completion._replace(result=sample)
+        if sampled is not None and isinstance(result, SampledGroup):
+            rest = self.generations.store_sample(*sampled, result)
+            completion = completion._replace(result=rest)
         self.finished.append(completion)
         self.changed.set()
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from genlm import EngineError
 from genlm.plugin import Completion, Engine, GroupQuery, Query, Reduced, Scheduler, with_groups
 from genlm_ray.router import AnyQuery
@@ -149,7 +151,7 @@ def _submissions(query: AnyQuery, own_id: int) -> list[tuple[AnyQuery, Any, Any]
 def _tokens_of(query: AnyQuery) -> int:
     """Cost of a query in tokens: rows, targets or continuations."""
     if isinstance(query, GroupQuery):
-        most = 1 if query.sampling is None else int(query.sampling.max_tokens.max())
+        most = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
         return len(query.wanted) * most
     return 1 + len(query.targets)
 

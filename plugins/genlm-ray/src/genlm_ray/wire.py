@@ -266,10 +266,17 @@ class Generations:
             sampling,
         )
 
-    def store_sample(self, number: int, found: SampledGroup) -> SampledGroup:
-        """Store the generation of a result, and return the rest of the result."""
-        self._add(number, found.generation, found.token_ids.numel())
-        nothing: Any = None  # the driver computes them
+    def store_sample(self, number: int, group: GroupQuery, found: SampledGroup) -> SampledGroup:
+        """Store the generation of a group's result, and return the rest of the result."""
+        generation, lineage = found.generation, found.generation.lineage
+        while lineage is not group.generation.lineage and lineage.parent is not None:
+            lineage = lineage.parent
+        if lineage is not group.generation.lineage:  # it does not extend the group's
+            assert group.sampling is not None  # noqa: S101 - it has a result of this kind
+            ids = found.token_ids.numpy()
+            generation, _ = group.generation.extended(group.sampling.places, ids)
+        self._add(number, generation, found.token_ids.numel())
+        nothing: Any = None  # the driver extends its generation in the same way
         return found._replace(generation=nothing, places=nothing)
 
     def drop(self, number: int) -> None:

@@ -12,13 +12,14 @@ import itertools
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from genlm.plugin import AdapterError, AdapterTable, EvaluationError, read_lora_config
+from genlm import prefix
+from genlm.plugin import AdapterError, EvaluationError, read_lora_config
 from genlm_sgl.served_model import ServedModel
 
 __all__ = ["Adapters"]
 
 
-class Adapters(AdapterTable[str]):
+class Adapters(prefix.Adapters[str]):
     """The loaded adapters with SGLang's ids; memory limits their number.
 
     Args:

@@ -23,7 +23,14 @@ from genlm.plugin import (
     preserve_process_state,
     release_process,
 )
-from genlm.prefix import PathChoice, PrefixEngine, PrefixRows, ScoredText
+from genlm.prefix import (
+    BatchLimits,
+    PathChoice,
+    PrefixEngine,
+    PrefixRows,
+    ScoredText,
+    UncachedPath,
+)
 from genlm_sgl.adapters import Adapters
 from genlm_sgl.corrections import ModelCorrections
 from genlm_sgl.forward import SGLangForward
@@ -85,8 +92,7 @@ class SGLEngine(PrefixEngine):
     Attributes:
         vocabulary: The tokenizer's ids.
         max_context: The model's window, or the size of the KV cache if that is smaller.
-        capabilities: `PREFIX_CACHE`; `SCORE` unless SGLang's hidden states cannot be read;
-            `LORA` with `enable_lora` in `engine_opts`.
+        capabilities: `PREFIX_CACHE`, `SCORE`; `LORA` with `enable_lora` in `engine_opts`.
         capability_hints: Instructions for enabling `LORA`, if it is disabled.
         closed: Whether `close` was called.
     """
@@ -152,10 +158,8 @@ class SGLEngine(PrefixEngine):
         self.vocabulary = Vocabulary.from_tokenizer(served.tokenizer)
         adapters = Adapters(served)
         width = max(served.embedding_rows, self.vocabulary.size)
-        forward = SGLangForward(served, adapters, width=width)
-        self._why_by_rows = self._obstacle_to_score(forward)
-        can_score = self._why_by_rows is None
-        path = self._path(forward, width, _no_room if can_score else None)
+        self._why_decoded = self._obstacle_to_reading(adapters, width)
+        path = self._path(adapters, width, reads_states=self._why_decoded is None)
         hints = {} if options.get("enable_lora") else {Capability.LORA: _LORA_HINT}
         self.serve(
             PathChoice("slots", path, "the only one"),
@@ -164,33 +168,33 @@ class SGLEngine(PrefixEngine):
             hints=hints,
         )
 
-    def _path(self, forward: SGLangForward, width: int, score_without_cache: Any) -> PrefixRows:
+    def _path(self, adapters: Adapters, width: int, *, reads_states: bool) -> PrefixRows:
         served = self._served
         token_bytes = served.bytes_per_token
+        max_rows = max(1, _LOGITS_PER_PASS // width)
         return PrefixRows(
-            forward,
-            without_cache=_no_room,
-            score_without_cache=score_without_cache,
+            SGLangForward(served, adapters, reads_states=reads_states),
+            uncached=_NoRoom(self.vocabulary, BatchLimits(served.max_tokens, max_rows)),
             vocabulary=self.vocabulary,
             budget_bytes=(served.token_capacity + 1) * token_bytes,
             bytes_per_token=token_bytes,
             max_tokens=served.max_tokens,
-            max_rows=max(1, min(served.max_rows, _LOGITS_PER_PASS // width)),
+            max_rows=max_rows,
         )
 
-    def _obstacle_to_score(self, forward: SGLangForward) -> str | None:
-        """Prepare scores; return why texts are scored by a row of each position, else None."""
+    def _obstacle_to_reading(self, adapters: Adapters, width: int) -> str | None:
+        """Prepare scores; return why texts are decoded, else None."""
         obstacle = self._served.obstacle_to_score
         if obstacle is not None:
             return obstacle
         try:
             with quiet():
                 self._served.read_hidden_states()
-                self._compare_scores(self._path(forward, self.vocabulary.size, _no_room))
+                self._compare_scores(self._path(adapters, width, reads_states=True))
         except Exception as error:  # noqa: BLE001 - whatever SGLang's code has become
             obstacle = f"{type(error).__name__}: {error}"
             logger.warning(
-                "texts are scored by a row of each position, which is slow: SGLang %s does "
+                "the tokens of scored texts are decoded, which may be slow: SGLang %s does "
                 "not score them as the version that is known (%s)",
                 self._version,
                 obstacle,
@@ -254,13 +258,12 @@ class SGLEngine(PrefixEngine):
         `corrections` names the differences from the config that were corrected, `scores` the
         method by which texts are scored.
         """
-        by_rows = self._why_by_rows
         return {
             "sglang": self._version,
             "device": self._served.device,
             "model_class": type(self._served.model).__name__,
             "corrections": self._corrections,
-            "scores": f"by rows: {by_rows}" if by_rows else "in one pass",
+            "scores": f"decoded: {why}" if (why := self._why_decoded) else "in one pass",
             "kv_token_capacity": self._served.token_capacity,
         }
 
@@ -278,8 +281,14 @@ class SGLEngine(PrefixEngine):
         release_process(self)
 
 
-def _no_room(_sequence: object) -> NoReturn:
-    # A context within `max_context` fits into a cache of which nothing is pinned.
-    raise EvaluationError(
-        "a context does not fit into SGLang's KV cache; raise engine_opts['max_total_tokens']"
-    )
+class _NoRoom(UncachedPath):
+    """Fails sequences that do not fit into the KV cache: SGLang has no other memory for them.
+
+    A context within `max_context` fits into a cache of which nothing is pinned.
+    """
+
+    def run(self, sequences: Sequence[Sequence[int]], firsts: Any) -> NoReturn:  # noqa: ARG002
+        raise EvaluationError(
+            "a context does not fit into SGLang's KV cache; raise "
+            "engine_opts['max_total_tokens']"
+        )

@@ -1,4 +1,4 @@
-"""The options of SGLang's scheduler: checks and defaults."""
+"""Options of SGLang's `ServerArgs`: checks and defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ __all__ = [
     "load_error",
     "mapping_of",
     "runs_on_cpu",
-    "shown",
 ]
 
 _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
@@ -49,7 +48,7 @@ _KV_SHARE = 0.25
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
 _REQUESTS_BYTES = 2**26
-"""Maximum bytes of the requests' slot tables and of the logits of a full batch."""
+"""Maximum bytes of SGLang's table of slots, and of the logits of a full pass."""
 
 _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
@@ -158,7 +157,7 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     return {**options, **named}
 
 
-def shown(engine_opts: Mapping[str, Any]) -> str:
+def _shown(engine_opts: Mapping[str, Any]) -> str:
     """Return options for an error message."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"
 
@@ -169,7 +168,7 @@ def load_error(
     """Return the error of a failed build of SGLang, with the request and the cause."""
     first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     return ModelLoadError(
-        f"asked SGLang {version} for the model {source!r} with {shown(wanted)}; it raised "
+        f"asked SGLang {version} for the model {source!r} with {_shown(wanted)}; it raised "
         f"{first_line} (options apart, the model must be a folder or an accessible hub id with "
         f"config.json, weights and tokenizer of an architecture that this SGLang serves on "
         f"this device)"
@@ -214,10 +213,10 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
 
 
 def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
-    """Return the maximum number of requests on a CPU: from 64 to 1024.
+    """Return the maximum number of sequences of a pass on a CPU: from 64 to 1024.
 
-    Each takes a row of slots as long as the context, and a row of logits in a batch: 4 bytes
-    for a position or an id.
+    Each takes a row of slots as long as the context, and a row of logits: 4 bytes for a
+    position or an id.
     """
     try:
         config = _text_config(model, options)

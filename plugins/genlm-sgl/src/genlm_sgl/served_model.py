@@ -18,21 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.plugin import EvaluationError, ModelLoadError
+from genlm.plugin import EvaluationError, ModelLoadError, device_index
 from genlm.prefix import Segment, Slots
 
-__all__ = ["ComputeLogits", "LoadWeightsHook", "ReadStates", "ServedModel", "server_options"]
+__all__ = ["LoadWeightsHook", "ServedModel", "server_options"]
 
 Weights = Iterator[tuple[str, Any]]
 
 LoadWeightsHook = Callable[[Any, Weights], Weights]
 """Takes a built model and the weights of its checkpoint; returns the weights to load."""
-
-ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
-"""Computes logits, shape `(n, width)`, of hidden states, shape `(n, hidden_size)`."""
-
-ReadStates = Callable[[torch.Tensor, ComputeLogits], None]
-"""Takes the hidden states of the tokens of a pass, and a `ComputeLogits`."""
 
 Integers = npt.NDArray[np.int64]
 
@@ -71,7 +65,8 @@ class ServedModel:
 
             self._memory = Unpinned
         self.output_bias: torch.Tensor | None = None
-        self._read: ReadStates | None = None  # of the pass that runs
+        self._places: Integers | None = None  # whose logits the pass that runs computes
+        self._logits: list[torch.Tensor] = []
         self._trunk: Slots | None = None
         self._trunk_rows = 0
         try:
@@ -238,24 +233,25 @@ class ServedModel:
         self,
         segments: Sequence[Segment],
         adapter_id: str | None,
-        read: ReadStates | None = None,
+        places: Integers | None = None,
     ) -> torch.Tensor:
         """Compute segments whose pasts are computed; they are the first rows of the table.
 
         Args:
             segments: At most `max_rows` segments, in the order of `write_rows`.
             adapter_id: SGLang's id of the adapter; None for the model without adapters.
-            read: Called with the hidden states of all tokens.
+            places: Indices of new tokens of all segments, after `read_hidden_states`; None for
+                the last token of each segment.
 
         Returns:
-            Logits after the last token of each segment, shape `(segments, width)`.
+            Logits after these tokens, shape `(n, width)`.
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         lengths = [len(segment.tokens) for segment in segments]
-        self._read = read
+        self._places = places
         try:
-            return self._run(
+            logits = self._run(
                 ForwardMode.EXTEND,
                 np.concatenate([np.asarray(each.tokens, np.int64) for each in segments]),
                 np.array([len(segment.slots) for segment in segments]),
@@ -266,8 +262,10 @@ class ServedModel:
                 extend_lens=lengths,
                 extend_num_tokens=sum(lengths),
             )
+            return logits if places is None else self._logits.pop()
         finally:
-            self._read = None
+            self._places = None
+            self._logits.clear()
 
     def _run(
         self,
@@ -348,7 +346,7 @@ class ServedModel:
         return "graphs of prefills"  # run no code of Python
 
     def read_hidden_states(self) -> None:
-        """Have `extend` read hidden states, before the logits of a pass are computed.
+        """Have `extend` compute logits from any of the hidden states of a pass.
 
         Raises:
             AttributeError: The model does not compute its logits as those of the known version.
@@ -360,24 +358,23 @@ class ServedModel:
         get_logits = processor._get_logits  # noqa: SLF001
 
         def before(_processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if self._read is None:
+            if self._places is None:
                 return
             found = signature.bind(*arguments, **named).arguments
             forward_batch, lm_head = found["logits_metadata"], found["lm_head"]
-
-            def compute_logits(states: torch.Tensor) -> torch.Tensor:
-                metadata = LogitsMetadata.from_forward_batch(forward_batch)
-                logits: torch.Tensor = get_logits(
-                    states, lm_head, metadata, use_logits_buffer=False
-                )
-                return self._biased(logits)
 
             states, count = found["hidden_states"], forward_batch.extend_num_tokens
             if len(states) < count:  # the graph of a pass may compute more, after these
                 raise EvaluationError(
                     f"SGLang computed {len(states)} hidden states in a pass over {count} tokens"
                 )
-            self._read(states, compute_logits)
+            logits = get_logits(
+                states[device_index(self._places.tolist(), states.device)],
+                lm_head,
+                LogitsMetadata.from_forward_batch(forward_batch),
+                use_logits_buffer=False,
+            )
+            self._logits.append(self._biased(logits))
 
         processor.register_forward_pre_hook(before, with_kwargs=True)
 

@@ -37,7 +37,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             adapters=model.adapters,
             max_length=40,  # more than a KV block
             # In other processes: one engine may compute in this one.
-            tight_options={"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True},
+            tight_options=[{"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True}],
             timeout_s=300,  # includes importing vLLM and starting its workers
             shared=True,
         )

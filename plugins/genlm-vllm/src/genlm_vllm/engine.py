@@ -140,7 +140,7 @@ class VLLMEngine:
         declared = {
             Capability.LORA: capacity,
             Capability.PREFIX_CACHE: caches_prefixes,
-            Capability.SCORE: self._workers.score,
+            Capability.SCORE: self._workers.have_scores,
         }
         self.capabilities = frozenset(each for each, holds in declared.items() if holds)
         # Without a reference to this object: vLLM keeps parts of a live engine in global state,

@@ -268,7 +268,7 @@ class Residents:
                 living = self._extended(action, parent, length, new)
                 if action == "feed":
                     members["continued"] += 1
-                elif action == "fork":
+                elif action == "fork" and living is not None:
                     members["begun" if living.added is None else "forked"] += 1
             if living is None:
                 self._to_begin.append((pending, place))
@@ -374,7 +374,8 @@ class Residents:
         is_first, pending.is_sent = not pending.is_sent, True
         pending.left -= len(places)
         if isinstance(query, GroupQuery):
-            outputs: Any = self._workers.sent((query.reduction,)) if is_first else ()
+            reduction: Any = query.reduction
+            outputs: Any = self._workers.sent((reduction,)) if is_first else ()
             row_of = query.row_of if is_first else None
             part = GroupPart(
                 query.query_id,

@@ -124,7 +124,7 @@ class RunningRequests:
             detokenize=False,
             skip_clone=True,
         )
-        self._rows = self._params()
+        self._params_of_rows = self._params()
         self._step, core.step_fn = core.step_fn, self._recorded_step
         self.has_run = False
         lora = engine.vllm_config.lora_config
@@ -241,7 +241,7 @@ class RunningRequests:
         request = Request(
             f"{OWN}{next(_NAMES)}",
             token_ids,
-            self._params(**params) if params else self._rows,
+            self._params(**params) if params else self._params_of_rows,
             None,
             arrival_time=0.0,
             lora_request=self._adapters.request(adapter),

@@ -23,7 +23,7 @@ class Workers:
         are_remote: Whether they run in other processes.
 
     Attributes:
-        score: Whether the workers compute scores.
+        have_scores: Whether the workers compute scores.
         inputs: Inputs of the next step.
         results: Queries that the last step computed.
     """
@@ -39,7 +39,7 @@ class Workers:
             list(vocabulary.missing_ids),
             engine.vllm_config.parallel_config.pipeline_parallel_size,
         )
-        self.score = all(scores)
+        self.have_scores = all(scores)
 
     def sent(self, outputs: Outputs) -> Outputs | bytes:
         """Return the requested outputs of a row in the form that workers receive."""

@@ -6,7 +6,7 @@ Masks stay packed, a bit for each id, until a part of the rows is computed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
         "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor "
         "| PendingMasks"
     )
+    _TableAndIndex: TypeAlias = "tuple[_MaskTable, torch.Tensor | None]"
 
 __all__ = ["PendingMasks", "RowMasks"]
 
 
 class PendingMasks(Protocol):
-    """Masks that another thread computes, such as a `concurrent.futures.Future` of them."""
+    """Masks that are computed later, such as a `concurrent.futures.Future` of them."""
 
-    def result(self) -> torch.Tensor:
-        """Wait for the masks, and return them: booleans, or packed bits."""
+    def result(self) -> MasksLike | tuple[MasksLike, npt.NDArray[np.int64]]:
+        """Compute the masks or wait for them; return them, or them and their `index`."""
         ...
 
 
@@ -46,8 +47,7 @@ class RowMasks:
             - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
               word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
               device. Bits beyond the vocabulary are ignored;
-            - `PendingMasks` of booleans or packed bits, with an index: the engine waits for
-              them when it has the rows;
+            - `PendingMasks`, whose result the engine requests when it has the rows;
             - `RowMasks` of m rows, which several requests use: their copies on devices are
               kept.
 
@@ -71,74 +71,56 @@ class RowMasks:
         index: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor | None = None,
     ) -> None:
         self._size = vocab_size
-        self._is_shared = isinstance(masks, RowMasks)
-        self._index = None if index is None else torch.as_tensor(index, dtype=torch.long).cpu()
-        if _is_pending(masks):
-            if self._index is None:
-                raise ValueError("pending masks need an index with the mask of each row")
-            self._pending: PendingMasks = masks  # type: ignore[assignment]
-            return
-        if isinstance(masks, RowMasks):
-            self._table, places = masks._table, masks._index  # noqa: SLF001 - of this class
-        else:
-            self._table, places = _table(masks, vocab_size)
-        shown = len(self._table.rows) if places is None else len(places)
-        if self._index is not None:
-            _check_index(self._index, count, shown)
-            places = self._index if places is None else places[self._index]
-        elif shown not in {1, count}:
-            raise ValueError(
-                f"{shown} masks for {count} rows; pass one for all, one for each, or an index "
-                f"with the mask of each row"
-            )
-        if len(self._table.rows) == 1:
-            places = torch.zeros(count, dtype=torch.long)
-        self._index = places
+        self._compute: Callable[[], _TableAndIndex] = lambda: _table_and_index(
+            masks, count, vocab_size, index
+        )
+        if not _is_pending(masks):
+            self._computed = self._compute()
 
     @property
     def is_pending(self) -> bool:
-        """Whether another thread computes the masks, which are not waited for yet."""
-        return "_table" not in vars(self)
+        """Whether the masks are not computed yet."""
+        return "_computed" not in vars(self)
 
     @functools.cached_property
-    def _table(self) -> _MaskTable:
-        table = _array_table(self._pending.result(), self._size)
-        assert self._index is not None  # noqa: S101 - pending masks have one
-        _check_index(self._index, len(self._index), len(table.rows))
-        return table
+    def _computed(self) -> _TableAndIndex:
+        """The distinct masks, and the place of each row's mask; None if row i has mask i."""
+        return self._compute()
 
     def __getstate__(self) -> dict[str, Any]:
         """Wait for pending masks: other processes get arrays, of the masks that rows have."""
-        table, index = self._table, self._index
+        table, index = self._computed
         if index is not None:
             used, inverse = np.unique(index.numpy(), return_inverse=True)
             table, index = table.of(torch.from_numpy(used)), torch.from_numpy(inverse)
-        return {"_size": self._size, "_is_shared": False, "_table": table, "_index": index}
+        return {"_size": self._size, "_computed": (table, index)}
 
     @property
     def unrestricted(self) -> torch.Tensor | None:
         """Which rows have None for a mask, shape `(count,)`, on the CPU; None if no row has."""
-        full = None if self.is_pending else self._table.unrestricted
-        return full if full is None or self._index is None else full[self._index]
+        table, index = self._computed
+        full = table.unrestricted
+        return full if full is None or index is None else full[index]
 
     def of(self, chosen: npt.NDArray[np.int64]) -> RowMasks:
         """Return the masks of some rows, repeated or not."""
         found = object.__new__(RowMasks)
-        vars(found).update(vars(self))
-        found._index = self.places[torch.from_numpy(chosen)]
+        found._size = self._size
+        found._compute = lambda: (self._computed[0], self.places[torch.from_numpy(chosen)])
+        if not self.is_pending:
+            found._computed = found._compute()
         return found
 
     @property
     def places(self) -> torch.Tensor:
         """Which mask each row has: equal places are equal masks. Shape `(count,)`, int64."""
-        if self._index is None:
-            return torch.arange(len(self._table.rows))
-        return self._index
+        table, index = self._computed
+        return torch.arange(len(table.rows)) if index is None else index
 
     @property
     def is_empty(self) -> npt.NDArray[np.bool_]:
         """Which rows have a mask without any token, shape `(count,)`."""
-        empty: npt.NDArray[np.bool_] = self._table.is_empty[self.places.numpy()]
+        empty: npt.NDArray[np.bool_] = self._computed[0].is_empty[self.places.numpy()]
         return empty
 
     def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
@@ -148,13 +130,13 @@ class RowMasks:
             Shape `(end - begin, vocab_size)`, uint8, on `device`; `(1, vocab_size)` and float32
             if all rows have the same mask.
         """
-        table = self._table
+        table, index = self._computed
         if len(table.rows) == 1:
             return table.single_factors(device)
-        if self._index is None:
+        if index is None:
             return table.unpacked(table.rows[begin:end].to(device))
-        places = self._index[begin:end]
-        is_copied = self._is_shared or len(table.rows) < end - begin
+        places = index[begin:end]
+        is_copied = table.is_shared or len(table.rows) < end - begin
         rows = table.on(device) if is_copied else table.rows
         return table.unpacked(rows[places.to(rows.device)].to(device))
 
@@ -167,6 +149,9 @@ class _MaskTable:
         size: Number of ids in the vocabulary.
         is_packed: Whether `rows` are bits.
         unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if none does.
+
+    Attributes:
+        is_shared: Whether several requests use the masks.
     """
 
     def __init__(
@@ -179,6 +164,7 @@ class _MaskTable:
     ) -> None:
         self.rows = rows
         self.unrestricted = unrestricted
+        self.is_shared = False
         self._size = size
         self._is_packed = is_packed
         self._copies: dict[torch.device, torch.Tensor] = {}
@@ -223,6 +209,32 @@ class _MaskTable:
             return torch.from_numpy(bits)
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
         return ((rows[:, :, None] >> shifts) & 1).flatten(1)[:, : self._size]
+
+
+def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAndIndex:
+    """Return masks as a table, and the place of each row's mask in it; None for row i."""
+    if _is_pending(masks):
+        masks = masks.result()
+        if isinstance(masks, tuple) and index is None:
+            masks, index = masks
+    if isinstance(masks, RowMasks):
+        table, places = masks._computed  # noqa: SLF001 - of the same module
+        table.is_shared = True
+    else:
+        table, places = _table(masks, size)
+    shown = len(table.rows) if places is None else len(places)
+    if index is not None:
+        chosen = torch.as_tensor(index, dtype=torch.long).cpu()
+        _check_index(chosen, count, shown)
+        places = chosen if places is None else places[chosen]
+    elif shown not in {1, count}:
+        raise ValueError(
+            f"{shown} masks for {count} rows; pass one for all, one for each, or an index "
+            f"with the mask of each row"
+        )
+    if len(table.rows) == 1:
+        places = torch.zeros(count, dtype=torch.long)
+    return table, places
 
 
 def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:

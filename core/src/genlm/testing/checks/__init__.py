@@ -12,24 +12,17 @@ __all__ = ["all_checks"]
 _MODULES: dict[Kind, tuple[str, ...]] = {
     "engine": (
         "engine_rows",
-        "engine_batches",
         "engine_caches",
         "engine_contexts",
         "engine_reductions",
         "engine_populations",
-        "engine_text_reductions",
-        "engine_requests",
-        "engine_cancellation",
-        "engine_threads",
-        "engine_faults",
         "engine_endings",
-        "engine_statistics",
         "engine_sampling",
         "engine_adapters",
         "engine_vocabulary",
         "engine_stateful",
     ),
-    "trie": ("trie_values", "trie_vocabularies", "trie_weights", "trie_nodes", "trie_async"),
+    "trie": ("trie_values", "trie_vocabularies", "trie_weights", "trie_nodes"),
 }
 
 

@@ -1,10 +1,9 @@
-"""Checks that `close` and `cancel_all` end every request."""
+"""Checks that requests end when they are cancelled or the model is closed, and others go on."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from genlm import AsyncLM, EngineClosedError, QueryResetError
@@ -14,106 +13,132 @@ from genlm.testing.fixture import on_thread
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
 
+SCENES = (([0, 1, 2], [1]), ([0, 0], [0]), ([0, 0], [1]), ([0, 0, 1], [0, 1]))
+"""Requested sequences by number, and the callers that leave: one, one of two, both of two."""
 
-@engine_check(cases=("in the engine", "not yet in the engine", "sync caller"))
-def closing_ends_every_request(fixture: EngineFixture) -> None:
-    """`close` ends unanswered requests with `EngineClosedError`, even during a step."""
+
+@engine_check()
+def cancelled_requests_change_no_other(fixture: EngineFixture) -> None:
+    """A cancelled caller ends at once; all others get their rows, then and later."""
+    for salt, (numbers, leaving) in enumerate(SCENES):
+        lm, probe = fixture.load_probed()
+        some = fixture.some_sequences(3, salt=salt)
+        asked = [some[number] for number in numbers]
+        fixture.run(_cancelled(fixture, lm, probe, asked, leaving))
+        _check_after(fixture, lm, some)
     lm, probe = fixture.load_probed()
-    asked = fixture.some_sequences(3)
-
-    async def end() -> asyncio.Future[None]:
-        return on_thread(lm.close)
-
-    found, closing = _ended(fixture, lm, probe, asked, end)
-    for error in found:
-        fixture.expect_raised(EngineClosedError, error)
-    fixture.run(_awaited(closing))
-    expect(probe.closed == 1, "the engine to be closed once", probe.closed)
+    some = fixture.some_sequences(3, salt=len(SCENES))
+    fixture.run(_cancelled_while_answered(fixture, lm, probe, some))
+    _check_after(fixture, lm, some)
 
 
-@engine_check(cases=("in the engine", "not yet in the engine", "sync caller", "asked again"))
-def resetting_ends_every_request(fixture: EngineFixture) -> None:
-    """`cancel_all` ends unanswered requests with `QueryResetError`; later ones run."""
-    lm, probe = fixture.load_probed()
-    asked = fixture.some_sequences(3)
-
-    async def end() -> None:
-        lm.cancel_all()
-
-    found, _ = _ended(fixture, lm, probe, asked, end)
-    for error in found:
-        fixture.expect_raised(QueryResetError, error)
-    rows = fixture.run(lm.batch_next_token_logprobs(asked))
-    fixture.check_rows(rows, asked, after="cancel_all")
-    fixture.saw("asked again")
-
-
-@engine_check(cases=("closed twice", "asked after closing", "context manager"))
-def closed_means_closed(fixture: EngineFixture) -> None:
-    """`close` may be called twice, and every later request raises `EngineClosedError`."""
-    token_ids = fixture.some_sequences(1)[0]
-    lm, probe = fixture.load_probed()
-    fixture.check_row(fixture.run(lm.next_token_logprobs(token_ids)), token_ids)
-    for _ in range(2):
-        fixture.call(lm.close)
-    fixture.saw("closed twice")
-    expect(probe.closed == 1, "the engine to be closed once", probe.closed)
-    _check_closed(fixture, lm, token_ids)
-    lm = fixture.load()
-    with lm as entered:
-        fixture.check_row(fixture.run(entered.next_token_logprobs(token_ids)), token_ids)
-    _check_closed(fixture, lm, token_ids)
-
-    async def inside(lm: AsyncLM) -> None:
-        async with lm:
-            fixture.check_row(await lm.next_token_logprobs(token_ids), token_ids)
-
-    lm = fixture.load()
-    fixture.run(inside(lm))
-    _check_closed(fixture, lm, token_ids)
-    fixture.saw("context manager")
-
-
-def _check_closed(fixture: EngineFixture, lm: AsyncLM, token_ids: TokenTuple) -> None:
-    calls: dict[str, Callable[[], Any]] = {
-        "next_token_logprobs": lambda: lm.next_token_logprobs(token_ids),
-        "uncached": lambda: lm.next_token_logprobs(token_ids, use_cache=False),
-        "batch_next_token_logprobs": lambda: lm.batch_next_token_logprobs([token_ids]),
-        "next_token_logprobs_sync": lambda: lm.next_token_logprobs_sync(token_ids),
-        "batch_sample": lambda: lm.batch_sample([token_ids], 2),
-    }
-    for name, call in calls.items():
-        fixture.expect_error(EngineClosedError, call, call=name)
-        fixture.saw("asked after closing")
-
-
-def _ended(
+async def _cancelled(
     fixture: EngineFixture,
     lm: AsyncLM,
     probe: EngineProbe,
     asked: list[TokenTuple],
-    end: Callable[[], Any],
-) -> tuple[list[Any], Any]:
-    """End requests of three kinds while the engine's step is held; return their results."""
+    leaving: list[int],
+) -> None:
+    """Cancel callers while the engine steps, and ask again before the step ends."""
+    tasks = await probe.start_held(*map(lm.next_token_logprobs, asked))
+    for place in leaving:
+        tasks[place].cancel()
+        ended = (await asyncio.gather(tasks[place], return_exceptions=True))[0]
+        expect(isinstance(ended, asyncio.CancelledError), "CancelledError", repr(ended))
+    again = asyncio.ensure_future(lm.next_token_logprobs(asked[leaving[0]]))
+    await asyncio.sleep(0)
+    probe.release()
+    others = [place for place in range(len(asked)) if place not in leaving]
+    rows = await asyncio.gather(*(tasks[place] for place in others), again)
+    fixture.check_rows(rows, [asked[place] for place in (*others, leaving[0])], asked=asked)
 
-    async def play() -> tuple[list[Any], Any]:
-        (first,) = await probe.start_held(lm.next_token_logprobs(asked[0]))
-        fixture.saw("in the engine", not first.done())
-        second = asyncio.ensure_future(lm.batch_next_token_logprobs(asked[1:2]))
-        sync = functools.partial(lm.next_token_logprobs_sync, asked[2])
-        third = on_thread(sync)
-        await on_thread(
-            fixture.wait_for, lambda: lm.statistics().pending == 3, "three requests to arrive"
-        )
-        fixture.saw("not yet in the engine", len(probe.submitted) == 1)
-        fixture.saw("sync caller", not third.done())
-        result = await end()
-        found = await asyncio.gather(first, second, third, return_exceptions=True)
+
+async def _cancelled_while_answered(
+    fixture: EngineFixture, lm: AsyncLM, probe: EngineProbe, asked: list[TokenTuple]
+) -> None:
+    """Cancel between the answer and its delivery: this event loop is blocked meanwhile."""
+    answered = lm.statistics().answered
+    tasks = await probe.start_held(*map(lm.next_token_logprobs, asked[:2]))
+    probe.release()
+    probe.wait_until_stepped()
+    fixture.wait_for(lambda: lm.statistics().answered > answered, "an answer to be counted")
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    fixture.check_row(await tasks[1], asked[1], cancelled=asked[0])
+
+
+def _check_after(fixture: EngineFixture, lm: AsyncLM, asked: list[TokenTuple]) -> None:
+    lm.clear_output_cache()  # so that the engine evaluates the cancelled request too
+    fixture.check_rows(fixture.run(lm.batch_next_token_logprobs(asked)), asked, asked="again")
+    left = lm.statistics()
+    found = f"{left.pending} pending, {left.waiting} waiting"
+    expect(left.pending == left.waiting == 0, "nothing pending when all is answered", found)
+
+
+@engine_check()
+def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
+    """Cancelling one of several continuations changes none of the others."""
+    prompts = [token_ids[:2] for token_ids in fixture.some_sequences(3)]
+    length = max(1, min(6, fixture.max_length - 2))
+    lm, probe = fixture.load_probed()
+
+    async def drawn(which: int) -> list[int]:
+        return await lm.sample(prompts[which], length, stop=(), seed=fixture.seed + which)
+
+    async def play() -> list[list[int]]:
+        tasks = await probe.start_held(*map(drawn, range(3)))
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
         probe.release()
-        return list(found), result
+        return list(await asyncio.gather(tasks[0], tasks[2]))
 
-    return fixture.run(play())
+    uncancelled = [fixture.run(drawn(0)), fixture.run(drawn(2))]
+    lm.clear_output_cache()
+    found = fixture.run(play())
+    expect(found == uncancelled, f"{uncancelled}, as without the third", found)
 
 
-async def _awaited(future: Any) -> Any:
-    return await future
+@engine_check()
+def closing_ends_every_request(fixture: EngineFixture) -> None:
+    """`close` ends unanswered requests with `EngineClosedError`, even during a step."""
+    lm, probe = fixture.load_probed()
+    closing: list[asyncio.Future[None]] = []
+
+    async def close() -> None:
+        closing.append(on_thread(lm.close))
+
+    async def closed() -> None:
+        await closing[0]
+
+    for error in fixture.run(_ended(lm, probe, fixture.some_sequences(2), close)):
+        fixture.expect_raised(EngineClosedError, error)
+    fixture.run(closed())
+    expect(probe.closed == 1, "the engine to be closed once", probe.closed)
+
+
+@engine_check()
+def resetting_ends_every_request(fixture: EngineFixture) -> None:
+    """`cancel_all` ends unanswered requests with `QueryResetError`; later ones run."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(2)
+
+    async def reset() -> None:
+        lm.cancel_all()
+
+    for error in fixture.run(_ended(lm, probe, asked, reset)):
+        fixture.expect_raised(QueryResetError, error)
+    rows = fixture.run(lm.batch_next_token_logprobs(asked))
+    fixture.check_rows(rows, asked, after="cancel_all")
+
+
+async def _ended(
+    lm: AsyncLM, probe: EngineProbe, asked: list[TokenTuple], end: Callable[[], Awaitable[None]]
+) -> list[Any]:
+    """End two requests during a step, of which the engine has the first; return the errors."""
+    (first,) = await probe.start_held(lm.next_token_logprobs(asked[0]))
+    second = asyncio.ensure_future(lm.next_token_logprobs(asked[1]))
+    await asyncio.sleep(0)
+    await end()
+    found = await asyncio.gather(first, second, return_exceptions=True)
+    probe.release()
+    return list(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def _extended(
     return population.extend(ids if width > 1 else ids[:, 0]), members
 
 
-@engine_check(cases=("resampled", "several tokens", "no token", "dropped before it was asked"))
+@engine_check(cases=("resampled", "several tokens", "no token"))
 def populations_equal_lists(fixture: EngineFixture) -> None:
     """Members that are copied and extended as arrays have the rows of their sequences."""
     lm = fixture.load(output_cache=OutputCache(0))
@@ -69,7 +68,6 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
         for step in range(STEPS):
             population, members = _extended(fixture, population, members, seed + step)
             if (seed + step) % 3 == 0:  # its extension is then computed from an earlier one
-                fixture.saw("dropped before it was asked")
                 continue
             _checked_rows(fixture, population, members, prompt=prompt, seed=seed, step=step)
 
@@ -85,105 +83,62 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
     )
 
 
-@engine_check(cases=("masked", "dead", "finished", "copies differ"))
-def population_draws_are_those_of_the_rows(fixture: EngineFixture) -> None:
-    """Draws of members depend on their rows, masks and random numbers; ended ones have none."""
-    lm = fixture.load(output_cache=OutputCache(0))
-    size = lm.vocab_size
-    possible = np.zeros(size, bool)
-    possible[list(fixture.token_ids)] = True
-    for place, token_ids in enumerate(fixture.some_sequences(3)):
-        prompt = token_ids[: fixture.max_length - 1]
-        generator = np.random.default_rng([fixture.seed, place])
-        masks = np.stack([possible & (generator.random(size) < 0.5), possible, possible])
-        masks[0, fixture.token_ids[0]] = True
-        masks[2] = False
-        index = np.array([0, 1, 2, 0, 1, 1])
-        population = lm.population(prompt, len(index))
-        population = population.finish(np.arange(len(index)) == 5)
-        drawn = fixture.run(population.draw(masks, mask_index=index, seed=7 + place))
-        row = fixture.expected(prompt)
-        for member in (0, 1, 3, 4):
-            fixture.saw("masked")
-            token = int(drawn.token_ids[member])
-            mask = masks[index[member]]
-            mass = float(row[torch.from_numpy(mask)].logsumexp(0))
-            found = [float(column[member]) for column in drawn[1:]]
-            wanted = [float(row[token]), mass, float(row[token]) - mass]
-            limit = 4 * fixture.target.largest_error
-            expect(bool(mask[token]), f"a token of mask {index[member]}", token)
-            expect(np.allclose(found, wanted, atol=limit, rtol=0), f"{wanted}", found)
-        again = fixture.run(population.draw(masks, mask_index=index, seed=7 + place))
-        expect(torch.equal(drawn.token_ids, again.token_ids), "the same draws again", again)
-        for member, case, mass in ((2, "dead", -np.inf), (5, "finished", 0.0)):
-            found = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]
-            expect(found == [-1, mass], f"token -1 and mass {mass} of a {case} member", found)
-            fixture.saw(case)
-        many = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=place))
-        several = len(set(many.token_ids.tolist())) > 1
-        expect(several, "different draws of 64 copies", many.token_ids)
-        fixture.saw("copies differ")
-        extended = population.extend(drawn.token_ids)
-        ends = [() if token < 0 else (token,) for token in drawn.token_ids.tolist()]
-        _checked_rows(fixture, extended, [(*prompt, *end) for end in ends])
-
-
-@engine_check(cases=("first step", "later step", "beside ended members"))
+@engine_check()
 def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
     """The seed, a member's index and the step draw its token, under masks and temperatures."""
     lm = fixture.load(output_cache=OutputCache(0))
     ids = np.asarray(fixture.token_ids)
+    limit = 4 * fixture.target.largest_error
     for place, token_ids in enumerate(fixture.some_sequences(3)):
         prompt = token_ids[: max(1, fixture.max_length - 2)]
         generator = np.random.default_rng([fixture.seed, place])
-        masks = np.zeros((3, lm.vocab_size), bool)
+        masks = np.zeros((3, lm.vocab_size), bool)  # the last allows no token
         masks[0, generator.choice(ids, 8)] = True
         masks[1, ids] = True
         index = generator.permutation([0, 1, 2, 0, 1, 1, 0, 1] * 2)
         temperatures = generator.uniform(0.5, 2, len(index))
-        seeds = stream_seeds(fixture.seed + place, len(index))
-        ended = np.arange(len(index)) == 1
-        population = lm.population(prompt, len(index)).finish(ended)
-        for step, case in enumerate(("first step", "later step")):
+        seed = fixture.seed + place
+        seeds = stream_seeds(seed, len(index))
+        finished = np.arange(len(index)) == np.flatnonzero(index == 1)[0]
+        population = lm.population(prompt, len(index)).finish(finished)
+        for step in range(2):
             drawn = fixture.run(
-                population.draw(
-                    masks,
-                    mask_index=index,
-                    temperature=temperatures,
-                    seed=fixture.seed + place,
-                )
+                population.draw(masks, mask_index=index, temperature=temperatures, seed=seed)
             )
-            for member in np.flatnonzero((index != 2) & ~ended).tolist():
+            for member in np.flatnonzero((index != 2) & ~finished).tolist():
                 row = fixture.expected(population[member].token_ids)
                 allowed = torch.where(torch.from_numpy(masks[index[member]]), row, -torch.inf)
-                uniform = stream_uniform(seeds[member], step)
                 token, slack = int(drawn.token_ids[member]), 2 * fixture.target.largest_error
                 logits = allowed / float(temperatures[member])
+                uniform = stream_uniform(seeds[member], step)
                 share = fixture.check_drawn(logits, token, uniform, slack + 1e-6)
                 found = float(drawn.draw_logprob[member].exp())
                 expect(abs(found - share) <= slack + 1e-6, f"probability {share}", found)
-                fixture.saw(case)
-            fixture.saw("beside ended members")
+                columns = [float(drawn.logprobs[member]), float(drawn.log_mass[member])]
+                wanted = [float(row[token]), float(allowed.logsumexp(0))]
+                expect(np.allclose(columns, wanted, atol=limit, rtol=0), f"{wanted}", columns)
+            for member in np.flatnonzero((index == 2) | finished).tolist():
+                mass = 0.0 if finished[member] else -np.inf
+                columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]
+                expect(columns == [-1, mass], f"token -1 and mass {mass}", columns)
             population = population.extend(drawn.token_ids)
+        many = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=place))
+        several = len(set(many.token_ids.tolist())) > 1
+        expect(several, "different draws of 64 copies", many.token_ids)
 
 
-@engine_check(
-    cases=("two populations", "beside other requests", "several threads", "cancelled")
-)
+@engine_check(cases=("cancelled",))
 def populations_share_the_engine(fixture: EngineFixture) -> None:
     """Populations and other requests that run or are cancelled together do not interfere."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
     first, second, *others = fixture.some_sequences(5)
     ids = list(fixture.token_ids)[:3] * (MEMBERS // 3)
     lists = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
-    populations = [
-        lm.population(token_ids, len(ids)).extend(ids) if len(token_ids) else None
-        for token_ids in lists
-    ]
+    populations = [lm.population(token_ids, len(ids)).extend(ids) for token_ids in lists]
     expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
 
     async def together() -> list[Any]:
-        asked = [each.next_token_logprobs() for each in populations if each is not None]
+        asked = [each.next_token_logprobs() for each in populations]
         return list(
             await asyncio.gather(*asked, *(lm.next_token_logprobs(each) for each in others))
         )
@@ -192,16 +147,6 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     fixture.check_rows(one, expected[0], asked="together")
     fixture.check_rows(two, expected[1], asked="together")
     fixture.check_rows(rows, others, asked="together")
-    fixture.saw("two populations")
-    fixture.saw("beside other requests")
-
-    def on_a_thread(prompt: TokenTuple) -> None:
-        rows = lm.population(prompt, len(ids)).extend(ids).next_token_logprobs_sync()
-        fixture.check_rows(rows, [(*prompt, last) for last in ids], asked="on a thread")
-
-    prompts = [token_ids[: fixture.max_length - 1] for token_ids in others]
-    fixture.call_together([functools.partial(on_a_thread, prompt) for prompt in prompts])
-    fixture.saw("several threads")
 
     async def cancelled() -> None:
         (busy,) = await probe.start_held(lm.next_token_logprobs(others[0]))
@@ -226,7 +171,7 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     expect(pending == 0, "nothing pending", pending)
 
 
-@engine_check(needs=Capability.LORA, cases=("two adapters", "base model"))
+@engine_check(needs=Capability.LORA)
 def populations_have_their_adapter(fixture: EngineFixture) -> None:
     """Populations of different adapters at once have the rows of their own adapters."""
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
@@ -243,14 +188,12 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
         for name, rows in zip(names, fixture.run(together(populations)), strict=True):
             fixture.check_rows(rows, expected, name, step=step)
         populations = [each.extend(ids) for each in populations]
-    fixture.saw("two adapters")
-    fixture.saw("base model")
 
 
-@engine_check(cases=("more tokens than fit",))
+@engine_check()
 def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
     """Several populations are right when the engine's own caches have almost no room."""
-    variants = fixture.target.tight_variants
+    variants = fixture.target.tight_options
     if not variants:
         raise NotApplicable("the target names no tight_options")
     for salt, options in enumerate(variants):
@@ -265,4 +208,3 @@ def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
                 seed = 1000 * salt + 10 * step + place
                 kept[place] = _extended(fixture, population, members, seed)
                 _checked_rows(fixture, *kept[place], engine_options=options, seed=seed)
-        fixture.saw("more tokens than fit")

@@ -1,15 +1,10 @@
-"""Checks of reductions, draws and scores, whether the engine or the core computes them.
-
-Longer than other modules because all checks compare with the same functions of the oracle's
-rows.
-"""
+"""Checks of reductions, draws and scores, whether the engine or the core computes them."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +16,15 @@ from genlm import (
     Capability,
     DrawnToken,
     GenlmError,
+    GroupReduction,
     Mask,
     OutputCache,
     Reduction,
-    TokenIdError,
 )
 from genlm.plugin import stream_uniform
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
-
-DRAWS = 6
-"""Draws of one context in one batch."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +40,24 @@ class LargestLogprob(Reduction):
             raise ArithmeticError("this reduction fails")
         largest: list[float] = rows.amax(-1).tolist()
         return largest
+
+
+class ChosenLogprobs(GroupReduction):
+    """The log-probability of a token of each member, and the largest one of its row."""
+
+    def __init__(self, token_ids: TokenTuple, *, fails: bool = False) -> None:
+        self.token_ids = torch.tensor(token_ids, dtype=torch.long)
+        self.fails = fails
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return two columns."""
+        if self.fails:
+            raise ArithmeticError("this reduction fails")
+        row_of = row_of.to(rows.device)
+        chosen = rows[row_of, self.token_ids[members].to(rows.device)]
+        return chosen, rows.amax(-1)[row_of]
 
 
 def _forms(ids: Sequence[int], size: int) -> dict[str, Any]:
@@ -74,7 +84,7 @@ def _close(fixture: EngineFixture, found: float, expected: float) -> bool:
     return found == expected or abs(found - expected) <= fixture.target.largest_error
 
 
-@engine_check(cases=("given tokens", "most likely", "mask", "empty mask", "one's own"))
+@engine_check()
 def reductions_are_of_the_row(fixture: EngineFixture) -> None:
     """Log-probabilities of tokens, top-k, masses and other reductions are those of the row."""
     lm, size = fixture.load(output_cache=OutputCache(0)), fixture.lm.vocab_size
@@ -90,11 +100,7 @@ def reductions_are_of_the_row(fixture: EngineFixture) -> None:
             found.tolist(),
             context=token_ids,
         )
-        fixture.saw("given tokens", bool(wanted))
-        _check_top(
-            fixture, row, fixture.run(lm.top_tokens(token_ids, min(k, size))), min(k, size)
-        )
-        fixture.saw("most likely")
+        _check_top(fixture, row, fixture.run(lm.top_tokens(token_ids, k)), k)
         mass = float(row[sorted(set(wanted))].logsumexp(-1)) if wanted else -math.inf
         for form, mask in _forms(wanted, size).items():
             result = fixture.run(lm.log_mass(token_ids, mask))
@@ -105,7 +111,6 @@ def reductions_are_of_the_row(fixture: EngineFixture) -> None:
                 context=token_ids,
                 form=form,
             )
-        fixture.saw("mask" if wanted else "empty mask")
         largest = fixture.run(lm.reduce(token_ids, LargestLogprob()))
         expect(
             _close(fixture, largest, float(row.max())),
@@ -113,7 +118,6 @@ def reductions_are_of_the_row(fixture: EngineFixture) -> None:
             largest,
             context=token_ids,
         )
-        fixture.saw("one's own")
 
     fixture.for_all(
         holds, token_ids=fixture.sequences(), wanted=ids, k=st.integers(1, min(size, 20))
@@ -137,40 +141,56 @@ def _check_top(fixture: EngineFixture, row: torch.Tensor, found: Any, k: int) ->
     )
 
 
-@engine_check(cases=("all tokens", "masked", "tempered", "most likely", "top-k", "top-p"))
+@engine_check()
 def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
-    """A seed and a context determine the token that is drawn, under masks and temperatures."""
+    """A seed and a context determine the token drawn, whatever else is drawn or cached."""
     lm, size = fixture.load(output_cache=OutputCache(0)), fixture.lm.vocab_size
-    generator = fixture.generator()
-    for number, context in enumerate(fixture.some_sequences(6)):
+    contexts, generator = fixture.some_sequences(6), np.random.default_rng(fixture.seed)
+    fixture.run(fixture.lm.batch_next_token_logprobs(contexts))  # into its output cache
+    asked: list[tuple[TokenTuple, dict[str, Any]]] = []
+    for number, context in enumerate(contexts):
         row = fixture.expected(context)
         possible = [i for i in range(size) if row[i] > -math.inf]
         some = sorted({int(generator.choice(possible)) for _ in range(8)})
-        settings: dict[str, dict[str, Any]] = {
-            "all tokens": {},
-            "masked": {"mask": some},
-            "tempered": {"mask": some, "temperature": 0.5 + number / 4},
-            "most likely": {"temperature": 0.0},
-            "top-k": {"top_k": 2, "mask": some},
-            "top-p": {"top_p": 0.5, "temperature": 1.5},
-        }
-        for case, arguments in settings.items():
-            seed = fixture.seed + number
-            drawn = fixture.run(lm.draw(context, seed=seed, **arguments))
-            uniform = stream_uniform(seed, len(context))
-            _check_drawn(fixture, row, drawn, uniform, arguments)
-            fixture.saw(case)
+        settings: list[dict[str, Any]] = [
+            {},
+            {"mask": some},
+            {"mask": some, "temperature": 0.5 + number / 4},
+            {"temperature": 0.0},
+            {"top_k": 2, "mask": some},
+            {"top_p": 0.5, "temperature": 1.5},
+        ]
+        asked += [(context, {"seed": fixture.seed + i} | s) for i, s in enumerate(settings)]
+
+    async def together() -> list[Any]:
+        draws = [lm.draw(context, **arguments) for context, arguments in asked]
+        return list(await asyncio.gather(*draws, *map(lm.next_token_logprobs, contexts)))
+
+    drawn = fixture.run(together())
+    fixture.check_rows(drawn[len(asked) :], contexts, asked="beside draws")
+    ways = {
+        "together": drawn,
+        "alone": [fixture.run(lm.draw(context, **more)) for context, more in asked],
+        "cached": [fixture.run(fixture.lm.draw(context, **more)) for context, more in asked],
+    }
+    for how, found in ways.items():
+        for (context, arguments), token in zip(asked, found, strict=False):
+            _check_drawn(fixture, context, token, how=how, **arguments)
+    unseeded = fixture.run(lm.batch_draw([contexts[0]] * 60, temperature=3.0))
+    distinct = {each.token_id for each in unseeded}
+    expect(len(distinct) > 1, "independent draws without a seed", distinct)
+    impossible = [i for i in range(size) if fixture.expected(contexts[0])[i] == -math.inf]
+    if impossible:
+        nothing = (-1, -math.inf, -math.inf, -math.inf)
+        last = fixture.run(lm.draw(contexts[0], impossible))
+        expect(last == nothing, f"{nothing} for a mask without probability", last)
 
 
 def _check_drawn(
-    fixture: EngineFixture,
-    row: torch.Tensor,
-    drawn: DrawnToken,
-    uniform: float,
-    arguments: dict[str, Any],
+    fixture: EngineFixture, context: TokenTuple, drawn: DrawnToken, **arguments: Any
 ) -> None:
-    """Raise `CheckFailure` unless the number draws the token, whatever the rounding."""
-    rounding = fixture.target.largest_error
+    """Raise `CheckFailure` unless the seed draws the token, whatever the rounding."""
+    row, rounding = fixture.expected(context), fixture.target.largest_error
     temperature = arguments.get("temperature", 1.0)
     allowed = torch.full_like(row, -math.inf)
     ids = arguments.get("mask", list(range(len(row))))
@@ -192,6 +212,7 @@ def _check_drawn(
     if is_near:  # rounding decides which tokens belong to top-k or top-p
         return
     slack = rounding / (2 * temperature) + 1e-6
+    uniform = stream_uniform(arguments["seed"], len(context))
     share = fixture.check_drawn(kept, drawn.token_id, uniform, slack, **arguments)
     found = math.exp(drawn.draw_logprob)
     expect(abs(found - share) <= slack, f"probability {share:.6g}", found, **arguments)
@@ -217,78 +238,31 @@ def _kept(
     return kept, is_near
 
 
-@engine_check(cases=("together", "alone", "from the cached row", "without a seed"))
-def draws_do_not_depend_on_the_batch(fixture: EngineFixture) -> None:
-    """The same context and seed draw the same token, whatever else is drawn or cached."""
-    lm = fixture.load(output_cache=OutputCache(0))
-    contexts = fixture.some_sequences(4)
-    asked = [(context, seed) for context in contexts for seed in range(DRAWS)]
-
-    async def all_at_once() -> list[DrawnToken]:
-        draws = [lm.draw(context, seed=seed) for context, seed in asked]
-        rows = [lm.next_token_logprobs(context) for context in contexts]
-        found: list[Any] = list(await asyncio.gather(*draws, *rows))
-        for context, row in zip(contexts, found[len(draws) :], strict=True):
-            fixture.check_row(row, context, asked="beside draws")
-        return found[: len(draws)]
-
-    together = [drawn.token_id for drawn in fixture.run(all_at_once())]
-    fixture.saw("together")
-    alone = [
-        fixture.run(lm.draw(context, seed=seed)).token_id for context, seed in reversed(asked)
-    ][::-1]
-    _check_equal_draws(fixture, asked, together, alone)
-    fixture.saw("alone")
-    cached = fixture.load()
-    fixture.run(cached.batch_next_token_logprobs(contexts))
-    of_rows = [fixture.run(cached.draw(context, seed=seed)).token_id for context, seed in asked]
-    _check_equal_draws(fixture, asked, together, of_rows)
-    fixture.saw("from the cached row")
-    context = max(contexts, key=lambda each: -float(fixture.expected(each).max()))
-
-    async def unseeded() -> list[int]:
-        return [each.token_id for each in await lm.batch_draw([context] * 60, temperature=3.0)]
-
-    expect(len(set(fixture.run(unseeded()))) > 1, "independent draws", "60 equal tokens")
-    fixture.saw("without a seed")
-
-
-def _check_equal_draws(
-    fixture: EngineFixture,
-    asked: Sequence[tuple[TokenTuple, int]],
-    expected: Sequence[int],
-    found: Sequence[int],
-) -> None:
-    for (context, seed), first, second in zip(asked, expected, found, strict=True):
-        if first == second:
-            continue
-        # Rounding may decide between two tokens whose boundary the number happens to hit.
-        cumulative = fixture.expected(context).softmax(-1).cumsum(-1)
-        boundary = float(cumulative[min(first, second)])
-        near = abs(boundary - stream_uniform(seed, len(context)))
-        expect(
-            near <= fixture.target.largest_error,
-            f"token {first} drawn again",
-            second,
-            context=context,
-            seed=seed,
-        )
-
-
-@engine_check(cases=("whole texts", "after a prompt", "nothing to score", "in a batch"))
+@engine_check(cases=("whole text", "after a prompt", "nothing to score"))
 def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
-    """The score of a text has the log-probability of each token after those before it."""
+    """Scores and reductions of a text are those of the rows before its tokens."""
     lm = fixture.load(output_cache=OutputCache(0))
 
     def holds(texts: list[TokenTuple], data: Any) -> None:
         starts = [data.draw(st.integers(1, len(text))) for text in texts]
-        found = fixture.run(lm.batch_token_scores(texts, starts))
-        fixture.saw("in a batch", len(texts) > 1)
-        for text, start, scores in zip(texts, starts, found, strict=True):
+
+        async def ask() -> list[Any]:
+            reduced = [
+                lm.reduce_text(text, ChosenLogprobs(text[start:][::-1]), start)
+                for text, start in zip(texts, starts, strict=True)
+            ]
+            largest = lm.reduce_text(texts[0], LargestLogprob(), starts[0])
+            scored = lm.batch_token_scores(texts, starts)
+            return await asyncio.gather(scored, largest, *reduced)
+
+        scored, largest, *reduced = fixture.run(ask())
+        for text, start, scores, columns in zip(texts, starts, scored, reduced, strict=True):
             _check_scores(fixture, text, start, scores)
-            fixture.saw("whole texts", start == 1 < len(text))
+            _check_columns(fixture, text, start, columns)
+            fixture.saw("whole text", start == 1 < len(text))
             fixture.saw("after a prompt", 1 < start < len(text))
             fixture.saw("nothing to score", start == len(text))
+        _check_numbers(fixture, largest, _rows_of(fixture, texts[0], starts[0]).amax(-1))
 
     fixture.for_all(holds, texts=fixture.batches(4), data=st.data())
     longest = fixture.some_sequences(1)[0]
@@ -300,109 +274,80 @@ def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
     )
 
 
-def _check_scores(fixture: EngineFixture, text: TokenTuple, start: int, scores: Any) -> None:
+def _rows_of(fixture: EngineFixture, text: TokenTuple, start: int) -> torch.Tensor:
+    """The expected rows before the tokens of a text from a position on."""
     rows = [fixture.expected(text[:place]) for place in range(start, len(text))]
-    expected = [float(row[text[start + i]]) for i, row in enumerate(rows)]
-    found = scores.logprobs.tolist()
-    near = len(found) == len(expected) and all(
-        _close(fixture, a, b) for a, b in zip(found, expected, strict=True)
+    return torch.stack(rows) if rows else torch.empty(0, fixture.lm.vocab_size)
+
+
+def _of_tokens(rows: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    """The log-probability of one token of each row."""
+    return rows.gather(1, torch.tensor(token_ids, dtype=torch.long)[:, None])[:, 0]
+
+
+def _check_numbers(
+    fixture: EngineFixture, found: torch.Tensor, expected: torch.Tensor, **example: Any
+) -> None:
+    """Compare log-probabilities, some of which may be infinite."""
+    near = found.shape == expected.shape and bool(
+        found.cpu().double().isclose(expected.double(), 0, fixture.target.largest_error).all()
     )
-    expect(near, f"the scores {expected}", found, text=text, start=start)
-    for row, score, is_top in zip(rows, expected, scores.is_top.tolist(), strict=True):
-        gap = float(row.max()) - score
-        is_right = is_top == (gap <= 0) or gap <= 2 * fixture.target.largest_error
-        expect(is_right, f"is_top={gap <= 0}", is_top, text=text, start=start)
+    expect(near, f"the log-probabilities {expected.tolist()}", found.tolist(), **example)
 
 
-@engine_check(needs=Capability.SCORE, cases=("scored by the engine",))
-def declared_scores_are_native(fixture: EngineFixture) -> None:
-    """An engine that declares `score` gets one query for each text."""
-    lm, probe = fixture.load_probed()
-    fixture.run(lm.batch_score(fixture.some_sequences(3)))
-    native = [query for query in probe.submitted if query.targets]
-    expect(len(native) == 3, "three queries with `targets` in the engine", len(native))
-    fixture.saw("scored by the engine")
+def _check_scores(fixture: EngineFixture, text: TokenTuple, start: int, scores: Any) -> None:
+    rows = _rows_of(fixture, text, start)
+    expected = _of_tokens(rows, text[start:])
+    _check_numbers(fixture, scores.logprobs, expected, text=text, start=start)
+    gaps = rows.amax(-1) - expected
+    right = (scores.is_top.cpu() == (gaps <= 0)) | (gaps <= 2 * fixture.target.largest_error)
+    expect(bool(right.all()), f"is_top={gaps <= 0}", scores.is_top, text=text, start=start)
 
 
-@engine_check(unless=Capability.SCORE, cases=("scored from rows",))
-def undeclared_scores_ask_for_rows(fixture: EngineFixture) -> None:
-    """An engine that does not declare `score` gets requests for rows only."""
-    lm, probe = fixture.load_probed()
-    try:
-        fixture.run(lm.batch_score(fixture.some_sequences(3)))
-    finally:
-        native = [query for query in probe.submitted if query.targets]
-        expect(not native, "no query with `targets` in the engine", native)
-    fixture.saw("scored from rows")
+def _check_columns(fixture: EngineFixture, text: TokenTuple, start: int, columns: Any) -> None:
+    """Compare the columns of `ChosenLogprobs` of a text's tokens, the last one first."""
+    rows = _rows_of(fixture, text, start)
+    expected = _of_tokens(rows, text[start:][::-1]), rows.amax(-1)
+    for found, right in zip(columns, expected, strict=True):
+        _check_numbers(fixture, found, right, text=text, start=start)
 
 
-@engine_check(cases=("fails alone", "beside rows"))
+@engine_check()
 def a_failing_reduction_fails_alone(fixture: EngineFixture) -> None:
-    """A reduction that raises fails its own request and none beside it."""
+    """A reduction that raises, of a row or of a text, fails its own request and no other."""
     lm = fixture.load(output_cache=OutputCache(0))
-    contexts = fixture.some_sequences(4)
+    texts = fixture.some_sequences(4)
 
     async def ask() -> list[Any]:
         reductions = [
-            lm.reduce(context, LargestLogprob(fails=place == 1))
-            for place, context in enumerate(contexts)
+            lm.reduce(text, LargestLogprob(fails=place == 1))
+            for place, text in enumerate(texts)
         ]
-        rows = [lm.next_token_logprobs(context) for context in contexts]
-        return list(await asyncio.gather(*reductions, *rows, return_exceptions=True))
+        of_texts = [
+            lm.reduce_text(text, ChosenLogprobs(text[1:][::-1], fails=place == 1))
+            for place, text in enumerate(texts)
+        ]
+        rows = map(lm.next_token_logprobs, texts)
+        asked = (*reductions, *of_texts, *rows)
+        return list(await asyncio.gather(*asked, return_exceptions=True))
 
     found = fixture.run(ask())
-    for place, (context, result) in enumerate(zip(contexts, found, strict=False)):
+    fixture.check_rows(found[8:], texts)
+    for place, text in enumerate(texts):
+        of_row, of_text = found[place], found[4 + place]
         if place == 1:
-            fixture.expect_raised(GenlmError, result, asked="a reduction that raises")
-            fixture.saw("fails alone")
-        else:
-            largest = float(fixture.expected(context).max())
-            expect(
-                isinstance(result, float) and _close(fixture, result, largest),
-                f"{largest:.6g} beside a reduction that raises",
-                result,
-            )
-    fixture.check_rows(found[len(contexts) :], contexts)
-    fixture.saw("beside rows")
+            for error in (of_row, of_text):
+                fixture.expect_raised(GenlmError, error, asked="a reduction that raises")
+                expect("this reduction fails" in str(error), "the reduction's error", error)
+            continue
+        failed = [repr(each) for each in (of_row, of_text) if isinstance(each, Exception)]
+        expect(not failed, "results beside a reduction that raises", failed)
+        largest = float(fixture.expected(text).max())
+        expect(_close(fixture, of_row, largest), f"{largest:.6g}", of_row)
+        _check_columns(fixture, text, 1, of_text)
 
 
-@engine_check(cases=("joined", "cached", "of a cached row"))
-def reductions_share_evaluations(fixture: EngineFixture) -> None:
-    """Requests for one context are one evaluation; what was computed is not computed again."""
-    lm, probe = fixture.load_probed()
-    context, other = fixture.some_sequences(2)
-
-    async def together() -> None:
-        await asyncio.gather(
-            lm.next_token_logprobs(context),
-            lm.top_tokens(context, 2),
-            *(lm.draw(context, seed=seed) for seed in range(DRAWS)),
-        )
-
-    def submitted(expected: int, what: str) -> None:
-        expect(
-            len(probe.submitted) == expected,
-            f"{expected} evaluations after {what}",
-            len(probe.submitted),
-        )
-
-    fixture.run(together())
-    submitted(1, "a row, its top-k and draws asked together")
-    fixture.saw("joined")
-    fixture.run(lm.log_mass(context, [0, 1]))
-    submitted(1, "the log mass of a cached row")
-    fixture.saw("of a cached row")
-    first = fixture.run(lm.top_tokens(other, 2))
-    first.logprobs.zero_()  # the caller's own
-    again = fixture.run(lm.top_tokens(other, 2))
-    submitted(2, "the same top-k twice")
-    _check_top(fixture, fixture.expected(other), again, 2)
-    fixture.run(lm.top_tokens(other, 1))
-    submitted(3, "another top-k")
-    fixture.saw("cached")
-
-
-@engine_check(needs=Capability.LORA, cases=("adapters",))
+@engine_check(needs=Capability.LORA)
 def reductions_use_the_adapter(fixture: EngineFixture) -> None:
     """Reductions and scores of one text with several adapters are those of each adapter."""
     names = [None, *fixture.adapter_names()]
@@ -424,38 +369,3 @@ def reductions_use_the_adapter(fixture: EngineFixture) -> None:
                 expect(
                     _close(fixture, score, own), f"{own:.6g}", score, adapter=name, text=text
                 )
-        fixture.saw("adapters")
-
-
-@engine_check(cases=("refused",))
-def wrong_reductions_are_refused(fixture: EngineFixture) -> None:
-    """Wrong masks, ids and settings raise an error, and the model stays usable."""
-    lm, size = fixture.lm, fixture.lm.vocab_size
-    context = fixture.some_sequences(1)[0]
-    wrong: list[tuple[type[Exception], Callable[..., Any], dict[str, Any]]] = [
-        (ValueError, lm.log_mass, {"mask": np.ones(size + 1, np.bool_)}),
-        (ValueError, lm.log_mass, {"mask": np.zeros((1, size // 32 + 2), np.int32)}),
-        (ValueError, lm.log_mass, {"mask": np.zeros(-(-size // 32), np.int32)}),
-        (TokenIdError, lm.log_mass, {"mask": [size]}),
-        (TokenIdError, lm.token_logprobs, {"token_ids": [-1]}),
-        (ValueError, lm.top_tokens, {"k": 0}),
-        (ValueError, lm.top_tokens, {"k": size + 1}),
-        (ValueError, lm.draw, {"temperature": math.inf}),
-        (ValueError, lm.draw, {"temperature": -1.0}),
-        (ValueError, lm.draw, {"top_k": 0}),
-        (ValueError, lm.draw, {"top_p": 0.0}),
-        (ValueError, lm.draw, {"top_p": 1.5}),
-        (ValueError, lm.draw, {"seed": -1}),
-        (TypeError, lm.reduce, {"reduction": max}),
-        (ValueError, lm.score, {"start": 0}),
-        (ValueError, lm.score, {"start": len(context) + 1}),
-    ]
-    for error, method, arguments in wrong:
-        fixture.expect_error(error, functools.partial(method, context, **arguments))
-        fixture.saw("refused")
-    impossible = [i for i, value in enumerate(fixture.expected(context)) if value == -math.inf]
-    if impossible:
-        drawn = fixture.run(lm.draw(context, impossible))
-        nothing = (-1, -math.inf, -math.inf, -math.inf)
-        expect(drawn == nothing, f"{nothing} for a mask without probability", drawn)
-    fixture.check_row(fixture.run(lm.next_token_logprobs(context)), context)

@@ -1,14 +1,15 @@
-"""Checks of single rows: their form, values and memory."""
+"""Checks of rows, alone and in batches: their form, values and memory."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from hypothesis import strategies as st
 
 from genlm import AsyncLM
 from genlm.testing.check import engine_check, expect
-from genlm.testing.engine_fixture import EngineFixture, gathered
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
 
@@ -64,15 +65,13 @@ def _check_form(lm: AsyncLM, row: torch.Tensor, token_ids: TokenTuple) -> None:
     )
 
 
-@engine_check(oracle=True, cases=("longest sequence", "one token"))
+@engine_check(oracle=True)
 def rows_are_right(fixture: EngineFixture) -> None:
     """Every row is the oracle's row."""
 
     def holds(token_ids: TokenTuple) -> None:
         row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
         fixture.check_row(row, token_ids, token_ids=token_ids)
-        fixture.saw("longest sequence", len(token_ids) == fixture.max_length)
-        fixture.saw("one token", len(token_ids) == 1)
 
     (one, *_) = fixture.some_sequences(1)
     longest = (one * fixture.max_length)[: fixture.max_length]
@@ -81,29 +80,81 @@ def rows_are_right(fixture: EngineFixture) -> None:
     fixture.for_all(holds, token_ids=fixture.sequences())
 
 
-@engine_check(cases=("cached row", "row of a batch", "row shared in flight"))
+@engine_check()
+def the_context_can_be_filled(fixture: EngineFixture) -> None:
+    """A sequence of exactly `max_context` tokens is answered."""
+    limit = fixture.lm.max_context
+    length = fixture.max_length if limit is None else limit
+    (some, *_) = fixture.some_sequences(1)
+    full = (some * length)[:length]
+    row = fixture.run(fixture.lm.next_token_logprobs(full))
+    expect(
+        tuple(row.shape) == (fixture.lm.vocab_size,) and not bool(row.isnan().any()),
+        f"a row for a sequence of {length} tokens",
+        tuple(row.shape),
+    )
+    if length <= fixture.target.max_length:
+        fixture.check_row(row, full)
+
+
+@engine_check(cases=("ragged batch", "another order"))
+def batch_equals_map(fixture: EngineFixture) -> None:
+    """Row i of a batch, or of concurrent requests, is that of sequence i."""
+
+    def holds(batch: list[TokenTuple], data: st.DataObject) -> None:
+        shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
+        for asked in (batch, shuffled):
+            fixture.lm.clear_output_cache()
+            rows = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
+            fixture.check_rows(rows, asked, batch=asked)
+        fixture.lm.clear_output_cache()
+        concurrent = fixture.concurrent_rows(shuffled, fixture.lm)
+        fixture.check_rows(concurrent, shuffled, concurrent=shuffled)
+        fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
+        fixture.saw("another order", shuffled[: len(batch)] != batch)
+
+    fixture.for_all(holds, batch=fixture.batches(), data=st.data())
+
+
+@engine_check()
+def concurrent_requests_share_steps(fixture: EngineFixture) -> None:
+    """Concurrent requests reach the engine together, and a step answers several of them."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(16)
+    fixture.check_rows(fixture.concurrent_rows(asked, lm), asked)
+    expect(
+        probe.in_step[0] == len(asked),
+        f"{len(asked)} concurrent requests in the engine at its first step",
+        f"{probe.in_step[0]}; queries at each step: {probe.in_step}",
+    )
+    answering = [count for count in probe.finished if count]
+    expect(
+        len(answering) <= len(asked) // 2,
+        f"at most {len(asked) // 2} steps that answer {len(asked)} requests",
+        f"{len(answering)}; answers of each step: {probe.finished}",
+    )
+
+
+@engine_check()
 def rows_belong_to_the_caller(fixture: EngineFixture) -> None:
     """Modifying a row changes no other row, now or later."""
 
     def holds(token_ids: TokenTuple, other: TokenTuple) -> None:
         fixture.lm.clear_output_cache()
-        first, *others = fixture.run(gathered(fixture.lm.next_token_logprobs, [token_ids] * 3))
+        first, *others = fixture.concurrent_rows([token_ids] * 3, fixture.lm)
         _overwrite(first)
         for row in others:
             fixture.check_row(row, token_ids, changed="a row of the same request in flight")
-        fixture.saw("row shared in flight")
         for change in ("a row from the engine", "a row from the cache"):
             row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
             fixture.check_row(row, token_ids, changed=change)
             _overwrite(row)
-        fixture.saw("cached row")
         rows = fixture.run(fixture.lm.batch_next_token_logprobs([token_ids, token_ids, other]))
         _overwrite(rows[0])
         fixture.check_rows(rows[1:], [token_ids, other], changed="row 0 of the batch")
         _overwrite(rows)
         again = fixture.run(fixture.lm.batch_next_token_logprobs([token_ids, other]))
         fixture.check_rows(again, [token_ids, other], changed="a whole batch")
-        fixture.saw("row of a batch")
 
     fixture.for_all(holds, token_ids=fixture.sequences(), other=fixture.sequences())
 
@@ -117,7 +168,7 @@ def _overwrite(rows: torch.Tensor) -> None:
 def rows_hold_no_more_than_themselves(fixture: EngineFixture) -> None:
     """A row keeps only its own memory alive."""
     lm, probe = fixture.load_probed()
-    rows = fixture.run(gathered(lm.next_token_logprobs, fixture.some_sequences(8)))
+    rows = fixture.concurrent_rows(fixture.some_sequences(8), lm)
     fixture.saw("row of a shared forward pass", max(probe.in_step) > 1)
     for row in rows:
         held = row.untyped_storage().nbytes()

@@ -35,21 +35,9 @@ def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
     expect(not named, "no bytes at the ids that no token has", named)
 
 
-@engine_check(cases=("text",))
-def text_survives_the_vocabulary(fixture: EngineFixture) -> None:
-    """The bytes of a text's tokens, concatenated, are the bytes of the text."""
-    lm = fixture.lm
-    for text in _texts(fixture):
-        token_ids = lm.encode(text)
-        joined = b"".join(lm.byte_vocab[token_id].byte_string for token_id in token_ids)
-        # A tokenizer may prepend a special token or a space.
-        expect(joined.endswith(text.encode()), f"{text.encode()!r}", repr(joined), text=text)
-        fixture.saw("text")
-
-
-@engine_check(cases=("text",))
+@engine_check()
 def texts_are_encoded_and_decoded(fixture: EngineFixture) -> None:
-    """Texts survive `llm.encode` and `llm.decode`; what begins and ends them are ids."""
+    """Texts survive `encode`, the bytes of their tokens, and `decode`; their ends are ids."""
     lm = fixture.lm
     for name in ("bos_token_id", "eos_token_id"):
         named = getattr(lm.tokenizer, name, None)
@@ -59,10 +47,13 @@ def texts_are_encoded_and_decoded(fixture: EngineFixture) -> None:
             repr(named),
         )
     for text in _texts(fixture):
-        decoded = lm.decode(lm.encode(text))
+        token_ids = lm.encode(text)
+        joined = b"".join(lm.byte_vocab[token_id].byte_string for token_id in token_ids)
+        # A tokenizer may prepend a special token or a space.
+        expect(joined.endswith(text.encode()), f"{text.encode()!r}", repr(joined), text=text)
+        decoded = lm.decode(token_ids)
         # The space that a tokenizer prepends is dropped only after a token that begins a text.
         expect(decoded in {text, f" {text}"}, repr(text), repr(decoded), text=text)
-        fixture.saw("text")
 
 
 def _texts(fixture: EngineFixture) -> Sequence[str]:
@@ -73,14 +64,13 @@ def _texts(fixture: EngineFixture) -> Sequence[str]:
     return fixture.target.texts
 
 
-@engine_check(cases=("engine",))
+@engine_check()
 def capabilities_are_implemented(fixture: EngineFixture) -> None:
     """An engine has the methods of each capability it declares, and its spec lists it."""
     _, probe = fixture.load_probed()
     declared = probe.capabilities
     unknown = [name for name in declared if not isinstance(name, Capability)]
     expect(not unknown, "a set of `Capability` values", unknown)
-    fixture.saw("engine")
     if fixture.listed is not None:
         expect(
             declared <= fixture.listed,

@@ -12,7 +12,7 @@ import asyncio
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,7 @@ async def draw_from(weights: Row, target: Row | None = None) -> tuple[int, float
             f"a target of {len(other)} log-weights for a proposal of {len(row)}; both are over "
             f"the same vocabulary"
         )
-    drawn: tuple[int, float, float] = await _answer("draw", row, other)
+    drawn: tuple[int, float, float] = await _answer(_draws, row, other)
     return drawn
 
 
@@ -156,7 +156,7 @@ async def logsumexp_from(weights: Row) -> float:
     Raises:
         ValueError: As `draw_from`.
     """
-    total: float = await _answer("logsumexp", _checked(weights))
+    total: float = await _answer(_totals, _checked(weights))
     return total
 
 
@@ -175,7 +175,7 @@ async def logp_at(weights: Row, index: int) -> float:
     index = operator.index(index)
     if not -len(row) <= index < len(row):
         raise IndexError(f"index {index} of a row of {len(row)} log-weights")
-    value: float = await _answer("entry", row, index)
+    value: float = await _answer(_entries, row, index)
     return value
 
 
@@ -200,66 +200,55 @@ def _checked(weights: Row) -> torch.Tensor:
 class _Call:
     """A call that waits for its answer; `detail` is the target or the index."""
 
-    kind: str
+    reduce: Callable[[list[_Call]], list[Any]]
     row: torch.Tensor
     detail: Any
     future: asyncio.Future[Any]
 
 
-class _Window:
-    """The calls of one event loop that will be answered together."""
-
-    def __init__(self) -> None:
-        self._waiting: list[_Call] = []
-
-    def add(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer a call once the event loop adds no further calls."""
-        self._waiting.append(call)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._turn, loop, 0, MAX_ITERATIONS)
-
-    def _turn(self, loop: asyncio.AbstractEventLoop, before: int, turns: int) -> None:
-        if len(self._waiting) > before and turns:
-            loop.call_soon(self._turn, loop, len(self._waiting), turns - 1)
-            return
-        calls, self._waiting = self._waiting, []
-        for batch in _batches(calls):
-            _settle(batch)
-
-
-_windows: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Window] = (
+_waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Call]] = (
     weakref.WeakKeyDictionary()
 )
+"""The calls of each event loop that will be answered together."""
 
 
-async def _answer(kind: str, row: torch.Tensor, detail: Any = None) -> Any:
+async def _answer(
+    reduce: Callable[[list[_Call]], list[Any]], row: torch.Tensor, detail: Any = None
+) -> Any:
     loop = asyncio.get_running_loop()
-    call = _Call(kind, row, detail, loop.create_future())
-    _windows.setdefault(loop, _Window()).add(call, loop)
+    call = _Call(reduce, row, detail, loop.create_future())
+    calls = _waiting.setdefault(loop, [])
+    calls.append(call)
+    if len(calls) == 1:
+        loop.call_soon(_answer_all, loop, 0, MAX_ITERATIONS)
     return await call.future
 
 
-def _batches(calls: list[_Call]) -> Iterator[list[_Call]]:
-    """Split calls into those of one kind, device and length, cancelled ones left out."""
-    alike: dict[tuple[str, torch.device, int], list[_Call]] = {}
+def _answer_all(loop: asyncio.AbstractEventLoop, before: int, iterations: int) -> None:
+    """Answer the calls of an event loop once an iteration has added no further ones."""
+    calls = _waiting[loop]
+    if len(calls) > before and iterations:
+        loop.call_soon(_answer_all, loop, len(calls), iterations - 1)
+        return
+    del _waiting[loop]
+    alike: dict[Any, list[_Call]] = {}
     for call in calls:
-        if not call.future.done():
-            alike.setdefault((call.kind, call.row.device, len(call.row)), []).append(call)
-    for group in alike.values():
-        size = max(1, MOST_VALUES // len(group[0].row))
-        for begin in range(0, len(group), size):
-            yield group[begin : begin + size]
+        if not call.future.done():  # else it was cancelled
+            kind = (call.reduce, call.row.device, len(call.row))
+            alike.setdefault(kind, []).append(call)
+    for batch in alike.values():
+        size = max(1, MOST_VALUES // len(batch[0].row))
+        for begin in range(0, len(batch), size):
+            _finish(batch[begin : begin + size])
 
 
-def _settle(batch: list[_Call]) -> None:
+def _finish(batch: list[_Call]) -> None:
     """Finish the futures of a batch, each with its answer or an error."""
     try:
-        answers = _REDUCE[batch[0].kind](batch)
+        answers = batch[0].reduce(batch)
     except Exception as error:  # noqa: BLE001 - passed to the callers
         answers = [_failure(error) for _ in batch]
     for call, answer in zip(batch, answers, strict=True):
-        if call.future.done():
-            continue
         if isinstance(answer, Exception):
             call.future.set_exception(answer)
         else:
@@ -301,13 +290,6 @@ def _totals(batch: list[_Call]) -> list[Any]:
 def _entries(batch: list[_Call]) -> list[Any]:
     entries: list[Any] = torch.stack([_wide(call.row[call.detail]) for call in batch]).tolist()
     return entries
-
-
-_REDUCE: dict[str, Callable[[list[_Call]], list[Any]]] = {
-    "draw": _draws,
-    "logsumexp": _totals,
-    "entry": _entries,
-}
 
 
 def _checked_total(total: float, answer: Any) -> Any:

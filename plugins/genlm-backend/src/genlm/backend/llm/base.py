@@ -17,11 +17,9 @@ import numpy as np
 import torch
 
 import genlm
-from genlm.backend.llm.continuation import sampled_continuation
 from genlm.backend.tokenization import decode_vocab
-from genlm.plugin import stream_seeds
 
-__all__ = ["AdapterView", "AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
+__all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
 
 class BatchAbandoned(RuntimeError):
@@ -51,39 +49,6 @@ def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
     tempered = torch.log_softmax((wide - wide.amax(-1, keepdim=True)) / temperature, dim=-1)
     tempered = torch.where(wide.isneginf(), wide, tempered)
     return tempered.to(torch.promote_types(row.dtype, torch.float32))
-
-
-class AdapterView:
-    """The row methods of a model with one adapter for all requests; see `AsyncLM.lora_view`.
-
-    Args:
-        llm: The model.
-        lora_name: Name of the adapter.
-    """
-
-    def __init__(self, llm: AsyncLM, lora_name: str) -> None:
-        self._llm = llm
-        self._lora_name = lora_name
-
-    async def next_token_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities of every next token with the adapter."""
-        return await self._llm.next_token_logprobs(token_ids, self._lora_name)
-
-    def next_token_logprobs_sync(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """The same, waiting for it."""
-        return self._llm.next_token_logprobs_sync(token_ids, self._lora_name)
-
-    async def batch_next_token_logprobs(
-        self, token_ids_list: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Return the rows of several sequences with the adapter."""
-        return await self._llm.batch_next_token_logprobs(token_ids_list, self._lora_name)
-
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """The same, waiting for it."""
-        return self._llm.batch_next_token_logprobs_sync(token_ids_list, self._lora_name)
 
 
 class AsyncLM(abc.ABC):
@@ -122,17 +87,15 @@ class AsyncLM(abc.ABC):
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the rows of several sequences, concurrently; `(0, vocabulary)` for none."""
-        named = _named(lora_name)
-        asked = [self.next_token_logprobs(token_ids, **named) for token_ids in token_ids_list]
+        asked = [self.next_token_logprobs(ids, lora_name=lora_name) for ids in token_ids_list]
         return self._table(await asyncio.gather(*asked))
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return rows of several sequences, one after the other; `(0, vocabulary)` for none."""
-        named = _named(lora_name)
         return self._table(
-            [self.next_token_logprobs_sync(token_ids, **named) for token_ids in token_ids_list]
+            [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in token_ids_list]
         )
 
     async def sample(
@@ -144,7 +107,23 @@ class AsyncLM(abc.ABC):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw a continuation; see `genlm.AsyncLM.sample`."""
+        """Draw a continuation, token by token from the rows.
+
+        Args:
+            prompt_token_ids: The prompt.
+            max_tokens: Maximum number of tokens, 0 or more.
+            eos_token_ids: Tokens before which the continuation ends.
+            temperature: Finite and not negative; 0 takes the most likely tokens.
+            seed: Makes the continuation reproducible.
+            lora_name: The adapter.
+
+        Returns:
+            The drawn ids, without the token that ended the continuation.
+
+        Raises:
+            ValueError: A negative number of tokens, or a temperature that is negative or not
+                finite.
+        """
         drawn = await self.batch_sample(
             [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name
         )
@@ -159,30 +138,29 @@ class AsyncLM(abc.ABC):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Draw a continuation of each prompt; see `genlm.AsyncLM.batch_sample`.
-
-        Raises:
-            ValueError: A negative number of tokens, or a temperature that is negative or
-                not finite.
-        """
+        """Draw a continuation of each prompt, with separate random numbers; see `sample`."""
         if max_tokens < 0 or not 0 <= temperature < math.inf:
             raise ValueError(
                 f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
                 "negative, and the temperature must be finite"
             )
-        stop = frozenset(map(int, eos_token_ids))
+        ends = frozenset(map(int, eos_token_ids))
 
-        def rows(token_ids: list[int]) -> Any:
-            return self.next_token_logprobs(token_ids, **_named(lora_name))
+        async def continued(prompt: Sequence[int], stream: int) -> list[int]:
+            generator = torch.Generator().manual_seed(stream)
+            ids = list(map(int, prompt))
+            for _ in range(max_tokens):
+                row = await self.next_token_logprobs(ids, lora_name=lora_name)
+                token_id = _drawn(row, temperature, generator)
+                if token_id in ends:
+                    break
+                ids.append(token_id)
+            return ids[len(prompt) :]
 
-        seeds = stream_seeds(seed, len(prompt_token_ids_list))
-        continuations = [
-            sampled_continuation(
-                rows, tuple(map(int, prompt)), max_tokens, temperature, stop, stream
-            )
-            for prompt, stream in zip(prompt_token_ids_list, seeds, strict=True)
-        ]
-        return list(await asyncio.gather(*continuations))
+        streams = np.random.SeedSequence(seed).generate_state(
+            len(prompt_token_ids_list), np.uint64
+        )
+        return await asyncio.gather(*map(continued, prompt_token_ids_list, map(int, streams)))
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter; classes that serve adapters override it.
@@ -196,34 +174,40 @@ class AsyncLM(abc.ABC):
         """Remove a LoRA adapter; as `add_new_lora`."""
         raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
 
-    def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
-        """Use an adapter for all later requests; as `add_new_lora`."""
-        raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
+    def set_lora(self, lora_path: str, lora_name: str) -> None:
+        """Raise: adapters are named by each request.
 
-    def lora_view(self, lora_name: str | None) -> Any:
-        """Return a model whose rows are those of an adapter; None for this model itself."""
-        return self if lora_name is None else AdapterView(self, lora_name)
+        Raises:
+            RuntimeError: Always, as published.
+        """
+        raise RuntimeError("set_lora was removed; pass lora_name= to each call")
 
-    def clear_lora(self) -> None:  # noqa: B027 - optional for subclasses
-        """Use the base model for all later requests; nothing by default."""
+    def clear_lora(self) -> None:
+        """Raise: a request without `lora_name` is one for the base model.
+
+        Raises:
+            RuntimeError: Always, as published.
+        """
+        raise RuntimeError("clear_lora was removed; omit lora_name for the base model")
+
+    def lora_view(self, lora_name: str | None) -> Self:
+        """Return a model whose rows are those of an adapter; None for this model itself.
+
+        Raises:
+            UnsupportedCapabilityError: This class serves no adapters.
+        """
+        if lora_name is not None:
+            raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
+        return self
 
     def clear_cache(self) -> None:  # noqa: B027 - optional for subclasses
         """Clear the caches; nothing by default."""
 
-    def cleanup(self) -> None:  # noqa: B027 - optional for subclasses
-        """Free the model; nothing by default."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cleanup()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cleanup()
+    def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make rows of logits: those beyond the vocabulary are cut, missing ones are -inf."""
+        size = len(self.byte_vocab)
+        rows = torch.log_softmax(logits[..., :size], dim=-1, dtype=torch.float32)
+        return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]), value=-math.inf)
 
     def _table(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         if not rows:
@@ -277,9 +261,11 @@ class MockAsyncLM(AsyncLM):
         content = np.array([int(token) for token in token_ids], dtype="<i8").tobytes()
         seed = int.from_bytes(hashlib.sha256(content).digest(), "big")
         logits = np.random.default_rng(seed).random(len(self.byte_vocab), dtype=np.float32)
-        return torch.log_softmax(torch.from_numpy(logits), dim=-1)
+        return self._normalize(torch.from_numpy(logits))
 
 
-def _named(lora_name: str | None) -> dict[str, str]:
-    """Omit the argument where it is None: older subclasses lack the parameter."""
-    return {} if lora_name is None else {"lora_name": lora_name}
+def _drawn(row: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(row.argmax())
+    probabilities = temper(row.cpu().double(), temperature).exp()
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -17,8 +17,8 @@ class AsyncMlxLM(ServedLM):
     """Maps to `genlm.load_model(name, backend="mlx")`.
 
     Args:
-        mlx_lm_model: A model that `mlx_lm.load` returned.
-        tokenizer: Its tokenizer.
+        mlx_lm_model: A model that `mlx_lm.load` returned, or its hub id or folder.
+        tokenizer: Tokenizer of a model; None for a name.
         timeout: Ignored; batches are dispatched without a timer.
         prefill_step_size: Maximum number of tokens in a forward pass.
         cache_size: Maximum number of rows in the output cache.
@@ -37,13 +37,12 @@ class AsyncMlxLM(ServedLM):
         cache_size: int = 0,
         cache_opts: dict[str, Any] | None = None,
     ) -> None:
-        engine = installed_engine("mlx", "AsyncMlxLM", "pip install 'genlm-backend[mlx]'")
+        engine = installed_engine("mlx", "AsyncMlxLM")
         options = {"max_tokens_per_batch": prefill_step_size}
-        named = isinstance(mlx_lm_model, _Named)
         super().__init__(
             lambda: (
-                engine(mlx_lm_model.name, **options)
-                if named
+                engine(mlx_lm_model, **options)
+                if isinstance(mlx_lm_model, str)
                 else engine.from_model(mlx_lm_model, tokenizer, **options)
             ),
             name="mlx",
@@ -60,9 +59,4 @@ class AsyncMlxLM(ServedLM):
             model_name: A hub id or folder.
             **kwargs: Further arguments of the class.
         """
-        return cls(_Named(model_name), None, **kwargs)
-
-
-class _Named:
-    def __init__(self, name: str) -> None:
-        self.name = name
+        return cls(model_name, None, **kwargs)

@@ -2,13 +2,12 @@
 
 The core validates, caches, batches and runs the engine; this adds the published spellings,
 adapters' names that can be given again, and cache calls that do nothing on engines without
-prefix caches, and a default adapter that can be changed.
+prefix caches.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -29,7 +28,13 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.context import TokenBatch, TokenIds
 
-__all__ = ["ServedLM", "installed_engine", "output_cache", "with_rows_on_cpu"]
+__all__ = [
+    "ServedLM",
+    "checked_builder",
+    "installed_engine",
+    "output_cache",
+    "with_rows_on_cpu",
+]
 
 
 class ServedLM(genlm.AsyncLM, AsyncLM):
@@ -186,24 +191,6 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self.load_lora(lora_path, lora_name, replace=replace)
         self._prefix_scores.clear()
 
-    def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
-        """Use an adapter for all later requests, with a `DeprecationWarning`.
-
-        Args:
-            lora_path: Ignored; load the adapter with `add_new_lora`.
-            lora_name: Name of the adapter.
-
-        Raises:
-            UnknownAdapterError: There is no such adapter.
-        """
-        _warn_of_state("set_lora")
-        self._use_lora(self._known(lora_name))
-
-    def clear_lora(self) -> None:
-        """Use the base model for all later requests, with a `DeprecationWarning`."""
-        _warn_of_state("clear_lora")
-        self._use_lora(None)
-
     def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
         return super().with_lora(self._known(lora_name))
@@ -217,10 +204,6 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self._known(lora_name)
         self.unload_lora(lora_name)
         self._prefix_scores.clear()
-
-    def _use_lora(self, lora_name: str | None) -> None:
-        # The core's models have one default adapter: this one becomes another of them.
-        vars(self).update(vars(genlm.AsyncLM.with_lora(self, lora_name)))
 
     def _known(self, lora_name: str | None) -> str | None:
         """Refuse unknown adapters as published: by `ValueError`, whatever the engine serves."""
@@ -254,7 +237,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self.close()
 
 
-def installed_engine(backend: str, asked_for: str, install: str) -> Any:
+def installed_engine(backend: str, asked_for: str) -> Any:
     """Return the callable that builds an installed engine.
 
     Raises:
@@ -264,7 +247,23 @@ def installed_engine(backend: str, asked_for: str, install: str) -> Any:
         return get_backend(backend)
     except genlm.UnknownBackendError as error:
         plugin = f"a plugin for the engine {backend!r}"
+        install = f"pip install 'genlm-backend[{backend}]'"
         raise genlm.MissingRequirementError(asked_for, [plugin], install) from error
+
+
+def checked_builder(engine: Any, model_class: str) -> Callable[[], Engine]:
+    """Return what builds an engine; refuse engines that exist.
+
+    Raises:
+        TypeError: The object is not callable.
+    """
+    if not callable(engine):
+        raise TypeError(
+            f"{model_class} got a {type(engine).__name__}; engines are built by genlm, "
+            f"with the same options: {model_class}.from_name(name, engine_opts=...)"
+        )
+    build_engine: Callable[[], Engine] = engine
+    return build_engine
 
 
 def with_rows_on_cpu(engine: Any) -> Any:
@@ -306,12 +305,3 @@ def _adapter_folder(lora_path: str | os.PathLike[str]) -> str | os.PathLike[str]
             f"asked for adapter {os.fspath(lora_path)!r}; there is no such folder, and the hub "
             f"gave {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-
-
-def _warn_of_state(name: str) -> None:
-    warnings.warn(
-        f"{name} is deprecated; pass lora_name= to each call, or ask with_lora(name) for a "
-        f"model that does",
-        DeprecationWarning,
-        stacklevel=3,
-    )

@@ -5,8 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, Self
 
-from genlm.backend.llm.handover import Recipe, recipe_of_sglang
-from genlm.backend.llm.served import ServedLM, installed_engine, output_cache, with_rows_on_cpu
+from genlm.backend.llm.served import (
+    ServedLM,
+    checked_builder,
+    installed_engine,
+    output_cache,
+    with_rows_on_cpu,
+)
 
 __all__ = ["HAS_SGL", "AsyncSGLTransformer"]
 
@@ -15,29 +20,24 @@ HAS_SGL = find_spec("sglang") is not None
 
 
 class AsyncSGLTransformer(ServedLM):
-    """Maps to `genlm.load_model(name, backend="sgl")`; rows are on the CPU, as published.
+    """Maps to `genlm.load_model(name, backend="sgl")`; rows are on the CPU. Use `from_name`.
 
     Args:
-        sgl_model: SGLang's `Scheduler`, with a `DeprecationWarning`: it is ended, and its
-            model loaded again with the same settings. Use `from_name`.
+        sgl_model: Builds the engine, as `build_engine` of `genlm.AsyncLM`. A `Scheduler` of
+            SGLang that exists is refused: rows need hooks that are installed while it is built.
         cache_size: Maximum number of rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:
-        MissingRequirementError: genlm-sgl or SGLang is not installed; an `ImportError`.
+        TypeError: A scheduler that exists, or another object.
     """
 
     def __init__(
         self, sgl_model: Any, cache_size: int = 0, cache_opts: dict[str, Any] | None = None
     ) -> None:
-        engine = installed_engine(
-            "sgl", "AsyncSGLTransformer", "pip install 'genlm-backend[sgl]'"
-        )
-        recipe = sgl_model if isinstance(sgl_model, Recipe) else recipe_of_sglang(sgl_model)
+        build_engine = checked_builder(sgl_model, "AsyncSGLTransformer")
         super().__init__(
-            lambda: with_rows_on_cpu(
-                engine(recipe.model, engine_opts=recipe.engine_opts, gpu_id=recipe.gpu_id)
-            ),
+            lambda: with_rows_on_cpu(build_engine()),
             name="sgl",
             cache=output_cache(cache_size, cache_opts),
         )
@@ -60,8 +60,11 @@ class AsyncSGLTransformer(ServedLM):
 
         Raises:
             ModelLoadError: SGLang cannot serve the model.
+            MissingRequirementError: genlm-sgl or SGLang is not installed; an `ImportError`.
         """
-        return cls(Recipe(model_id, dict(engine_opts or {}), gpu_id), **kwargs)
+        engine = installed_engine("sgl", "AsyncSGLTransformer")
+        options = dict(engine_opts or {})
+        return cls(lambda: engine(model_id, engine_opts=options, gpu_id=gpu_id), **kwargs)
 
     def clear_kv_cache(self) -> bool:  # type: ignore[override]
         """Free the prefixes that SGLang keeps. Returns True; a failure raises."""

@@ -20,6 +20,17 @@ class _AnyToken(type):
         return super().__instancecheck__(instance)
 
 
+def _by_id_or_content(compare: Callable[[int, int], bool]) -> Any:
+    """Make a method that compares the ids of tokens and the contents of plain bytes."""
+
+    def method(token: Token, other: object) -> bool:
+        if isinstance(other, genlm.Token):
+            return compare(token.token_id, other.token_id)
+        return NotImplemented  # type: ignore[no-any-return]  # `bytes` compares the contents
+
+    return method
+
+
 class Token(genlm.Token, metaclass=_AnyToken):
     """Maps to `genlm.Token`; in addition it equals plain bytes of its content.
 
@@ -55,35 +66,16 @@ class Token(genlm.Token, metaclass=_AnyToken):
         """Whether `x` is bytes and not a token."""
         return isinstance(x, bytes) and not isinstance(x, genlm.Token)
 
-    def __eq__(self, other: object) -> bool:
-        return _compared(operator.eq, self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return _compared(operator.ne, self, other)
-
-    def __lt__(self, other: bytes) -> bool:
-        return _compared(operator.lt, self, other)
-
-    def __le__(self, other: bytes) -> bool:
-        return _compared(operator.le, self, other)
-
-    def __gt__(self, other: bytes) -> bool:
-        return _compared(operator.gt, self, other)
-
-    def __ge__(self, other: bytes) -> bool:
-        return _compared(operator.ge, self, other)
-
+    __eq__ = _by_id_or_content(operator.eq)
+    __ne__ = _by_id_or_content(operator.ne)
+    __lt__ = _by_id_or_content(operator.lt)
+    __le__ = _by_id_or_content(operator.le)
+    __gt__ = _by_id_or_content(operator.gt)
+    __ge__ = _by_id_or_content(operator.ge)
     __hash__ = genlm.Token.__hash__
 
     def __repr__(self) -> str:
         return f"Token(token_id={self.token_id}, byte_string={self.byte_string!r})"
-
-
-def _compared(compare: Callable[[int, int], bool], token: Token, other: object) -> bool:
-    """Compare the ids of two tokens; for the rest let `bytes` compare the contents."""
-    if isinstance(other, genlm.Token):
-        return compare(token.token_id, other.token_id)
-    return NotImplemented  # type: ignore[no-any-return]
 
 
 def published_tokens(tokens: Iterable[genlm.Token]) -> list[Token]:

@@ -1,29 +1,42 @@
-"""Vocabularies of tokenizers, by the core's exact decoding."""
+"""`decode_vocab` as published: tokens and strings of a vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import genlm
 from genlm.backend.tokenization.bytes import ByteVocabError, get_byte_vocab
 from genlm.backend.tokenization.token import Token
 
-__all__ = ["Fallback", "bytes_to_strs", "decode_vocab"]
+__all__ = ["bytes_to_strs", "decode_vocab"]
 
-Fallback: TypeAlias = Literal["tokenizer", "latin1", "replace"]
+
+def _own_name(tokenizer: Any, token_id: int, token: bytes) -> str:
+    """The tokenizer's name of a token, or its escaped bytes if it has no such method."""
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        return str(tokenizer.convert_ids_to_tokens(token_id))
+    return token.decode(errors="backslashreplace")
+
+
+_FALLBACKS: dict[str, Callable[[Any, int, bytes], str]] = {
+    "tokenizer": _own_name,
+    "latin1": lambda _tokenizer, _token_id, token: token.decode("latin1"),
+    "replace": lambda _tokenizer, _token_id, token: token.decode(errors="replace"),
+}
 
 
 def decode_vocab(
-    tokenizer: Any, byte2str_fallback: Fallback = "tokenizer"
+    tokenizer: Any, byte2str_fallback: str = "tokenizer"
 ) -> tuple[list[Token], list[str]]:
     """Maps to `genlm.decode_vocab`: the exact bytes of every token, and a string of each.
 
     Args:
         tokenizer: From transformers, `tokenizers`, `sentencepiece` or `tiktoken`.
-        byte2str_fallback: The string of a token whose bytes are not UTF-8:
-            `"tokenizer"` takes the tokenizer's own name of it, `"latin1"` one character
-            for each byte, `"replace"` the replacement character.
+        byte2str_fallback: The string of a token whose bytes are not UTF-8: `"tokenizer"`
+            takes the name that a tokenizer of transformers has for it (other tokenizers:
+            the escaped bytes), `"latin1"` one character for each byte, `"replace"` the
+            replacement character.
 
     Returns:
         Tokens and strings; index `i` of both is id `i`. Strings may repeat.
@@ -45,41 +58,25 @@ def decode_vocab(
 
 
 def bytes_to_strs(
-    tokenizer: Any, byte_vocab: Sequence[bytes], byte2str_fallback: Fallback
+    tokenizer: Any, byte_vocab: Sequence[bytes], byte2str_fallback: str
 ) -> list[str]:
-    """The string of each token; see `decode_vocab`.
+    """Return the string of each token; see `decode_vocab`.
 
     Raises:
         ValueError: An unknown fallback.
     """
     _check(byte2str_fallback)
-    return [
-        _string(tokenizer, token_id, token, byte2str_fallback)
-        for token_id, token in enumerate(byte_vocab)
-    ]
-
-
-def _string(tokenizer: Any, token_id: int, token: bytes, fallback: Fallback) -> str:
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        if fallback == "tokenizer":
-            return str(_own_name(tokenizer, token_id, token))
-        return (
-            token.decode("latin1") if fallback == "latin1" else token.decode(errors="replace")
-        )
-
-
-def _own_name(tokenizer: Any, token_id: int, token: bytes) -> str:
-    """The tokenizer's name of a token, or its escaped bytes if the library has no names."""
-    for method in ("convert_ids_to_tokens", "id_to_token", "id_to_piece"):
-        if hasattr(tokenizer, method):
-            return str(getattr(tokenizer, method)(token_id))
-    return token.decode(errors="backslashreplace")
+    strings = []
+    for token_id, token in enumerate(byte_vocab):
+        try:
+            strings.append(token.decode())
+        except UnicodeDecodeError:
+            strings.append(_FALLBACKS[byte2str_fallback](tokenizer, token_id, token))
+    return strings
 
 
 def _check(fallback: str) -> None:
-    if fallback not in get_args(Fallback):
+    if fallback not in _FALLBACKS:
         raise ValueError(
-            f"byte2str_fallback={fallback!r}: expected one of {', '.join(get_args(Fallback))}"
+            f"byte2str_fallback={fallback!r}: expected one of {', '.join(_FALLBACKS)}"
         )

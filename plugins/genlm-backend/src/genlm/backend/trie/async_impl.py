@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import genlm
@@ -38,10 +37,3 @@ class AsyncTokenCharacterTrie(genlm.AsyncTokenCharacterTrie):
         if backend not in _TRIES:
             raise ValueError(f"backend={backend!r}: expected one of {', '.join(_TRIES)}")
         return cls(_TRIES[backend](vocab, **kwargs))
-
-    async def mass_sum(self, ws: Any, **options: Any) -> Any:
-        """Older name of `weight_sum`, with a `DeprecationWarning`."""
-        warnings.warn(
-            "mass_sum is deprecated; use weight_sum", DeprecationWarning, stacklevel=2
-        )
-        return await self.weight_sum(ws, **options)

@@ -17,7 +17,7 @@ __all__ = ["TokenCharacterTrie"]
 
 
 class TokenCharacterTrie(genlm.TokenCharacterTrie):
-    """Maps to `genlm.TokenCharacterTrie`, with the published and older spellings.
+    """Maps to `genlm.TokenCharacterTrie`, with the published dtypes and edges.
 
     Results of `weight_sum` and the other reductions are float64, as published. The edge to a
     token's leaf is `(None, token_id)`; see `leaf_label` for other items.
@@ -68,20 +68,6 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
         taken = {other.token_id for other in beside if isinstance(other, Token)}
         return item if leaf in taken else leaf
 
-    def mass_sum(self, ws: Any) -> Any:
-        """Older name of `weight_sum`, with a `DeprecationWarning`."""
-        _warn_of_mass_sum("mass_sum", "weight_sum")
-        return self.weight_sum(ws)
-
-    def batch_mass_sum(self, ws: Any) -> Any:
-        """Older name of `batch_weight_sum`, with a `DeprecationWarning`."""
-        _warn_of_mass_sum("batch_mass_sum", "batch_weight_sum")
-        return self.batch_weight_sum(ws)
-
-    def _preprocess_ws(self, ws: Any) -> Any:
-        """Return weights on the CPU, a tensor as numpy; reductions do not need this."""
-        return ws.detach().cpu().numpy() if isinstance(ws, torch.Tensor) else ws
-
 
 def _with_dtype(ws: Any, dtype: npt.DTypeLike) -> Any:
     """Convert floats of a tensor or array; anything else is returned unchanged."""
@@ -90,7 +76,3 @@ def _with_dtype(ws: Any, dtype: npt.DTypeLike) -> Any:
         return ws.to(torch_dtype) if ws.is_floating_point() else ws
     is_float = isinstance(ws, np.ndarray) and ws.dtype.kind == "f"
     return ws.astype(dtype, copy=False) if is_float else ws
-
-
-def _warn_of_mass_sum(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)

@@ -65,15 +65,3 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
             return self._asked_device
         has_kernels = _DeviceTrie is not genlm.TokenCharacterTrie
         return "cuda" if has_kernels and torch.cuda.is_available() else "cpu"
-
-    def _preprocess_ws(self, batch_ws: Any) -> torch.Tensor:
-        """Return rows of weights as one float32 tensor on `device`; reductions need no such.
-
-        Raises:
-            WeightsError: A row has another length than the vocabulary.
-        """
-        rows = [torch.as_tensor(ws).to(self.device, torch.float32) for ws in batch_ws]
-        for row in rows:
-            if row.shape != (len(self.decode),):
-                raise genlm.WeightsError(f"rows of {len(self.decode)} weights", f"{row.shape}")
-        return torch.stack(rows)

@@ -44,7 +44,6 @@ by `scripts/generate_plugin_docs.py --run`.
 
 _WITHOUT = {
     Capability.LORA: "refused",
-    Capability.SAMPLE: "by the core",
     Capability.PREFIX_CACHE: "refused",
     Capability.SCORE: "by the core",
 }

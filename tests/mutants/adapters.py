@@ -205,4 +205,4 @@ class DeclaresAdaptersItLacks(CachedEngine):
 class CapabilitiesAsNames(CachedEngine):
     """Declares its capabilities as plain strings."""
 
-    capabilities = frozenset({"sample"})
+    capabilities = frozenset({"score"})

@@ -1,29 +1,19 @@
 """`CachedEngine`: a correct engine with all optional abilities.
 
-It has a prefix cache with eviction, adapters, and native sampling. The engine mutants are
+It has a prefix cache with eviction and adapters. The engine mutants are
 subclasses, each with one broken method.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from genlm import (
-    AdapterError,
-    BatchEngine,
-    Capability,
-    Completion,
-    Query,
-    SamplingParams,
-    rows_from_logits,
-)
-from genlm.plugin import TokenScores, stream_uniform
+from genlm import AdapterError, BatchEngine, Capability, Query, rows_from_logits
+from genlm.plugin import TokenScores
 
 from .attention import ADAPTER_SEEDS, CONTEXT, EMPTY, Attention, Floats, State, base_model
 from .vocabulary import small_vocabulary
@@ -84,21 +74,6 @@ class PrefixStore:
         self.pinned.clear()
 
 
-@dataclass
-class Continuation:
-    """A query with `sampling` and what was drawn for it so far."""
-
-    query: Query
-    params: SamplingParams
-    uniforms: Iterator[float]
-    drawn: list[int] = field(default_factory=list)
-
-    @property
-    def token_ids(self) -> Prefix:
-        """The prompt and what was drawn."""
-        return (*self.query.token_ids, *self.drawn)
-
-
 class CachedEngine(BatchEngine):
     """Serves the model of `attention` through a cache of keys and values.
 
@@ -114,7 +89,6 @@ class CachedEngine(BatchEngine):
         self.vocabulary = small_vocabulary()
         self.prefixes = self.Store(kv_budget)
         self.models: dict[str | None, Attention] = {None: base_model()}
-        self.continuations: OrderedDict[int, Continuation] = OrderedDict()
         self.tokens_computed = 0
 
     # -- rows -------------------------------------------------------------------------
@@ -157,55 +131,6 @@ class CachedEngine(BatchEngine):
         rows = self.rows(torch.from_numpy(logits))
         logprobs = rows.gather(1, torch.tensor(query.targets)[:, None])[:, 0]
         return TokenScores(logprobs, logprobs >= rows.amax(-1))
-
-    # -- continuations ----------------------------------------------------------------
-
-    def submit(self, query: Query) -> None:
-        if query.sampling is None:
-            super().submit(query)
-        else:
-            self.continuations[query.query_id] = Continuation(
-                query, query.sampling, self.stream(query.sampling)
-            )
-
-    def step(self) -> list[Completion]:
-        finished = super().step()
-        for query_id, continuation in list(self.continuations.items()):
-            if self.draw(continuation):
-                del self.continuations[query_id]
-                finished.append(Completion(query_id, continuation.drawn))
-        return finished
-
-    def abort(self, query_id: int) -> None:
-        super().abort(query_id)
-        self.continuations.pop(query_id, None)
-
-    def stream(self, params: SamplingParams) -> Iterator[float]:
-        """The uniform numbers of one continuation."""
-        return (stream_uniform(params.seed, position) for position in itertools.count())
-
-    def draw(self, continuation: Continuation) -> bool:
-        """Draw a token; whether the continuation has ended."""
-        token_ids, params = continuation.token_ids, continuation.params
-        row = self.rows(
-            torch.from_numpy(self.logits(token_ids, continuation.query.adapter)[None])
-        )
-        token_id = self.drawn(row[0].double().numpy(), params, next(continuation.uniforms))
-        if token_id in params.stop_token_ids:
-            return True
-        continuation.drawn.append(token_id)
-        return (
-            len(continuation.drawn) == params.max_tokens
-            or len(continuation.token_ids) > self.max_context
-        )
-
-    def drawn(self, row: Floats, params: SamplingParams, uniform: float) -> int:
-        """Draw from a row by inverting its distribution."""
-        if params.temperature == 0:
-            return int(row.argmax())
-        weights = np.exp((row - row.max()) / params.temperature)
-        cumulative = np.cumsum(weights)
-        return int(np.searchsorted(cumulative, uniform * cumulative[-1], "right"))
 
     # -- adapters, prefixes, figures --------------------------------------------------
 

@@ -1,161 +1,25 @@
-"""Faults of samplers, native and in the core."""
+"""Faults of the continuations that the core draws."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
+import genlm.core.engine.group_sampling
 import genlm.core.model.sample_methods
 import genlm.core.rows.reductions
 from genlm import AsyncLM
+from genlm.core.engine.group_engine import GroupEngine
+from genlm.core.engine.group_sampling import MemberRuns, SamplingRun
+from genlm.core.rows.row_weights import RowWeights
 
 from .baselines import cached_target
-from .cached_engine import CachedEngine
-from .mutant import core_mutant, engine_mutant
+from .mutant import core_mutant
 
 
-def without(params, **changes):
-    return dataclasses.replace(params, **changes)
-
-
-@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
-class TemperatureIgnored(CachedEngine):
+@core_mutant(RowWeights, "temperatures", killed_by="equal-seeds-draw-equal-tokens")
+def temperature_ignored(temperatures):
     """Draws at temperature 1 for every temperature except 0."""
-
-    def drawn(self, row, params, uniform):
-        temperature = min(params.temperature, 1.0) and 1.0
-        return super().drawn(row, without(params, temperature=temperature), uniform)
-
-
-@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
-class TopTokensOnly(CachedEngine):
-    """Draws among the three most likely tokens, by a default of the model's configuration."""
-
-    def drawn(self, row, params, uniform):
-        least = np.sort(row)[-3]
-        return super().drawn(np.where(row >= least, row, -np.inf), params, uniform)
-
-
-@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
-class PromptNotExtended(CachedEngine):
-    """Draws every token from the distribution after the prompt."""
-
-    prompt = None
-
-    def draw(self, continuation):
-        self.prompt = continuation.query.token_ids
-        ended = super().draw(continuation)
-        self.prompt = None
-        return ended
-
-    def logits(self, token_ids, adapter):
-        return super().logits(self.prompt or token_ids, adapter)
-
-
-@engine_mutant(killed_by="sampling-is-reproducible")
-class SeedIgnored(CachedEngine):
-    """Draws from fresh entropy although a seed was given."""
-
-    def stream(self, params):
-        return iter(np.random.default_rng().random, None)
-
-
-@engine_mutant(killed_by="sampling-is-reproducible")
-class OneGeneratorForAll(CachedEngine):
-    """Continues all sequences from one generator, so that a draw depends on its neighbours."""
-
-    def stream(self, params):
-        if not self.continuations:
-            self.shared = super().stream(params)
-        return self.shared
-
-
-@engine_mutant(killed_by="a-cancelled-continuation-changes-no-other")
-class AbortShiftsTheStreams(CachedEngine):
-    """Gives the randomness of an aborted continuation to the one that moves up."""
-
-    def abort(self, query_id):
-        waiting = list(self.continuations)
-        for place in range(len(waiting) - 1) if query_id in waiting else ():
-            if place >= waiting.index(query_id):
-                above = self.continuations[waiting[place]].uniforms
-                self.continuations[waiting[place + 1]].uniforms = above
-        super().abort(query_id)
-
-
-@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
-class StreamOfItsOwn(CachedEngine):
-    """Draws reproducibly from the seed, by other random numbers than every other engine."""
-
-    def stream(self, params):
-        return iter(np.random.default_rng(params.seed).random, None)
-
-
-@core_mutant(
-    genlm.core.model.sample_methods,
-    "stream_seeds",
-    killed_by="streams-are-distinct",
-    on=cached_target,
-)
-def one_seed_for_all(stream_seeds):
-    """Gives every continuation of a batch the same seed."""
-    return lambda seed, count: stream_seeds(seed, 1) * count
-
-
-@engine_mutant(killed_by="sampling-stops")
-class StopTokenIncluded(CachedEngine):
-    """Leaves the end-of-sequence id in the continuation."""
-
-    def draw(self, continuation):
-        before = len(continuation.drawn)
-        stop = continuation.params.stop_token_ids
-        continuation.params = without(continuation.params, stop_token_ids=frozenset())
-        ended = super().draw(continuation)
-        continuation.params = without(continuation.params, stop_token_ids=stop)
-        return ended or continuation.drawn[before] in stop
-
-
-@engine_mutant(killed_by="sampling-stops")
-class OneTokenMore(CachedEngine):
-    """Draws `max_tokens + 1` tokens."""
-
-    def stream(self, params):
-        return super().stream(params)
-
-    def submit(self, query):
-        if query.sampling is not None:
-            longer = without(query.sampling, max_tokens=query.sampling.max_tokens + 1)
-            query = query.replace(sampling=longer)
-        super().submit(query)
-
-
-@engine_mutant(killed_by="sampling-stops")
-class FirstStopIdOnly(CachedEngine):
-    """Stops at one of the end-of-sequence ids only."""
-
-    def draw(self, continuation):
-        stop = sorted(continuation.params.stop_token_ids)[:1]
-        continuation.params = without(continuation.params, stop_token_ids=frozenset(stop))
-        return super().draw(continuation)
-
-
-@engine_mutant(killed_by="sampling-stops")
-class ContinuationOneShort(CachedEngine):
-    """Stops one token before the context is full."""
-
-    def draw(self, continuation):
-        return super().draw(continuation) or len(continuation.token_ids) == self.max_context
-
-
-@engine_mutant(killed_by="temperature-zero-is-greedy")
-class ZeroMeansDefault(CachedEngine):
-    """Takes temperature 0 for "not given" and draws at 1."""
-
-    def drawn(self, row, params, uniform):
-        return super().drawn(
-            row, without(params, temperature=params.temperature or 1.0), uniform
-        )
+    return property(lambda self: np.sign(temperatures.fget(self)))
 
 
 @core_mutant(
@@ -169,6 +33,141 @@ def temperature_multiplies(weights):
         return weights(shape, masks, temperature=inverse or 1.0)
 
     return broken
+
+
+@core_mutant(
+    genlm.core.rows.reductions, "batch_draw", killed_by="equal-seeds-draw-equal-tokens"
+)
+def top_tokens_only(batch_draw):
+    """Draws among the three most likely tokens."""
+    return lambda *arguments, **options: batch_draw(*arguments, **(options | {"top_k": 3}))
+
+
+@core_mutant(MemberRuns, "add", killed_by="equal-seeds-draw-equal-tokens")
+def prompt_not_extended(add):
+    """Draws every token from the distribution after the prompt."""
+
+    def broken(self, member, answer):
+        following = add(self, member, answer)
+        if following is None:
+            return None
+        place = int(self.query.sampling.places[member])
+        return member, self.query.generation.lineage.sequence(place), following[2]
+
+    return broken
+
+
+@core_mutant(
+    genlm.core.engine.group_sampling, "stream_uniform", killed_by="sampling-is-reproducible"
+)
+def seed_ignored(_stream_uniform):
+    """Draws from fresh entropy although a seed was given."""
+    generator = np.random.default_rng()
+    return lambda _seed, _position: generator.random()
+
+
+@core_mutant(
+    genlm.core.model.sample_methods, "stream_seeds", killed_by="sampling-is-reproducible"
+)
+def seeds_of_the_batch(stream_seeds):
+    """Derives the seeds of continuations from their number as well."""
+    return lambda seed, count: stream_seeds(None if seed is None else seed + count, count)
+
+
+@core_mutant(GroupEngine, "abort", killed_by="a-cancelled-continuation-changes-no-other")
+def abort_shifts_the_streams(abort):
+    """Changes the randomness of others when a continuation is aborted."""
+
+    def broken(self, query_id):
+        abort(self, query_id)
+        for group, _ in self._divided.values():
+            group._seeds = [seed + 1 for seed in group._seeds]
+
+    return broken
+
+
+@core_mutant(
+    genlm.core.engine.group_sampling,
+    "stream_uniform",
+    killed_by="equal-seeds-draw-equal-tokens",
+)
+def stream_of_its_own(_stream_uniform):
+    """Draws reproducibly from the seed, by other random numbers than documented."""
+    return lambda seed, position: np.random.default_rng((seed, position)).random()
+
+
+@core_mutant(
+    genlm.core.model.sample_methods,
+    "stream_seeds",
+    killed_by="streams-are-distinct",
+    on=cached_target,
+)
+def one_seed_for_all(stream_seeds):
+    """Gives every continuation of a batch the same seed."""
+    return lambda seed, count: stream_seeds(seed, 1) * count
+
+
+@core_mutant(AsyncLM, "_sampled", killed_by="sampling-stops")
+def stop_token_included(sampled):
+    """Leaves the id that ended a continuation in it."""
+
+    async def broken(self, queries, options, *arguments, **more):
+        free = options._replace(stop_ids=frozenset())
+        found = await sampled(self, queries, free, *arguments, **more)
+        ends = [
+            next((i for i, each in enumerate(ids) if each in options.stop_ids), len(ids))
+            for ids in found
+        ]
+        return [ids[: end + 1] for ids, end in zip(found, ends, strict=True)]
+
+    return broken
+
+
+@core_mutant(AsyncLM, "_sampled", killed_by="sampling-stops")
+def first_stop_id_only(sampled):
+    """Stops at one of the given ids only."""
+
+    async def broken(self, queries, options, *arguments, **more):
+        first = frozenset(sorted(options.stop_ids)[:1])
+        return await sampled(
+            self, queries, options._replace(stop_ids=first), *arguments, **more
+        )
+
+    return broken
+
+
+@core_mutant(SamplingRun, "_unfinished", killed_by="sampling-stops")
+def stopped_members_go_on(_unfinished):
+    """Draws tokens for members of a group that a stop id has ended."""
+    return lambda self: np.flatnonzero(self._sampling.max_tokens > len(self._columns))
+
+
+@core_mutant(AsyncLM, "_limits", killed_by="sampling-stops")
+def one_token_more(limits):
+    """Draws `max_tokens + 1` tokens."""
+    return lambda self, queries, max_tokens: limits(self, queries, max_tokens + 1)
+
+
+@core_mutant(AsyncLM, "_limits", killed_by="sampling-stops")
+def one_short_of_the_context(limits):
+    """Stops one token before the context is full."""
+
+    def broken(self, queries, max_tokens):
+        room = [self.max_context - len(query) for query in queries]
+        return np.minimum(limits(self, queries, max_tokens), room)
+
+    return broken
+
+
+@core_mutant(RowWeights, "temperatures", killed_by="temperature-zero-is-greedy")
+def zero_means_default(temperatures):
+    """Takes temperature 0 for "not given" and draws at 1."""
+
+    def broken(self):
+        given = temperatures.fget(self)
+        return np.where(given == 0, 1.0, given)
+
+    return property(broken)
 
 
 @core_mutant(AsyncLM, "_sample_options", killed_by="wrong-sampling-requests-are-refused")

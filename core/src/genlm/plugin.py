@@ -3,7 +3,7 @@
 - the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
-  `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
+  `Capability`, `Query`, `TokenSequence`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `PositionReduction`,
   `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
@@ -77,7 +77,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.query import Query as Query
     from genlm.core.queries.query import Reduced as Reduced
     from genlm.core.queries.query import Reduction as Reduction
-    from genlm.core.queries.query import SamplingParams as SamplingParams
     from genlm.core.queries.query import TokenScores as TokenScores
     from genlm.core.queries.sequence import PackedSequences as PackedSequences
     from genlm.core.queries.sequence import TokenSequence as TokenSequence

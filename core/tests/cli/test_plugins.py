@@ -13,7 +13,7 @@ from genlm.core.plugins.registry import PUBLISHED
 PLUGINS = {
     "broken": "raise OSError('no disk')",
     "missing": "requires=('no_such_module',), capabilities=('lora',)",
-    "fine": "capabilities=('lora', 'sample')",
+    "fine": "capabilities=('lora', 'score')",
 }
 
 
@@ -53,7 +53,7 @@ def test_the_json_list_has_every_field_of_every_backend(environment):
     assert fine["status"] == "ok"
     assert fine["kind"] == "engine"
     assert (fine["distribution"], fine["version"], fine["api"]) == ("their-fine", "2.1", 1)
-    assert fine["capabilities"] == ["lora", "sample"]
+    assert fine["capabilities"] == ["lora", "score"]
     assert infos["their-missing:missing"]["missing"] == ["no_such_module"]
     assert infos["their-missing:missing"]["install"] == "pip install their-missing"
     assert infos["their-broken:broken"]["reason"] == "OSError: no disk"
@@ -148,7 +148,7 @@ def test_a_plugin_is_described_with_its_options_and_links(environment, tmp_path)
         {"name": "speed", "default": "3", "meaning": "How fast it is."}
     ]
     assert described["links"] == {"Documentation": "https://a.b/c"}
-    assert described["capabilities"] == ["lora", "sample"]
+    assert described["capabilities"] == ["lora", "score"]
 
 
 def test_a_plugin_whose_library_is_missing_is_described_too(environment):

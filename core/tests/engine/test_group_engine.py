@@ -157,3 +157,16 @@ def test_contexts_are_leased_once_and_released_with_the_population(make_model):
     gc.collect()
     llm.next_token_logprobs_sync((2,))  # the engine's thread releases before it steps
     assert engine.released == {TokenSequence.of(ids).key: 1 for ids in MEMBERS}
+
+
+def test_contexts_of_a_continuation_are_released_with_its_population(make_model):
+    engine = Single()
+    llm = make_model(engine)
+    sampled = llm.population([(3,), (5, 5)]).sample_sync(3, stop=(), seed=0)
+    computed = [TokenSequence.of(each.token_ids[:-1]).key for each in sampled.population]
+    llm.next_token_logprobs_sync((1,))
+    assert not engine.released
+    del sampled
+    gc.collect()
+    llm.next_token_logprobs_sync((2,))
+    assert engine.released == dict.fromkeys(computed, 1)

@@ -96,6 +96,42 @@ def test_a_continuation_is_what_draws_and_extensions_give(engine: type[TinyEngin
         )
 
 
+def test_members_that_are_queries_of_their_own_draw_what_those_of_groups_do() -> None:
+    found = []
+    for smallest_group in (2, 100):
+        engine = TinyEngine()
+        engine.smallest_group = smallest_group
+        with genlm.AsyncLM(lambda e=engine: e, output_cache=genlm.OutputCache(0)) as llm:  # type: ignore[misc]
+            population = llm.population([[1], [1, 2], [1], [3], [2, 1]])
+            population = population.finish([False, False, False, True, False])
+            sampled = population.sample_sync(
+                9, stop=[5, b"ab"], temperature=np.linspace(0.0, 2.0, 5), top_k=6, seed=4
+            )
+            extended = sampled.population
+            direct = population.extend(sampled.token_ids)
+            assert extended._places.tolist() == direct._places.tolist()
+            again = extended.draw_sync(seed=8).token_ids
+            found.append([*sampled[:3], extended.tokens, extended.finished, again])
+            assert len(engine._pending) == len(engine._groups) == 0
+    for one, another in zip(*found, strict=True):
+        assert torch.equal(one, another)
+    assert (found[0][0][:, -1] < 0).any()
+
+
+def test_a_member_that_fails_ends_its_small_group() -> None:
+    engine = TinyEngine()
+    with genlm.AsyncLM(lambda: engine, output_cache=genlm.OutputCache(0)) as llm:
+        population = llm.population([[1], [2], [1]])
+        drawn = population.sample_sync(3, seed=4).token_ids
+        engine.nan_after = int(drawn[1, 1])
+        with pytest.raises(genlm.PopulationError) as caught:
+            population.sample_sync(10**6, seed=4)
+        assert 1 in caught.value.members or engine.nan_after in drawn[[0, 2]].tolist()
+        engine.nan_after = None
+        assert torch.equal(population.sample_sync(3, seed=4).token_ids, drawn)
+        assert llm.statistics().pending == 0
+
+
 def test_tokens_after_the_first_do_not_pass_through_the_scheduler() -> None:
     with genlm.AsyncLM(TinyEngine, output_cache=genlm.OutputCache(0)) as llm:
         before = llm.statistics().requests

@@ -17,41 +17,12 @@ import torch
 from scripted import ScriptedEngine, oracle_row
 
 from genlm.core.base.errors import EmptySequenceError, EvaluationError, TokenIdError
-from genlm.core.engine.engine import Capability
 from genlm.core.model.lm import AsyncLM
-from genlm.core.queries.query import Completion, Query, SamplingParams
 from genlm.core.rows.sampling import draw_tokens, stream_seeds, stream_uniform
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
 OPTIONS: dict[str, Any] = {"stop": [4], "temperature": 0.8, "seed": 2}
-
-
-class NativeEngine(ScriptedEngine):
-    """Draws by itself: continues with the token ids that follow the last one."""
-
-    capabilities = frozenset({Capability.LORA, Capability.SAMPLE})
-
-    def __init__(self, poison: Sequence[int] = ()) -> None:
-        super().__init__(VOCAB_SIZE, poison=poison)
-        self.sampled: list[Query] = []
-
-    def step(self) -> list[Completion]:
-        drawing = [query for query in self._pending.values() if query.sampling is not None]
-        for query in drawing:
-            del self._pending[query.query_id]
-        self.sampled += drawing
-        return [*map(self._continued, drawing), *super().step()]
-
-    def _continued(self, query: Query) -> Completion:
-        assert query.sampling is not None
-        if self.poison & set(query.token_ids):
-            error = ArithmeticError(f"poisoned prompt {query.token_ids}")
-            return Completion(query.query_id, error=error)
-        last = query.token_ids[-1]
-        return Completion(
-            query.query_id, [last + 1 + i for i in range(query.sampling.max_tokens)]
-        )
 
 
 def chain(
@@ -102,6 +73,65 @@ def test_a_draw_does_not_depend_on_what_else_is_asked(make_model: MakeModel) -> 
     assert batch_sample(llm, [[1, 2], [3], [4]], 10, seed=5)[0] == alone
     llm.clear_output_cache()
     assert batch_sample(llm, [[1, 2], *([[9]] * 20)], 10, seed=5)[0] == alone
+
+
+@pytest.mark.parametrize("smallest_group", [2, 100])
+def test_concurrent_continuations_share_the_passes_of_the_engine(
+    make_model: MakeModel, smallest_group: int
+) -> None:
+    engine: Any = ScriptedEngine(VOCAB_SIZE)
+    engine.smallest_group = smallest_group
+    llm = make_model(engine)
+    prompts = [[1 + i // 4, i % 4] for i in range(40)]
+
+    async def alone() -> list[list[int]]:
+        return await asyncio.gather(*(llm.sample(ids, 8, seed=5) for ids in prompts))
+
+    drawn = asyncio.run(alone())
+    [stream] = stream_seeds(5, 1)
+    assert drawn == [chain(ids, 8, stream, 1.0) for ids in prompts]
+    assert len(engine.batches) == 8
+    assert all(len(batch) == 40 for batch in engine.batches)
+    expected = [
+        chain(ids, 8, stream, 1.0)
+        for ids, stream in zip(prompts, stream_seeds(5, 40), strict=True)
+    ]
+    assert batch_sample(llm, prompts, 8, seed=5) == expected
+    assert len(engine.batches) == 16
+
+
+def test_a_batch_of_several_adapters_is_drawn_with_each(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    llm.load_lora("folder", "a")
+    prompts = [llm.context([1]), llm.context([1], lora_name="a"), llm.context([2, 3])]
+    streams = stream_seeds(8, 3)
+    expected = [
+        chain(prompt.token_ids, 6, stream, 1.0, prompt.lora_name)
+        for prompt, stream in zip(prompts, streams, strict=True)
+    ]
+    assert batch_sample(llm, prompts, 6, seed=8) == expected
+
+
+def test_an_adapter_is_kept_until_its_continuations_are_drawn(make_model: MakeModel) -> None:
+    class Removing(ScriptedEngine):
+        def remove_adapter(self, name: str) -> None:
+            del self.adapters[name]
+
+    engine = Removing(VOCAB_SIZE)
+    llm = make_model(engine)
+    llm.load_lora("folder", "a")
+    engine.hold()
+    [stream] = stream_seeds(2, 1)
+
+    async def main() -> list[int]:
+        drawing = asyncio.create_task(llm.sample([1], 6, seed=2, lora_name="a"))
+        await asyncio.to_thread(engine.wait_until_entered)
+        llm.unload_lora("a")
+        assert len(engine.adapters) == 1
+        engine.release()
+        return await drawing
+
+    assert asyncio.run(main()) == chain([1], 6, stream, 1.0, "a")
 
 
 def test_without_a_seed_every_call_draws_afresh(make_model: MakeModel) -> None:
@@ -185,66 +215,24 @@ def test_a_wrong_prompt_or_stop_id_is_refused_before_anything_is_drawn(
     assert engine.batches == []
 
 
-@pytest.mark.parametrize(
-    "engine_type", [lambda **kw: ScriptedEngine(VOCAB_SIZE, **kw), NativeEngine]
-)
+@pytest.mark.parametrize("smallest_group", [2, 100])
 @pytest.mark.parametrize("prompts", [[[7]], [[1], [7], [2], [7, 7]]])
 def test_an_error_comes_plain_with_its_cause_and_ends_the_others(
-    make_model: MakeModel,
-    engine_type: Callable[..., ScriptedEngine],
-    prompts: list[list[int]],
+    make_model: MakeModel, smallest_group: int, prompts: list[list[int]]
 ) -> None:
-    llm = make_model(engine_type(poison=[7]))
+    engine: Any = ScriptedEngine(VOCAB_SIZE, poison=[7])
+    engine.smallest_group = smallest_group
+    llm = make_model(engine)
     with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as found:
         batch_sample(llm, prompts, 10_000, seed=0)
     assert isinstance(found.value.__cause__, ArithmeticError)
+    assert found.value.places == tuple(i for i, ids in enumerate(prompts) if 7 in ids)
+    with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as found:
+        llm.sample_sync([7], 10_000)
+    assert found.value.places == ()
     statistics = llm.statistics()
     assert statistics.pending == statistics.waiting == 0
     assert llm.next_token_logprobs_sync([1]).shape == (VOCAB_SIZE,)
-
-
-# -- drawn by the engine --------------------------------------------------------------
-
-
-def sampling_of(queries: Iterable[Query]) -> dict[tuple[int, ...], SamplingParams | None]:
-    return {query.token_ids: query.sampling for query in queries}
-
-
-def test_an_engine_that_draws_gets_one_query_per_prompt(make_model: MakeModel) -> None:
-    engine = NativeEngine()
-    llm = make_model(engine)
-    drawn = batch_sample(llm, [[1], [5], [1, 2]], 3, stop=[9, 8], temperature=0.5, seed=4)
-    assert drawn == [[2, 3, 4], [6, 7, 8], [3, 4, 5]]
-    streams = stream_seeds(4, 3)
-    stop = frozenset({8, 9})
-    assert sampling_of(engine.sampled) == {
-        (1,): SamplingParams(3, 0.5, stop, streams[0]),
-        (5,): SamplingParams(3, 0.5, stop, streams[1]),
-        (1, 2): SamplingParams(3, 0.5, stop, streams[2]),
-    }
-    assert engine.batches == []
-    statistics = llm.statistics()
-    assert (statistics.requests, statistics.answered) == (3, 3)
-    assert (statistics.tokens_asked, statistics.cache_entries) == (4, 0)
-
-
-def test_equal_prompts_are_drawn_apart_and_rows_are_still_rows(make_model: MakeModel) -> None:
-    engine = NativeEngine()
-    llm = make_model(engine)
-    llm.load_lora("folder", "a")
-
-    async def main() -> tuple[list[list[int]], torch.Tensor]:
-        return await asyncio.gather(
-            llm.batch_sample([[1], [1]], 2, lora_name="a", seed=0),
-            llm.next_token_logprobs([1], lora_name="a"),
-        )
-
-    drawn, row = asyncio.run(main())
-    assert drawn == [[2, 3], [2, 3]]
-    assert torch.equal(row, oracle_row([1], "a", VOCAB_SIZE))
-    assert [query.adapter for query in engine.sampled] == ["a", "a"]
-    seeds = [query.sampling.seed for query in engine.sampled if query.sampling]
-    assert seeds == stream_seeds(0, 2)
 
 
 def test_a_continuation_that_fills_the_context_is_logged(
@@ -269,11 +257,10 @@ def bytes_of(ids: Iterable[int]) -> bytes:
     return bytes(ids)
 
 
-@pytest.mark.parametrize("native", [False, True])
 def test_a_stop_text_ends_a_continuation_with_the_token_that_completes_it(
-    native: bool, make_model: MakeModel
+    make_model: MakeModel,
 ) -> None:
-    llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
     [stream] = stream_seeds(3, 1)
     whole = chain([1], 40, stream, 1.0)
     for first, second in [(whole[10], whole[11]), (whole[20], whole[21])]:
@@ -374,11 +361,8 @@ def test_a_stream_that_is_left_asks_for_no_more(make_model: MakeModel) -> None:
     assert len(engine.batches) == 1
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_sampling_without_an_event_loop_and_inside_one(
-    native: bool, make_model: MakeModel
-) -> None:
-    llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
+def test_sampling_without_an_event_loop_and_inside_one(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
     expected = asyncio.run(llm.batch_sample([[1], [2, 3]], 6, **OPTIONS))
     assert llm.batch_sample_sync([[1], [2, 3]], 6, **OPTIONS) == expected
     alone = asyncio.run(llm.sample([1], 6, **OPTIONS))
@@ -422,12 +406,16 @@ def test_an_interrupt_ends_the_wait_for_samples(make_model: MakeModel) -> None:
 
     def interrupt() -> None:
         engine.wait_until_entered()
-        signal.pthread_kill(main, signal.SIGINT)
+        while not interrupted.wait(0.01):  # a signal may arrive just before the wait
+            signal.pthread_kill(main, signal.SIGINT)
         engine.release()
 
     def raising(*_: Any) -> None:
-        raise KeyboardInterrupt
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
+    interrupted = threading.Event()
     main = threading.get_ident()
     before = signal.signal(signal.SIGINT, raising)
     thread = threading.Thread(target=interrupt)

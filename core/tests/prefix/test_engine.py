@@ -15,7 +15,6 @@ from genlm import (
     Capability,
     ModelLoadError,
     Query,
-    SamplingParams,
     TokenIdError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
@@ -117,8 +116,6 @@ def test_queries_that_cannot_be_answered_are_refused_before_a_step() -> None:
         engine.submit(Query(0, (1,), "red"))
     with pytest.raises(TokenIdError, match=f"{SIZE - 1}"):
         engine.submit(Query(0, (1, SIZE - 1)))
-    with pytest.raises(UnsupportedCapabilityError, match="toy"):
-        engine.submit(Query(0, (1,), None, SamplingParams(3)))
     with pytest.raises(TokenIdError):
         engine.cache_prefix((SIZE - 1,), None)
     assert engine.step() == []

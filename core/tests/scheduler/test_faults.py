@@ -35,7 +35,7 @@ def answers(*requests: Any) -> list[Any]:
 class Returning(ScriptedEngine):
     """Returns what a test wants for the queries of one sequence."""
 
-    capabilities = frozenset({Capability.SAMPLE, Capability.SCORE})
+    capabilities = frozenset({Capability.SCORE})
 
     def __init__(self, fault: Callable[[Query], Any]) -> None:
         super().__init__()

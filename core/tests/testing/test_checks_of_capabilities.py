@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 import torch
 from scripted import oracle_row
 from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
 
-from genlm import AsyncLM, Capability, Completion, OutputCache
-from genlm.plugin import TokenScores, stream_uniform
+from genlm import AsyncLM, Capability, OutputCache
+from genlm.plugin import TokenScores
 from genlm.testing import all_checks
 
 from .conftest import RunCheck
@@ -20,40 +19,13 @@ OF_CAPABILITIES = [c.id for c in all_checks("engine") if c.needs]
 
 
 class AbleEngine(CertifiedEngine):
-    """Declares everything: draws continuations itself and keeps prefixes, of no use to it."""
+    """Declares everything, and keeps prefixes, of no use to it."""
 
     capabilities = frozenset(Capability)
 
     def __init__(self):
         super().__init__()
-        self._to_draw = []
         self.prefixes = set()
-
-    def submit(self, query):
-        if query.sampling is None:
-            super().submit(query)
-        else:
-            self._to_draw.append(query)
-
-    def step(self):
-        queries, self._to_draw = self._to_draw, []
-        drawn = [Completion(query.query_id, self._drawn(query)) for query in queries]
-        return super().step() + drawn
-
-    def _drawn(self, query):
-        params, sequence = query.sampling, list(query.token_ids)
-        for position in range(min(params.max_tokens, self.max_context + 1 - len(sequence))):
-            row = oracle_row(sequence, query.adapter, VOCAB_SIZE).double()
-            if params.temperature:
-                likely = (row / params.temperature).softmax(-1).numpy()
-                uniform = stream_uniform(params.seed, position)
-                token_id = int(np.searchsorted(likely.cumsum(), uniform, side="right"))
-            else:
-                token_id = int(row.argmax())
-            if token_id in params.stop_token_ids:
-                break
-            sequence.append(token_id)
-        return sequence[len(query.token_ids) :]
 
     def score(self, queries):
         return [self._scored(query) for query in queries]

@@ -66,6 +66,11 @@ def _without_tf32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@pytest.fixture(autouse=True)
+def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HFEngine, "smallest_group", 2)
+
+
 def captured(
     model: Any, tokenizer: Any, *, cuda_graphs: bool = True, **options: Any
 ) -> HFEngine:

@@ -14,7 +14,6 @@ from genlm import (
     Engine,
     LoraEngine,
     Query,
-    SamplingParams,
     TokenIdError,
     UnsupportedCapabilityError,
 )
@@ -161,11 +160,6 @@ def test_an_aborted_query_is_not_computed(engine: HFEngine) -> None:
     engine.abort(1)
     assert [c.query_id for c in engine.step()] == [2]
     assert int(engine.statistics()["tokens_computed"]) == before + 1
-
-
-def test_a_continuation_is_refused(engine: HFEngine) -> None:
-    with pytest.raises(UnsupportedCapabilityError, match="sample"):
-        engine.submit(Query(1, (3,), sampling=SamplingParams(max_tokens=1)))
 
 
 def test_statistics_name_model_device_and_dtype(engine: HFEngine) -> None:

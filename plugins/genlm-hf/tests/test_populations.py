@@ -23,6 +23,11 @@ from .tiny import build_model, ids_of_lengths
 CASES = {**MODELS} | {name: FAMILIES[name] for name in ("gpt_oss", "gemma2 with capped scores")}
 
 
+@pytest.fixture(autouse=True)
+def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HFEngine, "smallest_group", 2)
+
+
 def serve(model: Any, tokenizer: Any, slots: int | None = None, **options: Any) -> HFEngine:
     engine = HFEngine.from_model(model, tokenizer, execution_path="packed", **options)
     if slots is not None:

@@ -32,6 +32,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaCppEngine, "smallest_group", 2)
+
+
 def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
     """What llama.cpp holds, and what is counted for it, is what the states say."""
     sequences = engine._sequences

@@ -21,7 +21,6 @@ from genlm import (
     EvaluationError,
     ModelLoadError,
     Query,
-    SamplingParams,
     TokenIdError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
@@ -190,8 +189,6 @@ def test_requests_that_the_model_cannot_answer_are_refused(engine: MLXEngine) ->
         engine.submit(Query(1, (3, 320)))
     with pytest.raises(UnknownAdapterError):
         engine.submit(Query(1, (3,), "green"))
-    with pytest.raises(UnsupportedCapabilityError):
-        engine.submit(Query(1, (3,), None, SamplingParams(3)))
     assert engine.max_context == 64
 
 

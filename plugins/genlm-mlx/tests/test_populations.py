@@ -56,6 +56,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MLXEngine, "smallest_group", 2)
+
+
 def serve(model: TinyModel, slots: int | None = None, **options: Any) -> MLXEngine:
     engine = MLXEngine(model.path, dtype="float32", **options)
     if slots is not None:

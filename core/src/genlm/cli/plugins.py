@@ -29,7 +29,6 @@ _UNUSABLE = {"broken", "incompatible", "disabled"}
 
 _CAPABILITIES = {
     "lora": "LoRA adapters per request: llm.load_lora(folder, name), lora_name=name",
-    "sample": "samples continuations natively: llm.sample",
     "score": "scores all tokens of a text in one pass: llm.score, llm.batch_score",
     "prefix_cache": "caches computed prefixes: llm.pin_prefix, llm.clear_kv_cache",
 }

@@ -94,11 +94,9 @@ class PrefixEngine(BatchEngine):
         Raises:
             UnknownAdapterError: The adapter is not loaded.
             TokenIdError: The tokenizer has an id for which the model has no embedding.
-            UnsupportedCapabilityError: The query requests a continuation, or scores of a model
-                that lacks the capability.
+            UnsupportedCapabilityError: The query requests scores of a model that lacks the
+                capability.
         """
-        if query.sampling is not None:
-            raise self._unsupported(Capability.SAMPLE)
         if query.targets and Capability.SCORE not in self.capabilities:
             raise self._unsupported(Capability.SCORE)
         self._check(query)

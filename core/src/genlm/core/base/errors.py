@@ -443,6 +443,15 @@ def described(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+def as_genlm_error(error: BaseException) -> GenlmError:
+    """Return an error of an engine as an error that callers expect, with its cause."""
+    if isinstance(error, GenlmError):
+        return error
+    own = EvaluationError(f"the engine raised {described(error)}")
+    own.__cause__ = error
+    return own
+
+
 def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
     """Add the places of failed sequences in a batch to an error, and return it."""
     if len(places) == 1:

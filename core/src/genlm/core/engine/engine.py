@@ -53,9 +53,6 @@ class Capability(enum.StrEnum):
     LORA = "lora"
     """LoRA adapters per request; the engine is a `LoraEngine`."""
 
-    SAMPLE = "sample"
-    """Computes queries with `sampling`."""
-
     PREFIX_CACHE = "prefix_cache"
     """Caches computed prefixes; the engine is a `PrefixCacheEngine`."""
 
@@ -76,9 +73,11 @@ class Engine(Protocol):
 
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
-    its place, receive one query per distinct sequence. With a true attribute `samples_groups`
-    an engine also accepts group queries with `sampling`; otherwise the core submits one group
-    query per token.
+    its place, receive one query per distinct sequence; so do engines with the method for groups
+    with fewer members than their attribute `smallest_group`, by default 2. With a true
+    attribute `samples_groups` an engine also accepts group queries with `sampling`, such as an
+    engine that forwards them to other processes; otherwise the core submits queries for each
+    token.
 
     Attributes:
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
@@ -189,11 +188,15 @@ class BatchEngine(abc.ABC):
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
         max_context: Maximum number of tokens of a query, None for no limit.
         capabilities: Abilities beyond next-token rows.
+        smallest_group: Groups with fewer members are evaluated as separate queries, with those
+            of other callers, unless the engine has state of them as arrays. Larger ones take
+            turns.
     """
 
     vocabulary: Vocabulary
     max_context: int | None = None
     capabilities: frozenset[Capability] = frozenset()
+    smallest_group: int = 8
 
     _pending: dict[int, Query]
     _groups: dict[int, GroupWork]

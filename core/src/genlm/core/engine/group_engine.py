@@ -1,43 +1,54 @@
-"""Group queries on engines that do not accept them.
+"""Group queries as the queries that an engine accepts.
 
-A group query becomes one query per distinct sequence. The reduction of the group is computed
-like other reductions: every query requests the entries of the group's columns for the members
-that have its sequence. A group query for continuations becomes one group query per token, which
-is submitted when the one before is complete, without the scheduler and event loops between.
+A group query for continuations becomes one group query per token, which is submitted when the
+one before is complete, without the scheduler and event loops between. A group query of few
+members, or for an engine that accepts none, becomes one query per distinct sequence. The
+reduction of the group is computed like other reductions: every query requests the entries of
+the group's columns for the members that have its sequence.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError
-from genlm.core.engine.group_sampling import SamplingRun
+from genlm.core.engine.group_sampling import (
+    MemberRuns,
+    SamplingRun,
+    Single,
+    unexpected_answer,
+)
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import (
     Completion,
     GroupQuery,
     GroupReduction,
     GroupResult,
-    GroupValues,
     Query,
     Reduced,
     Reduction,
 )
+from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.groups import GroupWork
-from genlm.core.rows.logits import moved
+from genlm.core.rows.logits import invalid_rows, moved
+from genlm.core.rows.reductions import reduce_rows
 
 if TYPE_CHECKING:
     from genlm.core.engine.engine import Engine
+    from genlm.core.vocab import Vocabulary
 
 __all__ = ["GroupEngine", "MemberColumns", "with_groups"]
 
-_FIRST_QUERY_ID = 2**40
+_FIRST_QUERY_ID = 2**48
 """Ids of the queries of groups, which are distinct from those of the scheduler's queries."""
+
+_SMALLEST_GROUP = 2
+"""A group of one member is a query like any other, and shares passes with these."""
 
 
 class MemberColumns(Reduction):
@@ -77,20 +88,76 @@ class MemberColumns(Reduction):
         return results
 
 
-class GroupEngine:
-    """Adds group queries to an engine that does not accept them, or not those with `sampling`.
+class _Parts:
+    """A group query whose distinct sequences are computed by one query each.
 
-    Other attributes are those of the engine.
+    Args:
+        query: The query.
+        vocabulary: Vocabulary of the rows.
+
+    Attributes:
+        query: As above.
+        has_failed: False: the errors of sequences are part of the result.
+    """
+
+    has_failed = False
+
+    def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
+        self.query = query
+        self._work = GroupWork(query, vocabulary)
+
+    def singles(self) -> Iterator[Single]:
+        """Yield the distinct sequences, with the reduction for their members."""
+        sequence_of = self.query.generation.lineage.sequence
+        for place, index in enumerate(self.query.wanted.tolist()):
+            members = self._work.members_of(place)
+            yield place, sequence_of(index), MemberColumns(self.query.reduction, members)
+
+    def add(self, place: int, answer: Any) -> None:
+        """Add the columns of the members of a sequence, or its error."""
+        try:
+            if not isinstance(answer, tuple):
+                raise unexpected_answer(answer)
+            self._work.add(place, answer)
+        except Exception as error:  # noqa: BLE001 - it fails this sequence alone
+            self._work.errors[place] = error
+
+    def result(self) -> GroupResult:
+        """Return the columns of all members."""
+        self.query.keep_contexts()
+        return self._work.result()
+
+
+class _Divided(NamedTuple):
+    """A group query that is computed by queries for single sequences.
+
+    Attributes:
+        group: Makes the queries, and combines their results.
+        unanswered: Ids of the unanswered queries.
+    """
+
+    group: _Parts | MemberRuns
+    unanswered: set[int]
+
+
+class GroupEngine:
+    """Adds the group queries that an engine does not accept.
+
+    Engines compute queries of different callers in one pass, but most compute groups one after
+    the other. Groups with fewer members than the engine's `smallest_group` are therefore
+    divided, unless the engine has state of their sequences as arrays. Other attributes are
+    those of the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._takes_groups = getattr(engine, "submit_group", None) is not None
-        self._samples_groups = getattr(engine, "samples_groups", False)
+        self._smallest_group: float = math.inf
+        if getattr(engine, "submit_group", None) is not None:
+            self._smallest_group = getattr(engine, "smallest_group", _SMALLEST_GROUP)
         self._runs: dict[int, SamplingRun] = {}  # by query id
-        # Each group's work, and its unanswered queries with the places of their sequences.
-        self._divided: dict[int, tuple[GroupWork, dict[int, int]]] = {}
-        self._group_of: dict[int, int] = {}  # by id of a query for a single sequence
+        self._divided: dict[int, _Divided] = {}  # by query id
+        # Of each query for a single sequence: id of the group, place, requested reduction.
+        self._singles: dict[int, tuple[int, int, Reduction]] = {}
         self._refused: list[Completion] = []
         self._query_ids = itertools.count(_FIRST_QUERY_ID)
 
@@ -98,13 +165,16 @@ class GroupEngine:
         return getattr(self.engine, name)
 
     def submit_group(self, group: GroupQuery) -> None:
-        """Submit a group query; of one with `sampling`, the query for the first token."""
-        if group.sampling is None or self._samples_groups:
+        """Submit a group query; of one with `sampling`, the queries for the first tokens."""
+        vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
+        if group.sampling is None:
             self._submit(group)
-            return
-        run = SamplingRun(group, self.engine.vocabulary, self.engine.max_context)
-        self._submit(run.next_query())
-        self._runs[group.query_id] = run
+        elif self._is_divided(group):
+            self._divide(MemberRuns(group, vocabulary, max_context))
+        else:
+            run = SamplingRun(group, vocabulary, max_context)
+            self._submit(run.next_query())
+            self._runs[group.query_id] = run
 
     def step(self) -> Iterable[Completion]:
         """Step the engine, and submit the queries for next tokens."""
@@ -115,57 +185,101 @@ class GroupEngine:
             found = self.engine.step()
         if not self._runs and not self._divided:
             return found
-        completed = map(self._completed, found)
-        return [each for each in completed if each is not None]
+        completions: list[Completion] = []
+        answered: dict[int, None] = {}  # groups, in order
+        for completion in found:
+            single = self._singles.pop(completion.query_id, None)
+            if single is None:
+                completions.append(completion)
+            else:
+                answered[single[0]] = None
+                self._add_answer(*single, completion)
+        completions += map(self._combined, filter(self._is_complete, answered))
+        continued = map(self._continued, completions)
+        return [each for each in continued if each is not None]
 
     def abort(self, query_id: int) -> None:
         """Drop a query."""
         self._runs.pop(query_id, None)
-        if query_id not in self._divided:
-            self.engine.abort(query_id)
-            return
-        _, unanswered = self._divided.pop(query_id)
-        for each in unanswered:
-            del self._group_of[each]
+        divided = self._divided.pop(query_id, None)
+        for each in [query_id] if divided is None else divided.unanswered:
+            self._singles.pop(each, None)
             self.engine.abort(each)
+
+    def _is_divided(self, group: GroupQuery) -> bool:
+        is_small = len(group.row_of) < self._smallest_group
+        return is_small and group.generation.is_of_contexts
 
     def _submit(self, group: GroupQuery) -> None:
         """Submit a group query, or a query for each of its distinct sequences."""
-        if self._takes_groups:
+        if self._is_divided(group):
+            self._divide(_Parts(group, self.engine.vocabulary))
+        else:
             engine: Any = self.engine
             engine.submit_group(group)
-            return
-        work = GroupWork(group, self.engine.vocabulary)
-        unanswered: dict[int, int] = {}
-        self._divided[group.query_id] = work, unanswered
-        for place, index in enumerate(group.wanted.tolist()):
-            wanted = MemberColumns(group.reduction, work.members_of(place))
-            sequence = group.generation.lineage.sequence(index)
-            query = Query(next(self._query_ids), sequence, group.adapter, outputs=(wanted,))
-            unanswered[query.query_id] = place
-            self._group_of[query.query_id] = group.query_id
-            try:
-                self.engine.submit(query)
-            except Exception as error:  # noqa: BLE001 - it fails this sequence alone
-                self._refused.append(Completion(query.query_id, error=error))
 
-    def _completed(self, completion: Completion) -> Completion | None:
-        """Return a completion for the scheduler, None while its query is incomplete."""
-        group_id = self._group_of.pop(completion.query_id, None)
-        if group_id is not None:
-            work, unanswered = self._divided[group_id]
-            _add_answer(work, unanswered.pop(completion.query_id), completion)
-            if unanswered:
-                return None
-            del self._divided[group_id]
-            work.query.keep_contexts()
-            completion = Completion(group_id, work.result())
-        run = self._runs.get(completion.query_id)
-        return completion if run is None else self._continued(run, completion)
+    def _divide(self, group: _Parts | MemberRuns) -> None:
+        singles = list(group.singles())
+        if group.has_failed:
+            group.result()  # raises
+        self._divided[group.query.query_id] = _Divided(group, set())
+        for single in singles:
+            self._submit_single(group, *single)
 
-    def _continued(self, run: SamplingRun, completion: Completion) -> Completion | None:
-        """Submit the query for the next token; return the completion of the last one."""
+    def _submit_single(
+        self, group: _Parts | MemberRuns, place: int, sequence: TokenSequence, wanted: Reduction
+    ) -> None:
+        group_id, query_id = group.query.query_id, next(self._query_ids)
+        self._divided[group_id].unanswered.add(query_id)
+        self._singles[query_id] = group_id, place, wanted
+        query = Query(query_id, sequence, group.query.adapter, outputs=(wanted,))
+        try:
+            self.engine.submit(query)
+        except Exception as error:  # noqa: BLE001 - it fails this sequence alone
+            self._refused.append(Completion(query_id, error=error))
+
+    def _add_answer(
+        self, group_id: int, place: int, wanted: Reduction, completion: Completion
+    ) -> None:
+        """Add the answer to the query for a single sequence; submit the next one, if any."""
+        group, unanswered = self._divided[group_id]
+        unanswered.remove(completion.query_id)
+        following = group.add(place, self._value(completion, wanted))
+        if following is not None and not group.has_failed:
+            self._submit_single(group, *following)
+
+    def _value(self, completion: Completion, wanted: Reduction) -> Any:
+        """Return the result of a reduction, or an exception."""
+        answer: Any = completion.error or completion.result
+        if isinstance(answer, torch.Tensor):  # an engine that leaves reductions to the core
+            invalid = invalid_rows([answer], self.engine.vocabulary.size)
+            answer = invalid[0] if invalid else reduce_rows(answer[None], [(wanted,)])[0]
+        if isinstance(answer, Reduced) and len(answer.values) == 1:
+            [answer] = answer.values
+        return answer
+
+    def _is_complete(self, group_id: int) -> bool:
+        group, unanswered = self._divided[group_id]
+        return not unanswered or group.has_failed
+
+    def _combined(self, group_id: int) -> Completion:
+        """Return the completion of a divided group."""
+        group, unanswered = self._divided[group_id]
+        for each in unanswered:
+            del self._singles[each]
+            self.engine.abort(each)
+        del self._divided[group_id]
+        try:
+            return Completion(group_id, group.result())
+        except Exception as error:  # noqa: BLE001 - it fails this query alone
+            return Completion(group_id, error=error)
+
+    def _continued(self, completion: Completion) -> Completion | None:
+        """Submit the query for the next token of a run, if any; else return the completion."""
         query_id, result, error = completion
+        run = self._runs.get(query_id)
+        if run is None:
+            return completion
         if error is None and isinstance(result, GroupResult):
             try:
                 run.add(result)
@@ -177,28 +291,6 @@ class GroupEngine:
                 completion = Completion(query_id, error=raised)
         del self._runs[query_id]
         return completion
-
-
-def _add_answer(work: GroupWork, place: int, completion: Completion) -> None:
-    """Record the answer to the query for a place in the `wanted` of a group."""
-    answer: Any = completion.error or completion.result
-    if isinstance(answer, Reduced) and len(answer.values) == 1:
-        [answer] = answer.values
-    try:
-        if isinstance(answer, Exception):
-            work.errors[place] = answer
-        elif isinstance(answer, torch.Tensor):  # an engine that leaves reductions to the core
-            values = GroupValues(answer[None], are_logits=False)
-            work.reduce(np.array([place]), values)
-        else:
-            work.add(place, answer)
-    except Exception as error:  # noqa: BLE001 - it fails this sequence alone
-        work.errors[place] = error
-        if not isinstance(answer, torch.Tensor):
-            work.errors[place] = EvaluationError(
-                f"the engine answered a query for a reduction of a row with {answer!r}"
-            )
-            work.errors[place].__cause__ = error
 
 
 def with_groups(engine: Engine) -> Engine:

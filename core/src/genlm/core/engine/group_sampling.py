@@ -1,29 +1,35 @@
-"""Continuations of the members of a population: draws and extensions on the engine's thread.
+"""Continuations: draws and extensions of the members of a group on the engine's thread.
 
-An engine with its own sampling loop declares `samples_groups` and receives the query unchanged;
-for other engines `GroupEngine` submits one query per token. Both may use `SamplingRun`.
+`SamplingRun` turns a group query with `sampling` into one group query per token, `MemberRuns`
+turns that of few members into a query per member and token. `GroupEngine` runs them for engines
+that do not forward such queries to other processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from genlm.core.base.errors import ContextLengthError, EvaluationError
 from genlm.core.queries.generations import (
     NO_TOKEN,
+    Contexts,
     Generation,
     Integers64,
     distinct_sequences,
     raise_failed,
 )
-from genlm.core.queries.query import GroupQuery, GroupResult
+from genlm.core.queries.query import GroupQuery, GroupResult, Reduction
+from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import DrawColumns
+from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights
-from genlm.core.rows.sampling import uniforms
+from genlm.core.rows.sampling import stream_uniform, stream_uniforms
 from genlm.core.vocab.text import search_stop
 
 if TYPE_CHECKING:
@@ -31,25 +37,35 @@ if TYPE_CHECKING:
 
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["GroupSampling", "SampledGroup", "SamplingRun"]
+__all__ = [
+    "GroupSampling",
+    "MemberRuns",
+    "SampledGroup",
+    "SamplingRun",
+    "Single",
+    "unexpected_answer",
+]
+
+Single = tuple[int, TokenSequence, Reduction]
+"""A place in a group, its sequence, and the reduction of the row that is requested."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSampling:
     """Sampling parameters of a group query for continuations.
 
-    The member i draws its t-th token with the random number
-    `uniforms(seed, [i], step + t)`.
+    The member i draws its t-th token, counted from 0, with the random number
+    `stream_uniform(seeds[i], step + t)`.
 
     Attributes:
         places: The sequence of the query's generation that each member has, shape `(n,)`.
         finished: Members that draw nothing, shape `(n,)`.
-        max_tokens: Maximum number of tokens of a member, at least 1.
+        max_tokens: Maximum number of tokens of each member, shape `(n,)`.
         weights: The temperature of each member.
         top_k: Draw from the k most likely tokens; None for all.
         top_p: Draw from the fewest tokens that have this share of the probability.
-        seed: Seed of the random numbers.
-        step: The step of the first token.
+        seeds: Seed of each member's random numbers, shape `(n,)`.
+        step: Position of the first token in the streams of random numbers.
         stop_ids: A member is finished with a token of these ids.
         stop_texts: A member is finished with the token that completes one of these texts among
             the tokens that were drawn.
@@ -57,18 +73,18 @@ class GroupSampling:
 
     places: Integers64
     finished: npt.NDArray[np.bool_]
-    max_tokens: int
+    max_tokens: Integers64
     weights: RowWeights
     top_k: int | None
     top_p: float
-    seed: int
+    seeds: Integers64
     step: int
     stop_ids: Integers64
     stop_texts: tuple[bytes, ...]
 
     def draws(self, members: Integers64, token: int) -> DrawColumns:
         """Return the reduction that draws a token, counted from 0, of some members."""
-        numbers = uniforms(self.seed, members, self.step + token)
+        numbers = stream_uniforms(self.seeds[members], [self.step + token])
         return DrawColumns(self.weights.of(members), numbers, self.top_k, self.top_p)
 
 
@@ -81,7 +97,8 @@ class SampledGroup(NamedTuple):
         logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
         draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
             float32; 0 for -1.
-        generation: Generation with the extended sequences of the members.
+        generation: Generation with the extended sequences of the members, as
+            `Generation.extended` makes it of that of the query.
         places: The sequence of the generation that each member has, shape `(n,)`.
         finished: Members that are finished, shape `(n,)`.
     """
@@ -114,19 +131,18 @@ class SamplingRun:
         self._generation = group.generation
         self._places = self._sampling.places
         self._finished = self._sampling.finished
-        self._active = np.flatnonzero(~self._finished)
         self._row_of = self._places
         self._tails = [b""] * len(self._places)
         self._columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._active = self._unfinished()
 
     @property
     def is_complete(self) -> bool:
         """Whether all continuations are complete."""
-        full = len(self._columns) == self._sampling.max_tokens
-        return full or not len(self._active)
+        return not len(self._active)
 
     def next_query(self) -> GroupQuery:
-        """Return the query for the next token of the members that are not finished.
+        """Return the query for the next token of the members that draw one.
 
         Raises:
             PopulationError: Members whose contexts are full.
@@ -152,21 +168,21 @@ class SamplingRun:
             PopulationError: Members that failed.
         """
         raise_failed(result.errors, self._row_of, self._active, len(self._places))
-        drawn, logprobs, _, draw_logprob = result.columns
-        active = torch.from_numpy(self._active)
+        token_ids, logprobs, _, draw_logprob = result.columns
         count = len(self._places)
-        token_ids = torch.full((count,), NO_TOKEN)
-        token_ids[active] = drawn
-        found = torch.zeros(2, count)
-        found[0, active], found[1, active] = logprobs, draw_logprob
-        self._columns.append((token_ids, found[0], found[1]))
+        if len(self._active) < count:
+            active = torch.from_numpy(self._active)
+            token_ids = torch.full((count,), NO_TOKEN).index_copy_(0, active, token_ids)
+            logprobs = torch.zeros(count).index_copy_(0, active, logprobs)
+            draw_logprob = torch.zeros(count).index_copy_(0, active, draw_logprob)
+        self._columns.append((token_ids, logprobs, draw_logprob))
         new = token_ids.numpy()
         self._generation, self._places = self._generation.extended(self._places, new[:, None])
         ends = np.isin(new, self._sampling.stop_ids)
         if self._sampling.stop_texts:
             ends |= self._completed(new)
         self._finished = self._finished | ends
-        self._active = np.flatnonzero(~self._finished)
+        self._active = self._unfinished()
 
     def result(self) -> SampledGroup:
         """Return the tokens of all members."""
@@ -180,6 +196,11 @@ class SamplingRun:
             self._finished,
         )
 
+    def _unfinished(self) -> Integers64:
+        """Return the members that draw another token, ascending."""
+        has_room = self._sampling.max_tokens > len(self._columns)
+        return np.flatnonzero(has_room & ~self._finished)
+
     def _completed(self, token_ids: Integers64) -> npt.NDArray[np.bool_]:
         """Append tokens to the members' tails; return which of these now have a text."""
         found = np.zeros(len(token_ids), bool)
@@ -187,3 +208,126 @@ class SamplingRun:
             text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
             found[member], self._tails[member] = search_stop(text, self._sampling.stop_texts)
         return found
+
+
+class MemberRuns:
+    """A group query with `sampling` whose members are continued independently of one another.
+
+    Args:
+        query: The query.
+        vocabulary: Vocabulary with the bytes of tokens.
+        max_context: Maximum number of tokens of a sequence, None for no limit.
+
+    Attributes:
+        query: As above.
+    """
+
+    def __init__(
+        self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
+    ) -> None:
+        assert query.sampling is not None  # noqa: S101 - checked by callers
+        self.query = query
+        self._sampling = sampling = query.sampling
+        self._vocabulary = vocabulary
+        self._max_context = max_context
+        sequence_of = query.generation.lineage.sequence
+        self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
+        self._seeds: list[int] = sampling.seeds.tolist()
+        self._temperatures: list[float] = sampling.weights.temperatures.tolist()
+        self._limits: list[int] = sampling.max_tokens.tolist()
+        self._stop_ids = frozenset(sampling.stop_ids.tolist())
+        self._finished: list[bool] = sampling.finished.tolist()
+        self._drawn: list[list[DrawnToken]] = [[] for _ in self._sequences]
+        self._tails = [b""] * len(self._sequences)
+        self._errors: dict[int, Exception] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a member failed, which ends the run."""
+        return bool(self._errors)
+
+    def singles(self) -> Iterator[Single]:
+        """Yield the draws of the first tokens."""
+        for member, is_finished in enumerate(self._finished):
+            if not is_finished and self._limits[member]:
+                single = self._next_draw(member)
+                if single is not None:
+                    yield single
+
+    def add(self, member: int, answer: Any) -> Single | None:
+        """Add a token, or an error; return the draw of the next token if there is one."""
+        if not isinstance(answer, DrawnToken):
+            self._errors[member] = unexpected_answer(answer)
+            return None
+        drawn, sampling = self._drawn[member], self._sampling
+        drawn.append(answer)
+        token_id = answer.token_id
+        self._sequences[member] = TokenSequence.of([token_id], self._sequences[member])
+        is_finished = token_id in self._stop_ids
+        if sampling.stop_texts:
+            text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_id])
+            is_complete, self._tails[member] = search_stop(text, sampling.stop_texts)
+            is_finished = is_finished or is_complete
+        self._finished[member] = is_finished
+        has_ended = is_finished or len(drawn) == self._limits[member]
+        return None if has_ended else self._next_draw(member)
+
+    def result(self) -> SampledGroup:
+        """Return the tokens of all members.
+
+        Raises:
+            PopulationError: Members that failed.
+        """
+        count = len(self._sequences)
+        raise_failed(self._errors, np.arange(count), None, count)
+        longest = max(map(len, self._drawn))
+        token_ids = torch.full((count, longest), NO_TOKEN)
+        numbers = torch.zeros(2, count, longest)
+        for member, drawn in enumerate(self._drawn):
+            if drawn:
+                ids, logprobs, _, draw_logprobs = zip(*drawn, strict=True)
+                token_ids[member, : len(drawn)] = torch.tensor(ids)
+                numbers[:, member, : len(drawn)] = torch.tensor([logprobs, draw_logprobs])
+        added = token_ids.numpy()
+        generation, places = self._computed().extended(self._sampling.places, added)
+        return SampledGroup(
+            token_ids, numbers[0], numbers[1], generation, places, np.array(self._finished)
+        )
+
+    def _next_draw(self, member: int) -> Single | None:
+        sequence, sampling = self._sequences[member], self._sampling
+        if self._max_context is not None and len(sequence) > self._max_context:
+            self._errors[member] = ContextLengthError(len(sequence), self._max_context)
+            return None
+        position = sampling.step + len(self._drawn[member])
+        draw = Draw(
+            stream_uniform(self._seeds[member], position),
+            self._temperatures[member],
+            None,
+            sampling.top_k,
+            sampling.top_p,
+        )
+        return member, sequence, draw
+
+    def _computed(self) -> Generation:
+        """Return a generation with a lease of the contexts that the engine has computed."""
+        lease = None
+        if self.query.lease is not None:
+            keys = [
+                (self.query.adapter, sequence.prefix_key(len(sequence) - 1))
+                for sequence, drawn in zip(self._sequences, self._drawn, strict=True)
+                if drawn
+            ]
+            lease = self.query.lease(keys)
+        computed = Generation(self.query.generation.lineage)
+        computed.keep(Contexts(lease))
+        return computed
+
+
+def unexpected_answer(answer: object) -> Exception:
+    """Return an error for an answer to a query for a reduction, which may be an exception."""
+    if isinstance(answer, Exception):
+        return answer
+    return EvaluationError(
+        f"the engine answered a query for a reduction of a row with {answer!r}"
+    )

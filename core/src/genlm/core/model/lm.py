@@ -35,12 +35,12 @@ from genlm.core.model.adapters import Adapters
 from genlm.core.model.context import Context
 from genlm.core.model.leases import LeaseTable
 from genlm.core.model.loading import engine_builder
-from genlm.core.model.members import first_generation
 from genlm.core.model.population import Population
 from genlm.core.model.reduction_methods import ReductionMethods
 from genlm.core.model.requests import COPIED_ON_LOOP, Requests, drop_results
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
+from genlm.core.queries.generations import first_generation
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler import Scheduler
 from genlm.core.vocab import Token, Vocabulary

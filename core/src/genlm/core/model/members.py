@@ -11,13 +11,18 @@ import torch
 
 from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
 from genlm.core.model.context import Context
-from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64, Lineage
-from genlm.core.queries.sequence import TokenSequence
+from genlm.core.queries.generations import (
+    NO_TOKEN,
+    Generation,
+    Integers64,
+    Lineage,
+    first_generation,
+)
 
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
 
-__all__ = ["ArrayLike", "Flags", "Members", "checked_array", "first_generation"]
+__all__ = ["ArrayLike", "Flags", "Members", "checked_array"]
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 ArrayLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
@@ -227,18 +232,6 @@ class Members:
             "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
             "and make it again with the model's method population"
         )
-
-
-def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:
-    """Return a generation of the distinct sequences, and the place of each sequence in it."""
-    places: dict[bytes, int] = {}
-    distinct: list[TokenSequence] = []
-    for sequence in sequences:
-        if sequence.key not in places:
-            places[sequence.key] = len(distinct)
-            distinct.append(sequence)
-    found = np.array([places[sequence.key] for sequence in sequences], np.int64)
-    return Generation(Lineage.of_sequences(distinct)), found
 
 
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:

@@ -40,7 +40,7 @@ from genlm.core.rows.group_reductions import (
 from genlm.core.rows.reductions import TopTokens
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
-from genlm.core.rows.sampling import uniforms
+from genlm.core.rows.sampling import stream_seeds, uniforms
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
@@ -338,21 +338,22 @@ class Population(Members):
             the last of its tokens.
         """
         count, size = len(self), self._lm.vocabulary.size
+        limit = checked_integer("max_tokens", max_tokens, 0)
         ids, texts = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         sampling = GroupSampling(
             self._places,
             self._finished,
-            checked_integer("max_tokens", max_tokens, 0),
+            np.full(count, limit),
             RowWeights((count, size), temperature=temperature),
             checked_top_k(top_k, size),
             checked_share(top_p),
-            _checked_seed(seed),
+            np.array(stream_seeds(_checked_seed(seed), count), np.int64),
             self._step,
             np.array(sorted(ids), np.int64),
             texts,
         )
         active = np.flatnonzero(~self._finished)
-        if not len(active) or not sampling.max_tokens:
+        if not len(active) or not limit:
             nothing = torch.empty(count, 0)
             return SampledTokens(nothing.long(), nothing, nothing.clone(), self)
         found: SampledGroup = await self._answer(sampling.draws(active, 0), active, sampling)
@@ -462,9 +463,10 @@ class Population(Members):
         wanted, row_of = distinct_sequences(
             self._lineage, self._places, members, max_context=self._lm.max_context
         )
-        answer = await requests.group(
-            self._generation, wanted, row_of, reduction, self._adapter, sampling=sampling
+        query = requests.group_query(
+            self._generation, wanted, row_of, reduction, self._adapter, sampling
         )
+        answer = await requests.group(query)
         if sampling is None:
             raise_failed(answer.errors, row_of, members, len(self))
         return answer

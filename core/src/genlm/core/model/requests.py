@@ -16,10 +16,8 @@ import torch
 from genlm.core.base.blocking import off_loop
 from genlm.core.base.errors import (
     ContextLengthError,
-    EvaluationError,
-    GenlmError,
     UnknownAdapterError,
-    described,
+    as_genlm_error,
     each_in_batch,
     with_places,
 )
@@ -118,24 +116,35 @@ class Requests:
         query = Query(next(self._query_ids), sequence, adapter)
         return query, (self._model, adapter, sequence.key)
 
-    async def group(
+    def group_query(  # noqa: PLR0917
         self,
         generation: Generation,
         wanted: Integers64,
         row_of: Integers64,
         reduction: GroupReduction,
         adapter: str | None,
-        *,
         sampling: GroupSampling | None = None,
-    ) -> Any:
-        """Return the `GroupResult` or `SampledGroup` of a checked request of a population."""
+    ) -> GroupQuery:
+        """Build the query of checked sequences."""
         lease = None if self._leases is None else self._leases.lease
-        query = GroupQuery(
+        return GroupQuery(
             *(next(self._query_ids), generation, wanted, row_of),
             *(reduction, adapter, lease, sampling),
         )
-        self.counters.count(len(query), requests=len(wanted))
-        return await self.scheduler.answer(query)
+
+    async def groups(self, queries: Sequence[GroupQuery]) -> list[Any]:
+        """Return the `GroupResult`, `SampledGroup` or exception of each query."""
+        for query in queries:
+            self.counters.count(len(query), requests=len(query.wanted))
+        request = self.scheduler.submit([(query, None, None) for query in queries])
+        return await self.scheduler.results(request)
+
+    async def group(self, query: GroupQuery) -> Any:
+        """Return the `GroupResult` or `SampledGroup` of one query."""
+        [answer] = await self.groups([query])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def context_parts(
         self, token_ids: TokenIds, lora_name: str | None
@@ -353,13 +362,10 @@ class Requests:
         """Reduce the rows of a text's prefixes as those of a population."""
         lineage = Lineage.of_sequences(list(_beginnings(packed, start)))
         places = np.arange(len(lineage))
-        answer: GroupResult
-        answer = await self.group(Generation(lineage), places, places, reduction, adapter)
+        query = self.group_query(Generation(lineage), places, places, reduction, adapter)
+        answer: GroupResult = await self.group(query)
         if answer.errors:
-            error = answer.errors[min(answer.errors)]
-            if isinstance(error, GenlmError):
-                raise error
-            raise EvaluationError(f"the engine raised {described(error)}") from error
+            raise as_genlm_error(answer.errors[min(answer.errors)])
         return answer.columns
 
 

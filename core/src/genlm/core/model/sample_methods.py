@@ -1,18 +1,20 @@
 """Continuations: `sample`, `batch_sample`, their blocking twins, and `stream`.
 
-Engines with `Capability.SAMPLE` draw continuations themselves. For other engines, and with stop
-texts, top-k or top-p, every token is a `Draw`, requested for all continuations of a batch at
-once.
+The continuations of one call are one group query for each adapter, whose tokens are drawn on
+the engine's thread; see `genlm.core.engine.group_sampling`. `stream` requests a `Draw` for
+every token.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import each_in_batch
+from genlm.core.base.errors import PopulationError, as_genlm_error, each_in_batch, with_places
 from genlm.core.base.validation import (
     checked_batch,
     checked_integer,
@@ -21,18 +23,20 @@ from genlm.core.base.validation import (
     checked_stop,
     checked_top_k,
 )
-from genlm.core.engine.engine import Capability
-from genlm.core.queries.query import SamplingParams
+from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
+from genlm.core.queries.generations import distinct_sequences, first_generation
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.reductions import Draw, DrawnToken
+from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import stream_seeds, stream_uniform
 from genlm.core.vocab.text import search_stop
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
     from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.requests import Item, Requests
-    from genlm.core.queries.query import Query
+    from genlm.core.model.requests import Requests
+    from genlm.core.queries.generations import Integers64
+    from genlm.core.queries.query import GroupQuery, Query
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["SampleMethods"]
@@ -50,81 +54,12 @@ class SampleOptions(NamedTuple):
     top_k: int | None
     top_p: float
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether an engine with `Capability.SAMPLE` can draw the continuations itself."""
-        return not self.stop_texts and self.top_k is None and self.top_p == 1
-
-
-class Continuation:
-    """A continuation that is drawn token by token.
-
-    Attributes:
-        sequence: The prompt and the drawn tokens.
-        drawn: Ids of the drawn tokens, without the token that ended the continuation.
-        is_ended: Whether the continuation is complete.
-    """
-
-    def __init__(
-        self,
-        query: Query,
-        options: SampleOptions,
-        seed: int,
-        vocabulary: Vocabulary,
-        max_context: int | None,
-    ) -> None:
-        self.query = query
-        self.sequence = query.sequence
-        self.drawn: list[int] = []
-        self.is_ended = options.max_tokens == 0
-        self._options = options
-        self._seed = seed
-        self._vocabulary = vocabulary
-        self._max_context = max_context
-        self._tail = b""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the model's context was full before `max_tokens`."""
-        length = len(self.query) + len(self.drawn)
-        is_full = self._max_context is not None and length > self._max_context
-        return is_full and len(self.drawn) < self._options.max_tokens
-
-    def native_query(self) -> Query:
-        """Return the query for an engine that draws the whole continuation."""
-        max_tokens, temperature, stop_ids, *_ = self._options
-        params = SamplingParams(max_tokens, temperature, stop_ids, self._seed)
-        return self.query.replace(sampling=params)
-
-    def next_draw(self) -> Draw:
-        """Return the draw of the next token."""
-        options = self._options
-        uniform = stream_uniform(self._seed, len(self.drawn))
-        return Draw(uniform, options.temperature, top_k=options.top_k, top_p=options.top_p)
-
-    def add(self, token: DrawnToken) -> bool:
-        """Add a drawn token; return False if it only ends the continuation."""
-        options = self._options
-        if token.token_id in options.stop_ids:
-            self.is_ended = True
-            return False
-        self.drawn.append(token.token_id)
-        self.sequence = TokenSequence.of([token.token_id], self.sequence)
-        is_full = self._max_context is not None and len(self.sequence) > self._max_context
-        self.is_ended = is_full or len(self.drawn) == options.max_tokens
-        if options.stop_texts:
-            text = self._tail + bytes(self._vocabulary.byte_vocab[token.token_id])
-            is_complete, self._tail = search_stop(text, options.stop_texts)
-            self.is_ended = self.is_ended or is_complete
-        return True
-
 
 class SampleMethods:
     """The methods of `AsyncLM` that draw continuations."""
 
     vocabulary: Vocabulary
     max_context: int | None
-    capabilities: frozenset[Capability]
 
     _requests: Requests
 
@@ -170,8 +105,7 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        continuations = self._continuations([query], options, seed)
-        [drawn] = await self._continued(continuations, options)
+        [drawn] = await self._sampled([query], options, seed)
         return drawn
 
     sample_sync = blocking(sample)
@@ -198,8 +132,7 @@ class SampleMethods:
         queries = each_in_batch(
             lambda prompt: self._requests.build_query(prompt, lora_name)[0], prompts
         )
-        continuations = self._continuations(queries, options, seed)
-        return await self._continued(continuations, options, places=range(len(prompts)))
+        return await self._sampled(queries, options, seed, is_batch=True)
 
     batch_sample_sync = blocking(batch_sample)
 
@@ -226,12 +159,24 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        [continuation] = self._continuations([query], options, seed)
-        while not continuation.is_ended:
-            [token] = await self._requests.answer([self._draw(continuation)])
-            if continuation.add(token):
-                yield token
-        self._log_cut([continuation], options)
+        [own_seed] = stream_seeds(_checked_seed(seed), 1)
+        sequence, tail = query.sequence, b""
+        [limit] = self._limits([query], options.max_tokens).tolist()
+        for position in range(limit):
+            uniform = stream_uniform(own_seed, position)
+            draw = Draw(uniform, options.temperature, None, options.top_k, options.top_p)
+            item = *self._requests.sequence_query(sequence, query.adapter), draw
+            [token] = await self._requests.answer([item])
+            if token.token_id in options.stop_ids:
+                return
+            yield token
+            sequence = TokenSequence.of([token.token_id], sequence)
+            if options.stop_texts:
+                text = tail + bytes(self.vocabulary.byte_vocab[token.token_id])
+                is_complete, tail = search_stop(text, options.stop_texts)
+                if is_complete:
+                    return
+        self._log_cut(int(limit < options.max_tokens), 1, options)
 
     def _sample_options(
         self,
@@ -250,55 +195,95 @@ class SampleMethods:
             checked_share(top_p),
         )
 
-    def _continuations(
-        self, queries: Sequence[Query], options: SampleOptions, seed: int | None
-    ) -> list[Continuation]:
-        seeds = stream_seeds(
-            None if seed is None else checked_integer("seed", seed, 0), len(queries)
-        )
-        return [
-            Continuation(query, options, stream, self.vocabulary, self.max_context)
-            for query, stream in zip(queries, seeds, strict=True)
-        ]
+    def _limits(self, queries: Sequence[Query], max_tokens: int) -> Integers64:
+        """Return the maximum number of tokens of each continuation, shape `(n,)`."""
+        if self.max_context is None:
+            return np.full(len(queries), max_tokens)
+        room = self.max_context + 1
+        limits = [min(max_tokens, room - len(query)) for query in queries]
+        return np.array(limits, np.int64)
 
-    async def _continued(
+    async def _sampled(
         self,
-        continuations: Sequence[Continuation],
+        queries: Sequence[Query],
         options: SampleOptions,
-        places: Sequence[int] | None = None,
+        seed: int | None,
+        *,
+        is_batch: bool = False,
     ) -> list[list[int]]:
-        """Draw continuations: in the engine, or token by token."""
-        active = [(i, each) for i, each in enumerate(continuations) if not each.is_ended]
-        is_native = options.is_plain and Capability.SAMPLE in self.capabilities
-        while active:
-            items: list[Item] = [
-                (each.native_query(), None, None) if is_native else self._draw(each)
-                for _, each in active
-            ]
-            chosen = None if places is None else [places[i] for i, _ in active]
-            answers = await self._requests.answer(items, (), chosen)
-            for (_, each), answer in zip(active, answers, strict=True):
-                if is_native:
-                    each.drawn, each.is_ended = answer, True
-                else:
-                    each.add(answer)
-            active = [(i, each) for i, each in active if not each.is_ended]
-        self._log_cut(continuations, options)
-        return [each.drawn for each in continuations]
+        """Draw the continuations of checked prompts."""
+        seeds = np.array(stream_seeds(_checked_seed(seed), len(queries)), np.int64)
+        limits = self._limits(queries, options.max_tokens)
+        continuations: list[list[int]] = [[] for _ in queries]
+        if not options.max_tokens:
+            return continuations
+        places_of: dict[str | None, list[int]] = {}
+        for place, query in enumerate(queries):
+            places_of.setdefault(query.adapter, []).append(place)
+        groups = [
+            self._group([queries[i] for i in own], options, limits[own], seeds[own])
+            for own in places_of.values()
+        ]
+        cut = 0
+        results: list[Any] = await self._requests.groups(groups)
+        for own, result in zip(places_of.values(), results, strict=True):
+            if isinstance(result, Exception):
+                raise _plain(result, own if is_batch else None)
+            sampled: SampledGroup = result
+            cut += int((~sampled.finished & (limits[own] < options.max_tokens)).sum())
+            for place, ids in zip(own, sampled.token_ids.tolist(), strict=True):
+                drawn = [each for each in ids if each >= 0]
+                is_stopped = drawn[-1] in options.stop_ids
+                continuations[place] = drawn[:-1] if is_stopped else drawn
+        self._log_cut(cut, len(queries), options)
+        return continuations
 
-    def _draw(self, continuation: Continuation) -> Item:
-        """Return the request for the next token of a continuation."""
-        query, key = self._requests.sequence_query(
-            continuation.sequence, continuation.query.adapter
+    def _group(
+        self,
+        queries: Sequence[Query],
+        options: SampleOptions,
+        limits: Integers64,
+        seeds: Integers64,
+    ) -> GroupQuery:
+        """Return the query for the continuations of prompts with one adapter."""
+        generation, places = first_generation([query.sequence for query in queries])
+        count, members = len(queries), np.arange(len(queries))
+        sampling = GroupSampling(
+            places,
+            np.zeros(count, bool),
+            limits,
+            RowWeights((count, self.vocabulary.size), temperature=options.temperature),
+            options.top_k,
+            options.top_p,
+            seeds,
+            0,
+            np.array(sorted(options.stop_ids), np.int64),
+            options.stop_texts,
         )
-        return query, key, continuation.next_draw()
+        wanted, row_of = distinct_sequences(
+            generation.lineage, places, None, max_context=self.max_context
+        )
+        draws, adapter = sampling.draws(members, 0), queries[0].adapter
+        return self._requests.group_query(generation, wanted, row_of, draws, adapter, sampling)
 
-    def _log_cut(self, continuations: Sequence[Continuation], options: SampleOptions) -> None:
+    def _log_cut(self, cut: int, count: int, options: SampleOptions) -> None:
         """Log the number of continuations that a full context ended before `max_tokens`."""
-        cut = sum(each.is_cut for each in continuations)
         if cut:
             logger.warning(
                 "%d of %d continuations ended before max_tokens=%d: the model's context of %d "
                 "tokens is full",
-                *(cut, len(continuations), options.max_tokens, self.max_context),
+                *(cut, count, options.max_tokens, self.max_context),
             )
+
+
+def _checked_seed(seed: int | None) -> int | None:
+    return None if seed is None else checked_integer("seed", seed, 0)
+
+
+def _plain(error: Exception, places: Sequence[int] | None) -> Exception:
+    """Return the error of the first sequence that failed, with the places of all in a batch."""
+    failed: Sequence[int] = range(len(places or ()))
+    own = as_genlm_error(error)
+    if isinstance(own, PopulationError):
+        own, failed = as_genlm_error(own.error), own.members
+    return own if places is None else with_places(own, [places[i] for i in failed])

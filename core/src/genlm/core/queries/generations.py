@@ -19,11 +19,13 @@ from genlm.core.queries.sequence import TokenSequence
 
 __all__ = [
     "NO_TOKEN",
+    "Contexts",
     "Generation",
     "Integers64",
     "Lineage",
     "Suffixes",
     "distinct_sequences",
+    "first_generation",
     "raise_failed",
 ]
 
@@ -94,10 +96,12 @@ class Lineage:
         Returns:
             The next lineage, and the place in it of each extended sequence, shape `(n,)`.
         """
-        keys = places * (int(token_ids.max(initial=NO_TOKEN)) + 2) + token_ids
-        distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        if len(distinct) == len(keys):  # in the order of the members
-            first = inverse = np.arange(len(keys))
+        first = inverse = np.arange(len(places))  # in the order of the members
+        if len(places) > 1:
+            keys = places * (int(token_ids.max()) + 2) + token_ids
+            distinct, leaders, numbers = np.unique(keys, return_index=True, return_inverse=True)
+            if len(distinct) < len(keys):
+                first, inverse = leaders, numbers
         ancestors, tokens = places[first], token_ids[first]
         lengths = self.lengths[ancestors] + (tokens >= 0)
         return Lineage(self, ancestors, tokens, lengths), inverse
@@ -178,6 +182,16 @@ class Lineage:
         return self._sequences
 
 
+class Contexts(NamedTuple):
+    """State of a generation whose sequences an engine has as contexts, not as arrays.
+
+    Attributes:
+        lease: Keeps the engine's state of the contexts alive; None if it has none.
+    """
+
+    lease: object
+
+
 class Generation:
     """A lineage and the engine's state of it, kept while populations refer to it.
 
@@ -219,12 +233,30 @@ class Generation:
             lineage, places = lineage.extended(places, column)
         return (self if lineage is self.lineage else Generation(lineage, self)), places
 
+    @property
+    def is_of_contexts(self) -> bool:
+        """Whether the engine has no state of the sequences other than that of contexts."""
+        base = self.with_state()
+        return base is None or isinstance(base.state, Contexts)
+
     def with_state(self) -> Generation | None:
         """Return this generation or the nearest one before it that has a state, if any has."""
         generation: Generation | None = self
         while generation is not None and generation.state is None:
             generation = generation.base
         return generation
+
+
+def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:
+    """Return a generation of the distinct sequences, and the place of each sequence in it."""
+    places: dict[bytes, int] = {}
+    distinct: list[TokenSequence] = []
+    for sequence in sequences:
+        if sequence.key not in places:
+            places[sequence.key] = len(distinct)
+            distinct.append(sequence)
+    found = np.array([places[sequence.key] for sequence in sequences], np.int64)
+    return Generation(Lineage.of_sequences(distinct)), found
 
 
 def distinct_sequences(

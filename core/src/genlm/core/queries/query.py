@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
+from genlm.core.queries.generations import Contexts
 from genlm.core.queries.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -29,29 +30,11 @@ __all__ = [
     "Query",
     "Reduced",
     "Reduction",
-    "SamplingParams",
     "TokenScores",
 ]
 
 ROW_ONLY: tuple[None] = (None,)
 """The outputs of a query for a row only."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Parameters of a continuation.
-
-    Attributes:
-        max_tokens: Maximum number of tokens, at least 1.
-        temperature: Divisor of the log-probabilities; 0 selects the most likely token.
-        stop_token_ids: Ids that end the continuation, which does not include them.
-        seed: Random seed; None for a fresh seed.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    stop_token_ids: frozenset[int] = frozenset()
-    seed: int | None = None
 
 
 class Query:
@@ -63,8 +46,6 @@ class Query:
     Attributes:
         query_id: Id of the query and of its completion, unique within the scheduler.
         adapter: Name of a loaded LoRA adapter, None for the base model.
-        sampling: Parameters of a continuation, which only engines with `Capability.SAMPLE`
-            compute; None for the next-token row.
         outputs: Requested outputs: the row itself (None) and reductions. An engine may
             ignore them and return the row, which the core then reduces.
         targets: If not empty, the query requests `TokenScores` in place of a row: the scores
@@ -77,14 +58,13 @@ class Query:
         query_id: As above.
         token_ids: The sequence, oldest first, at least one id.
         adapter: As above.
-        sampling: As above.
         outputs: As above.
         targets: As above.
     """
 
     __slots__ = (
         *("_sequence", "_token_ids", "adapter", "is_checked", "outputs", "query_id"),
-        *("sampling", "targets"),
+        "targets",
     )
 
     def __init__(
@@ -92,14 +72,12 @@ class Query:
         query_id: int,
         token_ids: Sequence[int] | TokenSequence,
         adapter: str | None = None,
-        sampling: SamplingParams | None = None,
         *,
         outputs: tuple[Reduction | None, ...] = ROW_ONLY,
         targets: tuple[int, ...] = (),
     ) -> None:
         self.query_id = query_id
         self.adapter = adapter
-        self.sampling = sampling
         self.outputs = outputs
         self.targets = targets
         self.is_checked = type(token_ids) is TokenSequence
@@ -137,7 +115,6 @@ class Query:
             "query_id": self.query_id,
             "token_ids": tokens,
             "adapter": self.adapter,
-            "sampling": self.sampling,
             "outputs": self.outputs,
             "targets": self.targets,
         }
@@ -153,14 +130,14 @@ class Query:
 
     @property
     def _details(self) -> tuple[object, ...]:
-        return self.query_id, self.adapter, self.sampling, self.outputs, self.targets
+        return self.query_id, self.adapter, self.outputs, self.targets
 
     def __repr__(self) -> str:
         more = "" if self.outputs == ROW_ONLY else f", outputs={self.outputs!r}"
         more += f", targets={self.targets}" if self.targets else ""
         return (
             f"Query(query_id={self.query_id}, token_ids={self.token_ids}, "
-            f"adapter={self.adapter!r}, sampling={self.sampling!r}{more})"
+            f"adapter={self.adapter!r}{more})"
         )
 
 
@@ -282,11 +259,11 @@ class GroupQuery:
         """Lease the engine's state of the sequences for the generation."""
         if self.generation.state is not None:
             return
-        kept: object = ()
+        lease = None
         if self.lease is not None:
             sequence = self.generation.lineage.sequence
-            kept = self.lease([(self.adapter, sequence(i).key) for i in self.wanted.tolist()])
-        self.generation.keep(kept)
+            lease = self.lease([(self.adapter, sequence(i).key) for i in self.wanted.tolist()])
+        self.generation.keep(Contexts(lease))
 
     def __len__(self) -> int:
         """Number of token ids of the sequences."""
@@ -324,15 +301,12 @@ class Completion(NamedTuple):
     Attributes:
         query_id: Id of the query.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
-            query with `sampling` the list of drawn token ids, for a query with `targets` and
-            no other output its `TokenScores`; for a `GroupQuery` a `GroupResult` or a
-            `SampledGroup`. A row shares its memory with no other tensor and belongs to the
-            receiver.
+            query with `targets` and no other output its `TokenScores`; for a `GroupQuery` a
+            `GroupResult` or a `SampledGroup`. A row shares its memory with no other tensor and
+            belongs to the receiver.
         error: The error, if the query failed.
     """
 
     query_id: int
-    result: (
-        torch.Tensor | Reduced | TokenScores | list[int] | GroupResult | SampledGroup | None
-    ) = None
+    result: torch.Tensor | Reduced | TokenScores | GroupResult | SampledGroup | None = None
     error: Exception | None = None

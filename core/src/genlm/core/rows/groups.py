@@ -54,6 +54,9 @@ class Columns:
         for part in columns:
             if len(part) != len(members):
                 raise ValueError(f"{len(part)} results for {len(members)} members")
+        if len(members) == self._count and (np.diff(members) == 1).all():
+            self._columns = columns
+            return
         if not self._columns:
             self._columns = tuple(
                 each.new_empty((self._count, *each.shape[1:])) for each in columns

@@ -86,6 +86,11 @@ class RowWeights:
         """Whether some row has temperature 0."""
         return not self._temperature.all()
 
+    @property
+    def temperatures(self) -> npt.NDArray[np.float64]:
+        """The temperature of each row, shape `(n,)`."""
+        return np.broadcast_to(self._temperature, (self._count,))
+
     def of(self, chosen: Integers64) -> RowWeights:
         """Return the weights of some rows, repeated or not."""
         found = object.__new__(RowWeights)
@@ -129,7 +134,7 @@ class RowWeights:
         """Yield the parts of the rows that are computed at once, with their weights."""
         masks, device = self._masks, rows.device
         free = None if masks is None else masks.unrestricted
-        temperatures = np.broadcast_to(self._temperature, (self._count,))
+        temperatures = self.temperatures
         memory: torch.Tensor | None = None
         for begin, end in row_parts(len(rows), rows.shape[1], device):
             part = rows[begin:end].detach()

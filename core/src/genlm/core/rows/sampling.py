@@ -78,7 +78,7 @@ def stream_uniforms(
 
     Args:
         seeds: Integers, taken modulo 2**64.
-        positions: Positions from 0, one per seed.
+        positions: Positions from 0, one per seed, or one for all.
 
     Returns:
         Shape `(n,)`, float64.

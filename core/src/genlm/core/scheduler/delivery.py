@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from genlm.core.base.errors import EvaluationError, GenlmError, described
+from genlm.core.base.errors import EvaluationError, GenlmError, as_genlm_error, described
 from genlm.core.rows.output_cache import copied
 from genlm.core.scheduler.request_table import Evaluation, Request
 
@@ -122,6 +122,4 @@ def _copy_error(error: BaseException) -> BaseException:
         if notes := getattr(error, "__notes__", None):
             own.__notes__ = list(notes)
         return own
-    own = EvaluationError(f"the engine raised {described(error)}")
-    own.__cause__ = error
-    return own
+    return as_genlm_error(error)

@@ -129,4 +129,4 @@ def _expected(query: Any) -> tuple[type, ...]:
         return (object,)
     if query.targets:
         return (TokenScores,) if query.outputs == ROW_ONLY else (Reduced,)
-    return (list,) if query.sampling is not None else (torch.Tensor, Reduced)
+    return torch.Tensor, Reduced

@@ -16,7 +16,9 @@ from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
-MEMBERS = 4
+MEMBERS = 9
+"""Not fewer than the `smallest_group` of the engines of genlm, which have arrays for others."""
+
 STEPS = 3
 
 
@@ -93,7 +95,7 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         masks = np.zeros((3, lm.vocab_size), bool)  # the last allows no token
         masks[0, generator.choice(ids, 8)] = True
         masks[1, ids] = True
-        index = generator.permutation([0, 1, 2, 0, 1, 1, 0, 1])
+        index = generator.permutation([0, 1, 2, 0, 1, 1, 0, 1] * 2)
         temperatures = generator.uniform(0.5, 2, len(index))
         seed = fixture.seed + place
         seeds = stream_seeds(seed, len(index))
@@ -130,7 +132,7 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     """Populations and other requests that run or are cancelled together do not interfere."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
     first, second, *others = fixture.some_sequences(5)
-    ids = list(fixture.token_ids)[:3]
+    ids = list(fixture.token_ids)[:3] * (MEMBERS // 3)
     lists = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
     populations = [lm.population(token_ids, len(ids)).extend(ids) for token_ids in lists]
     expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
@@ -175,14 +177,14 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
     names = [*fixture.adapter_names()[:2], None]
     prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
-    ids = list(fixture.token_ids)[:2]
+    ids = list(fixture.token_ids)[:2] * MEMBERS
 
     async def together(populations: list[Population]) -> list[torch.Tensor]:
         return list(await asyncio.gather(*(each.next_token_logprobs() for each in populations)))
 
     populations = [lm.population(prompt, len(ids), lora_name=name) for name in names]
     for step in range(2):
-        expected = [prompt] * 2 if step == 0 else [(*prompt, last) for last in ids]
+        expected = [prompt] * len(ids) if step == 0 else [(*prompt, last) for last in ids]
         for name, rows in zip(names, fixture.run(together(populations)), strict=True):
             fixture.check_rows(rows, expected, name, step=step)
         populations = [each.extend(ids) for each in populations]

@@ -1,4 +1,4 @@
-"""Checks of `sample` and `batch_sample`, whether the engine or the core samples.
+"""Checks of `sample` and `batch_sample`.
 
 Samples follow the log-probabilities because each token is the one that a uniform random number
 draws by inverting the cumulative distribution of the oracle's row.

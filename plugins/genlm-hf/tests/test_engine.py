@@ -15,7 +15,6 @@ from genlm import (
     LoraEngine,
     Query,
     TokenIdError,
-    UnsupportedCapabilityError,
 )
 from genlm_hf.engine import HFEngine
 

@@ -169,9 +169,9 @@ class EngineHandle:
             raise AttributeError(name)
         engine = self._shared.engine
         method = getattr(engine, name)  # raises AttributeError if the engine lacks it
-        if name == "wake":  # called from any thread, while the engine's own one steps
+        if not callable(method) or name == "wake":  # called from any thread
             return method
         if name == "submit_group":
-            return None if method is None else self.submit
+            return self.submit
         target = getattr(self._shared, name) if name in _ADAPTER_METHODS else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

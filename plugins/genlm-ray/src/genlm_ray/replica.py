@@ -215,8 +215,7 @@ class Replica:
         return {
             "vocabulary": ray.cloudpickle.dumps(engine.vocabulary),
             "max_context": engine.max_context,
-            # Continuations are populations here, whatever else the engine offers.
-            "capabilities": [str(each) for each in engine.capabilities if each != "sample"],
+            "capabilities": [str(each) for each in engine.capabilities],
             "hints": {str(k): v for k, v in getattr(engine, "capability_hints", {}).items()},
             "adapters": self._own_adapters,
             "statistics": self._statistics(),

@@ -24,6 +24,8 @@ PROMPTS = [(index, 1) for index in range(7)]
 class Parts(ScriptedEngine):
     """Computes three sequences of a population at once."""
 
+    smallest_group = 2
+
     def group_limit(self, group: genlm.GroupQuery) -> int:
         return 3
 

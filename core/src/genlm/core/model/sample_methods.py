@@ -283,7 +283,8 @@ def _checked_seed(seed: int | None) -> int | None:
 def _plain(error: Exception, places: Sequence[int] | None) -> Exception:
     """Return the error of the first sequence that failed, with the places of all in a batch."""
     failed: Sequence[int] = range(len(places or ()))
+    cause = error
     if isinstance(error, PopulationError):
-        failed, error = error.members, error.error
-    own = as_genlm_error(error)
+        cause, failed = error.error, error.members
+    own = as_genlm_error(cause)
     return own if places is None else with_places(own, [places[i] for i in failed])

@@ -283,14 +283,8 @@ def _checked_seed(seed: int | None) -> int | None:
 def _plain(error: Exception, places: Sequence[int] | None) -> Exception:
     """Return the error of the first sequence that failed, with the places of all in a batch."""
     failed: Sequence[int] = range(len(places or ()))
-<<<<<<< HEAD
     cause = error
     if isinstance(error, PopulationError):
         cause, failed = error.error, error.members
     own = as_genlm_error(cause)
-=======
-    if isinstance(error, PopulationError):
-        failed, error = error.members, error.error
-    own = as_genlm_error(error)
->>>>>>> 72e20edf174d640afd03483eecee5ce291f944b5
     return own if places is None else with_places(own, [places[i] for i in failed])

@@ -447,7 +447,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
         In-flight requests complete with the adapter. After the last of them, the adapter's
         rows are dropped from the output cache and its weights are freed; for a preloaded
-        adapter, only the name is removed. A continuation that is drawn row by row fails with
+        adapter, only the name is removed. The next token of a `stream` fails with
         `UnknownAdapterError`.
 
         Raises:

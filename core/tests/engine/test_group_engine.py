@@ -138,7 +138,7 @@ def test_an_aborted_group_aborts_all_its_queries():
 
 def test_an_engine_that_takes_groups_and_samples_them_is_left_as_it_is():
     engine = ScriptedEngine(SIZE)
-    engine.samples_groups = True
+    engine.samples_groups = 64
     assert with_groups(engine) is engine
 
 

@@ -44,7 +44,7 @@ class TinyEngine(genlm.BatchEngine):
 class Native(TinyEngine):
     """An engine that takes queries with `sampling` and draws all tokens in one step."""
 
-    samples_groups = True
+    samples_groups = 64
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,3 +182,20 @@ def test_a_cancelled_continuation_ends_between_two_tokens() -> None:
         asyncio.run(cancelled())
         assert llm.population([2], SIZE).draw_sync(seed=1).token_ids.shape == (SIZE,)
         assert llm.statistics().pending == 0
+
+
+def test_replicas_share_the_continuations_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    submit_group = Native.submit_group
+
+    def counted(self: Native, group: GroupQuery) -> None:
+        sizes.append(len(group.row_of))
+        submit_group(self, group)
+
+    monkeypatch.setattr(Native, "submit_group", counted)
+    prompts = [[1 + i % 3, 2] for i in range(150)]
+    with genlm.AsyncLM(TinyEngine) as llm:
+        expected = llm.batch_sample_sync(prompts, 3, stop=(), seed=4)
+    with genlm.AsyncLM(Native) as llm:
+        assert llm.batch_sample_sync(prompts, 3, stop=(), seed=4) == expected
+    assert sizes[-3:] == [64, 64, 22]

@@ -67,7 +67,7 @@ class RayEngine:
 
     option_homes: ClassVar = {"ray_": "ray_opts", "": "engine_opts"}
 
-    samples_groups = True
+    samples_groups = 32  # several replicas share the continuations of one call
 
     make_router: Callable[[], Router] = Router
 

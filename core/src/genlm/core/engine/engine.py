@@ -74,9 +74,10 @@ class Engine(Protocol):
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
     its place, receive one query per distinct sequence; so do engines with the method for groups
-    with fewer members than their attribute `smallest_group`, by default 2. With a true
-    attribute `samples_groups` an engine also accepts group queries with `sampling`, such as an
-    engine that forwards them to other processes; otherwise the core submits queries for each
+    with fewer members than their attribute `smallest_group`, by default 2. An
+    engine that forwards queries to other processes may have an attribute `samples_groups`: it
+    then accepts group queries with `sampling`, of which a call for several continuations makes
+    as many as have this number of them. For other engines the core submits queries for each
     token.
 
     Attributes:

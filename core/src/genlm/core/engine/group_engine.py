@@ -296,6 +296,6 @@ class GroupEngine:
 def with_groups(engine: Engine) -> Engine:
     """Return an engine that accepts all group queries: this one, or one that adds them."""
     takes_groups = getattr(engine, "submit_group", None) is not None
-    if takes_groups and getattr(engine, "samples_groups", False):
+    if takes_groups and getattr(engine, "samples_groups", None):
         return engine
     return GroupEngine(engine)

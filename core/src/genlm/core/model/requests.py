@@ -74,6 +74,7 @@ class Requests:
 
     Attributes:
         default_lora: Default adapter of requests, None for the base model.
+        sampled_together: Maximum number of continuations in a query, None for no limit.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Requests:
         self.vocab_size = engine.vocabulary.size
         self.max_context = engine.max_context
         self.capabilities = engine.capabilities
+        self.sampled_together: int | None = getattr(engine, "samples_groups", None)
         self.counters = counters
         self.scheduler = scheduler
         self._model = model

@@ -1,8 +1,8 @@
 """Continuations: `sample`, `batch_sample`, their blocking twins, and `stream`.
 
-The continuations of one call are one group query for each adapter, whose tokens are drawn on
-the engine's thread; see `genlm.core.engine.group_sampling`. `stream` requests a `Draw` for
-every token.
+The continuations of one call are one group query for each adapter, or several if the engine
+forwards them to replicas. Their tokens are drawn on the engine's thread; see
+`genlm.core.engine.group_sampling`. `stream` requests a `Draw` for every token.
 """
 
 from __future__ import annotations
@@ -220,13 +220,19 @@ class SampleMethods:
         places_of: dict[str | None, list[int]] = {}
         for place, query in enumerate(queries):
             places_of.setdefault(query.adapter, []).append(place)
+        most = self._requests.sampled_together or len(queries)
+        parts = [
+            own[begin : begin + most]
+            for own in places_of.values()
+            for begin in range(0, len(own), most)
+        ]
         groups = [
             self._group([queries[i] for i in own], options, limits[own], seeds[own])
-            for own in places_of.values()
+            for own in parts
         ]
         cut = 0
         results: list[Any] = await self._requests.groups(groups)
-        for own, result in zip(places_of.values(), results, strict=True):
+        for own, result in zip(parts, results, strict=True):
             if isinstance(result, Exception):
                 raise _plain(result, own if is_batch else None)
             sampled: SampledGroup = result

@@ -242,8 +242,8 @@ class GroupQuery:
             of contexts. An engine that keeps the generation by other means need not call it.
         sampling: Parameters of continuations that are computed instead of `reduction`, else
             None: `wanted` and `row_of` then belong to the members that draw a first token, and
-            the result is a `SampledGroup`. Only engines whose attribute `samples_groups` is
-            true receive such queries.
+            the result is a `SampledGroup`. Only engines with an attribute `samples_groups`
+            receive such queries.
     """
 
     query_id: int

@@ -4,8 +4,10 @@ A particle loop asks for the row of every context, draws a token from each, appe
 again. The limit is the engine's own generation of as many tokens, without this library.
 Contestants, in turn in every round, on the same engine:
 
-- raw: the engine's own greedy generation, of as many sequences as are asked at each step;
-  vLLM's in this process, SGLang's by its own scheduler in a child process;
+- own: the engine's own generation with its own sampler at temperature 1, of as many sequences
+  as are asked at each step; vLLM's in this process, SGLang's by its own scheduler in a child
+  process;
+- raw: the same, greedy, which draws nothing;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
@@ -58,7 +60,7 @@ from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
-CONTESTANTS = ("raw", "one request a step", "lists", "contexts", "population", "blocks")
+CONTESTANTS = ("own", "raw", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY, BLOCK = 4, 16
 SGL_OPTS = {"max_running_requests": 256, "max_total_tokens": 65_536}
 CHECKED = 3
@@ -116,6 +118,7 @@ class Bench:
     def contestants(self) -> list[str]:
         """Those that this engine and this core have."""
         has = {
+            "own": True,
             "raw": True,
             "one request a step": hasattr(self.lm.engine, "keeps_contexts"),
             "lists": True,
@@ -135,8 +138,9 @@ class Bench:
         self.lm.clear_kv_cache()
         self.lm.next_token_logprobs_sync(prompt)
         starts = [[*prompt, token] for token in first]
-        if contestant == "raw":
-            return self._raw(starts[: population.asked], population.steps)
+        if contestant in {"own", "raw"}:
+            temperature = 1.0 if contestant == "own" else 0.0
+            return self._own(starts[: population.asked], population.steps, temperature)
         if contestant in {"population", "blocks"}:
             return asyncio.run(self._population(contestant, starts, population, generator))
         if contestant == "contexts":
@@ -144,13 +148,13 @@ class Bench:
             starts = [parent.extend(token) for token in first]
         return asyncio.run(self._particles(starts, population, generator))
 
-    def _raw(self, prompts: list[list[int]], steps: int) -> Measurement:
+    def _own(self, prompts: list[list[int]], steps: int, temperature: float) -> Measurement:
         if self._scheduler is not None:
-            return Measurement(np.array(self._scheduler.decode(prompts, steps)))
+            return Measurement(np.array(self._scheduler.decode(prompts, steps, temperature)))
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=steps, temperature=0.0, ignore_eos=True, detokenize=False
+            max_tokens=steps, temperature=temperature, ignore_eos=True, detokenize=False
         )
 
         def generate(engine: Any) -> None:
@@ -294,7 +298,7 @@ def measure(
 
 def ratio(samples: dict[str, list[float]], row: str) -> float:
     """Speed as a fraction of own generation's: median over rounds of ratios in a round."""
-    base = " ".join(row.split()[:2]) + " raw"
+    base = " ".join(row.split()[:2]) + " own"
     pairs = zip(samples[base + " wall" * row.endswith(" wall")], samples[row], strict=True)
     return statistics.median(limit / each for limit, each in pairs)
 

@@ -38,15 +38,20 @@ class OwnScheduler:
         self._process.start()
         self._connection.recv()
 
-    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> tuple[float, float]:
-        """Generate greedily; return the seconds of CPU and wall-clock time of the decodes.
+    def decode(
+        self, prompts: Sequence[Sequence[int]], steps: int, temperature: float = 0.0
+    ) -> tuple[float, float]:
+        """Generate; return the seconds of CPU and wall-clock time of the decodes.
 
         Args:
             prompts: The prompts, which are computed before the clock starts.
             steps: Number of tokens that are decoded after each prompt.
+            temperature: 0 takes the most likely tokens, others draw.
         """
         self._request(prompts=[_common(prompts)], max_new_tokens=0, flush=True)
-        found = self._request(prompts=prompts, max_new_tokens=steps + 1, flush=False)
+        found = self._request(
+            prompts=prompts, max_new_tokens=steps + 1, flush=False, temperature=temperature
+        )
         return found["decodes"]
 
     def compute(self, prompts: Sequence[Sequence[int]], *, flush: bool) -> tuple[float, float]:
@@ -123,6 +128,7 @@ def _run(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     start: int | None = None,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Run requests; return the seconds until all were computed once, and those after that.
 
@@ -135,7 +141,7 @@ def _run(
     clocks, reqs = [(time.process_time(), time.perf_counter())], []
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True
+            max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True
         )
         sampling.normalize(None)
         request = TokenizedGenerateReqInput(

@@ -75,9 +75,9 @@ def serving_particles() -> Plot:
         if run.get("model") == "tiny":
             continue
         panel = plot.setdefault({"vllm": "vLLM", "sgl": "SGLang"}[run["engine"]], {})
-        for contestant in ("population", "contexts", "lists", "one request a step"):
+        for contestant in ("population", "contexts", "blocks"):
             points = panel.setdefault(contestant, {})
-            for case in ("10/64", "50/64", "50/512", "200/64"):
+            for case in ("10/64", "50/64", "200/64", "500/64"):
                 row = run["rows"].get(f"{case} plain {contestant}")
                 if row is not None:  # a run may leave contestants out
                     points[case] = row["ratio"]

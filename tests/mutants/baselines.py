@@ -33,7 +33,7 @@ def correct_targets() -> dict[str, Target]:
 def cached_target(
     build: Callable[..., Engine] = CachedEngine, timeout_s: float = 30.0
 ) -> EngineTarget:
-    """An engine with a prefix cache, adapters and native sampling."""
+    """An engine with a prefix cache and adapters."""
     return EngineTarget(
         model="cached",
         build=build,

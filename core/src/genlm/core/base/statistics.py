@@ -17,7 +17,7 @@ _NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_s
 """Fields that are not cumulative: the difference of two snapshots has the later value."""
 
 _COUNTED_BY_ENGINES = {
-    *("tokens_evaluated", "tokens_computed", "tokens_drawn", "tokens_evicted"),
+    *("tokens_evaluated", "tokens_computed", "tokens_evicted"),
     *("tokens_recomputed", "targets_scored", "forwards", "steps", "batches", "rows"),
     *("sequences_evicted", "contexts_continued", "contexts_ended", "contexts_without_cache"),
 }

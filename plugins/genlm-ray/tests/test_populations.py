@@ -213,18 +213,6 @@ def test_a_continuation_is_one_message_and_stays_with_its_replica(load, referenc
     assert len(messages) == 3  # one for each call
 
 
-def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> GroupQuery:
-    count = len(generation.lineage)
-    return GroupQuery(query_id, generation, np.arange(count), np.arange(count), reduction)
-
-
-def _generations() -> tuple[Generation, Generation]:
-    lineage = Lineage.of_sequences([TokenSequence.of([1, 2]), TokenSequence.of([3])])
-    first = Generation(lineage)
-    later, _ = lineage.extended(np.array([0, 1, 1]), np.array([5, 6, -1]))
-    return first, Generation(later, first)
-
-
 def test_groups_are_packed_for_what_their_replica_knows():
     driver = Driver(
         [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,

@@ -78,10 +78,6 @@ class Populations:
             if kept is not None:
                 self._free(kept.table)
 
-    def has_table(self, group: GroupQuery) -> bool:
-        """Whether there is a table from which the sequences of a group continue."""
-        return self._table(group) is not None
-
     def limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a group for about one pass."""
         self.collect()

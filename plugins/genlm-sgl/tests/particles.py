@@ -11,11 +11,17 @@ from genlm_sgl.exclusive import ExclusiveEngine
 
 
 def served(tiny: TinyLlama, **options: Any) -> genlm.AsyncLM:
-    """The model with both adapters."""
+    """The model with both adapters, which computes populations of two members as arrays."""
     if ExclusiveEngine.active is not None:
         ExclusiveEngine.active.suspend()
     options = {"max_total_tokens": 4096, "enable_lora": True, "max_lora_rank": 8, **options}
-    llm = genlm.AsyncLM(lambda: tiny.engine(options), output_cache=genlm.OutputCache(0))
+
+    def build() -> Any:
+        engine = tiny.engine(options)
+        engine.smallest_group = 2
+        return engine
+
+    llm = genlm.AsyncLM(build, output_cache=genlm.OutputCache(0))
     for name, path in tiny.adapters.items():
         llm.load_lora(path, name)
     return llm

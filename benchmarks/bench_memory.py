@@ -31,7 +31,7 @@ import transformers
 from report import print_report
 
 from genlm import AsyncLM, Engine, OutputCache
-from genlm.core.reference import ReferenceEngine
+from genlm.core.reference.engine import ReferenceEngine
 from genlm_hf.engine import HFEngine
 
 PARTICLES, SAMPLES, SEED = 50, 40, 5

@@ -12,7 +12,7 @@ about 4.5 when only letter frequencies are known, and roughly 1 for the best mod
 
 For the transformer it is the cost of the tokenizer's own tokenisation: an upper
 bound, since other tokenisations spell the same bytes. The n-grams are
-`genlm.core.reference.NgramModel`, whose interpolation weights are estimated from the
+`genlm.core.reference.ngram.NgramModel`, whose interpolation weights are estimated from the
 training text (Witten and Bell, 1991).
 """
 
@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from genlm.core.reference import NgramModel
-from genlm.core.reference.ngram import END_OF_TEXT
+from genlm.core.reference.ngram import END_OF_TEXT, NgramModel
 
 WINDOWS_PER_BATCH = 16
 NGRAMS = {"trigram": 3, "unigram": 1}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import genlm
-from genlm.core.reference.exact import exact_row
+from genlm.core.reference.ngram import exact_row
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = (

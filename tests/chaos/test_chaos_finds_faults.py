@@ -14,7 +14,7 @@ import torch
 
 from genlm import Completion, OutputCache, Query
 from genlm.core.model.requests import Requests
-from genlm.core.reference import ReferenceEngine
+from genlm.core.reference.engine import ReferenceEngine
 from genlm.core.rows.draws import batch_draw
 from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.testing import EngineTarget

@@ -10,8 +10,6 @@ import pytest
 from programs import run_code
 
 import genlm
-import genlm.core.reference
-import genlm.core.trie
 import genlm.plugin
 import genlm.prefix
 from genlm.core.base import errors
@@ -40,7 +38,7 @@ def test_listing_the_public_names_loads_nothing_either():
     )
 
 
-PACKAGES = (genlm, genlm.plugin, genlm.prefix, genlm.core.reference, genlm.core.trie)
+PACKAGES = (genlm, genlm.plugin, genlm.prefix)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ import json
 import genlm.{first}
 import genlm, genlm.control.inner, genlm.bytes.inner, genlm.backend.inner
 from genlm import BackendSpec, EmptySequenceError
-from genlm.core.plugins import list_backends
+from genlm.core.plugins.lookup import list_backends
 print(json.dumps({{
     "core": genlm.__file__,
     "engines": [info.name for info in list_backends("engine")],

@@ -51,9 +51,9 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.model.population import DrawnTokens as DrawnTokens
     from genlm.core.model.population import Population as Population
     from genlm.core.model.population import SampledTokens as SampledTokens
-    from genlm.core.plugins import get_trie as get_trie
-    from genlm.core.plugins import list_backends as list_backends
-    from genlm.core.plugins import use_backend as use_backend
+    from genlm.core.plugins.lookup import get_trie as get_trie
+    from genlm.core.plugins.lookup import list_backends as list_backends
+    from genlm.core.plugins.lookup import use_backend as use_backend
     from genlm.core.queries.query import GroupReduction as GroupReduction
     from genlm.core.queries.query import Reduction as Reduction
     from genlm.core.queries.query import TokenScores as TokenScores
@@ -61,8 +61,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.output_cache import OutputCache as OutputCache
     from genlm.core.rows.reductions import DrawnToken as DrawnToken
     from genlm.core.rows.reductions import TopTokens as TopTokens
-    from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
-    from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
+    from genlm.core.trie.async_trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
+    from genlm.core.trie.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import decode_vocab as decode_vocab
     from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning

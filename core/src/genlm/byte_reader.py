@@ -22,7 +22,7 @@ import numpy.typing as npt
 from genlm.core.base.validation import checked_ids, checked_integer
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
-from genlm.core.plugins import get_trie
+from genlm.core.plugins.lookup import get_trie
 
 __all__ = ["ByteReader"]
 

@@ -58,14 +58,14 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.group_sampling import GroupSampling as GroupSampling
     from genlm.core.engine.group_sampling import SampledGroup as SampledGroup
     from genlm.core.engine.group_sampling import SamplingRun as SamplingRun
-    from genlm.core.plugins import BackendInfo as BackendInfo
-    from genlm.core.plugins import BackendSpec as BackendSpec
-    from genlm.core.plugins import find_backend as find_backend
-    from genlm.core.plugins import get_backend as get_backend
-    from genlm.core.plugins import get_trie as get_trie
-    from genlm.core.plugins import hookimpl as hookimpl
-    from genlm.core.plugins import list_backends as list_backends
-    from genlm.core.plugins import refresh as refresh
+    from genlm.core.plugins.lookup import find_backend as find_backend
+    from genlm.core.plugins.lookup import get_backend as get_backend
+    from genlm.core.plugins.lookup import get_trie as get_trie
+    from genlm.core.plugins.lookup import list_backends as list_backends
+    from genlm.core.plugins.lookup import refresh as refresh
+    from genlm.core.plugins.spec import BackendInfo as BackendInfo
+    from genlm.core.plugins.spec import BackendSpec as BackendSpec
+    from genlm.core.plugins.spec import hookimpl as hookimpl
     from genlm.core.queries.checks import check_query as check_query
     from genlm.core.queries.generations import Generation as Generation
     from genlm.core.queries.generations import Lineage as Lineage
@@ -93,8 +93,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.sampling import stream_uniform as stream_uniform
     from genlm.core.rows.text_scores import ReducedText as ReducedText
     from genlm.core.scheduler import Scheduler as Scheduler
-    from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
-    from genlm.core.trie import TrieLayout as TrieLayout
+    from genlm.core.trie.layout import TrieLayout as TrieLayout
+    from genlm.core.trie.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab

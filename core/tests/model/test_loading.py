@@ -19,7 +19,7 @@ from scripted import TIMEOUT_S, oracle_row
 import genlm
 from genlm.core.base.errors import ModelLoadError, UnknownBackendError
 from genlm.core.model.lm import AsyncLM, load_model, load_model_by_name
-from genlm.core.plugins import refresh
+from genlm.core.plugins.lookup import refresh
 from genlm.core.rows.output_cache import OutputCache
 
 BACKENDS = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core.plugins import refresh
+from genlm.core.plugins.lookup import refresh
 
 HEADER = "import genlm\nfrom genlm import BackendSpec\n"
 

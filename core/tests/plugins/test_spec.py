@@ -3,7 +3,7 @@
 import pytest
 
 from genlm import BackendSpec
-from genlm.core.plugins import API_VERSION
+from genlm.core.plugins.spec import API_VERSION
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from programs import run_code
 from genlm.core.base.errors import AdapterError, ModelLoadError, UnknownAdapterError
 from genlm.core.engine.engine import Capability, LoraEngine
 from genlm.core.queries.query import Query
-from genlm.core.reference import ReferenceEngine
+from genlm.core.reference.engine import ReferenceEngine
 
 PROMPTS = [b"The ", b"T", bytes([7, 7]), b"zqx", b"and the old m", b"boat"]
 
@@ -101,9 +101,8 @@ def test_a_bad_adapter_is_refused_and_changes_nothing(adapter: Path, tmp_path: P
     (empty / "text.txt").write_text("\n \n\n")
     with pytest.raises(AdapterError, match="empty"):
         engine.add_adapter("empty", str(empty))
-    with pytest.raises(AdapterError, match="already loaded"):
+    with pytest.raises(AdapterError, match="'sailor' is loaded already"):
         engine.add_adapter("sailor", str(empty))
-    engine.add_adapter("sailor", str(adapter))  # the same folder again is no conflict
     np.testing.assert_array_equal(engine.exact_row(b"The", "sailor"), before)
     with pytest.raises(UnknownAdapterError):
         engine.exact_row(b"The", "empty")

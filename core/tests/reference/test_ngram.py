@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.core.reference.exact import exact_row
-from genlm.core.reference.ngram import END_OF_TEXT, SYMBOLS, NgramModel
+from genlm.core.reference.ngram import END_OF_TEXT, SYMBOLS, NgramModel, exact_row
 
 # Few letters, so that histories repeat; the extreme bytes, where keys could collide.
 DOCUMENTS = st.lists(

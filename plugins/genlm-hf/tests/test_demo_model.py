@@ -24,7 +24,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genlm import decode_vocab
-from genlm.core.reference import split_documents
+from genlm.core.reference.tokenizer import split_documents
 
 FOLDER = Path(str(resources.files("genlm_hf") / "demo"))
 EXCERPT = Path(__file__).parent / "data" / "demo_held_out.txt"

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from genlm.core.base.errors import GenlmError
-from genlm.core.plugins import list_backends
+from genlm.core.plugins.lookup import list_backends
 from genlm.core.plugins.spec import Kind
 from genlm.engines.dtypes import dtype_name
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from genlm.cli.arguments import SeedOption, checked_dtype, finite, json_object, output_console
 from genlm.core.base.errors import UnknownBackendError
-from genlm.core.plugins import find_backend
+from genlm.core.plugins.lookup import find_backend
 from genlm.testing.target import TOLERANCE_CAPS
 
 if TYPE_CHECKING:

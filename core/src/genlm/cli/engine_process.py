@@ -25,7 +25,7 @@ import numpy as np
 from genlm.cli.text_ids import text_ids
 from genlm.core.base.errors import TokenizerError
 from genlm.core.model.lm import load_model
-from genlm.core.plugins import find_backend, get_backend
+from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
 from genlm.engines.model_facts import ModelFacts
 from genlm.testing.comparison import contexts_of, request_rows

@@ -15,7 +15,7 @@ import typer
 
 from genlm.cli.tested_versions import tested_versions
 from genlm.core.base.errors import described
-from genlm.core.plugins import list_backends
+from genlm.core.plugins.lookup import list_backends
 
 __all__ = ["env", "environment"]
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from genlm.core.plugins import list_backends
+from genlm.core.plugins.lookup import list_backends
 from genlm.core.plugins.registry import PUBLISHED
 
 __all__ = ["plugin_commands"]

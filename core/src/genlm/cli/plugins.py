@@ -17,8 +17,9 @@ from genlm.cli.arguments import backends as completed
 from genlm.cli.arguments import output_console
 from genlm.cli.documented_options import Option, options_of
 from genlm.cli.tested_versions import tested_versions
-from genlm.core.plugins import BackendInfo, find_backend, list_backends
+from genlm.core.plugins.lookup import find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED
+from genlm.core.plugins.spec import BackendInfo
 
 __all__ = ["plugins"]
 

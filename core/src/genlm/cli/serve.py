@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from genlm.cli.arguments import backends, checked_options
-from genlm.core.plugins import get_backend
+from genlm.core.plugins.lookup import get_backend
 
 __all__ = ["serve"]
 

@@ -12,7 +12,7 @@ from genlm.core.base.errors import ModelLoadError, TokenIdError
 from genlm.core.base.progress import loading_stage
 from genlm.core.base.validation import is_model_object
 from genlm.core.engine.engine import Engine
-from genlm.core.plugins import find_backend, get_backend
+from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.queries.query import Query
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.vocab import Vocabulary

@@ -32,7 +32,7 @@ from genlm.core.plugins.spec import BackendInfo, Kind
 
 if TYPE_CHECKING:
     from genlm.core.engine.engine import Engine
-    from genlm.core.trie import TokenCharacterTrie
+    from genlm.core.trie.trie import TokenCharacterTrie
 
 __all__ = [
     "find_backend",

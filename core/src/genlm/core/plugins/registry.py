@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -21,7 +20,6 @@ from typing import Any
 import pluggy
 
 from genlm.core.base.errors import BrokenPluginError, described
-from genlm.core.base.forking import renew_in_forks
 from genlm.core.plugins import spec as hookspecs
 from genlm.core.plugins.spec import API_VERSION, PROJECT, BackendInfo, BackendSpec, Kind, Status
 
@@ -121,20 +119,15 @@ def find_plugins() -> tuple[Plugin, ...]:
 
 
 class Registry:
-    """The plugins of one scan, all in one pluggy manager.
+    """The plugins of one scan.
 
-    The registry may be used from several threads. No lock is held while a plugin's code runs,
-    which may wait for an import in another thread; two threads may read the same plugin
-    concurrently, with the same result.
+    The registry may be used from several threads, which may read the same plugin concurrently,
+    with the same result.
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         self.plugins = tuple(plugins)
         self._read: dict[str, tuple[BackendSpec, ...] | BrokenPluginError] = {}
-        self._manager = pluggy.PluginManager(PROJECT)
-        self._manager.add_hookspecs(hookspecs)
-        self._lock = threading.Lock()
-        renew_in_forks(self)
 
     def backends(self, name: str | None = None) -> list[BackendInfo]:
         """Return descriptions of the backends of a name or `"distribution:name"`, or of all.
@@ -183,7 +176,7 @@ class Registry:
         if plugin.id not in self._read:
             outcome: tuple[BackendSpec, ...] | BrokenPluginError
             try:
-                outcome = tuple(self._yielded(plugin))
+                outcome = tuple(_yielded(plugin))
                 if problem := _contradiction(plugin.name, outcome):
                     outcome = BrokenPluginError(plugin.id, problem)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - status of the plugin
@@ -194,30 +187,22 @@ class Registry:
             self._read.setdefault(plugin.id, outcome)
         return self._read[plugin.id]
 
-    def _yielded(self, plugin: Plugin) -> Iterator[BackendSpec]:
-        """Call the hook of one plugin."""
-        module = plugin.entry_point.load()
-        manager = self._manager
-        with self._lock:
-            try:
-                if not manager.is_registered(module):  # several entry points may share it
-                    manager.register(module, plugin.id)
-                    manager.check_pending()
-            except pluggy.PluginValidationError:
-                if manager.is_registered(module):  # else the check would fail for others
-                    manager.unregister(module)
-                raise
-            others = manager.get_plugins() - {module}
-            hook = manager.subset_hook_caller("genlm_backends", others)
-        for answer in hook():
-            if not isinstance(answer, Iterable):
-                found = type(answer).__name__
-                raise TypeError(f"genlm_backends returned {found}; yield BackendSpec objects")
-            for spec in answer:
-                if not isinstance(spec, BackendSpec):
-                    found = type(spec).__name__
-                    raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
-                yield spec
+
+def _yielded(plugin: Plugin) -> Iterator[BackendSpec]:
+    """Import a plugin's module and call its hook, alone in a manager of pluggy."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin.entry_point.load(), plugin.id)
+    manager.check_pending()
+    for answer in manager.hook.genlm_backends():
+        if not isinstance(answer, Iterable):
+            found = type(answer).__name__
+            raise TypeError(f"genlm_backends returned {found}; yield BackendSpec objects")
+        for spec in answer:
+            if not isinstance(spec, BackendSpec):
+                found = type(spec).__name__
+                raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
+            yield spec
 
 
 def _contradiction(name: str, specs: tuple[BackendSpec, ...]) -> str:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from genlm.core.base.errors import AdapterError, ModelLoadError, UnknownAdapterError
+from genlm.core.base.errors import AdapterError, ModelLoadError
 from genlm.core.engine.engine import BatchEngine, Capability
 from genlm.core.queries.query import Query
-from genlm.core.reference.exact import exact_row
-from genlm.core.reference.ngram import NgramModel
+from genlm.core.reference.ngram import NgramModel, exact_row
 from genlm.core.reference.tokenizer import byte_vocabulary, default_text, split_documents
+from genlm.engines.adapter_table import AdapterTable
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class ReferenceEngine(BatchEngine):
         if not self._documents:
             raise ModelLoadError("the training text is empty; an n-gram model needs some")
         self._base = NgramModel(self._documents, order)
-        self._adapters: dict[str, _Adapter] = {}
+        self._adapters = _Adapters(order)
         self._tokens_computed = 0
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -86,13 +86,15 @@ class ReferenceEngine(BatchEngine):
         by_adapter: dict[str, list[int]] = {}
         for index, query in enumerate(queries):
             if query.adapter is not None:
+                self._adapters.check_loaded(query.adapter)
                 by_adapter.setdefault(query.adapter, []).append(index)
-        chosen = {name: self._adapter(name) for name in by_adapter}
         contexts = [query.token_ids for query in queries]
         rows = self._base.probabilities(contexts)
         for name, indices in by_adapter.items():
-            adapted = chosen[name].model.probabilities([contexts[i] for i in indices])
-            rows[indices] = self._mixed(rows[indices], adapted)
+            model = self._adapters.loaded[name].model
+            rows[indices] = self._mixed(
+                rows[indices], model.probabilities([contexts[i] for i in indices])
+            )
         self._tokens_computed += sum(min(len(c), self.order - 1) for c in contexts)
         return torch.from_numpy(np.log(rows).astype(np.float32))
 
@@ -110,36 +112,18 @@ class ReferenceEngine(BatchEngine):
         row = exact_row(self._documents, token_ids, self.order)
         if adapter is None:
             return row
-        documents = self._adapter(adapter).documents
+        self._adapters.check_loaded(adapter)
+        documents = self._adapters.loaded[adapter].documents
         return self._mixed(row, exact_row(documents, token_ids, self.order))
 
     def add_adapter(self, name: str, path: str) -> None:
         """Count the text of `path/text.txt` as adapter `name`.
 
-        Loading the same folder under the same name again changes nothing.
-
         Raises:
-            AdapterError: `text.txt` in the folder is missing, unreadable or empty, or
-                another folder is loaded under that name; the engine stays as it was.
+            AdapterError: The name is in use, or `text.txt` in the folder is missing,
+                unreadable or empty; the engine stays as it was.
         """
-        folder = Path(path).resolve()
-        loaded = self._adapters.get(name)
-        if loaded is not None:
-            if loaded.folder == folder:
-                return
-            raise AdapterError(
-                f"adapter {name!r} is already loaded from {loaded.folder}; choose "
-                f"another name for {folder}"
-            )
-        try:
-            documents = split_documents((folder / "text.txt").read_bytes())
-        except OSError as error:
-            raise AdapterError(
-                f"no adapter in {path!r}: a folder with a text.txt is needed ({error})"
-            ) from error
-        if not documents:
-            raise AdapterError(f"the text.txt of the adapter in {path!r} is empty")
-        self._adapters[name] = _Adapter(folder, documents, self.order)
+        self._adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter.
@@ -147,8 +131,7 @@ class ReferenceEngine(BatchEngine):
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
         """
-        self._adapter(name)
-        del self._adapters[name]
+        self._adapters.remove(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Tokens looked at, at most `order - 1` a query, and the size of the model."""
@@ -156,25 +139,35 @@ class ReferenceEngine(BatchEngine):
             "tokens_computed": self._tokens_computed,
             "order": self.order,
             "training_bytes": sum(map(len, self._documents)),
-            "adapters": len(self._adapters),
+            "adapters": len(self._adapters.names),
         }
-
-    def _adapter(self, name: str) -> _Adapter:
-        if name not in self._adapters:
-            raise UnknownAdapterError(name, self._adapters)
-        return self._adapters[name]
 
     def _mixed(self, base: Floats, adapter: Floats) -> Floats:
         return (1 - self.adapter_weight) * base + self.adapter_weight * adapter
 
 
-class _Adapter:
+class _Adapter(NamedTuple):
     """A text and the model counted on it."""
 
-    def __init__(self, folder: Path, documents: list[bytes], order: int) -> None:
-        self.folder = folder
-        self.documents = documents
-        self.model = NgramModel(documents, order)
+    documents: list[bytes]
+    model: NgramModel
+
+
+class _Adapters(AdapterTable[_Adapter]):
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        self._order = order
+
+    def _load(self, name: str, path: Path) -> _Adapter:  # noqa: ARG002
+        try:
+            documents = split_documents((path / "text.txt").read_bytes())
+        except OSError as error:
+            raise AdapterError(
+                f"no adapter in {str(path)!r}: a folder with a text.txt is needed ({error})"
+            ) from error
+        if not documents:
+            raise AdapterError(f"the text.txt of the adapter in {str(path)!r} is empty")
+        return _Adapter(documents, NgramModel(documents, self._order))
 
 
 def _read_model(model: str) -> bytes:

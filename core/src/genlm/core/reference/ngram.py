@@ -15,7 +15,7 @@ Symbols are the bytes 0-255 and `END_OF_TEXT` = 256. A document b1 ... bm is rea
 256 b1 ... bm 256: the first 256 is only history (so 256 also marks the beginning
 of a text), the last one is predicted. No history reaches across documents.
 
-All arithmetic is float64 numpy. `exact.py` computes the same formula directly.
+All arithmetic is float64 numpy. `exact_row` computes the same formula directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["END_OF_TEXT", "SYMBOLS", "NgramModel"]
+__all__ = ["END_OF_TEXT", "SYMBOLS", "NgramModel", "exact_row"]
 
 END_OF_TEXT = 256
 """The symbol that ends a document, and precedes its first byte as history."""
@@ -178,3 +178,35 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     before = np.cumsum(lengths) - lengths
     ranges: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return ranges
+
+
+def exact_row(documents: Sequence[bytes], context: Sequence[int], order: int) -> Floats:
+    """Compute one next-symbol distribution by scanning the whole text, as an oracle.
+
+    It shares only constants with `NgramModel`.
+
+    Args:
+        documents: The training text.
+        context: Symbols 0-256, oldest first, possibly none.
+        order: Length of the longest n-gram; 0 gives the uniform distribution.
+
+    Returns:
+        Probabilities, shape `(257,)`, float64, sum 1 up to rounding.
+    """
+    if order == 0:
+        return np.full(SYMBOLS, 1 / SYMBOLS)
+    lower = exact_row(documents, context, order - 1)
+    if len(context) < order - 1:
+        return lower
+    history = tuple(context[len(context) - (order - 1) :])
+    counts = np.zeros(SYMBOLS)
+    for document in documents:
+        symbols = (END_OF_TEXT, *document, END_OF_TEXT)
+        for end in range(max(1, order - 1), len(symbols)):
+            if symbols[end - (order - 1) : end] == history:
+                counts[symbols[end]] += 1
+    total, distinct = counts.sum(), np.count_nonzero(counts)
+    if total == 0:
+        return lower
+    row: Floats = (counts + distinct * lower) / (total + distinct)
+    return row

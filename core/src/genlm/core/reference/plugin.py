@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genlm.core.plugins import TESTED, BackendSpec, hookimpl
+from genlm.core.plugins.spec import TESTED, BackendSpec, hookimpl
 
 
 @hookimpl
@@ -13,7 +13,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
     yield BackendSpec(
         name="reference",
         kind="engine",
-        target="genlm.core.reference:ReferenceEngine",
+        target="genlm.core.reference.engine:ReferenceEngine",
         capabilities=("lora",),
         summary="Exact byte n-gram model in closed form; small, for tests and trials",
         conformance="genlm.testing.core_targets:reference_targets",

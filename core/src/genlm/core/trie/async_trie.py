@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genlm.core.base.forking import renew_in_forks
-from genlm.core.plugins import get_trie
+from genlm.core.plugins.lookup import get_trie
 from genlm.core.queries.query import Completion
 from genlm.core.scheduler import Scheduler
 from genlm.core.trie.reductions import Operation

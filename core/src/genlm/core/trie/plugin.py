@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genlm.core.plugins import TESTED, BackendSpec, hookimpl
+from genlm.core.plugins.spec import TESTED, BackendSpec, hookimpl
 
 
 @hookimpl
@@ -14,7 +14,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         yield BackendSpec(
             name=name,
             kind="trie",
-            target="genlm.core.trie:TokenCharacterTrie",
+            target="genlm.core.trie.trie:TokenCharacterTrie",
             summary="Token trie on the CPU; arrays only, no recursion",
             conformance="genlm.testing.core_targets:numpy_targets",
             tested=TESTED,

@@ -11,9 +11,11 @@ Run from the repository root: `python scripts/architectures.py --backend hf`
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -200,13 +202,15 @@ def measure(backend: str, names: Sequence[str], results: Path) -> None:
             model = TinyModel.of(Path(folder), listed[name])
             bound, _ = engine.bounds.get(name, (BOUND, ""))
             config = transformers.AutoConfig.from_pretrained(model.path)
-            result = measure_family(
-                lambda path: genlm.load_model(path, backend, **engine.options),
-                model,
-                bound=bound,
-            )
+            load = functools.partial(genlm.load_model, backend=backend, **engine.options)
+            result = measure_family(load, model, bound=bound)
             row = asdict(result) | row_of(name, genlm.ModelFacts.of(config).key)
             row["reason"] = result.reason.replace(folder, "MODEL")
+            stated = re.search(r": max_context=(\d+)", result.reason)
+            if stated is not None:
+                load = functools.partial(load, max_context=int(stated[1]))
+                limited = measure_family(load, model, bound=bound)
+                row["limited"] = {"status": limited.status, "error": limited.error}
         write_line(results, row)
 
 
@@ -299,12 +303,16 @@ def table(backend: str, listed: Mapping[str, Family], rows: Mapping[str, Any]) -
 
 
 def verified(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the families that were right in every variant that was served."""
+    """Return the families that were right in every variant that was served.
+
+    A variant that is refused is measured with the `max_context` that the refusal states.
+    """
     errors: dict[str, float] = {}
-    excluded = {row["key"] for row in rows.values() if row["status"] in {"wrong", "fails"}}
-    for row in rows.values():
-        if row["status"] == "right" and row["key"] not in excluded:
-            errors[row["key"]] = max(float(f"{row['error']:.1e}"), errors.get(row["key"], 0))
+    found = [(row["key"], row.get("limited", row)) for row in rows.values()]
+    excluded = {key for key, row in found if row["status"] in {"wrong", "fails"}}
+    for key, row in found:
+        if row["status"] == "right" and key not in excluded:
+            errors[key] = max(float(f"{row['error']:.1e}"), errors.get(key, 0))
     return {"versions": versions(ENGINES[backend]), "errors": dict(sorted(errors.items()))}
 
 

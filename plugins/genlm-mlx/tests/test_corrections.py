@@ -71,23 +71,15 @@ def test_settings_of_a_config_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [("llama", DYNAMIC), ("phi3", LONGROPE)])
-def test_embeddings_that_depend_on_the_length_are_right_at_every_length(
+def test_embeddings_that_depend_on_the_length_are_served_up_to_the_original_length(
     model_type: str, changes: dict[str, Any], make: Make
 ) -> None:
     model = make(model_type, TINY_LLAMA | changes)
-    engine = served(model)
-    assert "max_context=16 permits this path" in str(
-        engine.statistics()["execution_path_reason"]
-    )
-    assert error(engine, model, 60) <= 1e-5
-    assert error(engine, model, 16) <= 1e-5
-
-
-@pytest.mark.parametrize(("model_type", "changes"), [("llama", DYNAMIC), ("phi3", LONGROPE)])
-def test_up_to_the_original_length_they_are_served_from_the_prefix_tree(
-    model_type: str, changes: dict[str, Any], make: Make
-) -> None:
-    model = make(model_type, TINY_LLAMA | changes)
+    for too_long in ({}, {"max_context": 17}):
+        with pytest.raises(
+            ModelLoadError, match=r"beyond 16 tokens its rotary.*max_context=16"
+        ):
+            served(model, **too_long)
     engine = served(model, max_context=16)
     assert (engine.statistics()["execution_path"], engine.max_context) == ("slot_cache", 16)
     assert error(engine, model, 16) <= 1e-5
@@ -170,17 +162,17 @@ def test_a_model_that_was_loaded_by_the_caller_is_corrected_if_its_config_is_kno
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [("llama", DYNAMIC), ("gemma3_text", GEMMA3 | {"num_hidden_layers": 6})],
+    ("model_type", "changes", "longest"),
+    [("llama", DYNAMIC, 16), ("gemma3_text", GEMMA3 | {"num_hidden_layers": 6}, 40)],
 )
 def test_a_model_is_corrected_once_if_two_engines_serve_it(
-    model_type: str, changes: dict[str, Any], make: Make
+    model_type: str, changes: dict[str, Any], longest: int, make: Make
 ) -> None:
     model = make(model_type, TINY_LLAMA | changes)
     loaded = mlx_lm.load(str(model.path), return_config=True)
     for _ in range(2):
-        engine = MLXEngine.from_model(*loaded)
-        assert error(engine, model, 40) <= 1e-5
+        engine = MLXEngine.from_model(*loaded, max_context=longest)
+        assert error(engine, model, longest) <= 1e-5
 
 
 def test_a_family_that_was_not_verified_is_refused_if_asked_for(make: Make) -> None:

@@ -147,16 +147,6 @@ def test_a_text_longer_than_the_cache_is_scored_without(path: str, llama: TinyMo
     assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
 
 
-def test_texts_whose_rows_depend_on_the_length_are_scored_by_rows(make: Make) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    settings = {**TINY_LLAMA, "max_position_embeddings": 16, "rope_parameters": rope}
-    model = make("llama", settings)
-    engine = MLXEngine(model.path, dtype="float32")
-    assert engine.statistics()["execution_path"] == "uncached"
-    found = scores_of(engine, TEXTS[:2], STARTS[:2])
-    assert_right(TEXTS[:2], STARTS[:2], found, model.logprobs)
-
-
 def test_callers_get_scores(llama: TinyModel) -> None:
     with AsyncLM(lambda: MLXEngine(llama.path, dtype="float32"), name="mlx") as llm:
         found = llm.batch_token_scores_sync(TEXTS, STARTS)

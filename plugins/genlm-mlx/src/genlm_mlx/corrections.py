@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from genlm.plugin import ModelLoadError
+from genlm.plugin import ModelLoadError, rope_settings
 from genlm_mlx.layers import ACTIVATIONS, TANH_GELUS, correct_layers, corrects_activation
-from genlm_mlx.rotary import PublishedRoPE, correct_rotary
+from genlm_mlx.rotary import correct_rotary, scaled_beyond
 from genlm_mlx.windows import correct_windows, own_windows
 
 __all__ = ["correct"]
@@ -40,16 +40,13 @@ _WINDOWS = ("sliding_window", "attention_window_size")
 _INDEX_HEADS = 16
 
 
-def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedRoPE]:
+def correct(model: Any, config: Any, max_context: int | None) -> None:
     """Make an mlx-lm model compute the rows of transformers with the same config.
 
     Args:
         model: Changed in place.
         config: transformers' config of the model.
         max_context: Maximum length of a context, None for no limit.
-
-    Returns:
-        Rotary embeddings that need the length of each context.
 
     Raises:
         ModelLoadError: Rows would be wrong; the message has the reason, the length from
@@ -60,18 +57,13 @@ def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedR
         _experts(text, config)
         or _ignored(text, config)
         or _indexer(config, max_context)
-        or _scaled_by_length(config)
+        or _scaled_by_length(config, max_context)
     )
     if reason is not None:
         raise _wrong(model, reason)
     _correct_windows(model, config, max_context)
     correct_layers(text, config)
-    rotary = correct_rotary(model, config)
-    return [
-        rope
-        for rope in rotary
-        if rope.longest is not None and (max_context is None or rope.longest < max_context)
-    ]
+    correct_rotary(model, config)
 
 
 def _wrong(model: Any, reason: str) -> ModelLoadError:
@@ -138,11 +130,18 @@ def _experts(model: Any, config: Any) -> str | None:
     return None
 
 
-def _scaled_by_length(config: Any) -> str | None:
-    settings = getattr(config, "rope_parameters", None) or {}
-    if "short_mscale" not in settings:
-        return None
-    return "its rotary embeddings are not scaled by short_mscale in short contexts"
+def _scaled_by_length(config: Any, max_context: int | None) -> str | None:
+    """Return why rows differ where rotary frequencies depend on the length of the context."""
+    for settings in rope_settings(config):
+        if "short_mscale" in settings:
+            return "its rotary embeddings are not scaled by short_mscale in short contexts"
+        longest = scaled_beyond(config, settings)
+        if longest is not None and (max_context is None or longest < max_context):
+            return (
+                f"beyond {longest} tokens its rotary embeddings depend on the length of the "
+                f"context. Rows of up to {longest} tokens would be right: max_context={longest}"
+            )
+    return None
 
 
 def _indexer(config: Any, max_context: int | None) -> str | None:

@@ -54,8 +54,7 @@ class MLXEngine(PrefixEngine):
         kv_budget_bytes: Maximum memory for cached keys and values. The default is a quarter of
             the free memory. Memory is allocated when it is needed.
         max_context: Maximum number of tokens of a context, if less than that of the model. Some
-            models are served faster, or only, up to a length that the error or
-            `statistics()["execution_path_reason"]` states.
+            models are served only up to a length that the error states.
         execution_path: `"slot_cache"`, `"uncached"`, or None for the faster path that gives the
             right rows.
         self_test: Whether to compare the path `slot_cache` with mlx-lm's cache, on a few short
@@ -168,7 +167,8 @@ class MLXEngine(PrefixEngine):
         limits = context_window(settings.get("text_config") or settings), options.max_context
         self.max_context = min(filter(None, limits), default=None)
         rows = embedding_rows(settings, self.vocabulary.size)
-        rotary = [] if config is None else correct(model, config, self.max_context)
+        if config is not None:
+            correct(model, config, self.max_context)
         check_verified(
             f"mlx-lm {version('mlx-lm')}",
             ModelFacts.of(settings if config is None else config),
@@ -181,7 +181,6 @@ class MLXEngine(PrefixEngine):
             options,
             max_context=self.max_context,
             embedding_rows=rows,
-            rotary=rotary,
         )
         self.serve(choice, Adapters(model), embedding_rows=rows)
         self._model_type = type(model).__module__.rpartition(".")[2]

@@ -27,7 +27,6 @@ from genlm.prefix import (
     SelfTest,
     ServeOptions,
     UncachedPath,
-    UnsupportedModelError,
     choose_path,
     slots_within,
 )
@@ -38,7 +37,6 @@ from genlm_mlx.forward import (
     read_shapes,
     read_windows,
 )
-from genlm_mlx.rotary import PublishedRoPE
 from genlm_mlx.storage import KVStorage, default_budget_bytes
 
 __all__ = [
@@ -65,7 +63,6 @@ def choose_execution_path(
     *,
     max_context: int | None,
     embedding_rows: int,
-    rotary: Sequence[PublishedRoPE] = (),
 ) -> PathChoice:
     """Return the faster execution path that gives the right rows, or the requested one.
 
@@ -75,21 +72,14 @@ def choose_execution_path(
         options: Options of the engine.
         max_context: Maximum number of tokens of a context.
         embedding_rows: The model can embed ids from 0 up to here.
-        rotary: The model's rotary embeddings that depend on the length of the context.
 
     Raises:
         ModelLoadError: The requested path does not support the model.
     """
     max_tokens = options.max_tokens_per_batch or DEFAULT_TOKENS_PER_BATCH
-    uncached = OwnCachePath(model, vocabulary, max_tokens, rotary)
+    uncached = OwnCachePath(model, vocabulary, max_tokens)
 
     def slot_cache() -> SlotCachePath:
-        if rotary:
-            longest = rotary[0].longest
-            raise UnsupportedModelError(
-                f"beyond {longest} tokens its rotary embeddings depend on the length of the "
-                f"context; max_context={longest} permits this path"
-            )
         return SlotCachePath(
             model,
             vocabulary,
@@ -122,22 +112,15 @@ class OwnCachePath(UncachedPath):
         model: An mlx-lm model.
         vocabulary: The tokenizer's vocabulary.
         max_tokens: Maximum number of new positions in one pass.
-        rotary: Rotary embeddings that depend on the length of the context.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        vocabulary: Vocabulary,
-        max_tokens: int,
-        rotary: Sequence[PublishedRoPE] = (),
-    ) -> None:
+    def __init__(self, model: Any, vocabulary: Vocabulary, max_tokens: int) -> None:
         most = max(1, min(max_tokens, LOGITS_PER_PASS // vocabulary.size))
         # Of any number of tokens, which run in several passes: recurrent layers compute the
         # tokens of a sequence one after the other.
         limits = BatchLimits(sys.maxsize, most, equal_lengths=True)
-        super().__init__(vocabulary, limits, scores_by_rows=bool(rotary))
-        self._model, self._rotary, self._max_tokens = model, rotary, max_tokens
+        super().__init__(vocabulary, limits)
+        self._model, self._max_tokens = model, max_tokens
 
     @property
     def score_limits(self) -> BatchLimits:
@@ -148,11 +131,9 @@ class OwnCachePath(UncachedPath):
         self,
         adapter: str | None,  # noqa: ARG002 - see PrefixRows
         sequences: Sequence[Sequence[int]],
-        firsts: Sequence[int] | None = None,
+        firsts: Sequence[int] | None = None,  # noqa: ARG002 - `run` limits logits
     ) -> Sequence[int]:
         """Choose the first sequence and others, up to about the tokens of one pass."""
-        if firsts is not None and self.scores_by_rows:
-            return [0]
         totals = itertools.accumulate(map(len, sequences))
         return range(max(1, sum(total <= self._max_tokens for total in totals)))
 
@@ -162,8 +143,6 @@ class OwnCachePath(UncachedPath):
         """Run sequences of one length through mlx-lm's cache; see `UncachedPath`."""
         ids = np.array(sequences, np.int32)
         count, length = ids.shape
-        for rope in self._rotary:
-            rope.set_length(length)
         cache = make_prompt_cache(self._model)
         is_wanted = np.arange(length) >= firsts[:, None]
         first = int(firsts.min())  # MLX does not compute the logits before it

@@ -64,15 +64,17 @@ def searched(
     constraint = SimpleNamespace(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),
-        tested=lambda members, ids: np.isin(ids, [*accepted]),
+        tested=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
+        grown=lambda members, ids: ids,
     )
     search = predicate._Search(constraint, np.ones(size, bool))
+    found = None
     for k in (first, count + 1):
-        if not search.is_over.all():
+        if found is None:
             columns = (each[:, :k] for each in (token_ids, logprobs, draw_logprobs))
             ids, of_model, of_draw = map(torch.from_numpy, columns)
-            search.take(genlm.DrawnTokens(ids, of_model, torch.zeros(size), of_draw))
-    return search.drawn(), shares.prod(1)
+            found = search.take(genlm.DrawnTokens(ids, of_model, torch.zeros(size), of_draw))
+    return found[0], shares.prod(1)
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -29,6 +30,8 @@ from genlm.constraints.states import (
     token_column,
 )
 from genlm.constraints.text_tokens import TextTokens, text_tokens
+from genlm.core.base.blocking import off_loop
+from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.population import DrawnTokens
 
@@ -58,6 +61,10 @@ class Python(Language):
     are called for a few tokens of each member and not for the whole vocabulary. The mass of all
     accepted tokens, by which the weight of a particle is multiplied, is estimated without bias
     from a few additional draws: adaptive weighted rejection sampling, arXiv 2504.05410.
+
+    In an event loop, `draw` calls the functions on another thread, one call after the other.
+    When it is cancelled, they are not called for further members. `advance` calls them on the
+    calling thread, only for tokens that `draw` did not return.
 
     Args:
         prefix: Function of the bytes of a text that returns whether the text can be continued
@@ -93,6 +100,13 @@ class Python(Language):
         self._within = utf8() if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
         """Number of tokens drawn after the accepted one."""
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def _call(self, function: Callable[[bytes], object], text: bytes) -> bool:
+        """Call one of the functions; never two of this language at the same time."""
+        with self._lock:
+            return bool(function(text))
 
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
@@ -135,6 +149,7 @@ class _Tested(StateConstraint):
     ) -> None:
         super().__init__(states)
         self.language = language
+        self._call = language._call  # noqa: SLF001 - of the same module
         self.tokens = tokens
         self.within = within
         self.texts = texts
@@ -153,50 +168,67 @@ class _Tested(StateConstraint):
         ids = token_column(token_ids, len(self), len(self.tokens.texts))
         within, accepted = self.within.advance(ids), self.accepted
         is_new = (ids >= 0) & (self.states == LIVE)
-        is_accepted, first_draws = ~is_new, self.first_draws
+        is_tested = np.zeros(len(ids), np.bool_)
+        texts, states, first_draws = self.texts.copy(), self.states.copy(), self.first_draws
         if accepted is not None:
             first_draws = accepted.draws
-            is_accepted |= ids == accepted.token_ids
-        if not is_accepted.all():
-            members = np.flatnonzero(~is_accepted)
-            is_accepted[members] = self.tested(members, ids[members, None])[:, 0]
-        texts = self.texts.copy()
-        pieces = self.tokens.texts
-        grown = [
-            text + pieces[token_id]
-            for text, token_id in zip(texts[is_new].tolist(), ids[is_new].tolist(), strict=True)
-        ]
-        texts[is_new] = np.array([*grown, None], object)[:-1]
-        states = np.where(is_accepted, self.states, DEAD)
-        states[is_new & self.tokens.is_stop[ids] & is_accepted] = FINISHED
+            is_tested = ids == accepted.token_ids
+            np.copyto(texts, accepted.texts, where=is_tested)
+        states[is_new & self.tokens.is_stop[ids]] = FINISHED
+        others = np.flatnonzero(is_new & ~is_tested)
+        if others.size:
+            is_accepted = self.tested(others, ids[others, None])[:, 0]
+            states[others[~is_accepted]] = DEAD
+            texts[others] = self.grown(others, ids)
         states[is_new & np.isneginf(within.log_potential)] = DEAD
+        complete = self.language.complete
         for member in np.flatnonzero(within.finished & (states == LIVE)).tolist():
-            states[member] = FINISHED if self.language.complete(texts[member]) else DEAD
+            states[member] = FINISHED if self._call(complete, texts[member]) else DEAD
         return _Tested(
             self.language, self.tokens, within, texts, states, first_draws=first_draws
         )
 
-    def tested(self, members: Integers64, token_ids: Integers64) -> Flags:
+    def grown(self, members: Integers64, token_ids: Integers64) -> Texts:
+        """Return the texts of some members after the token of each.
+
+        Args:
+            members: Members, shape `(m,)`.
+            token_ids: Tokens of all members, shape `(n,)`; -1 for none.
+        """
+        pieces, found = self.tokens.texts, np.empty(len(members), object)
+        pairs = zip(self.texts[members].tolist(), token_ids[members].tolist(), strict=True)
+        found[:] = [text + pieces[token] if token >= 0 else text for text, token in pairs]
+        return found
+
+    def tested(
+        self,
+        members: Integers64,
+        token_ids: Integers64,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Flags:
         """Return whether the texts of members may continue, or end, with tokens.
 
         Args:
             members: Members, shape `(m,)`.
             token_ids: Tokens of each of them, shape `(m, k)`; -1 for none.
+            is_cancelled: Called before each member: whether the result is no longer needed.
+                The functions are then not called again.
         """
         pieces, (known, known_ends) = self.tokens.texts, self.known
-        prefix, complete = self.language.prefix, self.language.complete
-        flags = []
+        prefix, complete, flags = self.language.prefix, self.language.complete, []
         for text, ids in zip(self.texts[members].tolist(), token_ids.tolist(), strict=True):
+            if is_cancelled():
+                return np.zeros_like(token_ids, np.bool_)
             for token_id in ids:
                 if token_id >= 0 and (piece := pieces[token_id]):
                     grown = text + piece
                     flag = known.get(grown)
                     if flag is None:
-                        flag = known[grown] = bool(prefix(grown))
+                        flag = known[grown] = self._call(prefix, grown)
                 elif self.tokens.is_stop[token_id]:
                     flag = known_ends.get(text)
                     if flag is None:
-                        flag = known_ends[text] = bool(complete(text))
+                        flag = known_ends[text] = self._call(complete, text)
                 else:
                     flag = False
                 flags.append(flag)
@@ -216,7 +248,7 @@ class _Tested(StateConstraint):
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw tokens without replacement until the function accepts one for each member.
+        """Draw tokens without replacement until the functions accept one for each member.
 
         Returns:
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
@@ -225,16 +257,19 @@ class _Tested(StateConstraint):
         search = _Search(self, is_active)
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed
-        count = self.first_draws
-        while not search.is_over.all():
-            # More draws by one seed begin with the same tokens.
-            drawn = await population.finish(search.is_over).draw_without_replacement(
-                count, masks, mask_index=index, temperature=temperature, seed=seed
-            )
-            search.take(drawn)
-            count = min(4 * count, len(self.tokens.texts) + 1)
-        self.accepted = search.accepted()
-        return search.drawn()
+        count, found = self.first_draws, search.result()
+        try:
+            while found is None:
+                # More draws by one seed begin with the same tokens.
+                drawn = await population.finish(search.is_over).draw_without_replacement(
+                    count, masks, mask_index=index, temperature=temperature, seed=seed
+                )
+                found = await off_loop(search.take, drawn)
+                count = min(4 * count, len(self.tokens.texts) + 1)
+        finally:
+            search.is_cancelled = True
+        drawn, self.accepted = found
+        return drawn
 
 
 class _Accepted(NamedTuple):
@@ -242,10 +277,12 @@ class _Accepted(NamedTuple):
 
     Attributes:
         token_ids: A token of each member; -1 for none.
+        texts: Text of each member after its token.
         draws: Number of draws of the first round of the next step.
     """
 
     token_ids: Integers64
+    texts: Texts
     draws: int
 
 
@@ -254,11 +291,13 @@ class _Search:
 
     Attributes:
         is_over: Whether a member needs no further draw.
+        is_cancelled: Whether nobody waits for the result.
     """
 
     def __init__(self, constraint: _Tested, is_active: Flags) -> None:
         size = len(is_active)
         self.is_over = ~is_active | (constraint.states == DEAD)
+        self.is_cancelled = False
         self._constraint = constraint
         self._is_active = is_active
         self._place = np.full(size, -1)  # of the first accepted draw
@@ -269,8 +308,12 @@ class _Search:
         self._logprobs, self._draw_logprobs = np.full((2, size, 1), -np.inf)
         self._is_accepted = np.zeros((size, 1), np.bool_)
 
-    def take(self, drawn: DrawnTokens) -> None:
-        """Test the draws of members that are not over, in order, after those before."""
+    def take(self, drawn: DrawnTokens) -> tuple[DrawnTokens, _Accepted] | None:
+        """Test the draws of members that are not over, in order, after those before.
+
+        Returns:
+            As `result`.
+        """
         count = drawn.token_ids.shape[1]
         is_left = ~self.is_over[:, None]
         self._token_ids = _widened(self._token_ids, count, -1)
@@ -282,14 +325,15 @@ class _Search:
         np.copyto(self._draw_logprobs, drawn.draw_logprob.numpy(), where=is_left)
         # An estimate uses at least these draws.
         end = min(1 + self._constraint.language.extra_draws, count)
-        while self._done < count and not self.is_over.all():
+        while self._done < count and not self.is_over.all() and not self.is_cancelled:
             members = np.flatnonzero(~self.is_over)
             tokens = self._token_ids[members, self._done : max(end, self._done + 1)]
-            flags = self._constraint.tested(members, tokens)
+            flags = self._constraint.tested(members, tokens, lambda: self.is_cancelled)
             self._is_accepted[members, self._done : self._done + tokens.shape[1]] = flags
             self._done += tokens.shape[1]
             self._update(members, count)
         self._done = count
+        return self.result()
 
     def _update(self, members: Integers64, count: int) -> None:
         """Determine which of the members are over after the tested draws."""
@@ -305,15 +349,15 @@ class _Search:
         is_last = self._token_ids[members, self._done - 1] < 0
         self.is_over[members] = is_complete | is_last
 
-    def accepted(self) -> _Accepted:
-        """Return the accepted tokens, and the number of draws for the next step."""
-        least = 1 + self._constraint.language.extra_draws
+    def result(self) -> tuple[DrawnTokens, _Accepted] | None:
+        """Return the accepted tokens with their weights; None if a member needs more draws."""
+        if not self.is_over.all():
+            return None
+        constraint, token_ids = self._constraint, self._first(self._token_ids, -1)
+        least = 1 + constraint.language.extra_draws
         needed = int(self._place.max(initial=-1)) + least
         draws = min(max(least, needed), max(least, _MAX_FIRST_DRAWS))
-        return _Accepted(self._first(self._token_ids, -1), draws)
-
-    def drawn(self) -> DrawnTokens:
-        """Return the accepted tokens of the members, with their weights."""
+        texts = constraint.grown(np.arange(len(token_ids)), token_ids)
         found = estimates(self._draw_logprobs, self._is_accepted, self._place, self._extra)
         is_drawn = self._place >= 0
         logprobs = np.where(self._is_active & ~is_drawn, -np.inf, 0.0)
@@ -323,10 +367,11 @@ class _Search:
         log_weights[is_drawn] = logprobs[is_drawn] + ratios
         draw_logprobs[is_drawn] = -ratios
         columns = logprobs, log_weights, draw_logprobs
-        return DrawnTokens(
-            torch.from_numpy(self._first(self._token_ids, -1)),
+        drawn = DrawnTokens(
+            torch.from_numpy(token_ids.copy()),
             *(torch.from_numpy(each).float() for each in columns),
         )
+        return drawn, _Accepted(token_ids, texts, draws)
 
     def _first(self, values: npt.NDArray[Any], otherwise: float) -> npt.NDArray[Any]:
         """Return the value of each member's first accepted draw."""

@@ -77,4 +77,11 @@ async def off_loop(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwarg
     """Call a function that takes long: on another thread, or here in a blocking twin."""
     if is_blocking():
         return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+
+    def call() -> T:
+        try:
+            return function(*args, **kwargs)
+        except StopIteration as error:  # a future cannot have it: the caller would wait forever
+            raise RuntimeError(f"{function!r} raised StopIteration") from error
+
+    return await asyncio.to_thread(call)

@@ -21,7 +21,7 @@ from genlm import (
 )
 from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.scores import SCORES, ScoreStore
+from genlm_vllm.scores import ScoreStore
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -178,8 +178,7 @@ def test_preempted_texts_begin_again(
         preempt = scheduler._preempt_request
 
         def recorded(request: Any, *arguments: Any, **options: Any) -> None:
-            if SCORES in (request.sampling_params.extra_args or {}):
-                preempted.append(request.num_computed_tokens)
+            preempted.append(request.num_computed_tokens)
             preempt(request, *arguments, **options)
 
         monkeypatch.setattr(scheduler, "_preempt_request", recorded)

@@ -20,7 +20,6 @@ from genlm_vllm.versions import TESTED, check_version
 __all__ = ["changes", "check_private_interface"]
 
 _SCHEDULED = "vllm.v1.core.sched.output"
-_PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker"
 
 _PARAMETERS: Mapping[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine.step": "self",
@@ -37,9 +36,7 @@ _PARAMETERS: Mapping[str, str] = {
     "vllm.v1.worker.gpu.sample.sampler.Sampler.__call__": "self logits input_batch",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict": "self "
     "hidden_states num_scheduled_tokens",
-    f"{_PROMPTS}.add_request": "self req_id req_idx sampling_params",
-    f"{_PROMPTS}.remove_request": "self req_id",
-    f"{_PROMPTS}.compute_prompt_logprobs": "self logits_fn hidden_states input_batch "
+    "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": "self logits_fn hidden_states input_batch "
     "all_token_ids num_computed_tokens prompt_lens",
 }
 """Parameters of each function. Further parameters with defaults are accepted."""

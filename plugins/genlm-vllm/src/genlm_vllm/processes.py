@@ -22,6 +22,7 @@ __all__ = [
     "Outputs",
     "engine_died",
     "record_failures",
+    "unpacked",
     "without_frames",
 ]
 
@@ -98,6 +99,11 @@ def record_failures() -> bool:
         return False
     logging.setLogRecordFactory(_Recorder(file))
     return True
+
+
+def unpacked(outputs: Outputs | bytes) -> Outputs:
+    """Return requested outputs, which in another process arrive as bytes."""
+    return tuple(TRANSPORT.unpack_outputs(outputs)) if isinstance(outputs, bytes) else outputs
 
 
 def without_frames(error: Exception) -> Exception:

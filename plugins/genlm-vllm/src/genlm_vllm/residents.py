@@ -34,7 +34,7 @@ from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable, Parent
 from genlm_vllm.processes import without_frames
 from genlm_vllm.running_requests import LivingRequest, RunningRequests
-from genlm_vllm.scores import SCORES, ScoreTargets
+from genlm_vllm.scores import TextPart
 from genlm_vllm.worker_rows import GroupPart, RowPart
 from genlm_vllm.workers import Workers
 
@@ -210,14 +210,10 @@ class Residents:
         query = pending.query
         assert isinstance(query, Query)  # noqa: S101 - of a text
         first = len(query) - len(query.targets)
+        living = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
         outputs = self._workers.sent(query.outputs)
-        targets = ScoreTargets(query.query_id, first, query.targets, outputs)
-        living = self.requests.begin(
-            query.token_ids,
-            query.adapter,
-            skip_reading_prefix_cache=not reads_cache,
-            extra_args={SCORES: targets},
-        )
+        text = TextPart(query.query_id, living.name, first, query.targets, outputs)
+        self._workers.inputs.texts.append(text)
         self._wait_for(living, pending)
 
     def release(self, adapter: str | None, key: bytes) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,15 +116,18 @@ class RunningRequests:
         self._pool = manager.block_pool
         self._hasher = core.request_block_hasher
         self._hash_tokens = core.scheduler.hash_block_size
-        self._params = functools.partial(
-            SamplingParams,
-            max_tokens=1 << 30,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_clone=True,
-        )
-        self._params_of_rows = self._params()
+        # By whether the prefix cache may serve the beginning.
+        self._params = {
+            reads_cache: SamplingParams(
+                max_tokens=1 << 30,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                skip_clone=True,
+                skip_reading_prefix_cache=not reads_cache,
+            )
+            for reads_cache in (True, False)
+        }
         self._step, core.step_fn = core.step_fn, self._recorded_step
         self.has_run = False
         lora = engine.vllm_config.lora_config
@@ -171,16 +174,16 @@ class RunningRequests:
     # -- tokens -----------------------------------------------------------------------
 
     def begin(
-        self, token_ids: Iterable[int], adapter: str | None, **params: Any
+        self, token_ids: Iterable[int], adapter: str | None, *, reads_cache: bool = True
     ) -> LivingRequest:
-        """Add a request, of which the prefix cache may serve the beginning.
+        """Add a request.
 
         Args:
             token_ids: Its tokens.
             adapter: Its adapter.
-            **params: Additional arguments of its `SamplingParams`.
+            reads_cache: Whether the prefix cache may serve the beginning.
         """
-        request = self._added(list(token_ids), adapter, params=params)
+        request = self._added(list(token_ids), adapter, reads_cache=reads_cache)
         return LivingRequest(request, adapter, None, self._dropped)
 
     def begin_again(self, living: LivingRequest) -> None:
@@ -234,14 +237,15 @@ class RunningRequests:
         token_ids: list[int],
         adapter: str | None,
         prepare: Callable[[Any], None] | None = None,
-        params: Mapping[str, Any] | None = None,
+        *,
+        reads_cache: bool = True,
     ) -> Any:
         from vllm.v1.request import Request
 
         request = Request(
             f"{OWN}{next(_NAMES)}",
             token_ids,
-            self._params(**params) if params else self._params_of_rows,
+            self._params[reads_cache],
             None,
             arrival_time=0.0,
             lora_request=self._adapters.request(adapter),

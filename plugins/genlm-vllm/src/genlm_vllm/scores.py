@@ -17,15 +17,12 @@ import torch
 
 from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, device_index
 from genlm.prefix import PieceScores, ScoredText, TextResult
-from genlm_vllm.processes import TRANSPORT, Outputs, without_frames
+from genlm_vllm.processes import Outputs, unpacked, without_frames
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
 
-__all__ = ["SCORES", "ScoreStore", "ScoreTargets", "Span", "start_scores"]
-
-SCORES = "genlm_scores"
-"""Key in `SamplingParams.extra_args`."""
+__all__ = ["ScoreStore", "Span", "TextPart", "start_scores"]
 
 _VALUES = 2**22
 """Logits that are computed at once, however long the texts are: 16 MiB in float32, memory that
@@ -36,29 +33,23 @@ _LEAST_POSITIONS = 128
 piece reads the whole output embedding."""
 
 
-class ScoreTargets(NamedTuple):
-    """Score given tokens of the request's prompt and the one after it.
+class TextPart(NamedTuple):
+    """A query for scores, and the request that computes it.
 
     Attributes:
-        key: Key of the scores.
-        first: Position of the prompt after which the first one comes.
-        targets: Their ids; target i comes after position `first + i`.
+        query_id: Id of the query.
+        name: Id of the request.
+        first: Position of the prompt after which the first target comes.
+        targets: Token ids; target i comes after position `first + i`.
         outputs: One: the reduction of the rows that predict them, or None for the scores. Bytes
             that `Transport.pack_outputs` returned, in another process.
     """
 
-    key: int
+    query_id: int
+    name: str
     first: int
-    targets: Sequence[int]
+    targets: tuple[int, ...]
     outputs: Outputs | bytes = (None,)
-
-    @classmethod
-    def of(cls, sampling_params: Any) -> ScoreTargets | None:
-        """Return the targets that a request of vLLM carries, or None."""
-        arguments = None if sampling_params is None else sampling_params.extra_args
-        found = (arguments or {}).get(SCORES)
-        # In another process a named tuple arrives as a list.
-        return None if found is None else cls(*found)
 
     def pieces(self, vocabulary: Vocabulary) -> PieceScores:
         """Return an object that scores the targets or reduces their rows.
@@ -66,30 +57,27 @@ class ScoreTargets(NamedTuple):
         Raises:
             EvaluationError: The reduction cannot be loaded in this process.
         """
-        outputs = self.outputs
-        if isinstance(outputs, bytes):
-            outputs = tuple(TRANSPORT.unpack_outputs(outputs))
-        [output] = outputs
+        [output] = unpacked(self.outputs)
         reduction = None
         if output is not None:
             if not isinstance(output, PositionReduction):
                 raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
             reduction = output.reduction
-        text = ScoredText(TokenSequence(b""), tuple(self.targets), reduction)
+        text = ScoredText(TokenSequence(b""), self.targets, reduction)
         return PieceScores([text], vocabulary)
 
 
 class Span(NamedTuple):
-    """The tokens that a step computes of a request that scores.
+    """The tokens of a text that a step computes.
 
     Attributes:
-        request: The targets that the request carries.
+        text: The text.
         row: Index of the first of them in the step's hidden states.
-        begin: Its position in the request.
+        begin: Its position in the text.
         length: Number of tokens.
     """
 
-    request: ScoreTargets
+    text: TextPart
     row: int
     begin: int
     length: int
@@ -97,76 +85,81 @@ class Span(NamedTuple):
     @property
     def wanted(self) -> range:
         """Targets that these tokens predict."""
-        first, count = self.request.first, len(self.request.targets)
+        first, count = self.text.first, len(self.text.targets)
         begin = max(0, self.begin - first)
         return range(begin, max(begin, min(count, self.begin + self.length - first)))
 
     @property
     def rows(self) -> range:
         """Indices of the hidden states that predict the wanted targets."""
-        wanted, offset = self.wanted, self.row + self.request.first - self.begin
+        wanted, offset = self.wanted, self.row + self.text.first - self.begin
         return range(wanted.start + offset, wanted.stop + offset)
 
 
 class ScoreStore:
-    """Scores of texts, by the key of their request, until the engine fetches them.
+    """The texts that this worker scores, by the id of their query, and their scores.
 
-    A request may be computed in several steps and, after it was preempted, begin again.
+    A text may be computed in several steps and, after it was preempted, begin again.
 
     Args:
         vocabulary: The ids of the rows.
         is_active: Whether this process stores scores, as one of the tensor-parallel ranks does.
         is_alone: Whether no other rank computes the same logits, so that an error here may be
             handled here.
+
+    Attributes:
+        texts: The texts.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, is_active: bool, is_alone: bool) -> None:
         self.vocabulary = vocabulary
         self.is_active = is_active
         self.is_alone = is_alone
+        self.texts: dict[int, TextPart] = {}
         self._results: dict[int, PieceScores | Exception] = {}
 
-    def add(self, request: ScoreTargets, wanted: range, logits: torch.Tensor) -> None:
+    def begin(self, text: TextPart) -> None:
+        """Score a text from the next step on, until its scores are taken."""
+        self.texts[text.query_id] = text
+        try:
+            self._results[text.query_id] = text.pieces(self.vocabulary)
+        except EvaluationError as error:
+            self.fail(text, error)
+
+    def add(self, text: TextPart, wanted: range, logits: torch.Tensor) -> None:
         """Score some targets of a text, or reduce the rows that predict them.
 
         Args:
-            request: The targets of the text.
+            text: The text.
             wanted: Numbers of these targets.
             logits: Logits that predict them, shape `(len(wanted), width)`.
         """
-        if request.key not in self._results:
-            try:
-                self._results[request.key] = request.pieces(self.vocabulary)
-            except EvaluationError as error:
-                self.fail([request.key], error)
-        scores = self._results[request.key]
+        scores = self._results[text.query_id]
         if isinstance(scores, PieceScores):
             scores.add(np.arange(wanted.start, wanted.stop), logits)
 
-    def fail(self, keys: list[int], error: Exception) -> None:
+    def fail(self, text: TextPart, error: Exception) -> None:
         """Store an error, such as out of memory, which would end vLLM if it were raised."""
-        self._results.update(dict.fromkeys(keys, without_frames(error)))
+        self._results[text.query_id] = without_frames(error)
 
-    def take(self, key: int) -> TextResult | Exception | None:
-        """Remove and return the scores of a text, or the error that was stored.
+    def take(self, query_id: int) -> TextResult | Exception | None:
+        """Remove a text and return its scores, or the error that was stored.
 
         Returns None if some are missing: positions that vLLM's prefix cache served have none.
         """
-        found = self._results.pop(key, None)
+        self.texts.pop(query_id, None)
+        found = self._results.pop(query_id, None)
         if isinstance(found, PieceScores):
             return found.results()[0] if found.is_complete else None
         return found
 
-    def __len__(self) -> int:
-        return len(self._results)
-
 
 def start_scores(runner: Any, store: ScoreStore) -> bool:
-    """Have a model runner of vLLM score the targets that requests carry.
+    """Have a model runner of vLLM score the texts of a store.
 
     Args:
         runner: vLLM's model runner.
-        store: Receives the scores.
+        store: Has the texts, and receives the scores.
 
     Returns:
         Whether it does: False if it would compute wrong logits.
@@ -174,63 +167,46 @@ def start_scores(runner: Any, store: ScoreStore) -> bool:
     mapping = _AdapterMapping(runner)
     if not mapping.is_known or runner.cache_config.kv_sharing_fast_prefill:
         return False  # the latter computes the hidden states of the last positions only
-    if hasattr(runner, "prompt_logprobs_worker"):
-        return _start_second_runner(runner, mapping, store)
+    prompts = getattr(runner, "prompt_logprobs_worker", None)
+    if prompts is not None:  # the second model runner
+        compute = prompts.compute_prompt_logprobs
+
+        def scored_second(
+            logits: Any, hidden_states: torch.Tensor, step_batch: Any, *arguments: Any
+        ) -> Any:
+            places = {name: place for place, name in enumerate(step_batch.req_ids)}
+            spans = [
+                Span(
+                    text,
+                    int(step_batch.query_start_loc_np[place]),
+                    int(step_batch.num_computed_prefill_tokens_np[place]),
+                    int(step_batch.num_scheduled_tokens[place]),
+                )
+                for text in store.texts.values()
+                if (place := places.get(text.name)) is not None
+            ]
+            _score(logits, hidden_states, spans, mapping, store)
+            return compute(logits, hidden_states, step_batch, *arguments)
+
+        prompts.compute_prompt_logprobs = scored_second
+        return True
     original = runner._get_prompt_logprobs_dict  # noqa: SLF001 - called in every step
 
     def scored(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        spans = []
-        for name, count in num_scheduled_tokens.items():
-            state = runner.requests[name]
-            request = ScoreTargets.of(state.sampling_params)
-            if request is not None:
-                index = runner.input_batch.req_id_to_index[name]
-                row = int(runner.query_start_loc.np[index])
-                spans.append(Span(request, row, state.num_computed_tokens, count))
+        spans = [
+            Span(
+                text,
+                int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[text.name]]),
+                runner.requests[text.name].num_computed_tokens,
+                num_scheduled_tokens[text.name],
+            )
+            for text in store.texts.values()
+            if text.name in num_scheduled_tokens
+        ]
         _score(runner.model.compute_logits, hidden_states, spans, mapping, store)
         return original(hidden_states, num_scheduled_tokens)
 
     runner._get_prompt_logprobs_dict = scored  # noqa: SLF001
-    return True
-
-
-def _start_second_runner(runner: Any, mapping: _AdapterMapping, store: ScoreStore) -> bool:
-    prompts = runner.prompt_logprobs_worker
-    add, remove, compute = (
-        prompts.add_request,
-        prompts.remove_request,
-        prompts.compute_prompt_logprobs,
-    )
-    requests: dict[str, ScoreTargets] = {}
-
-    def added(name: str, index: int, sampling_params: Any) -> None:
-        request = ScoreTargets.of(sampling_params)
-        if request is not None:
-            requests[name] = request
-        add(name, index, sampling_params)
-
-    def removed(name: str) -> None:
-        requests.pop(name, None)
-        remove(name)
-
-    def scored(
-        logits: Any, hidden_states: torch.Tensor, step_batch: Any, *arguments: Any
-    ) -> Any:
-        spans = [
-            Span(
-                requests[name],
-                int(step_batch.query_start_loc_np[place]),
-                int(step_batch.num_computed_prefill_tokens_np[place]),
-                int(step_batch.num_scheduled_tokens[place]),
-            )
-            for place, name in enumerate(step_batch.req_ids if requests else ())
-            if name in requests
-        ]
-        _score(logits, hidden_states, spans, mapping, store)
-        return compute(logits, hidden_states, step_batch, *arguments)
-
-    prompts.add_request, prompts.remove_request = added, removed
-    prompts.compute_prompt_logprobs = scored
     return True
 
 
@@ -261,7 +237,8 @@ def _score(
         if not store.is_alone:  # other ranks compute logits together with this one
             raise
         message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
-        store.fail([span.request.key for span in spans], EvaluationError(message))
+        for span in spans:
+            store.fail(span.text, EvaluationError(message))
 
 
 def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreStore) -> None:
@@ -272,7 +249,7 @@ def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreSt
         high = min(first + len(span.wanted), begin + len(logits))
         if low < high:
             part = logits[low - begin : high - begin]
-            store.add(span.request, span.wanted[low - first : high - first], part)
+            store.add(span.text, span.wanted[low - first : high - first], part)
         first += len(span.wanted)
 
 

@@ -22,9 +22,9 @@ from genlm.plugin import (
     device_index,
     reduce_logits,
 )
-from genlm_vllm.processes import TRANSPORT, Outputs, without_frames
+from genlm_vllm.processes import Outputs, unpacked, without_frames
 from genlm_vllm.row_sampler import RowSampler
-from genlm_vllm.scores import ScoreStore
+from genlm_vllm.scores import ScoreStore, TextPart
 
 __all__ = [
     "GroupPart",
@@ -46,15 +46,17 @@ class StepInputs:
     Attributes:
         fed: Ids of requests.
         token_ids: The next token of each.
+        texts: Queries for scores, and their new requests.
         dropped: Queries that were cancelled.
     """
 
     fed: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    texts: list[TextPart] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.fed or self.dropped)
+        return bool(self.fed or self.texts or self.dropped)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class WorkerRows:
 
     def prepare(self, inputs: StepInputs) -> None:
         """Accept the inputs of a step."""
+        for text in inputs.texts:
+            self._scores.begin(text)
         for query_id in inputs.dropped:
             self._works.pop(query_id, None)
             self._scores.take(query_id)
@@ -152,16 +156,15 @@ class WorkerRows:
 
     def __len__(self) -> int:
         """Number of results that wait to be fetched."""
-        return len(self._works) + len(self._scores)
+        return len(self._works) + len(self._scores.texts)
 
     def collect(self, wanted: StepResults) -> list[Completion]:
         """Return the results of queries that are complete.
 
         Scores that are missing have neither a result nor an error.
         """
-        completions: list[Completion] = []
+        completions = [self._scored(query_id) for query_id in wanted.scored]
         if self._scores.is_active:
-            completions += map(self._scored, wanted.scored)
             # vLLM computes in inference mode, whose tensors cannot be changed outside.
             with torch.inference_mode(False), torch.no_grad():
                 completions += self._rows(wanted.rows)
@@ -184,7 +187,7 @@ class WorkerRows:
         results: Sequence[Reduced | Exception]
         try:
             logits, rows = self.sampler.take([part.name for part in parts])
-            outputs = [_outputs(part.outputs) for part in parts]
+            outputs = [unpacked(part.outputs) for part in parts]
             if rows != list(range(len(logits))):
                 logits = logits[device_index(rows, logits.device)]
             results = reduce_logits(logits, self._vocabulary, outputs)
@@ -213,17 +216,13 @@ class WorkerRows:
 
     def _work(self, part: GroupPart) -> GroupWork:
         if part.row_of is not None:
-            [reduction] = _outputs(part.outputs)
+            [reduction] = unpacked(part.outputs)
             wanted, nothing = np.arange(part.total), cast("Any", None)
             query = GroupQuery(
                 part.query_id, nothing, wanted, part.row_of, cast("Any", reduction)
             )
             self._works[part.query_id] = GroupWork(query, self._vocabulary)
         return self._works[part.query_id]
-
-
-def _outputs(outputs: Outputs | bytes) -> Outputs:
-    return tuple(TRANSPORT.unpack_outputs(outputs)) if isinstance(outputs, bytes) else outputs
 
 
 def _parts(logits: torch.Tensor, rows: list[int]) -> Iterator[torch.Tensor]:

@@ -30,6 +30,7 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Scheduler, "get_request_counts")
     monkeypatch.delattr(Scheduler.__mro__[1], "get_request_counts")
     attributes = dict.fromkeys(private_interface._ATTRIBUTES, "")
+    attributes["vllm.v1.core.sched.output.NewRequestData"] = "block_ids req_id"
     attributes["vllm.v1.request.Request"] = "block_hashes nothing"
     monkeypatch.setattr(private_interface, "_ATTRIBUTES", attributes)
     fields = {k: v for k, v in NewRequestData.__dataclass_fields__.items() if k != "block_ids"}
@@ -38,7 +39,7 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(changes()) == [
         f"{scheduler}.get_request_counts is gone",
         f"{scheduler}.add_request has the parameters (self, request, wave)",
-        "vllm.v1.core.sched.output.NewRequestData has no field block_ids",
+        "vllm.v1.core.sched.output.NewRequestData has no attribute block_ids",
         "vllm.v1.request.Request has no attribute nothing",
     ]
 

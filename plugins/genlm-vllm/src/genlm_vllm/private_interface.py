@@ -20,6 +20,7 @@ from genlm_vllm.versions import TESTED, check_version
 __all__ = ["changes", "check_private_interface"]
 
 _SCHEDULED = "vllm.v1.core.sched.output"
+_SAMPLE = "vllm.v1.worker.gpu.sample"
 
 _PARAMETERS: Mapping[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine.step": "self",
@@ -33,15 +34,16 @@ _PARAMETERS: Mapping[str, str] = {
     "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
     "pooling_params arrival_time lora_request block_hasher",
     "vllm.v1.sample.sampler.Sampler.forward": "self logits sampling_metadata",
-    "vllm.v1.worker.gpu.sample.sampler.Sampler.__call__": "self logits input_batch",
+    f"{_SAMPLE}.sampler.Sampler.__call__": "self logits input_batch",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict": "self "
     "hidden_states num_scheduled_tokens",
-    "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": "self logits_fn hidden_states input_batch "
+    f"{_SAMPLE}.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": "self "
+    "logits_fn hidden_states input_batch "
     "all_token_ids num_computed_tokens prompt_lens",
 }
 """Parameters of each function. Further parameters with defaults are accepted."""
 
-_FIELDS: Mapping[str, str] = {
+_ATTRIBUTES: Mapping[str, str] = {
     f"{_SCHEDULED}.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs "
     "num_scheduled_tokens",
     f"{_SCHEDULED}.NewRequestData": "req_id block_ids num_computed_tokens",
@@ -50,12 +52,8 @@ _FIELDS: Mapping[str, str] = {
     "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
     "num_scheduled_tokens num_computed_prefill_tokens_np",
     "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
-    "vllm.v1.worker.gpu.sample.output.SamplerOutput": "sampled_token_ids logprobs_tensors "
+    f"{_SAMPLE}.output.SamplerOutput": "sampled_token_ids logprobs_tensors "
     "num_nans num_sampled num_rejected",
-}
-"""Fields of dataclasses."""
-
-_ATTRIBUTES: Mapping[str, str] = {
     "vllm.v1.engine.core.EngineCore": "scheduler step_fn request_block_hasher",
     "vllm.v1.core.sched.scheduler.Scheduler": "running waiting kv_holding_waiting "
     "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size",
@@ -70,14 +68,14 @@ _ATTRIBUTES: Mapping[str, str] = {
     "is_token_ids num_tokens_no_spec",
     "vllm.v1.worker.gpu.states.RequestState": "req_id_to_index last_sampled_tokens",
 }
-"""Attributes that the methods of each class set or read."""
+"""Fields of each dataclass, and attributes that the methods of other classes set or read."""
 
 
 def check_private_interface() -> None:
     """Compare an installed vLLM that is newer than the tested versions with the newest of them.
 
     Raises:
-        ModelLoadError: Functions or fields differ; the message lists them.
+        ModelLoadError: Functions or attributes differ; the message lists them.
     """
     found, newest = check_version(), TESTED[-1]
     if Version(found).release <= Version(newest).release:
@@ -108,17 +106,15 @@ def changes() -> Iterator[str]:
         }
         if not required <= wanted <= parameters.keys():
             yield f"{path} has the parameters ({', '.join(parameters)})"
-    for path, listed in _FIELDS.items():
-        cls = _at(path)
-        known = {field.name for field in dataclasses.fields(cls)} if cls else set()  # type: ignore[arg-type]
-        for name in sorted(set(listed.split()) - known):
-            yield f"{path} has no field {name}"
     for path, listed in _ATTRIBUTES.items():
-        found = _at(path)
-        source = inspect.getsource(found) if found else ""  # type: ignore[arg-type]
-        used = set(re.findall(r"\bself\.(\w+)", source))
-        for name in sorted(set(listed.split()) - used):
+        for name in sorted(set(listed.split()) - _attributes_of(_at(path))):
             yield f"{path} has no attribute {name}"
+
+
+def _attributes_of(cls: object | None) -> set[str]:
+    if dataclasses.is_dataclass(cls):
+        return {field.name for field in dataclasses.fields(cls)}
+    return set(re.findall(r"\bself\.(\w+)", inspect.getsource(cls))) if cls else set()  # type: ignore[arg-type]
 
 
 def _at(path: str) -> object | None:

@@ -174,7 +174,7 @@ class WorkerRows:
                         result = self._works.pop(part.query_id).result()
                         completions.append(Completion(part.query_id, result))
         self.sampler.forget()
-        return completions
+        return completions if self._scores.is_active else []
 
     def _scored(self, query_id: int) -> Completion:
         found: Any = self._scores.take(query_id)

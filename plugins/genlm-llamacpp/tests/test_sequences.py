@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from genlm import AsyncLM, EvaluationError, ModelLoadError, OutputCache
 from genlm.plugin import Query, TokenSequence
-from genlm_llamacpp.batch import build_batch
+from genlm_llamacpp.batch import Extensions, build_batch
 from genlm_llamacpp.context import LlamaContext
 from genlm_llamacpp.division import parts_for
-from genlm_llamacpp.sequences import Claim
 
 SETTINGS = {
     "few sequences": ("llama", {"n_seq_max": 8}),
@@ -154,13 +154,48 @@ def test_what_the_population_shares_decides_about_the_cache(llama):
         check([*distinct, [*longer, 3]], 0)
 
 
+def extensions(added, numbers, sources=None, first=2):
+    """Sequences that held two tokens before."""
+    counts = np.array([len(ids) for ids in added])
+    twos = np.full(len(added), 2)
+    token_ids = np.concatenate(added)
+    sources = np.array(numbers if sources is None else sources)
+    rows = Extensions(sources, twos, twos, token_ids, counts, np.full(len(added), first))
+    rows.numbers = np.array(numbers)
+    return rows
+
+
 def test_a_batch_of_a_divided_cache_is_in_the_order_of_its_sequences():
     """llama.cpp computes those at once whose numbers follow each other."""
-    tokens = [TokenSequence.of([1, 2, last]) for last in range(3)]
-    claims = [Claim(n, t, 2, n, is_new=False) for n, t in zip((2, 0, 1), tokens, strict=True)]
-    batch = build_batch(claims, [2, 2, 2], shared=False)
-    assert batch.tokens.tolist() == [1, 2, 0]
-    assert [int(entries[0]) for entries in batch.entries] == [2, 0, 1]
+    rows = extensions([(5,), (6,), (7,)], numbers=[2, 0, 1])
+    batch = build_batch(rows, shared=False)
+    assert batch.tokens.tolist() == [6, 7, 5]
+    assert batch.results.tolist() == [2, 0, 1]
+
+
+def test_tokens_that_sequences_lack_in_common_are_in_the_batch_once():
+    """Only of those that held equal tokens before; logits are requested from position 3 on."""
+    added = [(5, 6, 7), (5, 6), (5, 8), (9,), (9, 6)]
+    rows = extensions(added, numbers=[3, 1, 4, 2, 0], sources=[3, 3, 3, 3, 6], first=3)
+    batch = build_batch(rows, shared=True)
+    owners: dict[int, list[tuple[int, int]]] = {number: [] for number in rows.numbers.tolist()}
+    places = np.cumsum(batch.counts) - batch.counts
+    for entry, (place, count) in enumerate(zip(places, batch.counts, strict=True)):
+        assert batch.addresses[entry] == batch.numbers.ctypes.data + 4 * place
+        for number in batch.numbers[place : place + count].tolist():
+            owners[number].append((int(batch.positions[entry]), int(batch.tokens[entry])))
+    for number, ids in zip(rows.numbers.tolist(), added, strict=True):
+        assert owners[number] == list(enumerate(ids, 2))
+    assert len(batch.tokens) == 5 + 2
+    wanted = list(
+        zip(
+            batch.positions[batch.results].tolist(),
+            batch.tokens[batch.results].tolist(),
+            strict=True,
+        )
+    )
+    assert wanted == [(3, 6), (4, 7), (3, 6), (3, 8), (3, 6)]
+    assert np.flatnonzero(batch.outputs).tolist() == sorted(set(batch.results.tolist()))
 
 
 def test_a_cache_that_was_asked_for_is_not_changed(llama):

@@ -1,37 +1,70 @@
-"""Batches of uncached tokens for `llama_decode`.
+"""Sequences to extend by uncached tokens, their batch for `llama_decode`, and its logits.
 
 Tokens that several sequences lack are in the batch once and belong to all of them, if their
-cache is unified. The arrays of the batch are filled by numpy.
+cache is shared. All arrays are filled by numpy.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from genlm_llamacpp.sequences import Claim
+__all__ = [
+    "Extensions",
+    "Integers",
+    "Logits",
+    "Part",
+    "TokenBatch",
+    "build_batch",
+    "common_length",
+]
 
-__all__ = ["Part", "TokenBatch", "build_batch", "common_length", "row_batch"]
+Integers = NDArray[np.int64]
 
 _Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A request of a group whose tokens are laid out together."""
+@dataclass(slots=True, eq=False)
+class Extensions:
+    """Token sequences to compute, each after tokens that a sequence of llama.cpp holds.
 
-    index: int
-    number: int
-    start: int
-    wanted: int
-    ids: tuple[int, ...]
+    Attributes:
+        sources: The sequence that holds the first tokens of each, -1 for none, shape `(n,)`.
+        starts: Number of these tokens, shape `(n,)`.
+        common: Number of tokens that the source has in common with each, shape `(n,)`; those
+            after `starts` are computed again.
+        token_ids: The tokens after the first ones, one sequence after the other.
+        counts: Number of these tokens of each, at least one, shape `(n,)`.
+        firsts: First position of each whose logits are requested, shape `(n,)`; those of all
+            later ones are requested too.
+        numbers: The sequence that will hold each; `Sequences.claim` sets it.
+        is_new: Whether this sequence was empty before; `Sequences.claim` sets it.
+    """
+
+    sources: Integers
+    starts: Integers
+    common: Integers
+    token_ids: Integers
+    counts: Integers
+    firsts: Integers
+    numbers: Integers = field(init=False)
+    is_new: NDArray[np.bool_] = field(init=False)
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
+    def lengths(self) -> Integers:
+        """Number of all tokens of each, shape `(n,)`."""
+        return self.starts + self.counts
+
+    @property
+    def positions(self) -> Integers:
+        """The position of each of `token_ids` in its sequence."""
+        ends = np.cumsum(self.counts)
+        return np.arange(len(self.token_ids)) + np.repeat(self.lengths - ends, self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +79,12 @@ class Part:
 
     first: int
     end: int
-    outputs: NDArray[np.int64]
+    outputs: Integers
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Arrays of `llama_batch`, and the entries of each request's logits.
+    """Arrays of `llama_batch`, and the entries of the requested logits.
 
     Attributes:
         tokens: Ids.
@@ -59,8 +92,8 @@ class TokenBatch:
         counts: Number of sequences of each token.
         addresses: Memory addresses of these sequences' numbers.
         outputs: Whether the token's logits are requested.
-        entries: For each request the entries of its wanted positions, in order.
-        numbers: The arrays that `addresses` point into.
+        results: The entry of each requested position, one sequence after the other.
+        numbers: The array that `addresses` point into.
     """
 
     tokens: _Ints
@@ -68,8 +101,8 @@ class TokenBatch:
     counts: _Ints
     addresses: NDArray[np.uintp]
     outputs: NDArray[np.int8]
-    entries: Sequence[NDArray[np.int64]]
-    numbers: Sequence[_Ints]
+    results: Integers
+    numbers: _Ints
 
     def parts(self, most_tokens: int, most_outputs: int) -> Iterator[Part]:
         """Yield parts with limited numbers of tokens and outputs."""
@@ -85,144 +118,83 @@ class TokenBatch:
             first = end
 
 
-def build_batch(
-    claims: Sequence[Claim], first_wanted: Sequence[int], *, shared: bool
-) -> TokenBatch:
-    """Lay out the tokens that the claimed sequences lack.
+def build_batch(rows: Extensions, *, shared: bool) -> TokenBatch:
+    """Lay out the tokens that claimed sequences lack.
 
     Args:
-        claims: Claimed sequences, at least one.
-        first_wanted: First requested position of each; all later ones are requested too.
+        rows: Claimed sequences, at least one.
         shared: Whether a token may belong to several sequences.
     """
-    single = all(len(claim.tokens) - claim.start == 1 for claim in claims)
-    # A divided cache computes sequences at once whose numbers follow each other.
-    order: Sequence[int] = range(len(claims))
-    if not shared:
-        order = sorted(order, key=lambda index: claims[index].number)
-    if not single:
-        return _runs(claims, first_wanted, order, shared=shared)
-    return row_batch(
-        np.array([claim.number for claim in claims]),
-        np.array([claim.start for claim in claims]),
-        np.array([claim.tokens.ids_from(claim.start) for claim in claims]),
-        np.asarray(order),
-    )
+    entries, places = _entries(rows, shared=shared), rows.positions
+    owners = np.repeat(rows.numbers, rows.counts)[np.argsort(entries, kind="stable")]
+    numbers = owners.astype(np.int32)
+    counts = np.bincount(entries).astype(np.int32)
+    tokens, positions = np.empty((2, len(counts)), np.int32)
+    tokens[entries], positions[entries] = rows.token_ids, places
+    results = entries[places >= np.repeat(rows.firsts, rows.counts)]
+    outputs = np.zeros(len(counts), np.int8)
+    outputs[results] = 1
+    addresses = (numbers.ctypes.data + 4 * (np.cumsum(counts) - counts)).astype(np.uintp)
+    return TokenBatch(tokens, positions, counts, addresses, outputs, results, numbers)
 
 
-def row_batch(
-    numbers: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    order: NDArray[np.int64],
-) -> TokenBatch:
-    """Lay out the tokens that continue sequences; the logits after the last are wanted.
+def _entries(rows: Extensions, *, shared: bool) -> Integers:
+    """Return the entry of each token; those with equal entries are computed once."""
+    counts = rows.counts
+    common = np.zeros(len(counts), np.int64)
+    if not shared:  # llama.cpp computes sequences at once whose numbers follow each other
+        order = np.argsort(rows.numbers).tolist()
+    elif counts.max() == 1:
+        order = list(range(len(counts)))
+    else:
+        # Sequences that share tokens must have held equal ones before.
+        parts = np.split(rows.token_ids, np.cumsum(counts)[:-1])
+        columns = (rows.sources.tolist(), rows.starts.tolist(), map(np.ndarray.tolist, parts))
+        keys = list(zip(*columns, strict=True))
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        for before, row in itertools.pairwise(order):
+            if keys[before][:2] == keys[row][:2]:
+                common[row] = common_length(keys[before][2], keys[row][2])
+    new = counts - common
+    begins = np.empty_like(counts)
+    begins[order] = np.cumsum(new[order]) - new[order]
+    ends = np.cumsum(counts)
+    entries: Integers = np.arange(ends[-1]) + np.repeat(begins - common - ends + counts, counts)
+    for before, row in itertools.pairwise(order) if common.any() else ():
+        own, source = int(ends[row] - counts[row]), int(ends[before] - counts[before])
+        entries[own : own + common[row]] = entries[source : source + common[row]]
+    return entries
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix of two lists or two tuples."""
+    longest = min(len(one), len(other))
+    if one[:longest] == other[:longest]:
+        return longest
+    return next(i for i in range(longest) if one[i] != other[i])
+
+
+class Logits:
+    """The logits of several sequences, which come in parts.
+
+    It takes them as `PieceScores` of the core takes those of texts.
 
     Args:
-        numbers: The sequence of each row, each once, shape `(n,)`.
-        starts: Number of tokens that the sequence holds, shape `(n,)`.
-        tokens: Further tokens, shape `(n, k)`, -1 for no token.
-        order: The order of the rows in the batch.
+        count: Number of sequences.
+        width: Width of a row of logits.
+
+    Attributes:
+        values: The logits, shape `(count, width)`.
     """
-    tokens, starts = tokens[order], starts[order]
-    is_token = tokens >= 0
-    counts = is_token.sum(axis=1)
-    ends = np.cumsum(counts)
-    positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-    sequences = np.repeat(numbers[order], counts).astype(np.int32)
-    outputs = np.zeros(ends[-1], np.int8)
-    outputs[ends - 1] = 1
-    entries = np.empty((len(order), 1), np.int64)
-    entries[order, 0] = ends - 1
-    return TokenBatch(
-        tokens=tokens[is_token].astype(np.int32),
-        positions=positions.astype(np.int32),
-        counts=np.ones(ends[-1], np.int32),
-        addresses=(sequences.ctypes.data + 4 * np.arange(ends[-1])).astype(np.uintp),
-        outputs=outputs,
-        entries=list(entries),
-        numbers=[sequences],
-    )
 
+    def __init__(self, count: int, width: int) -> None:
+        self.values = np.empty((count, width), np.float32)
 
-def _runs(
-    claims: Sequence[Claim], first_wanted: Sequence[int], order: Sequence[int], *, shared: bool
-) -> TokenBatch:
-    """Lay out runs of tokens, those that several sequences lack once."""
-    groups: dict[tuple[int, int], list[_Member]] = {}
-    for index in order:
-        claim, wanted = claims[index], first_wanted[index]
-        ids = claim.tokens.ids_from(claim.start)
-        member = _Member(index, claim.number, claim.start, wanted, ids)
-        # Sequences that share tokens must have held equal ones before.
-        key = (claim.source, claim.start) if shared else (claim.number, claim.start)
-        groups.setdefault(key, []).append(member)
-    layout = _Layout(len(claims))
-    for members in groups.values():
-        layout.add_group(sorted(members, key=lambda member: member.ids))
-    return layout.batch()
+    def expect(self, keys: Integers, members: Integers) -> None:
+        """Set the sequence, a number below `count`, to which each entry of a batch belongs."""
+        self._member_of = np.full(keys.max() + 1, -1)
+        self._member_of[keys] = members
 
-
-class _Layout:
-    """Collects runs of consecutive tokens."""
-
-    def __init__(self, requests: int) -> None:
-        self._tokens: list[int] = []
-        self._positions: list[_Ints] = []
-        self._counts: list[_Ints] = []
-        self._addresses: list[NDArray[np.uintp]] = []
-        self._outputs: list[NDArray[np.int8]] = []
-        self._numbers: list[_Ints] = []
-        self._entries: list[list[NDArray[np.int64]]] = [[] for _ in range(requests)]
-
-    def add_group(self, members: list[_Member]) -> None:
-        """Add the missing tokens of requests with equal cached tokens, in sorted order."""
-        waiting = [(members, 0)]
-        while waiting:
-            group, depth = waiting.pop()
-            # All sorted requests share the common prefix of the first and the last.
-            common = common_length(group[0].ids, group[-1].ids, depth)
-            if common > depth:
-                self._add_run(group, depth, common)
-            longer = [member for member in group if len(member.ids) > common]
-            parts: dict[int, list[_Member]] = {}
-            for member in longer:
-                parts.setdefault(member.ids[common], []).append(member)
-            waiting.extend((part, common) for part in parts.values())
-
-    def _add_run(self, group: list[_Member], begin: int, end: int) -> None:
-        first, count = len(self._tokens), end - begin
-        start = group[0].start + begin
-        positions = np.arange(start, start + count, dtype=np.int32)
-        numbers = np.array([member.number for member in group], np.int32)
-        outputs = np.zeros(count, np.int8)
-        for member in group:
-            skipped = max(0, member.wanted - start)
-            if skipped < count:
-                outputs[skipped:] = 1
-                self._entries[member.index].append(np.arange(first + skipped, first + count))
-        self._tokens += group[0].ids[begin:end]
-        self._positions.append(positions)
-        self._counts.append(np.full(count, len(group), np.int32))
-        self._addresses.append(np.full(count, numbers.ctypes.data, np.uintp))
-        self._outputs.append(outputs)
-        self._numbers.append(numbers)
-
-    def batch(self) -> TokenBatch:
-        return TokenBatch(
-            tokens=np.array(self._tokens, np.int32),
-            positions=np.concatenate(self._positions),
-            counts=np.concatenate(self._counts),
-            addresses=np.concatenate(self._addresses),
-            outputs=np.concatenate(self._outputs),
-            entries=[np.concatenate(parts) for parts in self._entries],
-            numbers=self._numbers,
-        )
-
-
-def common_length(one: tuple[int, ...], other: tuple[int, ...], begin: int = 0) -> int:
-    """Return the length of two sequences' common prefix, at least `begin`."""
-    longest = min(len(one), len(other))
-    if one[begin:longest] == other[begin:longest]:
-        return longest
-    return next(i for i in range(begin, longest) if one[i] != other[i])
+    def add(self, keys: Integers, logits: torch.Tensor) -> None:
+        """Copy the logits of some entries."""
+        self.values[self._member_of[keys]] = logits.numpy()

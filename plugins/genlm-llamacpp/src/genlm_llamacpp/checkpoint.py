@@ -8,8 +8,9 @@ tensors; what each architecture stores in another form follows that converter
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ import transformers
 from safetensors.torch import load_file
 
 __all__ = ["ARCHITECTURES", "write_adapter", "write_model"]
-
-_Config = Mapping[str, Any]
 
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # gguf.TokenType
 
@@ -47,16 +46,16 @@ def write_model(
             so are matrices whose rows cannot be divided into blocks.
         split_max_tensors: Maximum number of tensors per file, 0 for one file.
     """
-    config = json.loads((folder / "config.json").read_text())
-    architecture = ARCHITECTURES[config["model_type"]]
+    config = transformers.AutoConfig.from_pretrained(folder)
     writer = gguf.GGUFWriter(
-        file, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors
+        file, _architecture_name(config), split_max_tensors=split_max_tensors
     )
     kind = gguf.GGMLQuantizationType[weights]
     writer.add_file_type(gguf.LlamaFileType[_file_type(weights)])
-    _add_settings(writer, config)
-    _add_tokenizer(writer, folder, config)
-    for name, tensor in _tensors(folder, config, architecture):
+    for name, value in _settings(config).items():
+        getattr(writer, f"add_{name}")(value)
+    _add_tokenizer(writer, folder, config.vocab_size)
+    for name, tensor in _tensors(folder, config):
         array = tensor.float().contiguous().numpy()
         is_divisible = array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         is_matrix = array.ndim > 1 and "conv1d" not in name
@@ -67,22 +66,21 @@ def write_model(
     _finish(writer)
 
 
-def write_adapter(folder: Path, file: Path, config: _Config) -> None:
+def write_adapter(folder: Path, file: Path, config: Any) -> None:
     """Write a LoRA adapter of peft as GGUF.
 
     Args:
         folder: Has `adapter_config.json` and `adapter_model.safetensors`.
         file: The file to write.
-        config: Config of the model.
+        config: Config of the model, of transformers.
     """
     settings = json.loads((folder / "adapter_config.json").read_text())
-    architecture = ARCHITECTURES[config["model_type"]]
-    names = _names(config, architecture)
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    names = _names(config)
+    writer = gguf.GGUFWriter(file, _architecture_name(config))
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(settings["lora_alpha"]))
-    is_permuted = config["model_type"] == "llama"
+    is_permuted = config.model_type == "llama"
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         path, _, which = key.removeprefix("base_model.model.").rpartition(".lora_")
         permute = is_permuted and which == "B.weight"  # the rows of the product
@@ -103,9 +101,12 @@ def _finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def _names(config: _Config, architecture: gguf.MODEL_ARCH) -> Callable[[str], str]:
-    layers = config.get("num_hidden_layers") or config["n_layer"]
-    names = gguf.get_tensor_name_map(architecture, layers)
+def _architecture_name(config: Any) -> str:
+    return str(gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]])
+
+
+def _names(config: Any) -> Callable[[str], str]:
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
 
     def name(key: str) -> str:
         found = names.get_name(key, try_suffixes=(".weight", ".bias"))
@@ -116,25 +117,19 @@ def _names(config: _Config, architecture: gguf.MODEL_ARCH) -> Callable[[str], st
     return name
 
 
-def _tensors(
-    folder: Path, config: _Config, architecture: gguf.MODEL_ARCH
-) -> Iterator[tuple[str, torch.Tensor]]:
-    name, change = _names(config, architecture), _changes(config)
-    for file in sorted(folder.glob("model*.safetensors")):
-        for key, tensor in load_file(file).items():
-            if key == "lm_head.weight" and config.get("tie_word_embeddings"):
-                continue
-            yield name(key), change(key, tensor)
-
-
-def _changes(config: _Config) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Return the conversions of the tensors of an architecture."""
-    return {
+def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    name = _names(config)
+    changes: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
         "gemma2": _of_gemma,
         "gpt2": _of_gpt2,
-        "llama": lambda key, tensor: _of_llama(config, key, tensor),
+        "llama": functools.partial(_of_llama, config),
         "mamba": _of_mamba,
-    }.get(config["model_type"], lambda _, tensor: tensor)
+    }
+    change = changes.get(config.model_type, lambda _, tensor: tensor)
+    for file in sorted(folder.glob("model*.safetensors")):
+        for key, tensor in load_file(file).items():
+            if key != "lm_head.weight" or not config.tie_word_embeddings:
+                yield name(key), change(key, tensor)
 
 
 def _of_gemma(key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,12 +143,12 @@ def _of_gpt2(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T if is_transposed else tensor
 
 
-def _of_llama(config: _Config, key: str, tensor: torch.Tensor) -> torch.Tensor:
+def _of_llama(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Put the two numbers that rotary embeddings rotate together next to each other."""
     if key.endswith("q_proj.weight"):
-        heads = config["num_attention_heads"]
+        heads = config.num_attention_heads
     elif key.endswith("k_proj.weight"):
-        heads = config["num_key_value_heads"]
+        heads = config.num_key_value_heads
     else:
         return tensor
     rows, columns = tensor.shape
@@ -167,54 +162,53 @@ def _of_mamba(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.squeeze(1) if key.endswith("conv1d.weight") else tensor
 
 
-def _add_settings(writer: gguf.GGUFWriter, config: _Config) -> None:
-    kind = config["model_type"]
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the metadata of an architecture, by the names of the writer's methods."""
+    kind, width = config.model_type, config.hidden_size
     if kind == "mamba":
-        _add_mamba(writer, config)
-        return
+        return {
+            "context_length": 2**20,  # it has no limit; the converter's value
+            "embedding_length": width,
+            "feed_forward_length": 0,
+            "head_count": 0,
+            "block_count": config.num_hidden_layers,
+            "ssm_conv_kernel": config.conv_kernel,
+            "ssm_inner_size": config.intermediate_size,
+            "ssm_state_size": config.state_size,
+            "ssm_time_step_rank": config.time_step_rank,
+            "layer_norm_rms_eps": config.layer_norm_epsilon,
+            "ssm_dt_b_c_rms": False,
+        }
+    heads = config.num_attention_heads
+    found = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": width,
+    }
     if kind == "gpt2":
-        width, heads = config["n_embd"], config["n_head"]
-        writer.add_block_count(config["n_layer"])
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(width)
-        writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
-        writer.add_head_count(heads)
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-        return
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float((config.get("rope_parameters") or {})["rope_theta"]))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        return found | {
+            "feed_forward_length": config.n_inner or 4 * width,
+            "head_count": heads,
+            "layer_norm_eps": config.layer_norm_epsilon,
+        }
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    found |= {
+        "feed_forward_length": config.intermediate_size,
+        "head_count": heads,
+        "head_count_kv": config.num_key_value_heads,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "rope_dimension_count": head_dim,
+        "rope_freq_base": float(config.rope_parameters["rope_theta"]),
+        "layer_norm_rms_eps": config.rms_norm_eps,
+    }
     if kind == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-        writer.add_sliding_window(config["sliding_window"])
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
+            found[name] = getattr(config, name)
+    return found
 
 
-def _add_mamba(writer: gguf.GGUFWriter, config: _Config) -> None:
-    writer.add_context_length(2**20)  # it has no limit; the converter's value
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(0)
-    writer.add_head_count(0)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_ssm_conv_kernel(config["conv_kernel"])
-    writer.add_ssm_inner_size(config["intermediate_size"])
-    writer.add_ssm_state_size(config["state_size"])
-    writer.add_ssm_time_step_rank(config["time_step_rank"])
-    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
-    writer.add_ssm_dt_b_c_rms(False)
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: _Config) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     """Write the tables of a byte-level BPE tokenizer; ids beyond it are padding."""
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer = json.loads(loaded.backend_tokenizer.to_str())
@@ -223,7 +217,6 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: _Config) -> No
         raise ValueError(f"only byte-level BPE is written; found {model['type']}")
     texts = {index: text for text, index in model["vocab"].items()}
     added = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
-    size = config["vocab_size"]
     kinds = [
         _CONTROL if i in added else _NORMAL if i in texts else _UNUSED for i in range(size)
     ]
@@ -232,13 +225,5 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: _Config) -> No
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([texts.get(i, f"[PAD{i}]") for i in range(size)])
     writer.add_token_types(kinds)
-    writer.add_token_merges(
-        [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
-    )
-    for role, add in (
-        ("bos", writer.add_bos_token_id),
-        ("eos", writer.add_eos_token_id),
-        ("pad", writer.add_pad_token_id),
-    ):
-        if config.get(f"{role}_token_id") is not None:
-            add(config[f"{role}_token_id"])
+    special = gguf.SpecialVocab(folder, True, special_token_types=("bos", "eos", "pad"))
+    special.add_to_gguf(writer, quiet=True)

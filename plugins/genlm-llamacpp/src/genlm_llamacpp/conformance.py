@@ -7,7 +7,6 @@ the oracle, and written as GGUF.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,9 +76,11 @@ class TinyGguf(TinyModel):
     @functools.cached_property
     def file(self) -> Path:
         """The GGUF file, written on first use with the adapters."""
+        from transformers import AutoConfig
+
         from genlm_llamacpp.checkpoint import write_adapter, write_model
 
-        config = json.loads((self.path / "config.json").read_text())
+        config = AutoConfig.from_pretrained(self.path)
         for folder in self.adapters.values():
             write_adapter(Path(folder), Path(folder) / "adapter.gguf", config)
         file = self.path / f"{self._name}-{self._weights}.gguf"

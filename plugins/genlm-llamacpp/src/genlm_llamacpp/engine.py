@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from genlm.plugin import (
     BatchEngine,
@@ -25,14 +24,13 @@ from genlm.plugin import (
     model_source,
     rows_from_logits,
 )
-from genlm.prefix import ScoredText, TextResult
+from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_llamacpp.adapters import Adapters
-from genlm_llamacpp.batch import TokenBatch, build_batch, row_batch
+from genlm_llamacpp.batch import Extensions, Integers, Logits, TokenBatch, build_batch
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import parts_for
 from genlm_llamacpp.populations import HeldRows, held_rows
-from genlm_llamacpp.receivers import Logits, Receiver, Scores
-from genlm_llamacpp.sequences import Integers, Sequences
+from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
 __all__ = ["LlamaCppEngine"]
@@ -47,6 +45,20 @@ _MOST_OUTPUT_BYTES = 128 * 2**20
 _MOST_NEW_TOKENS = 32
 """Maximum number of new tokens of a row of a population. Rows with more are computed as single
 requests, which share the computation of common prefixes."""
+
+
+class _Request(NamedTuple):
+    """A sequence to compute.
+
+    Attributes:
+        tokens: The sequence.
+        first: First position whose logits are requested; all later ones are requested too.
+        members: Numbers of these logits for their receiver.
+    """
+
+    tokens: TokenSequence
+    first: int
+    members: Integers
 
 
 class LlamaCppEngine(BatchEngine):
@@ -143,13 +155,12 @@ class LlamaCppEngine(BatchEngine):
         self.max_context = self._context.max_context
         if max_context is not None:
             self.max_context = min(max_context, self.max_context)
-        self._sequences = Sequences(self._context, n_seq_max, self._context.max_context)
+        self._sequences = Sequences(self._context, n_seq_max)
         self._n_cells, self._n_seq_max = self._context.n_cells, n_seq_max
         self._most_outputs = max(1, _MOST_OUTPUT_BYTES // (4 * self._context.n_logits))
         self._description = self._context.description()
         self._may_divide = kv_unified is None and self._context.can_divide
         self._considered: Sequence[Query] = ()
-        self._evicted_before = 0
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
 
     # -- queries ----------------------------------------------------------------------
@@ -189,13 +200,14 @@ class LlamaCppEngine(BatchEngine):
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32.
         """
-        self._sequences.collect()
-        self._arrange(queries)
-        requests = [(query.sequence, len(query) - 1) for query in queries]
-        logits = np.empty((len(requests), self._context.n_logits), np.float32)
-        receiver = Logits(logits, np.arange(len(requests)), is_marked=True)
-        self._compute(queries[0].adapter, requests, receiver)
-        return rows_from_logits(torch.from_numpy(logits), self.vocabulary)
+        self._prepare(queries)
+        logits = Logits(len(queries), self._context.n_logits)
+        requests = [
+            _Request(query.sequence, len(query) - 1, np.array([place]))
+            for place, query in enumerate(queries)
+        ]
+        self._compute(queries[0].adapter, requests, logits)
+        return rows_from_logits(torch.from_numpy(logits.values), self.vocabulary)
 
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score the targets of each query; all have the same adapter."""
@@ -206,13 +218,16 @@ class LlamaCppEngine(BatchEngine):
         return self._text_results(queries)
 
     def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
-        self._sequences.collect()
-        self._arrange(queries)
+        self._prepare(queries)
         texts = [ScoredText.of(query) for query in queries]
-        requests = [(text.sequence, text.first) for text in texts]
-        scores = Scores(texts, self.vocabulary)
+        scores = PieceScores(texts, self.vocabulary)
+        members = np.split(np.arange(len(scores.targets)), scores.ends[1:-1])
+        requests = [
+            _Request(text.sequence, text.first, own)
+            for text, own in zip(texts, members, strict=True)
+        ]
         self._compute(queries[0].adapter, requests, scores)
-        return scores.result()
+        return scores.results()
 
     def submit_group(self, group: GroupQuery) -> None:
         """Accept the query of a population.
@@ -220,18 +235,12 @@ class LlamaCppEngine(BatchEngine):
         Raises:
             UnknownAdapterError: Its adapter was not loaded.
         """
-        for place in group.wanted[:1].tolist():
-            sequence = group.generation.lineage.sequence(place)
-            check_query(
-                Query(group.query_id, sequence, group.adapter), adapters=self._adapters.names
-            )
+        if group.adapter is not None:
+            self._adapters.check_loaded(group.adapter)
         super().submit_group(group)
 
-    def group_limit(self, group: GroupQuery) -> int:
+    def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
         """Return the maximum number of a population's sequences computed at once."""
-        parts = self._context.parts
-        if parts and self._may_divide and len(group.wanted) > parts:
-            self._divide(0)
         return min(self._sequences.most_requests, self._most_outputs)
 
     def evaluate_group(self, group: GroupQuery, places: Integers) -> GroupValues:
@@ -243,71 +252,62 @@ class LlamaCppEngine(BatchEngine):
             return super().evaluate_group(group, places)
         lineage, wanted = group.generation.lineage, group.wanted[places]
         lengths = lineage.lengths[wanted]
-        if self._context.parts and lengths.max() > self._context.max_context:
-            self._divide(0)
-        if not self._sequences.used:
-            sequences = [lineage.sequence(place) for place in wanted.tolist()]
-            self._arrange([Query(0, each, group.adapter) for each in sequences])
         self._sequences.collect()
-        rows = held_rows(group, self._sequences)
-        starts = np.minimum(rows.lengths[wanted], lengths - 1)
-        found = rows.can_continue(wanted, starts)
+        self._arrange(
+            len(group.wanted),
+            int(lengths.max()),
+            map(lineage.sequence, group.wanted.tolist()),
+        )
+        held = held_rows(group, self._sequences)
+        starts = np.minimum(held.lengths[wanted], lengths - 1)
+        found = held.can_continue(wanted, starts)
         found = found[lengths[found] - starts[found] <= _MOST_NEW_TOKENS]
-        logits = np.empty((len(wanted), self._context.n_logits), np.float32)
-        if not len(found) or not self._continue(group, rows, wanted, found, logits):
+        logits = Logits(len(wanted), self._context.n_logits)
+        if not len(found) or not self._continue(group, held, wanted, found, logits):
             found = found[:0]
         others = np.delete(np.arange(len(wanted)), found)
         if len(others):
-            receiver = Logits(logits, others, is_marked=False)
             requests = [
-                (lineage.sequence(int(wanted[each])), int(lengths[each]) - 1) for each in others
+                _Request(lineage.sequence(int(row)), int(length) - 1, place)
+                for row, length, place in zip(
+                    wanted[others], lengths[others], others[:, None], strict=True
+                )
             ]
-            self._compute(group.adapter, requests, receiver)
-            rows.set(wanted[others], receiver.numbers, receiver.versions, lengths[others])
-        return GroupValues(torch.from_numpy(logits), are_logits=True)
+            numbers, versions = self._compute(group.adapter, requests, logits, marked=False)
+            held.set(wanted[others], numbers, versions, lengths[others])
+        return GroupValues(torch.from_numpy(logits.values), are_logits=True)
 
     def _continue(
         self,
         group: GroupQuery,
-        rows: HeldRows,
+        held: HeldRows,
         wanted: Integers,
         found: Integers,
-        logits: NDArray[np.float32],
+        logits: Logits,
     ) -> bool:
         """Compute the tokens after the cached prefixes of some sequences, in one batch.
 
         Args:
             group: The population.
-            rows: The sequences of llama.cpp that hold its members.
+            held: The sequences of llama.cpp that hold its members.
             wanted: Sequences of the population.
             found: Indices of the sequences to compute.
-            logits: Takes their logits, shape `(len(wanted), n_logits)`.
+            logits: Takes their logits.
 
         Returns:
             False if there is no room for them; only evictions have changed the state.
         """
-        lineage, adapter, own = group.generation.lineage, group.adapter, wanted[found]
-        lengths, held = lineage.lengths[own], rows.lengths[own]
-        starts = np.minimum(held, lengths - 1)
-        claims = self._sequences.claim_rows(rows.numbers[own], starts, held - starts)
-        if claims is None:
+        lineage, own = group.generation.lineage, wanted[found]
+        lengths, common = lineage.lengths[own], held.lengths[own]
+        starts = np.minimum(common, lengths - 1)
+        counts = lengths - starts
+        tokens = lineage.last_tokens(own, counts)
+        rows = Extensions(
+            held.numbers[own], starts, common, tokens[tokens >= 0], counts, lengths - 1
+        )
+        if not self._run(group.adapter, rows, logits, found):
             return False
-        try:
-            self._adapters.activate(adapter)
-            tokens = lineage.last_tokens(own, lengths - starts)
-            # A divided cache computes sequences at once whose numbers follow each other.
-            shared = self._context.shares_tokens
-            order = np.arange(len(own)) if shared else np.argsort(claims.numbers)
-            batch = row_batch(claims.numbers, starts, tokens, order)
-            self._decode(batch, Logits(logits, found, is_marked=False), 0)
-        except BaseException as error:
-            self._sequences.roll_back_rows(adapter, claims)
-            if isinstance(error, CacheFullError):
-                return False
-            raise
-        self._sequences.commit_rows(adapter, claims, tokens)
-        self._tokens_evaluated += int(lengths.sum())
-        rows.set(own, claims.numbers, self._sequences.versions(claims.numbers), lengths)
+        held.set(own, rows.numbers, self._sequences.versions(rows.numbers), lengths)
         return True
 
     def close(self) -> None:
@@ -375,100 +375,130 @@ class LlamaCppEngine(BatchEngine):
             "tokens_computed": self._tokens_computed,
             "forwards": self._forwards,
             "sequences": self._sequences.used,
-            "sequences_evicted": self._evicted_before + self._sequences.evicted,
+            "sequences_evicted": self._sequences.evicted,
             "kv_cells": self._context.n_cells,
             "model": self._description,
         }
 
     # -- computation ------------------------------------------------------------------
 
-    def _arrange(self, queries: Sequence[Query]) -> None:
+    def _prepare(self, queries: Sequence[Query]) -> None:
+        """Free dropped sequences, and arrange the cache for the queries of a step.
+
+        Pending queries of the same adapter are considered too.
+        """
+        self._sequences.collect()
+        waiting, self._considered = self._considered or queries, ()
+        sequences = [query.sequence for query in waiting]
+        self._arrange(len(sequences), max(map(len, sequences)), sequences)
+
+    def _arrange(self, count: int, longest: int, sequences: Iterable[TokenSequence]) -> None:
         """Divide an empty cache among sequences with few common tokens.
 
         A divided cache is shared again when sequences outnumber or outgrow its parts.
 
         Args:
-            queries: Queries of this step; pending ones of the same adapter are considered too.
+            count: Number of sequences.
+            longest: Length of the longest.
+            sequences: The sequences; read only if the cache is empty.
         """
         if not self._may_divide:
             return
-        waiting, self._considered = self._considered or queries, ()
         parts = self._context.parts
         if self._sequences.used:
-            longest = max(len(query) for query in waiting)
-            if parts and (len(waiting) > parts or longest > self._context.max_context):
+            if parts and (count > parts or longest > self._context.max_context):
                 self._divide(0)
             return
-        sequences = [query.sequence.token_ids for query in waiting]
-        wanted = parts_for(sequences, self._n_cells, self._n_seq_max)
+        token_ids = [sequence.token_ids for sequence in sequences]
+        wanted = parts_for(token_ids, self._n_cells, self._n_seq_max)
         if wanted != parts or not self._context.is_open:
             self._divide(wanted)
 
     def _divide(self, parts: int) -> None:
-        self._evicted_before += self._sequences.used + self._sequences.evicted
+        evicted = self._sequences.used + self._sequences.evicted
         try:
             self._context.divide(parts)
         finally:
-            count = self._context.parts or self._n_seq_max
-            self._sequences = Sequences(self._context, count, self._context.max_context)
+            self._sequences = Sequences(self._context, self._context.parts or self._n_seq_max)
+            self._sequences.evicted = evicted
 
     def _compute(
         self,
         adapter: str | None,
-        requests: Sequence[tuple[TokenSequence, int]],
-        receiver: Receiver,
-        first: int = 0,
-    ) -> None:
+        requests: Sequence[_Request],
+        receiver: Logits | PieceScores,
+        *,
+        marked: bool = True,
+    ) -> Integers:
         """Compute requests in one batch, or in halves if there is no room for it.
 
         Args:
             adapter: Adapter of all.
-            requests: Their tokens, and the first position whose logits are wanted.
+            requests: At least one request.
             receiver: Takes the logits.
-            first: Index of the first of these requests, for the receiver.
+            marked: Whether the sequences of the requests are indexed by their keys.
+
+        Returns:
+            The sequence that held each request after its batch, and the version of that
+            sequence at that time, shape `(2, len(requests))`.
         """
-        most = self._sequences.most_requests
-        if len(requests) <= most:
-            try:
-                self._run(adapter, requests, receiver, first)
-            except CacheFullError:
-                if len(requests) == 1:
-                    if self._sequences.drop_pinned():
-                        self._compute(adapter, requests, receiver, first)
-                        return
-                    raise EvaluationError(
-                        f"a context of {len(requests[0][0])} tokens does not fit into a cache "
-                        f"of {self._context.n_cells} cells; raise n_ctx"
-                    ) from None
-            else:
-                return
+        sequences = [request.tokens for request in requests]
+        firsts = np.array([request.first for request in requests])
+        members = np.concatenate([request.members for request in requests])
+        rows = self._sequences.find(adapter, sequences, firsts)
+        if self._run(adapter, rows, receiver, members):
+            if marked:
+                self._sequences.mark(adapter, rows.numbers, sequences)
+            return np.stack([rows.numbers, self._sequences.versions(rows.numbers)])
+        if len(requests) == 1:
+            if not self._sequences.drop_pinned():
+                raise EvaluationError(
+                    f"a context of {len(sequences[0])} tokens does not fit into a cache of "
+                    f"{self._context.n_cells} cells; raise n_ctx"
+                )
+            return self._compute(adapter, requests, receiver, marked=marked)
         middle = len(requests) // 2
-        self._compute(adapter, requests[:middle], receiver, first)
-        self._compute(adapter, requests[middle:], receiver, first + middle)
+        halves = [
+            self._compute(adapter, half, receiver, marked=marked)
+            for half in (requests[:middle], requests[middle:])
+        ]
+        return np.concatenate(halves, axis=1)
 
     def _run(
         self,
         adapter: str | None,
-        requests: Sequence[tuple[TokenSequence, int]],
-        receiver: Receiver,
-        first: int,
-    ) -> None:
-        self._adapters.activate(adapter)
-        claims = self._sequences.claim(adapter, requests)
-        try:
-            wanted = [position for _, position in requests]
-            batch = build_batch(claims, wanted, shared=self._context.shares_tokens)
-            self._decode(batch, receiver, first)
-        except BaseException:
-            self._sequences.roll_back(adapter, claims)
-            raise
-        self._sequences.commit(adapter, claims, marked=receiver.is_marked)
-        numbers = np.array([claim.number for claim in claims])
-        receiver.committed(first, numbers, self._sequences.versions(numbers))
-        self._tokens_evaluated += sum(len(tokens) for tokens, _ in requests)
+        rows: Extensions,
+        receiver: Logits | PieceScores,
+        members: Integers,
+    ) -> bool:
+        """Compute the uncached tokens of sequences in one batch.
 
-    def _decode(self, batch: TokenBatch, receiver: Receiver, first: int) -> None:
-        receiver.begin(batch, first)
+        Args:
+            adapter: Adapter of all.
+            rows: The sequences and their tokens.
+            receiver: Takes the logits.
+            members: The receiver's numbers of all requested logits.
+
+        Returns:
+            False if there is no room for them; only evictions have changed the state.
+        """
+        if not self._sequences.claim(rows):
+            return False
+        try:
+            self._adapters.activate(adapter)
+            batch = build_batch(rows, shared=self._context.shares_tokens)
+            receiver.expect(batch.results, members)
+            self._decode(batch, receiver)
+        except BaseException as error:
+            self._sequences.roll_back(rows)
+            if isinstance(error, CacheFullError):
+                return False
+            raise
+        self._sequences.commit(adapter, rows)
+        self._tokens_evaluated += int(rows.lengths.sum())
+        return True
+
+    def _decode(self, batch: TokenBatch, receiver: Logits | PieceScores) -> None:
         for part in batch.parts(self._context.n_batch, self._most_outputs):
             while True:
                 try:
@@ -480,7 +510,7 @@ class LlamaCppEngine(BatchEngine):
             self._forwards += 1
             self._tokens_computed += part.end - part.first
             if len(part.outputs):
-                receiver.receive(part.outputs.tolist(), torch.from_numpy(logits))
+                receiver.add(part.outputs, torch.from_numpy(logits))
 
 
 def model_file(model: str | os.PathLike[str]) -> Path:

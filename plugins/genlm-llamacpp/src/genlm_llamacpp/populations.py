@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from genlm.plugin import GroupQuery
-from genlm_llamacpp.sequences import Integers, Sequences
+from genlm_llamacpp.batch import Integers
+from genlm_llamacpp.sequences import Sequences
 
 __all__ = ["HeldRows", "held_rows"]
 

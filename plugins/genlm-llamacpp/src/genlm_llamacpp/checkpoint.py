@@ -125,11 +125,11 @@ def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
         "llama": functools.partial(_of_llama, config),
         "mamba": _of_mamba,
     }
-    change = changes.get(config.model_type, lambda _, tensor: tensor)
+    change = changes.get(config.model_type)
     for file in sorted(folder.glob("model*.safetensors")):
         for key, tensor in load_file(file).items():
             if key != "lm_head.weight" or not config.tie_word_embeddings:
-                yield name(key), change(key, tensor)
+                yield name(key), tensor if change is None else change(key, tensor)
 
 
 def _of_gemma(key: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 from architecture_tables import read_table
+from packaging.version import Version
 
 from genlm.testing import families
 
@@ -28,3 +29,12 @@ FAMILIES = {
 _REFUSED = {"doge"} if transformers.__version__.startswith("5.17.") else set()
 
 SERVED = [n for n in FAMILIES if TABLE[n].status == "right" and n not in _REFUSED]
+
+# Since transformers 5.24 their layers use its attention interface.
+_PACKED_LATER = {"gptj", "codegen"}
+
+
+def path_of(name: str) -> str:
+    """The execution path that serves a family with the installed transformers."""
+    later = Version(transformers.__version__) >= Version("5.24")
+    return "packed" if later and name in _PACKED_LATER else TABLE[name].path

@@ -16,7 +16,7 @@ from genlm import AsyncLM, Capability, Query, TokenScores
 from genlm.plugin import rows_from_logits
 from genlm_hf.engine import HFEngine
 
-from .families import FAMILIES, family
+from .families import FAMILIES, family, path_of
 from .population import used
 from .test_adapters import make_adapter
 from .tiny import VOCAB_SIZE, WIDTH, alone, answers, build_model, ids_of_lengths, llama_settings
@@ -34,7 +34,7 @@ SERVED_BY = {
     "granite": "packed",
     "gpt_oss": "packed",
     "mistral with a short window": "packed",
-    "gptj": "slot_cache",
+    "gptj": path_of("gptj"),
     "bloom": "slot_cache",
     "falcon": "slot_cache",
     "mamba": "padded",

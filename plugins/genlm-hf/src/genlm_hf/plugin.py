@@ -19,7 +19,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         requires=("transformers",),
         conformance="genlm_hf.conformance:targets",
         tested={
-            "transformers": ("5.17.0", "5.19.0", "5.23.0"),
+            "transformers": ("5.17.0", "5.19.0", "5.23.0", "5.24.0"),
             "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
             "peft": ("0.21.2",),
         },

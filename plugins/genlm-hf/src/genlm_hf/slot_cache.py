@@ -29,7 +29,8 @@ from genlm_hf.storage import KVStorage, LayerShape
 
 __all__ = ["RecordingCache", "SlotCache", "SlotCacheForward", "read_cache"]
 
-_NEEDED = ("past_key_values", "attention_mask", "use_cache")
+# Names of the cache among the arguments of `forward`: since transformers 5.24, and before.
+_CACHE_NAMES = ("cache", "past_key_values")
 
 # CPU tensors of more bytes get new pages from the system at each allocation, which takes
 # longer than filling them.
@@ -184,7 +185,7 @@ class SlotCacheForward(SegmentForward):
         model, device = self._served.model, self._served.device
         batch = SegmentBatch(segments, self._served.pad_id)
         inputs = _inputs(model, batch, device)
-        inputs["past_key_values"] = SlotCache(self.storage, batch)
+        inputs[_cache_name(model)] = SlotCache(self.storage, batch)
         where = torch.from_numpy(np.stack([rows, places])).to(device)
 
         def take(states: torch.Tensor) -> torch.Tensor:
@@ -205,7 +206,8 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
         UnsupportedModelError: The model does not use a cache of keys and values.
     """
     model, device = served.model, served.device
-    missing = [name for name in _NEEDED if not accepted(model, {name: None})]
+    needed = (_cache_name(model), "attention_mask", "use_cache")
+    missing = [name for name in needed if not accepted(model, {name: None})]
     if missing:
         raise UnsupportedModelError(f"its forward takes no {missing[0]}")
     cache = RecordingCache()
@@ -213,7 +215,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
     batch = SegmentBatch([Segment((0,) * length, slots, slots)], served.pad_id)
     try:
         with torch.inference_mode():
-            model(**_inputs(model, batch, device), past_key_values=cache)
+            model(**_inputs(model, batch, device), **{needed[0]: cache})
     except Exception as error:
         raise UnsupportedModelError(
             f"with another cache its forward pass raises {type(error).__name__}: {error}"
@@ -223,6 +225,11 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
     if sorted(cache.shapes) != list(range(len(cache.shapes))):
         raise UnsupportedModelError(f"only its layers {sorted(cache.shapes)} use the cache")
     return [cache.shapes[index] for index in range(len(cache.shapes))]
+
+
+def _cache_name(model: Any) -> str:
+    """Return the name of the cache among the arguments of a model's `forward`."""
+    return next(iter(accepted(model, dict.fromkeys(_CACHE_NAMES))), _CACHE_NAMES[-1])
 
 
 def _inputs(model: Any, batch: SegmentBatch, device: torch.device) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import genlm
 from genlm.core.rows.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.processes import VARIABLE, FailureLog
+from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 
 from .traffic import finish, largest_error, prompts, rows, submit
@@ -42,6 +43,25 @@ def test_two_ranks_give_the_rows_of_one(engine: Any, tiny: Any) -> None:
     for name in (None, "red", "blue"):
         assert largest_error(tiny, rows(engine, asked, name), asked, name) <= 1e-4
     assert engine.statistics()["processes"] == "own"
+
+
+def test_rows_come_by_shared_memory(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    read = SharedRows.read
+
+    def recorded(memory: SharedRows, shape: tuple[int, ...]) -> Any:
+        shapes.append(shape)
+        return read(memory, shape)
+
+    monkeypatch.setattr(SharedRows, "read", recorded)
+    first, *others = prompts(90, 5, 33, 12, 70, 8)
+    [kept] = rows(engine, [first])
+    before = kept.clone()
+    assert largest_error(tiny, rows(engine, others), others) <= 1e-4
+    assert torch.equal(kept, before), "a row changed with the next step"
+    assert sum(count for count, _ in shapes) == 6
 
 
 def test_rows_of_aborted_requests_do_not_gather(engine: Any) -> None:

@@ -39,6 +39,7 @@ from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, engine_died
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import obstacle
+from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
@@ -112,6 +113,7 @@ class VLLMEngine:
             )
         self._accelerator = None if self._multiprocess else Accelerator()
         self._failures = FailureLog() if self._multiprocess else None
+        self._shared_rows = SharedRows() if self._multiprocess else None
         try:
             self._vllm, facts = load_vllm(model, options, failures=self._failures)
             try:
@@ -136,7 +138,7 @@ class VLLMEngine:
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
-        self._workers = Workers(engine, self.vocabulary, are_remote=self._multiprocess)
+        self._workers = Workers(engine, self.vocabulary, self._shared_rows)
         declared = {
             Capability.LORA: capacity,
             Capability.PREFIX_CACHE: caches_prefixes,
@@ -412,6 +414,8 @@ class VLLMEngine:
     def _release(self) -> None:
         if self._failures is not None:
             self._failures.close()
+        if self._shared_rows is not None:
+            self._shared_rows.close()
         if self._accelerator is not None:
             self._accelerator.restore()
         release_process(self)

@@ -17,11 +17,12 @@ from typing import Any, cast
 
 import torch
 
-from genlm.plugin import Completion, EvaluationError, PackedCompletions
+from genlm.plugin import Completion, EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import TRANSPORT, record_failures
 from genlm_vllm.row_sampler import sampler_of
 from genlm_vllm.scores import ScoreStore, start_scores
+from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds, WorkerRows
 
 __all__ = ["RowWorker", "call_workers"]
@@ -80,9 +81,16 @@ class RowWorker:
     """Reduces rows and scores in a worker, and loads adapters."""
 
     _rows: WorkerRows | None = None
+    _shared: SharedRows | None = None
 
     @_replying
-    def genlm_start(self, size: int, missing_ids: list[int], batches: int) -> bool:
+    def genlm_start(
+        self,
+        size: int,
+        missing_ids: list[int],
+        batches: int,
+        shared_rows: tuple[str, bytes] | None,
+    ) -> bool:
         """Replace the sampler and start scores, before the first request.
 
         Tensor-parallel ranks compute the same logits; the first one reduces rows.
@@ -91,6 +99,7 @@ class RowWorker:
             size: Number of ids of the rows.
             missing_ids: Ids without a token.
             batches: Number of batches that vLLM computes at a time.
+            shared_rows: Address of a `SharedRows`, unless rows stay in this process.
 
         Returns:
             Whether this worker can compute scores; see `genlm_vllm.scores.start_scores`.
@@ -111,6 +120,9 @@ class RowWorker:
             is_alone=get_tensor_model_parallel_world_size() == 1,
         )
         self._rows = WorkerRows(sampler_of(worker.model_runner, batches), scores)
+        if shared_rows is not None and scores.is_active:
+            with contextlib.suppress(OSError):  # this worker is on another machine
+                self._shared = SharedRows(shared_rows)
         return start_scores(worker.model_runner, scores)
 
     @_replying
@@ -122,7 +134,7 @@ class RowWorker:
     @_replying
     def genlm_collect(
         self, wanted: StepResults, is_packed: bool
-    ) -> list[Completion] | PackedCompletions:
+    ) -> list[Completion] | PackedResults:
         """Return the results of a step; see `WorkerRows.collect`.
 
         Args:
@@ -135,7 +147,8 @@ class RowWorker:
         with _default_stream(worker.device):
             completions = self._rows.collect(wanted)
         if is_packed and completions:
-            return TRANSPORT.pack_completions(completions, self._rows.vocab_size)
+            packed = TRANSPORT.pack_completions(completions, self._rows.vocab_size)
+            return PackedResults.of(packed, self._shared)
         return completions
 
     @_replying

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from genlm.plugin import Completion, EvaluationError, PackedCompletions, Vocabulary
+from genlm.plugin import Completion, EvaluationError, Vocabulary
 from genlm_vllm.processes import TRANSPORT, Outputs
+from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker import call_workers
 from genlm_vllm.worker_rows import StepInputs, StepResults
 
@@ -20,7 +21,7 @@ class Workers:
     Args:
         engine: The `vllm.LLMEngine`.
         vocabulary: Defines the ids of the rows.
-        are_remote: Whether they run in other processes.
+        shared_rows: Memory for rows from other processes; None if the workers run in this one.
 
     Attributes:
         have_scores: Whether the workers compute scores.
@@ -28,9 +29,11 @@ class Workers:
         results: Queries that the last step computed.
     """
 
-    def __init__(self, engine: Any, vocabulary: Vocabulary, *, are_remote: bool) -> None:
+    def __init__(
+        self, engine: Any, vocabulary: Vocabulary, shared_rows: SharedRows | None
+    ) -> None:
         self._engine = engine
-        self._are_remote = are_remote
+        self._shared = shared_rows
         self.inputs, self.results = StepInputs(), StepResults()
         scores = call_workers(
             engine,
@@ -38,12 +41,13 @@ class Workers:
             vocabulary.size,
             list(vocabulary.missing_ids),
             engine.vllm_config.parallel_config.pipeline_parallel_size,
+            None if shared_rows is None else shared_rows.address,
         )
         self.have_scores = all(scores)
 
     def sent(self, outputs: Outputs) -> Outputs | bytes:
         """Return the requested outputs of a row in the form that workers receive."""
-        return TRANSPORT.pack_outputs(outputs) if self._are_remote else outputs
+        return outputs if self._shared is None else TRANSPORT.pack_outputs(outputs)
 
     def prepare(self) -> None:
         """Send the inputs of a step."""
@@ -57,9 +61,9 @@ class Workers:
             return {}
         wanted, self.results = self.results, StepResults()
         found: dict[int, Completion] = {}
-        for reply in call_workers(self._engine, "genlm_collect", wanted, self._are_remote):
-            is_packed = isinstance(reply, PackedCompletions)
-            completions = TRANSPORT.unpack_completions(reply) if is_packed else reply
+        is_packed = self._shared is not None
+        for reply in call_workers(self._engine, "genlm_collect", wanted, is_packed):
+            completions = self._unpacked(reply) if isinstance(reply, PackedResults) else reply
             found |= {each.query_id: each for each in completions}
         complete = [part.query_id for part in wanted.groups if part.is_last]
         complete += wanted.scored
@@ -69,3 +73,7 @@ class Workers:
                 error = EvaluationError("vLLM finished the request without computing its row")
                 found[query_id] = Completion(query_id, error=error)
         return found
+
+    def _unpacked(self, results: PackedResults) -> list[Completion]:
+        assert self._shared is not None  # noqa: S101 - the workers are in other processes
+        return TRANSPORT.unpack_completions(results.with_rows(self._shared))

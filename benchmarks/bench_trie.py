@@ -117,7 +117,9 @@ def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], f
                 if number:
                     samples.setdefault(name, []).append(elapsed)
         peer.close()
-    held = (trie.layout.nbytes + trie._segment_tree.nbytes) / len(trie)  # noqa: SLF001
+    tree = trie._segment_tree  # noqa: SLF001
+    arrays = [*vars(trie.layout).values(), tree.order, tree.source, *tree.pieces]
+    held = sum(array.nbytes for array in arrays) / len(trie)
     return samples, held
 
 

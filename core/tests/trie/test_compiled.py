@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from programs import run_code
 from trie_oracle import vocabularies
 
-from genlm import MissingRequirementError, Token, TokenCharacterTrie, VocabularyError
+from genlm import MissingRequirementError, Token, TokenCharacterTrie
 from genlm.core.trie import compiled
-from genlm.core.trie.segment_tree import SegmentTree
 
 OPERATIONS = ["sum", "max", "logsumexp"]
 VOCAB = [Token(i, b"%d" % i) for i in range(300)]
@@ -87,16 +85,6 @@ def test_compiling_without_numba_says_what_to_install() -> None:
 def test_a_large_trie_is_not_compiled_on_request(monkeypatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM_NODES", 0)
     assert not TokenCharacterTrie(VOCAB, compiled=False).compiled
-
-
-@pytest.mark.parametrize("damaged", ["order", "source"])
-@pytest.mark.parametrize("position", [-1, 10**9])
-def test_damaged_arrays_are_refused(damaged, position) -> None:
-    plan = SegmentTree.of(TokenCharacterTrie(VOCAB).layout)
-    array = getattr(plan, damaged).copy()
-    array[5] = position
-    with pytest.raises(VocabularyError, match="damaged"):
-        compiled.checked(dataclasses.replace(plan, **{damaged: array}))
 
 
 def test_numba_is_not_imported_for_a_small_trie() -> None:

@@ -13,8 +13,8 @@ The values of one row are stored in slots, in this order:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from genlm.plugin import TrieLayout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BLOCK", "ROWS_AT_ONCE", "DevicePlan", "Indices", "Stage", "TreePlan"]
+__all__ = ["BLOCK", "ROWS_AT_ONCE", "Stage", "TreePlan"]
 
 BLOCK = 128
 """Entries of one block; three stages cover two million tokens. With 512, the float32 kernel
@@ -33,7 +33,8 @@ needs more registers than a thread of an NVIDIA GPU has."""
 ROWS_AT_ONCE = 32
 """Rows that one read of the indices serves; a slot of 32 float32 is one cache line."""
 
-Indices = npt.NDArray[np.int32]
+Indices: TypeAlias = Any
+"""int32: a numpy array, or a tensor on a device."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """The plan of the reductions of a trie, or of some of its nodes; arrays are int32.
+    """The plan of the reductions of a trie, or of some of its nodes.
+
+    Sizes are known on the host, so that reductions do not wait for a device. Indices are never
+    changed.
 
     Attributes:
         order: Token at each rank, `(n_ranks,)`.
         place: Rank of each token, `(n_ranks,)`.
         block: Entries of one block, a power of 2.
         stages: The stages, from the ranks upwards.
+        piece_sizes: Number of intervals that have a k-th piece, for each k.
         piece: Slots of the first piece of every interval, then of the second piece of every
             interval that has one, and so on, smallest pieces first, `(n_pieces,)`.
         piece_offset: Index in `piece` of the first of the k-th pieces, `(max_pieces + 1,)`.
@@ -75,6 +80,7 @@ class TreePlan:
     place: Indices
     block: int
     stages: tuple[Stage, ...]
+    piece_sizes: tuple[int, ...]
     piece: Indices
     piece_offset: Indices
     piece_count: Indices
@@ -139,56 +145,31 @@ class TreePlan:
         by_turn = np.lexsort((renamed[interval], turn))
         place = np.empty(n, dtype=np.int64)
         place[order] = np.arange(n)
+        sizes = np.bincount(turn)
         fields = {
             "order": order,
             "place": place,
             "piece": slot[by_turn],
-            "piece_offset": np.concatenate([[0], np.cumsum(np.bincount(turn))]),
+            "piece_offset": np.concatenate([[0], np.cumsum(sizes)]),
             "piece_count": count[by_count],
             "source": source.astype(np.int64),
         }
-        plan = cls(block=block, stages=stages, **{k: _index(v) for k, v in fields.items()})
+        indices = {name: np.array(each, np.int32) for name, each in fields.items()}
+        plan = cls(block=block, stages=stages, piece_sizes=tuple(sizes.tolist()), **indices)
         several = plan.source >= n
         plan.source[several] = plan.first_interval + renamed[plan.source[several] - n]
         return plan
 
-    def to(self, device: torch.device) -> DevicePlan:
-        """Copy the plan to a device; the copy is complete on return, for all streams."""
+    def to(self, device: torch.device) -> TreePlan:
+        """Copy the indices to a device; the copy is complete on return, for all streams."""
         import torch
 
-        def tensor(array: Indices) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
-        return DevicePlan(
-            host=self,
-            piece_sizes=tuple(np.diff(self.piece_offset).tolist()),
-            order=tensor(self.order),
-            place=tensor(self.place),
-            piece=tensor(self.piece),
-            piece_offset=tensor(self.piece_offset),
-            piece_count=tensor(self.piece_count),
-            source=tensor(self.source),
-        )
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """A `TreePlan` on a device: its arrays as int32 tensors, which are never changed.
-
-    Attributes:
-        host: The plan on the host.
-        piece_sizes: Number of intervals that have a k-th piece, for each k. On the host, so
-            that reductions do not wait for the device.
-    """
-
-    host: TreePlan
-    piece_sizes: tuple[int, ...]
-    order: torch.Tensor
-    place: torch.Tensor
-    piece: torch.Tensor
-    piece_offset: torch.Tensor
-    piece_count: torch.Tensor
-    source: torch.Tensor
+        indices: dict[str, Any] = {
+            name: torch.from_numpy(each).to(device)
+            for name, each in vars(self).items()
+            if isinstance(each, np.ndarray)
+        }
+        return replace(self, **indices)
 
 
 def _stages(n: int, block: int) -> tuple[tuple[Stage, ...], list[int]]:
@@ -227,7 +208,3 @@ def _pieces(
     interval, slot = np.concatenate(intervals), np.concatenate(slots)
     adjacent = np.argsort(interval, kind="stable")
     return interval[adjacent], slot[adjacent]
-
-
-def _index(array: npt.NDArray[np.integer]) -> Indices:
-    return np.array(array, dtype=np.int32)

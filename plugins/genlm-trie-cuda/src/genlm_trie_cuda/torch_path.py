@@ -14,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from genlm.plugin import TrieLayout
-from genlm_trie_cuda.plan import DevicePlan, TreePlan
-from genlm_trie_cuda.weights import result_dtype
+from genlm_trie_cuda.plan import TreePlan
 
-__all__ = ["Operation", "reduce_nodes", "reduce_rows"]
+__all__ = ["Operation", "reduce_nodes", "reduce_rows", "result_dtype"]
 
 Operation = Literal["sum", "max", "logsumexp"]
 
@@ -26,8 +25,13 @@ State: TypeAlias = tuple[torch.Tensor, ...]
 and the sum of exponentials relative to it."""
 
 
+def result_dtype(rows: torch.Tensor) -> torch.dtype:
+    """The dtype of results: float64 for float64, else float32."""
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
 def reduce_rows(
-    plan: DevicePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
+    plan: TreePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Reduce each row of weights over all nodes.
 
@@ -70,7 +74,7 @@ def reduce_nodes(
     return _reduce_ranks(plan, operation, weights.to(result_dtype(rows)))
 
 
-def _reduce_ranks(plan: DevicePlan, operation: Operation, ranks: torch.Tensor) -> torch.Tensor:
+def _reduce_ranks(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> torch.Tensor:
     """Reduce sorted weights, `(rows, n_ranks)`, to the entries of the plan's `source`."""
     slots = _tree(plan, operation, ranks)
     intervals = _combined(plan, operation, slots)
@@ -79,17 +83,17 @@ def _reduce_ranks(plan: DevicePlan, operation: Operation, ranks: torch.Tensor) -
     return torch.cat([slots[0], intervals[0]], 1).index_select(1, plan.source)
 
 
-def _tree(plan: DevicePlan, operation: Operation, ranks: torch.Tensor) -> State:
+def _tree(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> State:
     """Compute all levels of the tree, concatenated: the slots before the intervals."""
     combine = _COMBINE[operation]
-    ranks = _padded(ranks, plan.host.padded)
+    ranks = _padded(ranks, plan.padded)
     entries: State = (ranks,)
     if operation == "logsumexp":
         entries = (ranks, torch.ones_like(ranks))
     levels = [entries]
-    for stage in plan.host.stages:
+    for stage in plan.stages:
         entries = tuple(_padded(value, stage.padded) for value in entries)
-        for _ in range(plan.host.block.bit_length() - 1):
+        for _ in range(plan.block.bit_length() - 1):
             left = tuple(value[:, ::2] for value in entries)
             right = tuple(value[:, 1::2] for value in entries)
             entries = combine(left, right)
@@ -101,10 +105,10 @@ def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[1]))
 
 
-def _combined(plan: DevicePlan, operation: Operation, slots: State) -> State:
+def _combined(plan: TreePlan, operation: Operation, slots: State) -> State:
     """Combine the pieces of every interval, smallest first."""
     combine = _COMBINE[operation]
-    n_intervals = len(plan.host.piece_count)
+    n_intervals = len(plan.piece_count)
     intervals = tuple(value.new_empty((len(value), n_intervals)) for value in slots)
     offset = 0
     for k, count in enumerate(plan.piece_sizes):

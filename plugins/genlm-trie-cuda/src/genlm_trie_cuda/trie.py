@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.plugin import TokenCharacterTrie
-from genlm_trie_cuda.plan import DevicePlan, TreePlan
-from genlm_trie_cuda.weights import as_rows, as_tensor, result_dtype, stacked
+from genlm.plugin import TokenCharacterTrie, WeightsError
+from genlm_trie_cuda.plan import TreePlan
 
 if TYPE_CHECKING:
     import torch
 
     from genlm_trie_cuda.torch_path import Operation
 
-__all__ = ["DeviceTrie", "Kernels", "Returns"]
+__all__ = ["DeviceTrie", "Kernels"]
 
-Returns: TypeAlias = Literal["numpy", "torch"]
 Kernels: TypeAlias = Literal["triton", "torch"]
 
 
@@ -79,61 +76,59 @@ class DeviceTrie(TokenCharacterTrie):
         if compiled is None and (kernels or (self._device and self._device.type != "cpu")):
             compiled = False  # all weights are reduced by this class
         super().__init__(decode, compiled=compiled)
-        self._device_plans: dict[torch.device, DevicePlan] = {}
-        self._lock = threading.Lock()
+        self._device_plans: dict[torch.device, TreePlan] = {}
 
     @property
     def device(self) -> torch.device | None:
         """The device that reduces weights on the CPU; None for the CPU."""
         return self._device
 
-    def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
-        """Reduce weights over all nodes; implements the `weight_` methods."""
-        ws = stacked(ws, self.layout.n_tokens) if batch else ws
-        tensor = self._device_tensor(ws)
-        if tensor is None:
-            return super().reduce(ws, operation, batch=batch, returns=returns)
+    def reduce_rows(self, rows: Any, operation: Operation) -> Any:
+        """Reduce rows over all nodes; see `TokenCharacterTrie.reduce_rows`."""
+        weights = self._device_rows(rows)
+        if weights is None:
+            return super().reduce_rows(rows, operation)
         import torch
 
-        rows = as_rows(tensor, self.layout.n_tokens, (2,) if batch else (1,))
-        _check(returns)
-        shape = (len(rows), self.layout.n_nodes)
-        out = torch.empty(shape, dtype=result_dtype(rows), device=rows.device)
-        plan = self._plan_on(rows.device)
-        if self._kernels_on(rows.device) == "triton":
+        from genlm_trie_cuda.torch_path import reduce_rows, result_dtype
+
+        device = weights.device
+        if self._kernels_on(device) == "triton":
             from genlm_trie_cuda.triton_path import reduce_rows
-        else:
-            from genlm_trie_cuda.torch_path import reduce_rows
-        with torch.no_grad():
-            reduce_rows(plan, operation, rows, out)
-        return _delivered(out if batch else out[0], returns)
+        shape = (len(weights), self.layout.n_nodes)
+        out = torch.empty(shape, dtype=result_dtype(weights), device=device)
+        reduce_rows(self._plan_on(device), operation, weights, out)
+        return out
 
-    def reduce_some(
-        self, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation, *, returns: Returns
+    def reduce_nodes(
+        self, rows: Any, nodes: npt.NDArray[np.int64], operation: Operation
     ) -> Any:
-        """Reduce weights below some nodes; implements the `partial_` methods."""
-        tensor = self._device_tensor(ws)
-        if tensor is None:
-            return super().reduce_some(ws, nodes, operation, returns=returns)
-        import torch
-
+        """Reduce rows over some nodes; see `TokenCharacterTrie.reduce_nodes`."""
+        weights = self._device_rows(rows)
+        if weights is None:
+            return super().reduce_nodes(rows, nodes, operation)
         from genlm_trie_cuda.torch_path import reduce_nodes
 
-        rows = as_rows(tensor, self.layout.n_tokens, (1, 2))
-        _check(returns)
-        with torch.no_grad():
-            result = reduce_nodes(self.layout, nodes, operation, rows)
-        return _delivered(result if tensor.ndim == 2 else result[0], returns)
+        return reduce_nodes(self.layout, nodes, operation, weights)
 
-    def _device_tensor(self, ws: Any) -> torch.Tensor | None:
-        """The weights as a tensor on the device that reduces them; None for the core."""
-        device = self._device
-        if device is None and self.kernels is not None:
-            device = _torch_device("cpu")
-        tensor = as_tensor(ws, device)
-        if tensor is None or (tensor.device.type == "cpu" and self.kernels is None):
+    def _device_rows(self, rows: Any) -> torch.Tensor | None:
+        """Move rows to the device that reduces them, in a floating dtype; None for the core."""
+        is_array = isinstance(rows, np.ndarray)
+        on_cpu = is_array or rows.device.type == "cpu"
+        if on_cpu and self.kernels is None and self._device is None:
             return None
-        return tensor
+        import torch
+
+        device = (self._device or torch.device("cpu")) if on_cpu else rows.device
+        if device.type == "cpu" and self.kernels is None:
+            return None
+        try:
+            weights = torch.tensor(rows, device=device) if is_array else rows.to(device)
+        except TypeError as error:  # a dtype of numpy that torch does not have
+            raise WeightsError("real numbers", f"values of type {rows.dtype}") from error
+        if not weights.is_floating_point():
+            return weights.to(torch.float32 if device.type == "mps" else torch.float64)
+        return weights.float() if weights.element_size() < 2 else weights
 
     def _kernels_on(self, device: torch.device) -> Kernels:
         if self.kernels is not None:
@@ -141,12 +136,11 @@ class DeviceTrie(TokenCharacterTrie):
         has_triton = importlib.util.find_spec("triton") is not None
         return "triton" if device.type == "cuda" and has_triton else "torch"
 
-    def _plan_on(self, device: torch.device) -> DevicePlan:
+    def _plan_on(self, device: torch.device) -> TreePlan:
         """The plan on a device, copied there once."""
-        with self._lock:
-            if device not in self._device_plans:
-                self._device_plans[device] = self._plan.to(device)
-            return self._device_plans[device]
+        if device not in self._device_plans:
+            self._device_plans[device] = self._plan.to(device)
+        return self._device_plans[device]
 
     @cached_property
     def _plan(self) -> TreePlan:
@@ -159,12 +153,3 @@ def _torch_device(device: str | torch.device | None) -> torch.device | None:
     import torch
 
     return torch.device(device)
-
-
-def _check(returns: Returns) -> None:
-    if returns not in get_args(Returns):
-        raise ValueError(f"returns={returns!r}: expected one of {get_args(Returns)}")
-
-
-def _delivered(result: torch.Tensor, returns: Returns) -> Any:
-    return result if returns == "torch" else result.cpu().numpy()

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from genlm_trie_cuda import kernels
-from genlm_trie_cuda.plan import ROWS_AT_ONCE, DevicePlan
+from genlm_trie_cuda.plan import ROWS_AT_ONCE, TreePlan
 from genlm_trie_cuda.torch_path import Operation
 
 __all__ = ["reduce_rows"]
@@ -35,7 +35,7 @@ _CODES: dict[Operation, int] = {"sum": 0, "max": 1, "logsumexp": 2}
 
 
 def reduce_rows(
-    plan: DevicePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
+    plan: TreePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Reduce each row of weights over all nodes.
 
@@ -53,13 +53,12 @@ def reduce_rows(
 
 
 def _reduce_group(
-    plan: DevicePlan, operation: int, rows: torch.Tensor, out: torch.Tensor
+    plan: TreePlan, operation: int, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
-    host = plan.host
-    n_tokens, n_rows = len(host.order), len(rows)
+    n_tokens, n_rows = len(plan.order), len(rows)
     group = triton.next_power_of_2(n_rows)
-    slots = torch.empty(host.n_slots * group, dtype=out.dtype, device=out.device)
-    above = host.first_interval - host.padded if operation == _CODES["logsumexp"] else 0
+    slots = torch.empty(plan.n_slots * group, dtype=out.dtype, device=out.device)
+    above = plan.first_interval - plan.padded if operation == _CODES["logsumexp"] else 0
     sums = torch.empty(above * group, dtype=out.dtype, device=out.device)
     constants = {"OPERATION": operation, "GROUP": group, **_OPTIONS}
     tile = max(TILE // group, NARROWEST)
@@ -67,20 +66,20 @@ def _reduce_group(
         rows, slots, out, plan.place, n_tokens, n_rows,
         rows.stride(0), rows.stride(1), out.stride(0), GROUP=group, TOKENS=tile, **_OPTIONS,
     )  # fmt: skip
-    for number, stage in enumerate(host.stages):
+    for number, stage in enumerate(plan.stages):
         tree_rows = min(group, ROWS_OF_A_TREE)
-        kernels.build_trees[(stage.padded // host.block, group // tree_rows)](
-            slots, sums, stage.first, stage.count, stage.padded, stage.upper, host.padded,
-            OVER_RANKS=number == 0, ROWS=tree_rows, BLOCK=host.block,
-            LEVELS=host.block.bit_length() - 1, **constants,
+        kernels.build_trees[(stage.padded // plan.block, group // tree_rows)](
+            slots, sums, stage.first, stage.count, stage.padded, stage.upper, plan.padded,
+            OVER_RANKS=number == 0, ROWS=tree_rows, BLOCK=plan.block,
+            LEVELS=plan.block.bit_length() - 1, **constants,
         )  # fmt: skip
-    if len(host.piece_count):
-        kernels.combine_intervals[(triton.cdiv(len(host.piece_count), tile),)](
-            slots, sums, plan.piece, plan.piece_offset, plan.piece_count, host.padded,
-            host.first_interval, len(host.piece_count), INTERVALS=tile, **constants,
+    if len(plan.piece_count):
+        kernels.combine_intervals[(triton.cdiv(len(plan.piece_count), tile),)](
+            slots, sums, plan.piece, plan.piece_offset, plan.piece_count, plan.padded,
+            plan.first_interval, len(plan.piece_count), INTERVALS=tile, **constants,
         )  # fmt: skip
-    kernels.gather_prefixes[(triton.cdiv(len(host.source), tile),)](
-        slots, out, plan.source, n_tokens, len(host.source), n_rows, out.stride(0),
+    kernels.gather_prefixes[(triton.cdiv(len(plan.source), tile),)](
+        slots, out, plan.source, n_tokens, len(plan.source), n_rows, out.stride(0),
         GROUP=group, PREFIXES=tile, **_OPTIONS,
     )  # fmt: skip
 

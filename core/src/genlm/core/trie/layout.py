@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.errors import VocabularyError
-from genlm.core.trie.symbols import Symbols, shared_prefixes, sorted_order
+from genlm.core.trie.symbols import Symbols, sorted_order
 
 __all__ = ["TrieLayout"]
 
@@ -84,11 +84,6 @@ class TrieLayout:
         """The node of the empty prefix, the last one."""
         return self.n_nodes - 1
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of all arrays, in bytes."""
-        return sum(array.nbytes for array in vars(self).values())
-
     def ranks_below(
         self, nodes: npt.NDArray[np.integer[Any]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -128,40 +123,35 @@ class TrieLayout:
         if not n:
             raise VocabularyError("a trie needs at least one token; the vocabulary is empty")
         order = sorted_order(symbols)
-        shared = shared_prefixes(symbols, order)
         lengths = symbols.lengths[order]
-        # Token r adds a prefix for each of its symbols beyond those shared with r - 1;
-        # in this order, with the root first, the prefixes are in depth-first order.
-        new = lengths - shared
-        end = 1 + np.cumsum(new)  # one past the prefixes that tokens up to r add
-        lo = np.concatenate([[0], np.repeat(np.arange(n), new)])
-        depth = np.arange(end[-1])
-        depth[1:] += np.repeat(shared + 1 - (end - new), new)
-        up, stop = _parents_and_ends(depth)
-        hi = np.concatenate([lo, [n]])[stop]
-        symbol = np.zeros(len(lo), symbols.codes.dtype)
-        symbol[1:] = symbols.codes[symbols.starts[order][lo[1:]] + depth[1:] - 1]
-        source, representative = _sources(lo, hi, n)
+        levels, ends = _levels(symbols.codes, symbols.starts[order], lengths)
+        sizes = [len(each) for each in levels["lo"]]
         # The longest prefixes get the lowest numbers, so that children precede parents.
-        rows = _stable_argsort(depth.max() - depth)
-        node = np.empty(len(rows), dtype=np.int64)
-        node[rows] = np.arange(n, n + len(rows))
-        parent = np.append(node, -1)[up[rows]]
-        whole = node[end - 1]  # the prefix that equals token r
+        level = n + np.cumsum([0, *sizes[::-1]])[::-1]
+        levels["parent"] = [
+            place + base for place, base in zip(levels["parent"], [0, *level[1:-1]])
+        ]
+        lo, hi, parent, symbol = (np.concatenate(each[::-1]) for each in levels.values())
         rank = np.empty(n, dtype=np.int64)
         rank[order] = np.arange(n)
-        children = np.bincount(parent[:-1] - n, minlength=len(rows))
-        of_length = np.bincount(depth)[::-1]
+        whole = level[lengths + 1] + ends  # the prefix that equals the token of each rank
+        children = np.bincount(parent[:-1] - n, minlength=len(parent))
+        # Prefixes above the same tokens share a value; the longest one represents them.
+        several = np.flatnonzero(hi - lo > 1)
+        keys = lo[several] * (n + 1) + (n - hi[several])
+        _, longest, which = np.unique(keys, return_index=True, return_inverse=True)
+        source = lo.copy()
+        source[several] = n + which
         fields: dict[str, npt.NDArray[Any]] = {
             "order": order,
-            "lo": np.concatenate([rank, lo[rows]]),
-            "hi": np.concatenate([rank + 1, hi[rows]]),
+            "lo": np.concatenate([rank, lo]),
+            "hi": np.concatenate([rank + 1, hi]),
             "parent": np.concatenate([whole[rank], parent]),
             "child_start": n + np.concatenate([[0], np.cumsum(children)]),
-            "symbol": symbol[rows],
-            "source": source[rows],
-            "distinct": node[representative],
-            "level": n + np.concatenate([[0], np.cumsum(of_length)])[::-1],
+            "symbol": symbol,
+            "source": source,
+            "distinct": n + several[longest],
+            "level": level,
         }
         for name, array in fields.items():
             fields[name] = array if name in {"symbol", "source"} else array.astype(np.int32)
@@ -169,40 +159,43 @@ class TrieLayout:
         return cls(**fields)
 
 
-def _parents_and_ends(
-    depth: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Parent of each prefix and the end of its subtree, both in depth-first order."""
-    parent = np.full(len(depth), -1)
-    stop = np.full(len(depth), len(depth))
-    by_depth = _stable_argsort(depth)
-    bounds = np.searchsorted(depth[by_depth], np.arange(depth.max() + 2))
-    above = by_depth[:1]
-    for d in range(1, len(bounds) - 1):
-        level = by_depth[bounds[d] : bounds[d + 1]]
-        parent[level] = above[np.searchsorted(above, level) - 1]
-        following = np.append(level[1:], len(depth))
-        stop[level] = np.minimum(following, stop[parent[level]])
-        above = level
-    return parent, stop
+def _levels(
+    codes: npt.NDArray[Any], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> tuple[dict[str, list[npt.NDArray[Any]]], npt.NDArray[np.int64]]:
+    """Group sorted tokens by their prefixes of each length, the empty prefix first.
 
+    Args:
+        codes: Codes of all symbols.
+        starts: Index of the first symbol of the token of each rank.
+        lengths: Number of symbols of the token of each rank.
 
-def _stable_argsort(depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    # numpy sorts 16-bit integers by radix, several times faster.
-    narrow = depth.astype(np.uint16) if depth.max() < 1 << 16 else depth
-    return np.argsort(narrow, kind="stable")
-
-
-def _sources(
-    lo: npt.NDArray[np.int64], hi: npt.NDArray[np.int64], n_tokens: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Compute `source`, and the last prefix of each distinct interval of several tokens.
-
-    In depth-first order, prefixes with equal intervals are adjacent.
+    Returns:
+        `lo`, `hi`, `parent` (its place among the prefixes that are one symbol shorter) and
+        `symbol` of the prefixes of each length, in sorted order; and the place of each token
+        among the prefixes of its length.
     """
-    is_last = np.ones(len(lo), dtype=bool)
-    is_last[:-1] = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])
-    several = hi - lo > 1
-    representative = np.flatnonzero(is_last & several)
-    before = np.concatenate([[0], np.cumsum(is_last & several)[:-1]])
-    return np.where(several, n_tokens + before, lo), representative
+    ranks, place = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
+    ends, root = place.copy(), place[:1]
+    levels = {
+        "lo": [root],
+        "hi": [root + len(lengths)],
+        "parent": [root - 1],
+        "symbol": [np.zeros(1, codes.dtype)],
+    }
+    while True:
+        depth = len(levels["lo"])
+        longer = lengths[ranks] >= depth
+        ranks, place = ranks[longer], place[longer]
+        if not len(ranks):
+            return levels, ends
+        symbol = codes[starts[ranks] + depth - 1]
+        begins = np.ones(len(ranks), dtype=bool)
+        begins[1:] = (place[1:] != place[:-1]) | (symbol[1:] != symbol[:-1])
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(ranks)) - 1
+        levels["lo"].append(ranks[first])
+        levels["hi"].append(ranks[last] + 1)
+        levels["parent"].append(place[first])
+        levels["symbol"].append(symbol[first])
+        place = np.cumsum(begins) - 1
+        ends[ranks] = place  # those of longer prefixes replace it

@@ -2,58 +2,52 @@
 
 The bounds of the nodes' intervals split the ranks below them into pieces. The weight of
 each token is read once, even if several of the nodes are above it; nested nodes are
-combined from the pieces. Time is O(tokens below + nodes log nodes) for each row.
+combined from the pieces by a segment tree. Time is O(tokens below + nodes log nodes) for each
+row.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.reductions import Floats, Operation
-from genlm.core.trie.segment_tree import Indices, interval_pieces
-from genlm.core.trie.weights import Weights
+from genlm.core.trie.reductions import Floats, Operation, reduce_rows
+from genlm.core.trie.segment_tree import Indices, SegmentTree
+from genlm.core.trie.weights import Rows, numpy_rows
 
 __all__ = ["partial_weights"]
 
 
-_COMBINE: dict[Operation, np.ufunc] = {
-    "sum": np.add,
-    "max": np.maximum,
-    "logsumexp": np.logaddexp,
-}
-
-
 def partial_weights(
-    layout: TrieLayout, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation
-) -> tuple[Floats, Weights]:
-    """Reduce the weights below each of the selected nodes.
+    layout: TrieLayout, rows: Rows, nodes: npt.NDArray[np.int64], operation: Operation
+) -> Floats:
+    """Reduce the weights below each of some nodes.
 
     Args:
         layout: Layout of the trie.
-        ws: Weights of all tokens, `(n_tokens,)` or `(rows, n_tokens)`.
+        rows: Weights of all tokens, `(rows, n_tokens)`.
         nodes: Valid nodes in any order, `(k,)`.
         operation: Operation that combines the weights below a node.
 
     Returns:
-        The results, `(rows, k)`, and the weights that were read, of the same dtype.
+        `(rows, k)`, float32 or float64.
     """
     ranks, lo, hi = layout.ranks_below(nodes)
-    read = Weights.of_tokens(ws, layout.n_tokens, layout.order[ranks].astype(np.int64))
+    weights = numpy_rows(rows, layout.order[ranks].astype(np.int64))
     if not len(nodes):
-        return read.rows, read
+        return weights
     bounds = np.unique(np.concatenate([lo, hi]))
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        pieces = _pieces(read.rows, bounds[:-1], np.diff(bounds), operation)
+        pieces = _pieces(weights, bounds[:-1], np.diff(bounds), operation)
         first, last = np.searchsorted(bounds, lo), np.searchsorted(bounds, hi)
         if (last - first == 1).all():
-            result = pieces[:, first]
-        else:
-            result = _combined(pieces, first, last, _COMBINE[operation])
-        return result.astype(read.rows.dtype, copy=False), read
+            return pieces[:, first].astype(weights.dtype, copy=False)
+        n = pieces.shape[1]
+        tree = SegmentTree.of(np.arange(n), first, last, n + np.arange(len(nodes)))
+        values = np.empty((len(pieces), n + len(nodes)))
+        reduce_rows(tree, operation, pieces, values)
+        return values[:, n:].astype(weights.dtype)
 
 
 def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation) -> Floats:
@@ -68,21 +62,4 @@ def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation)
     values -= np.repeat(finite, sizes, axis=1)
     np.exp(values, out=values)
     result: Floats = finite + np.log(np.add.reduceat(values, offset, axis=1))
-    return result
-
-
-def _combined(pieces: Floats, first: Indices, last: Indices, combine: np.ufunc) -> Floats:
-    """Combine the pieces `[first, last)` of each node over a segment tree of the pieces."""
-    n = pieces.shape[1]
-    slots = np.empty((len(pieces), 2 * n))
-    slots[:, n:] = pieces
-    top = n
-    while top > 1:
-        low = (top + 1) // 2
-        pairs = slots[:, 2 * low : 2 * top]
-        combine(pairs[:, ::2], pairs[:, 1::2], out=slots[:, low:top])
-        top = low
-    node, slot = interval_pieces(first, last, n)
-    count = np.bincount(node, minlength=len(first))
-    result: Floats = combine.reduceat(slots[:, slot], np.cumsum(count) - count, axis=1)
     return result

@@ -9,6 +9,7 @@ reaches only the nodes above its token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -16,10 +17,12 @@ import numpy.typing as npt
 
 from genlm.core.trie.segment_tree import Indices, SegmentTree
 
-__all__ = ["Floats", "Operation", "Workspace", "reduce_rows"]
+__all__ = ["Floats", "Operation", "Take", "reduce_rows"]
 
 Operation = Literal["sum", "max", "logsumexp"]
 Floats = npt.NDArray[np.floating[Any]]
+Take = Callable[[Floats, Indices, Floats], None]
+"""Writes the values at some indices into an array, in its dtype."""
 
 SAFE_RANGE = 600.0
 """Log-weights within this range have exponentials without underflow in float64."""
@@ -36,8 +39,11 @@ class Workspace:
         intervals: The part of `slots` for the distinct intervals.
     """
 
-    def __init__(self, tree: SegmentTree, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, tree: SegmentTree, dtype: np.dtype[Any], compiled_take: Take | None
+    ) -> None:
         self.tree = tree
+        self._compiled_take = compiled_take
         self.slots: Floats = np.empty(tree.n_slots, dtype)
         n = len(tree.order)
         self.intervals = self.slots[2 * n :]
@@ -46,6 +52,9 @@ class Workspace:
 
     def take(self, values: Floats, indices: Indices, out: Floats) -> None:
         """Write `values[indices]` into `out`, in its dtype."""
+        if self._compiled_take is not None:
+            self._compiled_take(values, indices, out)
+            return
         if values.dtype != out.dtype:
             converted = self._converted.view(out.dtype)[: len(values)]
             converted[:] = values
@@ -85,7 +94,7 @@ def reduce_rows(
     operation: Operation,
     rows: Floats,
     out: Floats,
-    workspace_type: type[Workspace] = Workspace,
+    compiled_take: Take | None = None,
 ) -> None:
     """Reduce each row of weights over all nodes.
 
@@ -96,10 +105,10 @@ def reduce_rows(
         operation: Operation that combines the weights below a node.
         rows: `(rows, n_tokens)`, float32 or float64; not changed.
         out: `(rows, n_nodes)`, of the same dtype; overwritten.
-        workspace_type: `CompiledWorkspace` to gather in machine code.
+        compiled_take: Function that gathers in machine code; None gathers in numpy.
     """
     dtype = rows.dtype if operation == "max" else np.dtype(np.float64)
-    workspace = workspace_type(tree, dtype)
+    workspace = Workspace(tree, dtype, compiled_take)
     reduce_row = _REDUCE[operation]
     # Infinities and nan are valid results, and a sum may exceed float32.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
@@ -107,15 +116,9 @@ def reduce_rows(
             reduce_row(workspace, row, nodes)
 
 
-def _sum(workspace: Workspace, row: Floats, out: Floats) -> None:
+def _combined(function: np.ufunc, workspace: Workspace, row: Floats, out: Floats) -> None:
     workspace.load(row, out)
-    workspace.combine(np.add)
-    workspace.spread(out)
-
-
-def _max(workspace: Workspace, row: Floats, out: Floats) -> None:
-    workspace.load(row, out)
-    workspace.combine(np.maximum)
+    workspace.combine(function)
     workspace.spread(out)
 
 
@@ -168,7 +171,7 @@ def _logsumexp_shifted(workspace: Workspace, row: Floats, out: Floats) -> None:
 
 
 _REDUCE: Mapping[Operation, Callable[[Workspace, Floats, Floats], None]] = {
-    "sum": _sum,
-    "max": _max,
+    "sum": partial(_combined, np.add),
+    "max": partial(_combined, np.maximum),
     "logsumexp": _logsumexp,
 }

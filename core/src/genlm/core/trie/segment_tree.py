@@ -22,11 +22,11 @@ Indices = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class SegmentTree:
-    """Which values to combine for each node of a trie; computed once for a layout.
+    """Which values to combine for each of several intervals of sorted tokens.
 
     A workspace stores the tree in heap order (slot 1 is its root, slots `n` to `2n` are the
     ranks, slot 0 is unused), followed by one slot for each distinct interval, in descending
-    number of pieces. Indices are int64 unless converted.
+    number of pieces.
 
     Attributes:
         order: Token at each rank.
@@ -41,14 +41,34 @@ class SegmentTree:
     pieces: tuple[Indices, ...]
 
     @classmethod
-    def of(cls, layout: TrieLayout) -> SegmentTree:
-        """Compute the segment tree of a layout."""
-        n = layout.n_tokens
+    def of_layout(cls, layout: TrieLayout, index_type: npt.DTypeLike = np.int64) -> SegmentTree:
+        """Compute the segment tree of all prefixes of a trie."""
+        lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
+        return cls.of(layout.order, lo, hi, layout.source, index_type)
+
+    @classmethod
+    def of(
+        cls,
+        order: Indices,
+        lo: Indices,
+        hi: Indices,
+        source: Indices,
+        index_type: npt.DTypeLike = np.int64,
+    ) -> SegmentTree:
+        """Compute the segment tree of intervals.
+
+        Args:
+            order: Token at each rank.
+            lo: First rank of each interval.
+            hi: One past the last rank of each interval; intervals must not be empty.
+            source: For each prefix a rank, or `len(order) + k` for the k-th interval.
+            index_type: Type of the indices.
+        """
+        n = len(order)
         levels, top = [], n
         while top > 1:
             levels.append(((top + 1) // 2, top))
             top = (top + 1) // 2
-        lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
         interval, piece = interval_pieces(lo, hi, n)
         count = np.bincount(interval, minlength=len(lo))
         most_first = np.argsort(-count, kind="stable")
@@ -57,9 +77,10 @@ class SegmentTree:
         place = np.empty(n + len(lo), dtype=np.int64)
         place[:n] = np.arange(n)
         place[n + most_first] = np.arange(n, n + len(lo))
+        piece = piece.astype(index_type, copy=False)
         return cls(
-            order=layout.order.astype(np.int64),
-            source=place[layout.source],
+            order=order.astype(index_type),
+            source=place[source].astype(index_type, copy=False),
             levels=tuple(levels),
             pieces=tuple(piece[start[:many] + k] for k, many in enumerate(having)),
         )
@@ -68,11 +89,6 @@ class SegmentTree:
     def n_slots(self) -> int:
         """Slots of a workspace."""
         return 2 * len(self.order) + max(map(len, self.pieces), default=0)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the arrays, in bytes."""
-        return sum(array.nbytes for array in (self.order, self.source, *self.pieces))
 
 
 def interval_pieces(

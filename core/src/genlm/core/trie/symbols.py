@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from genlm.core.base.errors import VocabularyError
 
-__all__ = ["Symbols", "item_key", "shared_prefixes", "sorted_order", "symbols_of_codes"]
+__all__ = ["FIRST_OBJECT", "Symbols", "item_key", "sorted_order", "symbols_of_codes"]
 
 FIRST_OBJECT = 256
 """Code of the first symbol other than a byte."""
@@ -155,22 +155,6 @@ def _packed(
         code = symbols.codes[np.minimum(starts + place, last)].astype(np.uint64)
         keys |= np.where(place < count, code, np.uint64(0))
     return (keys << np.uint64(bits)) | count.astype(np.uint64)
-
-
-def shared_prefixes(symbols: Symbols, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Length of the common prefix of each item, in sorted order, with the one before it."""
-    starts, lengths = symbols.starts[order], symbols.lengths[order]
-    shared = np.zeros(len(order), dtype=np.int64)
-    shortest = np.minimum(lengths[1:], lengths[:-1])
-    same = np.arange(1, len(order))  # ranks that agree so far
-    depth = 0
-    while len(same):
-        same = same[shortest[same - 1] > depth]
-        agree = symbols.codes[starts[same] + depth] == symbols.codes[starts[same - 1] + depth]
-        same = same[agree]
-        depth += 1
-        shared[same] = depth
-    return shared
 
 
 def symbols_of_codes(codes: Iterable[int], objects: Sequence[Hashable]) -> list[Any]:

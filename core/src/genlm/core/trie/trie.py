@@ -14,15 +14,22 @@ import numpy.typing as npt
 
 from genlm.core.base.errors import VocabularyError, required
 from genlm.core.base.forking import cached_property
-from genlm.core.trie.compiled import CompiledWorkspace, checked, use_compiled
+from genlm.core.trie.compiled import compiled_take, use_compiled
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.mappings import TrieMappings
 from genlm.core.trie.partial import partial_weights
-from genlm.core.trie.reductions import Operation, Workspace, reduce_rows
+from genlm.core.trie.reductions import Operation, reduce_rows
 from genlm.core.trie.segment_tree import SegmentTree
 from genlm.core.trie.symbols import Symbols, item_key
 from genlm.core.trie.visualisation import dot_source, node_values, visible_tree
-from genlm.core.trie.weights import Returns, Weights
+from genlm.core.trie.weights import (
+    Returns,
+    Rows,
+    check_returns,
+    delivered,
+    numpy_rows,
+    read_rows,
+)
 
 __all__ = ["TokenCharacterTrie"]
 
@@ -40,8 +47,8 @@ class TokenCharacterTrie(TrieMappings):
     float64 over a balanced tree, without subtraction. A nan or an infinity reaches only the
     nodes above its token. Instances may be shared between threads.
 
-    A trie for another device derives from this class and overrides `reduce` and, for
-    selected nodes, `reduce_some`.
+    A trie for another device derives from this class and overrides `reduce_rows` and, for
+    selected nodes, `reduce_nodes`.
 
     Args:
         decode: Tokens, bytes, or other iterables of hashable symbols (for example an
@@ -142,17 +149,33 @@ class TokenCharacterTrie(TrieMappings):
         return self.reduce(ws, "logsumexp", batch=True, returns=returns)
 
     def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
-        """Implement the six methods above; a trie for another device overrides it."""
-        weights = (Weights.of_batch if batch else Weights.of)(ws, self.layout.n_tokens)
-        out = np.empty((len(weights.rows), self.layout.n_nodes), weights.rows.dtype)
-        workspace_type = CompiledWorkspace if self.compiled else Workspace
-        reduce_rows(self._segment_tree, operation, weights.rows, out, workspace_type)
-        return weights.deliver(out if batch else out[0], returns)
+        """Implement the six methods above."""
+        check_returns(returns)
+        rows = read_rows(ws, self.layout.n_tokens, (2,) if batch else (1,))
+        values = self.reduce_rows(rows, operation)
+        return delivered(values if batch else values[0], returns, rows)
+
+    def reduce_rows(self, rows: Rows, operation: Operation) -> Rows:
+        """Reduce rows over all nodes; a trie for another device overrides it.
+
+        Args:
+            rows: Real numbers of any dtype, `(rows, n_tokens)`, numpy or torch on any device;
+                not to be changed.
+            operation: `"sum"`, `"max"` or `"logsumexp"`.
+
+        Returns:
+            `(rows, n_nodes)`, numpy or torch, in memory of its own. numpy is converted to a
+            tensor on the device of the weights if the caller requested a tensor.
+        """
+        weights = numpy_rows(rows)
+        out = np.empty((len(weights), self.layout.n_nodes), weights.dtype)
+        take = compiled_take() if self.compiled else None
+        reduce_rows(self._segment_tree, operation, weights, out, take)
+        return out
 
     @cached_property
     def _segment_tree(self) -> SegmentTree:
-        tree = SegmentTree.of(self.layout)
-        return checked(tree) if self.compiled else tree
+        return SegmentTree.of_layout(self.layout, np.uint32 if self.compiled else np.int64)
 
     # -- some nodes ---------------------------------------------------------------------
 
@@ -178,27 +201,40 @@ class TokenCharacterTrie(TrieMappings):
             IndexError: A node does not exist.
             TypeError: A node is not an integer.
         """
-        return self.reduce_some(ws, self._valid(nodes), "sum", returns=returns)
+        return self.reduce_some(ws, nodes, "sum", returns=returns)
 
     def partial_max(
         self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
     ) -> Any:
         """Find the largest weight below some nodes; as `partial_sum`."""
-        return self.reduce_some(ws, self._valid(nodes), "max", returns=returns)
+        return self.reduce_some(ws, nodes, "max", returns=returns)
 
     def partial_logsumexp(
         self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
     ) -> Any:
         """Add the log-weights below some nodes; as `partial_sum`."""
-        return self.reduce_some(ws, self._valid(nodes), "logsumexp", returns=returns)
+        return self.reduce_some(ws, nodes, "logsumexp", returns=returns)
 
     def reduce_some(
-        self, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation, *, returns: Returns
+        self,
+        ws: Any,
+        nodes: Sequence[int] | npt.NDArray[Any],
+        operation: Operation,
+        *,
+        returns: Returns,
     ) -> Any:
-        """Implement the three methods above for valid nodes; see `reduce`."""
-        result, read = partial_weights(self.layout, ws, nodes, operation)
-        single = np.ndim(ws) == 1
-        return read.deliver(result[0] if single else result, returns)
+        """Implement the three methods above."""
+        check_returns(returns)
+        valid = self._valid(nodes)
+        rows = read_rows(ws, self.layout.n_tokens, (1, 2))
+        values = self.reduce_nodes(rows, valid, operation)
+        return delivered(values[0] if np.ndim(ws) == 1 else values, returns, rows)
+
+    def reduce_nodes(
+        self, rows: Rows, nodes: npt.NDArray[np.int64], operation: Operation
+    ) -> Rows:
+        """Reduce rows over some nodes that exist, `(rows, len(nodes))`; see `reduce_rows`."""
+        return partial_weights(self.layout, rows, nodes, operation)
 
     def _valid(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         chosen = np.asarray(nodes)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from genlm.core.base.errors import WeightsError
 from genlm.core.base.validation import checked_integer
 from genlm.core.trie.navigation import Navigation
-from genlm.core.trie.weights import Weights
+from genlm.core.trie.weights import numpy_rows, read_rows
 
 __all__ = ["VisibleNode", "dot_source", "node_values", "visible_tree"]
 
@@ -56,8 +56,8 @@ def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
         )
         return below
     try:
-        given: npt.NDArray[np.float64] = Weights.of(ws, len(trie)).rows[0].astype(np.float64)
-        return given
+        given: npt.NDArray[np.float64] = numpy_rows(read_rows(ws, len(trie), (1,)))[0]
+        return given.astype(np.float64)
     except WeightsError as error:
         raise WeightsError(
             f"one weight for each of the {len(trie)} nodes, as weight_sum returns them",

@@ -1,4 +1,4 @@
-"""Conversion of weights to numpy and of results to numpy or torch.
+"""Weights of tokens as rows, and results as numpy or torch.
 
 torch is imported only when a caller passes a tensor or requests one.
 """
@@ -6,18 +6,22 @@ torch is imported only when a caller passes a tensor or requests one.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.errors import WeightsError
 
-__all__ = ["Returns", "Weights", "check_returns"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Returns", "Rows", "check_returns", "delivered", "numpy_rows", "read_rows"]
 
 Returns = Literal["numpy", "torch"]
 """Type of a result: a numpy array, or a torch tensor on the device of the weights."""
+
+Rows: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 
 
 def check_returns(returns: Returns) -> None:
@@ -26,85 +30,75 @@ def check_returns(returns: Returns) -> None:
         raise ValueError(f"returns={returns!r}: expected one of {get_args(Returns)}")
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Weights of tokens as numpy rows of float32 or float64.
+def read_rows(ws: Any, n_tokens: int, dimensions: tuple[int, ...]) -> Rows:
+    """Check weights and return them as rows, in their own dtype and on their device.
 
-    Attributes:
-        rows: Shape `(rows, columns)`; may share memory with the caller's weights, so it
-            must not be written to.
-        device: The torch device of the caller's weights, None for numpy.
+    Args:
+        ws: A numpy array, a torch tensor or a sequence of numbers or rows. Rows of several
+            devices are copied to the host.
+        n_tokens: The required number of columns.
+        dimensions: The allowed numbers of dimensions.
+
+    Returns:
+        Real numbers, `(rows, n_tokens)`; may share memory with `ws`.
+
+    Raises:
+        WeightsError: The weights have another shape, or are not real numbers.
     """
-
-    rows: npt.NDArray[np.floating[Any]]
-    device: Any = None
-
-    @classmethod
-    def of(cls, ws: Any, n_tokens: int) -> Weights:
-        """Read one row of weights.
-
-        float64 and integers become float64; float32, bfloat16 and float16 become float32.
-
-        Args:
-            ws: A numpy array, a torch tensor or a sequence of numbers, `(n_tokens,)`.
-            n_tokens: The required length.
-
-        Raises:
-            WeightsError: The weights have another shape, or are not real numbers.
-        """
-        return cls._read(_array_like(ws), n_tokens, (1,))
-
-    @classmethod
-    def of_batch(cls, ws: Any, n_tokens: int) -> Weights:
-        """Read rows of weights, `(rows, n_tokens)` or a sequence of rows; see `of`."""
-        if isinstance(ws, list | tuple):
-            ws = _stacked(ws, n_tokens)
-        return cls._read(_array_like(ws), n_tokens, (2,))
-
-    @classmethod
-    def of_tokens(cls, ws: Any, n_tokens: int, tokens: npt.NDArray[np.int64]) -> Weights:
-        """Read and convert only the weights of some tokens, from one row or several."""
-        return cls._read(_array_like(ws), n_tokens, (1, 2), tokens)
-
-    @classmethod
-    def _read(
-        cls,
-        ws: Any,
-        n_tokens: int,
-        dimensions: tuple[int, ...],
-        tokens: npt.NDArray[np.int64] | None = None,
-    ) -> Weights:
-        shape = tuple(ws.shape)
-        if len(shape) not in dimensions or shape[-1] != n_tokens:
-            wanted = [("rows", n_tokens) if d == 2 else (n_tokens,) for d in dimensions]
-            raise WeightsError(
-                f"weights of shape {' or '.join(map(_shape, wanted))}", f"shape {_shape(shape)}"
-            )
-        if tokens is not None:
-            ws = ws[..., _on_device_of(ws, tokens)]
-        device, array = _as_numpy(ws)
-        floats = _floats(array)
-        return cls(floats if floats.ndim == 2 else floats[None], device)
-
-    def deliver(self, result: npt.NDArray[Any], returns: Returns) -> Any:
-        """Convert a result to the requested type."""
-        check_returns(returns)
-        if returns == "numpy":
-            return result
-        import torch
-
-        tensor = torch.from_numpy(result)
-        return tensor if self.device is None else tensor.to(self.device)
+    rows = _stacked(ws, n_tokens) if dimensions == (2,) and isinstance(ws, list | tuple) else ws
+    rows = _array_like(rows)
+    shape = tuple(rows.shape)
+    if len(shape) not in dimensions or shape[-1] != n_tokens:
+        wanted = [("rows", n_tokens) if d == 2 else (n_tokens,) for d in dimensions]
+        raise WeightsError(
+            f"weights of shape {' or '.join(map(_shape, wanted))}", f"shape {_shape(shape)}"
+        )
+    if rows.is_complex() if _is_tensor(rows) else rows.dtype.kind not in "fiub":
+        found = str(rows.dtype).removeprefix("torch.")
+        raise WeightsError("real numbers", f"values of type {found}")
+    checked: Rows = rows if rows.ndim == 2 else rows[None]
+    return checked
 
 
-def _is_tensor(value: Any) -> bool:
+def numpy_rows(
+    rows: Rows, columns: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.floating[Any]]:
+    """Convert rows, or only some of their columns, to numpy on the host.
+
+    float64 and integers become float64; float32, bfloat16 and float16 become float32.
+    """
+    if _is_tensor(rows):
+        if columns is not None:
+            import torch
+
+            rows = rows[:, torch.from_numpy(columns).to(rows.device)]
+        array = _on_host(rows)
+    else:
+        array = np.asarray(rows if columns is None else rows[:, columns])
+    small = array.dtype.kind == "f" and array.dtype.itemsize <= 4
+    return array.astype(np.float32 if small else np.float64, copy=False)
+
+
+def delivered(values: Rows, returns: Returns, rows: Rows) -> Any:
+    """Convert a result to the requested type; numpy goes to the device of the weights."""
+    if returns == "numpy":
+        return values.cpu().numpy() if _is_tensor(values) else values
+    if _is_tensor(values):
+        return values
+    import torch
+
+    tensor = torch.from_numpy(values)
+    return tensor.to(rows.device) if _is_tensor(rows) else tensor
+
+
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _array_like(ws: Any) -> Any:
-    if _is_tensor(ws) or isinstance(ws, np.ndarray):
-        return ws
+    if _is_tensor(ws):
+        return ws.detach()
     try:
         return np.asarray(ws)
     except ValueError as error:  # lists of unequal lengths
@@ -124,42 +118,18 @@ def _stacked(rows: list[Any] | tuple[Any, ...], n_tokens: int) -> Any:
             )
     if not rows:
         return np.empty((0, n_tokens))
-    if all(map(_is_tensor, arrays)):
+    if all(map(_is_tensor, arrays)) and len({row.device for row in arrays}) == 1:
         import torch
 
-        devices = sorted({str(row.device) for row in arrays})
-        if len(devices) > 1:
-            raise WeightsError(
-                "rows on one device (row.to(device) moves one)",
-                f"rows on {' and '.join(devices)}",
-            )
-        return torch.stack([row.detach() for row in arrays])
-    return np.stack([_as_numpy(row)[1] for row in arrays])
+        return torch.stack(arrays)
+    return np.stack([_on_host(row) if _is_tensor(row) else row for row in arrays])
 
 
-def _on_device_of(ws: Any, tokens: npt.NDArray[np.int64]) -> Any:
-    if not _is_tensor(ws):
-        return tokens
-    import torch
-
-    return torch.from_numpy(tokens).to(ws.device)
-
-
-def _as_numpy(ws: Any) -> tuple[Any, npt.NDArray[Any]]:
-    """The values as numpy, and the device of a tensor or None."""
-    if not _is_tensor(ws):
-        return None, ws
-    values = ws.detach()
+def _on_host(values: torch.Tensor) -> npt.NDArray[Any]:
     if values.is_floating_point() and values.element_size() < 4:
         values = values.float()  # numpy has no bfloat16
-    return ws.device, values.cpu().numpy()
-
-
-def _floats(array: npt.NDArray[Any]) -> npt.NDArray[np.floating[Any]]:
-    if array.dtype.kind not in "fiub":
-        raise WeightsError("real numbers", f"values of type {array.dtype}")
-    small = array.dtype.kind == "f" and array.dtype.itemsize <= 4
-    return array.astype(np.float32 if small else np.float64, copy=False)
+    array: npt.NDArray[Any] = values.cpu().numpy()
+    return array
 
 
 def _shape(shape: tuple[Any, ...]) -> str:

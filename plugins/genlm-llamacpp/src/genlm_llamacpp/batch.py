@@ -22,6 +22,7 @@ __all__ = [
     "TokenBatch",
     "build_batch",
     "common_length",
+    "ranges",
 ]
 
 Integers = NDArray[np.int64]
@@ -63,8 +64,7 @@ class Extensions:
     @property
     def positions(self) -> Integers:
         """The position of each of `token_ids` in its sequence."""
-        ends = np.cumsum(self.counts)
-        return np.arange(len(self.token_ids)) + np.repeat(self.lengths - ends, self.counts)
+        return ranges(self.starts, self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +158,19 @@ def _entries(rows: Extensions, *, shared: bool) -> Integers:
     new = counts - common
     begins = np.empty_like(counts)
     begins[order] = np.cumsum(new[order]) - new[order]
-    ends = np.cumsum(counts)
-    entries: Integers = np.arange(ends[-1]) + np.repeat(begins - common - ends + counts, counts)
+    entries = ranges(begins - common, counts)
+    offsets = np.cumsum(counts) - counts
     for before, row in itertools.pairwise(order) if common.any() else ():
-        own, source = int(ends[row] - counts[row]), int(ends[before] - counts[before])
+        own, source = offsets[row], offsets[before]
         entries[own : own + common[row]] = entries[source : source + common[row]]
     return entries
+
+
+def ranges(begins: Integers, counts: Integers) -> Integers:
+    """Return consecutive numbers from each of `begins` on, one range after the other."""
+    ends = np.cumsum(counts)
+    found: Integers = np.arange(ends[-1]) + np.repeat(begins - ends + counts, counts)
+    return found
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,16 @@ from genlm.plugin import (
     model_source,
     rows_from_logits,
 )
-from genlm.prefix import PieceScores, ScoredText, TextResult
+from genlm.prefix import PieceScores, ScoredText
 from genlm_llamacpp.adapters import Adapters
-from genlm_llamacpp.batch import Extensions, Integers, Logits, TokenBatch, build_batch
+from genlm_llamacpp.batch import (
+    Extensions,
+    Integers,
+    Logits,
+    TokenBatch,
+    build_batch,
+    ranges,
+)
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import parts_for
 from genlm_llamacpp.populations import HeldRows, held_rows
@@ -45,20 +52,6 @@ _MOST_OUTPUT_BYTES = 128 * 2**20
 _MOST_NEW_TOKENS = 32
 """Maximum number of new tokens of a row of a population. Rows with more are computed as single
 requests, which share the computation of common prefixes."""
-
-
-class _Request(NamedTuple):
-    """A sequence to compute.
-
-    Attributes:
-        tokens: The sequence.
-        first: First position whose logits are requested; all later ones are requested too.
-        members: Numbers of these logits for their receiver.
-    """
-
-    tokens: TokenSequence
-    first: int
-    members: Integers
 
 
 class LlamaCppEngine(BatchEngine):
@@ -201,33 +194,24 @@ class LlamaCppEngine(BatchEngine):
             Shape `(len(queries), vocabulary.size)`, float32.
         """
         self._prepare(queries)
-        logits = Logits(len(queries), self._context.n_logits)
-        requests = [
-            _Request(query.sequence, len(query) - 1, np.array([place]))
-            for place, query in enumerate(queries)
-        ]
-        self._compute(queries[0].adapter, requests, logits)
+        count = len(queries)
+        logits = Logits(count, self._context.n_logits)
+        sequences = [query.sequence for query in queries]
+        lasts = np.array([len(sequence) - 1 for sequence in sequences])
+        self._compute(queries[0].adapter, sequences, lasts, logits, np.arange(count))
         return rows_from_logits(torch.from_numpy(logits.values), self.vocabulary)
 
-    def score(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Score the targets of each query; all have the same adapter."""
-        return self._text_results(queries)
-
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Reduce the rows before the targets of each query; all have the same adapter."""
-        return self._text_results(queries)
-
-    def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
+        """Score the targets of queries, or reduce the rows before them; all have one adapter."""
         self._prepare(queries)
         texts = [ScoredText.of(query) for query in queries]
         scores = PieceScores(texts, self.vocabulary)
-        members = np.split(np.arange(len(scores.targets)), scores.ends[1:-1])
-        requests = [
-            _Request(text.sequence, text.first, own)
-            for text, own in zip(texts, members, strict=True)
-        ]
-        self._compute(queries[0].adapter, requests, scores)
+        sequences = [text.sequence for text in texts]
+        firsts = np.array([text.first for text in texts])
+        self._compute(queries[0].adapter, sequences, firsts, scores, scores.ends[:-1])
         return scores.results()
+
+    score = reduce_texts
 
     def submit_group(self, group: GroupQuery) -> None:
         """Accept the query of a population.
@@ -267,13 +251,10 @@ class LlamaCppEngine(BatchEngine):
             found = found[:0]
         others = np.delete(np.arange(len(wanted)), found)
         if len(others):
-            requests = [
-                _Request(lineage.sequence(int(row)), int(length) - 1, place)
-                for row, length, place in zip(
-                    wanted[others], lengths[others], others[:, None], strict=True
-                )
-            ]
-            numbers, versions = self._compute(group.adapter, requests, logits, marked=False)
+            sequences = [lineage.sequence(row) for row in wanted[others].tolist()]
+            numbers, versions = self._compute(
+                group.adapter, sequences, lengths[others] - 1, logits, others, marked=False
+            )
             held.set(wanted[others], numbers, versions, lengths[others])
         return GroupValues(torch.from_numpy(logits.values), are_logits=True)
 
@@ -425,44 +406,50 @@ class LlamaCppEngine(BatchEngine):
     def _compute(
         self,
         adapter: str | None,
-        requests: Sequence[_Request],
+        sequences: Sequence[TokenSequence],
+        firsts: Integers,
         receiver: Logits | PieceScores,
+        members: Integers,
         *,
         marked: bool = True,
     ) -> Integers:
-        """Compute requests in one batch, or in halves if there is no room for it.
+        """Compute sequences in one batch, or in halves if there is no room for it.
 
         Args:
             adapter: Adapter of all.
-            requests: At least one request.
+            sequences: At least one sequence.
+            firsts: First position of each whose logits are requested; those of all later ones
+                are requested too.
             receiver: Takes the logits.
-            marked: Whether the sequences of the requests are indexed by their keys.
+            members: The receiver's number of the first requested logits of each; the numbers of
+                the others follow it.
+            marked: Whether the sequences are indexed by their keys.
 
         Returns:
-            The sequence that held each request after its batch, and the version of that
-            sequence at that time, shape `(2, len(requests))`.
+            The number of llama.cpp's sequence that held each after its batch, and the version
+            of that sequence at that time, shape `(2, len(sequences))`.
         """
-        sequences = [request.tokens for request in requests]
-        firsts = np.array([request.first for request in requests])
-        members = np.concatenate([request.members for request in requests])
         rows = self._sequences.find(adapter, sequences, firsts)
         if self._run(adapter, rows, receiver, members):
             if marked:
                 self._sequences.mark(adapter, rows.numbers, sequences)
             return np.stack([rows.numbers, self._sequences.versions(rows.numbers)])
-        if len(requests) == 1:
+        middle = len(sequences) // 2
+        parts = [slice(middle), slice(middle, None)]
+        if not middle:
             if not self._sequences.drop_pinned():
                 raise EvaluationError(
                     f"a context of {len(sequences[0])} tokens does not fit into a cache of "
                     f"{self._context.n_cells} cells; raise n_ctx"
                 )
-            return self._compute(adapter, requests, receiver, marked=marked)
-        middle = len(requests) // 2
-        halves = [
-            self._compute(adapter, half, receiver, marked=marked)
-            for half in (requests[:middle], requests[middle:])
+            parts = [slice(None)]
+        found = [
+            self._compute(
+                adapter, sequences[part], firsts[part], receiver, members[part], marked=marked
+            )
+            for part in parts
         ]
-        return np.concatenate(halves, axis=1)
+        return np.concatenate(found, axis=1)
 
     def _run(
         self,
@@ -477,7 +464,7 @@ class LlamaCppEngine(BatchEngine):
             adapter: Adapter of all.
             rows: The sequences and their tokens.
             receiver: Takes the logits.
-            members: The receiver's numbers of all requested logits.
+            members: As in `_compute`.
 
         Returns:
             False if there is no room for them; only evictions have changed the state.
@@ -487,7 +474,7 @@ class LlamaCppEngine(BatchEngine):
         try:
             self._adapters.activate(adapter)
             batch = build_batch(rows, shared=self._context.shares_tokens)
-            receiver.expect(batch.results, members)
+            receiver.expect(batch.results, ranges(members, rows.lengths - rows.firsts))
             self._decode(batch, receiver)
         except BaseException as error:
             self._sequences.roll_back(rows)

@@ -202,7 +202,7 @@ class LlamaCppEngine(BatchEngine):
         return rows_from_logits(torch.from_numpy(logits.values), self.vocabulary)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Score the targets of queries, or reduce the rows before them; all have one adapter."""
+        """Score the targets of queries of one adapter, or reduce the rows before them."""
         self._prepare(queries)
         texts = [ScoredText.of(query) for query in queries]
         scores = PieceScores(texts, self.vocabulary)

@@ -237,7 +237,7 @@ def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_proces
 def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, reference, what):
     llm, engine, [actor] = in_process(replicas=1, ping_timeout_s=0.3)
     if what == "it hangs":
-        actor.held = {"configure", "ping"}
+        actor.held = {"configure", "notify"}
     else:
         actor.run(actor.replica._end(engine.driver.links[0].session)).result(60)
     assert _ended(llm.load_lora, poet, "poet") is None
@@ -297,12 +297,15 @@ def test_aborts_and_drops_that_are_lost_cost_no_request(in_process, reference):
     async def refuse(session, message):
         raise RuntimeError("lost")
 
-    actor.replica.notify, notify = refuse, actor.replica.notify
-    [link] = engine.driver.links
-    engine.driver.schedule(engine.driver._notify, link, ReplicaRequest(aborted=[10**6]))
-    while not any(method == "notify" for method, _ in actor.calls):
+    def abort():
+        engine.driver.links[0].aborted.append(10**6)
+        engine.driver._send()
+
+    actor.replica.exchange, exchange = refuse, actor.replica.exchange
+    engine.driver.schedule(abort)
+    while not any(method == "exchange" for method, _ in actor.calls):
         time.sleep(0.01)
-    actor.replica.notify = notify
+    actor.replica.exchange = exchange
     row = _ended(llm.next_token_logprobs_sync, [1, 2])
     torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
     assert engine.statistics()["replica 0: restarts"] == 0

@@ -28,8 +28,7 @@ from genlm.plugin import (
 )
 from genlm_ray.driver import Driver, ReplicaLink
 from genlm_ray.router import Router
-from genlm_ray.session import Session
-from genlm_ray.shared_engine import SharedEngine
+from genlm_ray.session import Session, SharedEngine
 from genlm_ray.wire import Generations, PlacedGeneration, packed_group, placed_sample
 
 TIMEOUT_S = 60
@@ -286,7 +285,7 @@ def test_groups_share_the_engine_and_own_reductions_run_on_another_thread(expand
             return super().compute(rows, row_of, members)
 
     async def main():
-        shared = SharedEngine(lambda: engine)
+        shared = SharedEngine(lambda: engine, None)
         session = Session("poet", shared, TIMEOUT_S)
         session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))], {})
         await session.changed.wait()
@@ -299,4 +298,4 @@ def test_groups_share_the_engine_and_own_reductions_run_on_another_thread(expand
     model = get_backend("reference")("demo")
     rows = model.evaluate([Query(i, ids) for i, ids in enumerate(sequences)])
     torch.testing.assert_close(result.columns[0], rows[:, -1] + torch.arange(3.0))
-    assert {name.rpartition("_")[0] for name in threads} == {"genlm-reductions"}
+    assert set(threads) == {"genlm-reductions"}

@@ -21,7 +21,7 @@ from genlm.plugin import (
     Query,
     TokenSequence,
 )
-from genlm_ray import replica, wire
+from genlm_ray import wire
 from genlm_ray.replica import Replica, ReplicaSpec, ServingLimits
 
 SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
@@ -33,7 +33,7 @@ def _run(main, **changes):
     async def run():
         served = Replica(dataclasses.replace(SPEC, **changes))
         try:
-            await main(served, (await served._loaded()).engine._engine)
+            await main(served, (await served._loaded()).engine.engine)
         finally:
             if served._supervisor is not None:
                 served._supervisor.cancel()
@@ -218,26 +218,3 @@ def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(mon
         served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_a_replica_ends_its_process_when_a_step_takes_too_long(monkeypatch):
-    ended = asyncio.Event()
-    causes = []
-
-    def end(cause):
-        causes.append(cause)
-        ended.set()
-
-    monkeypatch.setattr(replica, "_exit", end)
-
-    async def main(served, engine):
-        may_go_on = threading.Event()
-        engine.step = lambda: may_go_on.wait(60) and []
-        await served.attach("driver", "session", {}, [])
-        asking = asyncio.create_task(served.exchange("session", _request((1, 2))))
-        await ended.wait()
-        may_go_on.set()
-        asking.cancel()
-        assert "a step of the engine has taken" in str(causes[0])
-
-    _run(main, driver_timeout_s=1.0, step_timeout_s=0.1)

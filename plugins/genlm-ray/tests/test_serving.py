@@ -133,7 +133,7 @@ def test_pings_are_answered_beside_the_long_polls_of_150_drivers(address):
         endless = packed_queries([Query(0, (1, 2), outputs=(Endless(),))])
         polls = [actor.exchange.remote("session", endless)]
         polls += [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
-        ray.get(actor.ping.remote("session"), timeout=120)
+        ray.get(actor.notify.remote("session", ReplicaRequest()), timeout=120)
         assert not ray.wait(polls, num_returns=1, timeout=0)[0]
     finally:
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -365,7 +365,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     async def main():
         spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
         served = replica.Replica(spec)
-        engine = (await served._loaded()).engine._engine
+        engine = (await served._loaded()).engine.engine
 
         def refuse(*_):
             raise RuntimeError("no")

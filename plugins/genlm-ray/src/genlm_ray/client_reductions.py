@@ -1,47 +1,49 @@
-"""`ClientReductions`: computes the reductions that are a client's code.
+"""`ClientEngine`: computes the reductions that are a driver's code, on a thread of the driver.
 
 Such code may take any time, so it never runs on the engine's thread or the event loop. A thread
-cannot be ended: one that does not return keeps its CPU time, and its client gets no second
-thread. The rows of a text are computed and reduced in parts, one after the other, so that few
-are in memory.
+cannot be ended: one that does not return keeps its CPU time, and its driver gets no second
+thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import dataclasses
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable, Container, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from genlm.plugin import (
+    BatchEngine,
     Completion,
+    Engine,
     EvaluationError,
     GroupQuery,
     GroupReduction,
-    GroupResult,
+    GroupValues,
     PositionReduction,
     Query,
     Reduced,
     ReducedText,
     TokenSequence,
-    reduce_rows,
 )
 from genlm_ray.router import AnyQuery
-from genlm_ray.shared_engine import SHARED_ROWS
 
-__all__ = ["ClientReductions", "has_client_code"]
+__all__ = ["SHARED_ROWS", "ClientEngine", "has_client_code"]
+
+SHARED_ROWS = 64
+"""Maximum number of queries in the engine while several drivers have queries, and of rows in
+memory for the reductions of one driver."""
 
 _TRUSTED = ("genlm.core.", "genlm.engines.", "genlm_ray.")
 
 _TEXT_VALUES = 2**25
 """Maximum number of entries of the rows of a part of a text: 128 MiB. Fewer rows would cost an
 engine without a prefix cache more passes."""
-
-Compute = Callable[[AnyQuery], Awaitable[Any]]
 
 
 def has_client_code(query: AnyQuery) -> bool:
@@ -59,77 +61,67 @@ def _is_client_code(output: Any) -> bool:
     return _is_client_code(getattr(output, "reduction", None))  # perhaps within genlm's
 
 
-class ClientReductions:
-    """The reductions of one client, on a thread of their own.
+class ClientEngine(BatchEngine):
+    """Reduces rows that the replica's engine computes.
 
     Args:
-        compute: Returns the engine's result of a query, or raises its error.
-        vocab_size: Number of entries of a row.
-        timeout_s: Timeout of the reductions of a batch of rows or of a part of a text.
+        engine: That engine.
+        compute: Returns its results or exceptions of queries.
+        wanted: Has the ids of queries that were not aborted.
     """
 
-    def __init__(self, compute: Compute, vocab_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        compute: Callable[[Sequence[AnyQuery]], Coroutine[Any, Any, list[Any]]],
+        wanted: Container[int],
+    ) -> None:
+        self.vocabulary = engine.vocabulary
         self._compute = compute
-        self._timeout_s = None if timeout_s == float("inf") else timeout_s
-        self._text_rows = max(SHARED_ROWS, _TEXT_VALUES // vocab_size)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "genlm-reductions")
-        self._turn = asyncio.Lock()
-        # Rows wait for the thread in memory.
-        self._has_room = asyncio.Semaphore(SHARED_ROWS)
-        self._has_room_for_text = asyncio.Semaphore(2)
-        self._overdue: asyncio.Future[Any] | None = None
-        self._rows: dict[asyncio.Future[Reduced | Exception], tuple[Query, Any]] = {}
+        self._wanted = wanted
+        self._text_rows = max(SHARED_ROWS, _TEXT_VALUES // self.vocabulary.size)
+        self._began_s: float | None = None  # when the current reduction began
 
-    def close(self) -> None:
-        """End the thread once it returns."""
-        self._thread.shutdown(wait=False)
+    @property
+    def reduction_s(self) -> float:
+        """Elapsed time of the current reduction."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
-    async def reduced(self, query: AnyQuery) -> Completion:
-        """Compute a query and its reductions."""
-        async with self._has_room:
-            try:
-                self._raise_if_overdue()
-                result = await self._reduced(query)
-            except Exception as error:  # noqa: BLE001 - of the engine, or of the client's code
-                return Completion(query.query_id, error=error)
-        return Completion(query.query_id, result)
-
-    async def _reduced(self, query: AnyQuery) -> Any:
-        if isinstance(query, GroupQuery):
-            each = np.arange(len(query.wanted))
-            of_rows = dataclasses.replace(query, row_of=each, reduction=_DistinctRows())
-            rows = await self._compute(of_rows)
-            return await self._run(_reduced_group, query, rows)
-        if query.targets:
-            async with self._has_room_for_text:
-                return await self._reduced_text(query)
-        row = await self._compute(query.replace(outputs=(None,)))
-        future: asyncio.Future[Reduced | Exception] = asyncio.get_running_loop().create_future()
-        self._rows[future] = query, row
-        async with self._turn:
-            if not future.done():
-                await self._reduce_rows()
-        result = future.result()
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    async def _reduce_rows(self) -> None:
-        """Reduce all rows that have come meanwhile in one call."""
-        batch, self._rows = self._rows, {}
-        rows = torch.stack([row for _, row in batch.values()])
-        outputs = [query.outputs for query, _ in batch.values()]
+    def step(self) -> list[Completion]:
+        """Compute and reduce rows; the driver's code cannot end the thread."""
         try:
-            results = await self._call(reduce_rows, rows, outputs)
-        except asyncio.CancelledError:  # one query was aborted, the others wait for their turn
-            self._rows = batch | self._rows
+            return super().step()
+        except Exception:
             raise
-        except Exception as error:  # noqa: BLE001 - as in `reduced`
-            results = [error] * len(batch)
-        for future, result in zip(batch, results, strict=True):
-            future.set_result(result)
+        except BaseException as error:  # noqa: BLE001 - as the docstring says
+            raise EvaluationError(f"the reductions raised {type(error).__name__}") from None
+        finally:
+            self._began_s = None
 
-    async def _reduced_text(self, query: Query) -> Reduced:
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Choose so many queries that their rows fit in memory."""
+        return pending[:SHARED_ROWS]
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Return the rows of queries."""
+        return torch.stack(self._results([each.replace(outputs=(None,)) for each in queries]))
+
+    def evaluate_group(self, group: GroupQuery, places: npt.NDArray[np.int64]) -> GroupValues:
+        """Return rows of a population."""
+        each = np.arange(len(places))
+        [(columns, errors)] = self._results(
+            [replace(group, wanted=group.wanted[places], row_of=each, reduction=_Rows())]
+        )
+        if errors:
+            raise next(iter(errors.values()))
+        return GroupValues(columns[0], are_logits=False)
+
+    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
+        """Compute and reduce the rows of texts in parts, one after the other."""
+        return [self._reduced_text(query) for query in queries]
+
+    def _reduced_text(self, query: Query) -> Reduced | Exception:
         [output] = query.outputs
         assert isinstance(output, PositionReduction)  # noqa: S101 - others have no targets
         count, first = len(query.targets), len(query) - len(query.targets)
@@ -139,54 +131,29 @@ class ClientReductions:
             part = query.replace(
                 token_ids=TokenSequence.of(query.token_ids[: first + len(places) + begin]),
                 targets=query.targets[begin : begin + len(places)],
-                outputs=(PositionReduction(_DistinctRows()),),
+                outputs=(PositionReduction(_Rows()),),
             )
-            found = await self._compute(part)
-            [columns_of_rows] = found.values
-            if isinstance(columns_of_rows, Exception):
-                raise columns_of_rows
-            await self._run(columns.add, places, columns_of_rows[0])
-            if columns.has_failed:
+            try:
+                [(rows,)] = self._results([part])
+            except Exception as error:  # noqa: BLE001 - it fails this text alone
+                return error
+            columns.add(places, rows)
+            if columns.has_failed or query.query_id not in self._wanted:
                 break
-        result = columns.result()
-        if isinstance(result, Exception):
-            raise result
-        return result
+        return columns.result()
 
-    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        async with self._turn:
-            return await self._call(function, *arguments)
-
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the client's thread, which no other call uses."""
-        self._raise_if_overdue()
-        call = asyncio.get_running_loop().run_in_executor(
-            self._thread, _called, function, arguments
-        )
-        await asyncio.wait([call], timeout=self._timeout_s)
-        if not call.done():
-            self._overdue = call
-            self._raise_if_overdue()
-        return call.result()
-
-    def _raise_if_overdue(self) -> None:
-        if self._overdue is not None and not self._overdue.done():
-            raise EvaluationError(
-                f"a reduction of this program has run for more than {self._timeout_s:g} s in a "
-                f"replica; until it returns, no other reduction of its own is computed there"
-            )
+    def _results(self, queries: Sequence[AnyQuery]) -> list[Any]:
+        """Return the results of queries, or raise the exception of one of them."""
+        self._began_s = None
+        results = asyncio.run(self._compute(queries))
+        self._began_s = time.monotonic()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
 
 
-def _called(function: Callable[..., Any], arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except Exception:
-        raise
-    except BaseException as error:  # noqa: BLE001 - a client must not end the replica
-        raise EvaluationError(f"the reductions raised {type(error).__name__}") from None
-
-
-class _DistinctRows(GroupReduction):
+class _Rows(GroupReduction):
     """The rows themselves: one column, shape `(n, vocab_size)`."""
 
     def compute(
@@ -194,19 +161,3 @@ class _DistinctRows(GroupReduction):
     ) -> tuple[torch.Tensor, ...]:
         del members
         return (rows[row_of.to(rows.device)],)
-
-
-def _reduced_group(group: GroupQuery, rows: GroupResult) -> GroupResult:
-    """Reduce the computed rows of a group."""
-    if not rows.columns:
-        return rows
-    members = np.argsort(group.row_of, kind="stable")
-    members = members[~np.isin(group.row_of[members], list(rows.errors))]
-    row_of = torch.from_numpy(group.row_of[members])
-    places = torch.from_numpy(members)
-    columns = []
-    for part in group.reduction.compute(rows.columns[0], row_of, places):
-        column = part.new_empty((len(group.row_of), *part.shape[1:]))
-        column[places.to(part.device)] = part
-        columns.append(column)
-    return GroupResult(tuple(columns), rows.errors)

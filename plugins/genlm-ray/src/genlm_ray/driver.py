@@ -85,6 +85,7 @@ class ReplicaLink:
         lost: Finished with the reason when the session is lost.
         calls: Number of unanswered messages of the session.
         pending_queries: Maximum number of queries that the replica accepts at a time.
+        aborted: Ids of its queries that were aborted.
         dropped: Numbers of generations that programs have dropped, on any thread.
         released: Contexts that the program has dropped.
         is_dead: Whether the replica is lost for good.
@@ -98,6 +99,7 @@ class ReplicaLink:
     lost: asyncio.Future[BaseException]
     calls: int
     pending_queries: int
+    aborted: list[int]
     dropped: deque[int]
     released: list[tuple[str | None, TokenSequence]]
 
@@ -111,11 +113,22 @@ class ReplicaLink:
         """Use a session that the replica has begun."""
         self.number, self.calls = number, 0
         self.lost = asyncio.get_running_loop().create_future()
-        self.dropped, self.released = deque(), []
+        self.aborted, self.dropped, self.released = [], deque(), []
         self.pid = description["pid"]
         self.pending_queries = description["pending_queries"]
         self.store(description["statistics"])
         self.session = session
+
+    def packed(self, queries: Sequence[Query]) -> ReplicaRequest:
+        """Pack a message with queries and with what was aborted, dropped and released."""
+        request = packed_queries(queries)
+        request.aborted, self.aborted = self.aborted, []
+        request.dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        if self.released:
+            adapters, sequences = zip(*self.released, strict=True)
+            request.released = list(adapters), pack_sequences(sequences)
+            self.released = []
+        return request
 
     def lose(self, error: BaseException) -> None:
         """Have the replica's task end the session."""
@@ -260,7 +273,7 @@ class Driver:
         routed = self.router.finished(query_id)
         link = None if routed is None else self._up.get(routed.replica)
         if link is not None:
-            self._notify(link, ReplicaRequest(aborted=[query_id]))
+            link.aborted.append(query_id)
             self._send()
 
     def release(self, adapter: str | None, key: bytes) -> None:
@@ -282,17 +295,16 @@ class Driver:
         )
         for number, link in free.items():
             routed = taken.get(number, [])
-            if routed or (not link.calls and self.router.in_flight(number)):
+            if routed or link.aborted or (not link.calls and self.router.in_flight(number)):
                 self._exchange(link, routed)
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
         """Send queries, or none, and receive completions."""
         session = link.session
-        request = packed_queries([r.query for r in routed if isinstance(r.query, Query)])
+        request = link.packed([r.query for r in routed if isinstance(r.query, Query)])
         request.groups = [
             self._packed(link, each) for each in routed if isinstance(each.query, GroupQuery)
         ]
-        self._add_dropped(link, request)
         link.calls += 1
         try:
             call = link.call("exchange", session, request)
@@ -317,23 +329,6 @@ class Driver:
         assert placed is not None  # noqa: S101 - one of them is there
         sampled = -1 if routed.sampled is None else routed.sampled.number
         return packed_group(group, placed.number, known, sampled)
-
-    def _add_dropped(self, link: ReplicaLink, request: ReplicaRequest) -> None:
-        request.dropped = [link.dropped.popleft() for _ in range(len(link.dropped))]
-        if link.released:
-            adapters, sequences = zip(*link.released, strict=True)
-            request.released = list(adapters), pack_sequences(sequences)
-            link.released = []
-
-    def _notify(self, link: ReplicaLink, request: ReplicaRequest) -> None:
-        """Send a message without reply. If it is lost, the replica computes in vain."""
-        self._add_dropped(link, request)
-        try:
-            call = link.call("notify", link.session, request)
-        except Exception as error:  # noqa: BLE001 - as in `_exchange`
-            link.lose(error)
-            return
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _receive(
         self,
@@ -509,7 +504,7 @@ class Driver:
     async def _until_lost(self, link: ReplicaLink) -> BaseException:
         """Ping a replica until its session is lost; return the reason."""
         while not link.lost.done():
-            ping = asyncio.ensure_future(link.call("ping", link.session))
+            ping = asyncio.ensure_future(link.call("notify", link.session, link.packed([])))
             await asyncio.wait(
                 [ping, link.lost],
                 timeout=self._ping_timeout_s,
@@ -523,8 +518,6 @@ class Driver:
                 link.lose(error)
             else:
                 await asyncio.wait([link.lost], timeout=_PING_S)
-                if not link.lost.done() and (link.dropped or link.released):
-                    self._notify(link, ReplicaRequest())
         return link.lost.result()
 
     def _lose(self, link: ReplicaLink, error: BaseException) -> None:

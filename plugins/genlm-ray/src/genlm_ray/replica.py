@@ -1,7 +1,7 @@
 """`Replica`: the Ray actor that owns an engine and serves its drivers.
 
-Its methods run on the actor's event loop, not on the engine's thread, so that it answers `ping`
-while the engine steps. It supervises itself: it ends its process when a step takes too long,
+Its methods run on the actor's event loop, not on the engine's thread, so that it answers while
+the engine steps. Its process ends when a step takes too long or the engine's thread has ended,
 and Ray starts another. Ray starts the calls of an asynchronous actor in any order, so a message
 refers only to what the replica has answered.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import faulthandler
 import functools
 import gc
 import importlib.metadata
@@ -38,8 +37,7 @@ from genlm.plugin import (
     get_backend,
     picklable_error,
 )
-from genlm_ray.session import Prefix, Session
-from genlm_ray.shared_engine import SharedEngine
+from genlm_ray.session import Prefix, Session, SharedEngine
 from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpacked_queries
 
 __all__ = [
@@ -53,9 +51,6 @@ __all__ = [
 
 logger = logging.getLogger("genlm.ray")
 
-
-_GRACE_S = 10.0
-"""Delay after which the process is ended if this module's check does not run."""
 
 _COMPARED = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
 
@@ -158,11 +153,13 @@ class Replica:
         self._last_statistics: dict[str, Any] = {}
         self._own_adapters: tuple[str, ...] = ()
         self._supervisor: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
         # Of adapters and prefixes: a driver's next session waits until the last is freed.
         self._loading = asyncio.Lock()
+        is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
         loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
-        self._built = loading.submit(SharedEngine, self._build)
+        self._built = loading.submit(
+            SharedEngine, self._build, spec.step_timeout_s if is_actor else None
+        )
         loading.shutdown(wait=False)
 
     def _build(self) -> Engine:
@@ -245,16 +242,11 @@ class Replica:
         return None
 
     async def notify(self, session: str, message: ReplicaRequest) -> None:
-        """Take a message without waiting for queries."""
+        """Take a message without waiting for queries; it also shows that the driver lives."""
         state = self._sessions.get(session)
         if state is not None:
             state.seen_s = time.monotonic()
             self._take(state, message)
-
-    async def ping(self, session: str) -> None:
-        """Record that the driver lives; the reply shows that this process responds."""
-        if session in self._sessions:
-            self._sessions[session].seen_s = time.monotonic()
 
     async def detach(self, session: str) -> None:
         """End a session: drop its queries and its adapters."""
@@ -458,25 +450,14 @@ class Replica:
                     logger.exception("freeing the prefixes of a program raised")
 
     async def _supervise(self) -> None:
-        """End silent sessions, and the process whose engine hangs or has ended."""
-        spec = self._spec
-        guards_process = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
+        """End silent sessions, and the process whose engine has ended."""
+        timeout_s = self._spec.driver_timeout_s
         while True:
-            if guards_process:  # if this loop hangs as well, a thread without the GIL acts
-                faulthandler.dump_traceback_later(
-                    spec.step_timeout_s + _GRACE_S, exit=True, file=2
-                )
-            await asyncio.sleep(min(1.0, spec.driver_timeout_s / 4))
+            await asyncio.sleep(min(1.0, timeout_s / 4))
             self._exit_with_engine()
-            step_s = self._shared.step_seconds
-            if step_s > spec.step_timeout_s:
-                _exit(TimeoutError(f"a step of the engine has taken {step_s:.0f} s"))
-            oldest_s = time.monotonic() - spec.driver_timeout_s
+            oldest_s = time.monotonic() - timeout_s
             for name in [k for k, each in self._sessions.items() if each.seen_s < oldest_s]:
-                # Not awaited: freeing adapters waits for the step that is watched here.
-                ending = asyncio.create_task(self._end(name))
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
+                await self._end(name)
 
     def _exit_with_engine(self) -> None:
         """End the process of an engine whose thread has ended: Ray starts another."""

@@ -136,7 +136,9 @@ def selections(size: int, rounds: int, samples: dict[str, list[float]]) -> None:
             elapsed, expected = timed(lambda k=k, p=p: sorted_draws(logprobs, numbers, k, p))
             samples.setdefault(f"draws, {what}, V={size} loop, sort", []).append(elapsed)
             elapsed, drawn = timed(
-                lambda k=k, p=p: batch_draw(logprobs, numbers, top_k=k, top_p=p)
+                lambda k=k, p=p: batch_draw(
+                    logprobs, numbers, RowWeights(logprobs.shape, top_k=k, top_p=p)
+                )
             )
             samples.setdefault(f"draws, {what}, V={size} batch_draw", []).append(elapsed)
             assert sum(map(int.__ne__, drawn.token_ids.tolist(), expected)) <= FEW // 50

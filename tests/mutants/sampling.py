@@ -28,19 +28,19 @@ def temperature_ignored(temperatures):
 def temperature_multiplies(weights):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
-    def broken(shape, masks=None, temperature=()):
+    def broken(shape, masks=None, temperature=(), **limits):
         inverse = [1 / t if t else 0 for t in temperature]
-        return weights(shape, masks, temperature=inverse or 1.0)
+        return weights(shape, masks, temperature=inverse or 1.0, **limits)
 
     return broken
 
 
 @core_mutant(
-    genlm.core.rows.reductions, "batch_draw", killed_by="equal-seeds-draw-equal-tokens"
+    genlm.core.rows.reductions, "RowWeights", killed_by="equal-seeds-draw-equal-tokens"
 )
-def top_tokens_only(batch_draw):
+def top_tokens_only(weights):
     """Draws among the three most likely tokens."""
-    return lambda *arguments, **options: batch_draw(*arguments, **(options | {"top_k": 3}))
+    return lambda *arguments, **options: weights(*arguments, **(options | {"top_k": 3}))
 
 
 @core_mutant(MemberRuns, "add", killed_by="equal-seeds-draw-equal-tokens")

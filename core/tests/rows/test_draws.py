@@ -38,11 +38,9 @@ NUMBERS = uniforms(1, np.arange(COUNT), 0)
 
 
 def weights_of(
-    rows: torch.Tensor, masks: Any, index: Any, temperature: Any = 1.0, bias: Any = None
+    rows: torch.Tensor, masks: Any, index: Any, bias: Any = None, **settings: Any
 ) -> RowWeights:
-    return RowWeights(
-        rows.shape, masks, index, temperature=temperature, bias=0.0 if bias is None else bias
-    )
+    return RowWeights(rows.shape, masks, index, bias=0.0 if bias is None else bias, **settings)
 
 
 def batch_draw(
@@ -50,13 +48,9 @@ def batch_draw(
     numbers: Any,
     masks: Any = None,
     index: Any = None,
-    *,
-    top_k: Any = None,
-    top_p: Any = None,
     **settings: Any,
 ) -> DrawnTokens:
-    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
-    return draws.batch_draw(rows, numbers, weights_of(rows, masks, index, **settings), **limits)
+    return draws.batch_draw(rows, numbers, weights_of(rows, masks, index, **settings))
 
 
 def batch_draw_without_replacement(

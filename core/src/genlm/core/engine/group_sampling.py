@@ -61,9 +61,7 @@ class GroupSampling:
         places: The sequence of the query's generation that each member has, shape `(n,)`.
         finished: Members that draw nothing, shape `(n,)`.
         max_tokens: Maximum number of tokens of each member, shape `(n,)`.
-        weights: The temperature of each member.
-        top_k: Draw from the k most likely tokens; None for all.
-        top_p: Draw from the fewest tokens that have this share of the probability.
+        weights: Temperature, top-k and top-p, the last two the same for all members.
         seeds: Seed of each member's random numbers, shape `(n,)`.
         step: Position of the first token in the streams of random numbers.
         stop_ids: A member is finished with a token of these ids.
@@ -75,17 +73,15 @@ class GroupSampling:
     finished: npt.NDArray[np.bool_]
     max_tokens: Integers64
     weights: RowWeights
-    top_k: int | None
-    top_p: float
     seeds: Integers64
     step: int
-    stop_ids: Integers64
+    stop_ids: frozenset[int]
     stop_texts: tuple[bytes, ...]
 
     def draws(self, members: Integers64, token: int) -> DrawColumns:
         """Return the reduction that draws a token, counted from 0, of some members."""
         numbers = stream_uniforms(self.seeds[members], [self.step + token])
-        return DrawColumns(self.weights.of(members), numbers, self.top_k, self.top_p)
+        return DrawColumns(self.weights.of(members), numbers)
 
 
 class SampledGroup(NamedTuple):
@@ -132,6 +128,7 @@ class SamplingRun:
         self._places = self._sampling.places
         self._finished = self._sampling.finished
         self._row_of = self._places
+        self._stop_ids = np.array(sorted(self._sampling.stop_ids), np.int64)
         self._tails = [b""] * len(self._places)
         self._columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._active = self._unfinished()
@@ -178,7 +175,7 @@ class SamplingRun:
         self._columns.append((token_ids, logprobs, draw_logprob))
         new = token_ids.numpy()
         self._generation, self._places = self._generation.extended(self._places, new[:, None])
-        ends = np.isin(new, self._sampling.stop_ids)
+        ends = np.isin(new, self._stop_ids)
         if self._sampling.stop_texts:
             ends |= self._completed(new)
         self._finished = self._finished | ends
@@ -234,8 +231,8 @@ class MemberRuns:
         self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
         self._seeds: list[int] = sampling.seeds.tolist()
         self._temperatures: list[float] = sampling.weights.temperatures.tolist()
+        self._top_k_and_p = int(sampling.weights.top_k), float(sampling.weights.top_p)
         self._limits: list[int] = sampling.max_tokens.tolist()
-        self._stop_ids = frozenset(sampling.stop_ids.tolist())
         self._finished: list[bool] = sampling.finished.tolist()
         self._drawn: list[list[DrawnToken]] = [[] for _ in self._sequences]
         self._tails = [b""] * len(self._sequences)
@@ -263,7 +260,7 @@ class MemberRuns:
         drawn.append(answer)
         token_id = answer.token_id
         self._sequences[member] = TokenSequence.of([token_id], self._sequences[member])
-        is_finished = token_id in self._stop_ids
+        is_finished = token_id in sampling.stop_ids
         if sampling.stop_texts:
             text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_id])
             is_complete, self._tails[member] = search_stop(text, sampling.stop_texts)
@@ -300,13 +297,8 @@ class MemberRuns:
             self._errors[member] = ContextLengthError(len(sequence), self._max_context)
             return None
         position = sampling.step + len(self._drawn[member])
-        draw = Draw(
-            stream_uniform(self._seeds[member], position),
-            self._temperatures[member],
-            None,
-            sampling.top_k,
-            sampling.top_p,
-        )
+        uniform = stream_uniform(self._seeds[member], position)
+        draw = Draw(uniform, self._temperatures[member], None, *self._top_k_and_p)
         return member, sequence, draw
 
     def _computed(self) -> Generation:

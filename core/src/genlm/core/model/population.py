@@ -7,6 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from genlm.core.base.blocking import blocking
@@ -32,7 +33,6 @@ from genlm.core.rows.group_reductions import (
     DrawColumns,
     MassColumns,
     Rows,
-    SeveralDrawColumns,
     TokenColumns,
     TopColumns,
     checked_reduction,
@@ -200,7 +200,7 @@ class Population(Members):
             Log masses, shape `(n,)`, float32, in main memory; `-inf` for a member with an
             empty mask, 0 for a finished member.
         """
-        settings = self._settings(masks, mask_index, 1.0, bias)
+        settings = self._settings(masks, mask_index, bias=bias)
         found = settings.log_mass
         if len(settings.active):
             [mass] = await self._reduced(MassColumns(settings.weights), settings.active)
@@ -258,11 +258,12 @@ class Population(Members):
             TypeError: A temperature or bias is not numeric.
             PopulationError: As `next_token_logprobs`, or a bias is NaN or infinite.
         """
-        settings = self._settings(masks, mask_index, temperature, bias)
         k, share = checked_top_k(top_k, self._lm.vocabulary.size), checked_share(top_p)
+        settings = self._settings(
+            masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
+        )
         numbers = uniforms(_checked_seed(seed), settings.active, self._step)
-        reduction = DrawColumns(settings.weights, numbers, k, share)
-        return await self._drawn(reduction, settings, (len(self),))
+        return await self._drawn(settings, numbers)
 
     draw_sync = blocking(draw)
 
@@ -296,15 +297,14 @@ class Population(Members):
             drawing these tokens in this order.
         """
         count = checked_integer("k", k, 1)
-        settings = self._settings(masks, mask_index, temperature, bias)
+        settings = self._settings(masks, mask_index, temperature=temperature, bias=bias)
         if settings.weights.is_greedy:
             raise ValueError(
                 "draws without replacement need a temperature above 0; top_tokens returns the "
                 "most likely tokens"
             )
         numbers = uniforms(_checked_seed(seed), settings.active, self._step, count)
-        reduction = SeveralDrawColumns(settings.weights, numbers)
-        return await self._drawn(reduction, settings, (len(self), count))
+        return await self._drawn(settings, numbers)
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
 
@@ -339,18 +339,16 @@ class Population(Members):
         """
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_integer("max_tokens", max_tokens, 0)
-        ids, texts = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
+        ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
+        k, share = checked_top_k(top_k, size), checked_share(top_p)
         sampling = GroupSampling(
             self._places,
             self._finished,
             np.full(count, limit),
-            RowWeights((count, size), temperature=temperature),
-            checked_top_k(top_k, size),
-            checked_share(top_p),
+            RowWeights((count, size), temperature=temperature, top_k=k, top_p=share),
             np.array(stream_seeds(_checked_seed(seed), count), np.int64),
             self._step,
-            np.array(sorted(ids), np.int64),
-            texts,
+            *ends,
         )
         active = np.flatnonzero(~self._finished)
         if not len(active) or not limit:
@@ -412,10 +410,17 @@ class Population(Members):
     # -- internals --------------------------------------------------------------------
 
     async def _drawn(
-        self, reduction: GroupReduction, settings: _Settings, shape: tuple[int, ...]
+        self, settings: _Settings, numbers: npt.NDArray[np.float64]
     ) -> DrawnTokens:
-        """Draw for the active members, and return the draws of all members."""
+        """Draw for the active members with a random number or several of each.
+
+        Returns the draws of all members.
+        """
         active, log_mass = settings.active, settings.log_mass
+        reduction, shape = (
+            DrawColumns(settings.weights, numbers),
+            (len(self), *numbers.shape[1:]),
+        )
         columns = await self._reduced(reduction, active) if len(active) else ()
         if columns:
             self._refuse_masses(columns[2], active)
@@ -472,13 +477,9 @@ class Population(Members):
         return answer
 
     def _settings(
-        self,
-        masks: MasksLike | None,
-        mask_index: ArrayLike | None,
-        temperature: ArrayLike,
-        bias: ArrayLike,
+        self, masks: MasksLike | None, mask_index: ArrayLike | None, **options: Any
     ) -> _Settings:
-        """Check the arguments of a draw, and select the active members."""
+        """Check the arguments of a draw, of which `options` are those of `RowWeights`."""
         count, size = len(self), self._lm.vocabulary.size
         index = None if mask_index is None else checked_array(mask_index, "mask_index")
         if masks is None and index is not None:
@@ -491,7 +492,7 @@ class Population(Members):
             log_mass[torch.from_numpy(dead)] = -math.inf
             active &= ~dead
         members = np.flatnonzero(active)
-        weights = RowWeights((count, size), rows, temperature=temperature, bias=bias)
+        weights = RowWeights((count, size), rows, **options)
         if len(members) < count:
             weights = weights.of(members)
         return _Settings(members, log_mass, weights)

@@ -258,13 +258,13 @@ class SampleMethods:
             places,
             np.zeros(count, bool),
             limits,
-            RowWeights((count, self.vocabulary.size), temperature=options.temperature),
-            options.top_k,
-            options.top_p,
-            seeds,
-            0,
-            np.array(sorted(options.stop_ids), np.int64),
-            options.stop_texts,
+            RowWeights(
+                (count, self.vocabulary.size),
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+            ),
+            *(seeds, 0, options.stop_ids, options.stop_texts),
         )
         wanted, row_of = distinct_sequences(
             generation.lineage, places, None, max_context=self.max_context

@@ -68,30 +68,22 @@ def batch_draw(
     uniforms: Numbers,
     weights: RowWeights | None = None,
     *,
-    top_k: int | Sequence[int | None] | None = None,
-    top_p: float | Sequence[float] | None = None,
     row_of: torch.Tensor | None = None,
 ) -> DrawnTokens:
     """Draw a token from each row, with probability proportional to its weight.
 
-    Weights are those of `RowWeights`, and 0 outside top-k and top-p. A row without any token
-    that may be drawn has token -1, and `-inf` for the other entries.
+    A row without any token that may be drawn has token -1, and `-inf` for the other entries.
 
     Args:
         rows: Log-probabilities, shape `(n, vocab_size)`, float32, on any device; not changed.
         uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
             float64.
-        weights: Masks, temperatures and biases; None for the unchanged probabilities.
-        top_k: Number of tokens with the largest weights to which draws are limited; ties in
-            ascending order of ids. One number for all rows or one per row, None for no limit.
-        top_p: Share of the sum after top-k, in (0, 1], to which the tokens with the largest
-            weights are limited. One number for all rows or one per row.
+        weights: Weights of the tokens; None for the unchanged probabilities.
         row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
             from several times or not at all; by default draw i is from row i.
     """
     weights = weights or RowWeights(rows.shape)
     numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
-    limits = _limits(top_k, top_p, len(rows), rows.shape[1])
     parts = []
     for part in weights.parts(rows):
         own, here = part.places, None
@@ -99,7 +91,7 @@ def batch_draw(
             ends = torch.tensor([own.start, own.stop])
             own = slice(*torch.searchsorted(row_of, ends).tolist())
             here = moved(row_of[own] - part.places.start, rows.device)
-        parts.append(_drawn(part, numbers[own], limits, here))
+        parts.append(_drawn(part, numbers[own], here))
     return _joined(parts, rows, ())
 
 
@@ -149,24 +141,6 @@ def batch_log_mass(
     weights = weights or RowWeights(rows.shape)
     parts = [_weighted(part).log_mass for part in weights.parts(rows)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
-
-
-class _Limits(NamedTuple):
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-
-
-def _limits(top_k: Any, top_p: Any, count: int, size: int) -> _Limits | None:
-    """Return top-k and top-p of each row; None if no row has any."""
-    if top_k is None and top_p is None:
-        return None
-    ks = [top_k] if top_k is None or isinstance(top_k, int) else top_k
-    ps = [top_p] if top_p is None or isinstance(top_p, (int, float)) else top_p
-    k = np.array([size if each is None else min(each, size) for each in ks], np.int64)
-    p = np.array([1.0 if each is None else each for each in ps], np.float64)
-    if (k == size).all() and (p >= 1).all():
-        return None
-    return _Limits(np.broadcast_to(k, (count,)), np.broadcast_to(p, (count,)))
 
 
 def _numbers(values: Numbers, count: int, ndim: int) -> torch.Tensor:
@@ -279,9 +253,7 @@ def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> to
     return shifted.div_(by[:, None])
 
 
-def _drawn(
-    part: RowPart, uniforms: torch.Tensor, limits: _Limits | None, row_of: torch.Tensor | None
-) -> DrawnTokens:
+def _drawn(part: RowPart, uniforms: torch.Tensor, row_of: torch.Tensor | None) -> DrawnTokens:
     rows = part.rows
     is_greedy = part.temperatures == 0
     if is_greedy.all() and part.factors is None and part.bias is None:
@@ -290,14 +262,12 @@ def _drawn(
         best = _found(rows, rows.argmax(-1), log_mass, certain)
         return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
     scores, weights, sums, log_mass = _weighted(part)
-    if limits is not None:
-        top_k, top_p = limits.top_k[part.places], limits.top_p[part.places]
-        chosen = np.flatnonzero(~is_greedy & ((top_k < rows.shape[1]) | (top_p < 1)))
-        if len(chosen):
-            places = moved(torch.from_numpy(chosen), rows.device)
-            kept = truncated(weights[places], top_k[chosen], top_p[chosen])
-            weights[places] = kept
-            sums[places.to(sums.device)] = block_sums(kept)
+    limited = ~is_greedy & ((part.top_k < rows.shape[1]) | (part.top_p < 1))
+    if limited.any():
+        places = moved(torch.from_numpy(np.flatnonzero(limited)), rows.device)
+        kept = truncated(weights[places], part.top_k[limited], part.top_p[limited])
+        weights[places] = kept
+        sums[places.to(sums.device)] = block_sums(kept)
     if is_greedy.any():
         places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), rows.device)
         best_ids = _masked_scores(scores, part.factors, places).argmax(-1)

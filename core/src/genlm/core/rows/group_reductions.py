@@ -22,7 +22,6 @@ __all__ = [
     "DrawColumns",
     "MassColumns",
     "Rows",
-    "SeveralDrawColumns",
     "SharedReduction",
     "TokenColumns",
     "TopColumns",
@@ -168,48 +167,12 @@ class MassColumns(_Weighted):
 
 
 class DrawColumns(_Weighted):
-    """A token for each member: the columns of `DrawnTokens`, each of shape `(n,)`.
+    """A token for each member, or several different ones: the columns of `DrawnTokens`.
 
     Args:
-        weights: Masks, temperature and bias of each member.
-        uniforms: The randomness: a number in [0, 1) for each member, shape `(n,)`.
-        top_k: Draw from the k most likely tokens; None for all.
-        top_p: Draw from the fewest tokens that have this share of the probability.
-    """
-
-    def __init__(
-        self,
-        weights: RowWeights,
-        uniforms: npt.NDArray[np.float64],
-        top_k: int | None,
-        top_p: float,
-    ) -> None:
-        super().__init__(weights)
-        self.uniforms = torch.from_numpy(uniforms)
-        self.top_k = top_k
-        self.top_p = top_p
-
-    def compute(
-        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Compute each distinct set of weights once, and draw a token for each member."""
-        rows, weights, weights_of = self._arranged(rows, row_of, members)
-        uniforms = self.uniforms[members]
-        limits: dict[str, Any] = {"top_k": self.top_k, "top_p": self.top_p}
-        if weights_of is None or (weights_of[1:] >= weights_of[:-1]).all():
-            return batch_draw(rows, uniforms, weights, row_of=weights_of, **limits)
-        weights_of, order = weights_of.sort()
-        drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of, **limits)
-        places = order.argsort().to(rows.device)
-        return tuple(column[places] for column in drawn)
-
-
-class SeveralDrawColumns(_Weighted):
-    """Several different tokens for each member; see `batch_draw_without_replacement`.
-
-    Args:
-        weights: Masks, temperature and bias of each member.
-        uniforms: The randomness: numbers in [0, 1), shape `(n, k)`.
+        weights: What the tokens of each member are drawn under.
+        uniforms: The randomness, numbers in [0, 1): shape `(n,)` for `batch_draw`, `(n, k)` for
+            `batch_draw_without_replacement`.
     """
 
     def __init__(self, weights: RowWeights, uniforms: npt.NDArray[np.float64]) -> None:
@@ -219,8 +182,17 @@ class SeveralDrawColumns(_Weighted):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Draw from the row of each member; equal members have copies of it."""
-        weights = self.weights.of(members.numpy())
-        if not torch.equal(row_of, torch.arange(len(rows))):
-            rows = rows[moved(row_of, rows.device)]
-        return batch_draw_without_replacement(rows, self.uniforms[members], weights)
+        """Compute each distinct set of weights once, and draw for each member."""
+        uniforms = self.uniforms[members]
+        if uniforms.ndim > 1:  # the weights of each member change with its tokens
+            weights = self.weights.of(members.numpy())
+            if not torch.equal(row_of, torch.arange(len(rows))):
+                rows = rows[moved(row_of, rows.device)]
+            return batch_draw_without_replacement(rows, uniforms, weights)
+        rows, weights, weights_of = self._arranged(rows, row_of, members)
+        if weights_of is None or (weights_of[1:] >= weights_of[:-1]).all():
+            return batch_draw(rows, uniforms, weights, row_of=weights_of)
+        weights_of, order = weights_of.sort()
+        drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of)
+        places = order.argsort().to(rows.device)
+        return tuple(column[places] for column in drawn)

@@ -175,9 +175,9 @@ class Draw(Reduction):
                 rows.shape,
                 masks if any(mask is not None for mask in masks) else None,
                 temperature=[request.temperature for request in requests],
+                top_k=[request.top_k for request in requests],
+                top_p=[request.top_p for request in requests],
             ),
-            top_k=[request.top_k for request in requests],
-            top_p=[request.top_p for request in requests],
         )
         # One transfer, as each waits for the device; float32 represents ids below 2**24.
         found = torch.stack([drawn.token_ids.float(), *drawn[1:]]).cpu()

@@ -1,4 +1,4 @@
-"""`RowWeights`: masks, temperatures and biases, under which tokens are drawn from rows."""
+"""`RowWeights`: what tokens are drawn under: masks, temperatures, biases, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.validation import is_several
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 
@@ -27,6 +28,9 @@ class RowPart(NamedTuple):
     places: slice
     """Places among all rows."""
     temperatures: npt.NDArray[np.float64]
+    top_k: npt.NDArray[np.int64]
+    """How many of the largest weights are kept; the size of the vocabulary for all."""
+    top_p: npt.NDArray[np.float64]
     factors: torch.Tensor | None
     """1 for the tokens of the mask and 0 for others, for all rows or each."""
     unrestricted: torch.Tensor | None
@@ -40,10 +44,10 @@ class RowPart(NamedTuple):
 
 
 class RowWeights:
-    """Masks, temperatures and biases of the rows of a batch.
+    """Masks, temperatures, biases and limits of the rows of a batch.
 
     The weight of token v in a row is `exp((logprob[v] + bias[v]) / temperature)`, and 0 outside
-    the mask.
+    the mask. Draws are limited to the tokens with the largest weights.
 
     Args:
         shape: Number of rows, and number of ids in the vocabulary.
@@ -55,6 +59,10 @@ class RowWeights:
             lowest of equals.
         bias: A number, or numbers of shape `(n,)`, `(n, 1)`, `(vocab_size,)`,
             `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes a token.
+        top_k: Number of tokens to which draws are limited, one for all rows or one per row;
+            ties in ascending order of ids. None for no limit.
+        top_p: Share of the sum after top-k, in (0, 1], to which the tokens are limited, one for
+            all rows or one per row. None for no limit.
     """
 
     def __init__(
@@ -65,6 +73,8 @@ class RowWeights:
         *,
         temperature: npt.ArrayLike | torch.Tensor = 1.0,
         bias: Any = 0.0,
+        top_k: int | Sequence[int | None] | None = None,
+        top_p: float | Sequence[float] | None = None,
     ) -> None:
         count, vocab_size = shape
         if masks is not None and not isinstance(masks, RowMasks):
@@ -80,6 +90,8 @@ class RowWeights:
         if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
             raise ValueError("a temperature must be finite and not negative")
         self._bias, self._offset = _biases(bias, count, vocab_size)
+        self.top_k = np.minimum(_limits(top_k, vocab_size, np.int64), vocab_size)
+        self.top_p = _limits(top_p, 1.0, np.float64)
 
     @property
     def is_greedy(self) -> bool:
@@ -94,10 +106,13 @@ class RowWeights:
     def of(self, chosen: Integers64) -> RowWeights:
         """Return the weights of some rows, repeated or not."""
         found = object.__new__(RowWeights)
-        temperature, bias, offset = self._temperature, self._bias, self._offset
+        bias, offset = self._bias, self._offset
         found._count = len(chosen)
         found._masks = None if self._masks is None else self._masks.of(chosen)
-        found._temperature = temperature[chosen] if temperature.ndim else temperature
+        found._temperature, found.top_k, found.top_p = (
+            each[chosen] if each.ndim else each
+            for each in (self._temperature, self.top_k, self.top_p)
+        )
         found._bias = bias if bias is None or len(bias) == 1 else bias[chosen]
         found._offset = offset if offset is None or len(offset) == 1 else offset[chosen]
         return found
@@ -114,9 +129,9 @@ class RowWeights:
         """
         each = np.arange(len(row_of))
         is_first = np.diff(row_of, prepend=-1) > 0
-        if is_first.all() or self._offset is not None:
-            return each, each
-        if self._bias is not None and len(self._bias) > 1:
+        has_own_bias = self._bias is not None and len(self._bias) > 1
+        has_own_limits = self.top_k.ndim or self.top_p.ndim
+        if is_first.all() or self._offset is not None or has_own_bias or has_own_limits:
             return each, each
         if self._masks is None and not self._temperature.ndim:
             return np.flatnonzero(is_first), np.cumsum(is_first) - 1
@@ -134,7 +149,8 @@ class RowWeights:
         """Yield the parts of the rows that are computed at once, with their weights."""
         masks, device = self._masks, rows.device
         free = None if masks is None else masks.unrestricted
-        temperatures = self.temperatures
+        temperatures, count = self.temperatures, (self._count,)
+        top_k, top_p = np.broadcast_to(self.top_k, count), np.broadcast_to(self.top_p, count)
         memory: torch.Tensor | None = None
         for begin, end in row_parts(len(rows), rows.shape[1], device):
             part = rows[begin:end].detach()
@@ -147,6 +163,8 @@ class RowWeights:
                 part,
                 slice(begin, end),
                 temperatures[begin:end],
+                top_k[begin:end],
+                top_p[begin:end],
                 None if masks is None else masks.factors(begin, end, device),
                 None if free is None else moved(free[begin:end], device),
                 _shown(self._bias, begin, end, device),
@@ -189,6 +207,13 @@ def _biases(
         f"a bias of shape {shape} for {count} rows over {size} tokens; expected a number, "
         f"({count},), ({size},) or ({count}, {size})"
     )
+
+
+def _limits(values: Any, unlimited: float, dtype: type) -> npt.NDArray[Any]:
+    """Return a limit, or one per row; None stands for `unlimited`."""
+    if is_several(values):
+        return np.array([unlimited if each is None else each for each in values], dtype)
+    return np.array(unlimited if values is None else values, dtype)
 
 
 def _checked_numbers(name: str, values: Any) -> npt.NDArray[Any]:

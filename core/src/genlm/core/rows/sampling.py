@@ -182,5 +182,5 @@ def draw_tokens(
         Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without a possible
         id.
     """
-    weights = RowWeights(logprobs.shape, temperature=temperatures)
-    return batch_draw(logprobs, uniforms, weights, top_k=top_k, top_p=top_p).token_ids
+    weights = RowWeights(logprobs.shape, temperature=temperatures, top_k=top_k, top_p=top_p)
+    return batch_draw(logprobs, uniforms, weights).token_ids

@@ -80,7 +80,7 @@ def abort_shifts_the_streams(abort):
 
     def broken(self, query_id):
         abort(self, query_id)
-        for group, _ in self._divided.values():
+        for group in self._divided.values():
             group._seeds = [seed + 1 for seed in group._seeds]
 
     return broken

@@ -39,11 +39,10 @@ __all__ = [
     "checked_ids",
     "checked_integer",
     "checked_integers",
+    "checked_limits",
     "checked_number",
-    "checked_share",
     "checked_stop",
     "checked_token_ids",
-    "checked_top_k",
     "is_model_object",
     "is_several",
 ]
@@ -108,11 +107,6 @@ def checked_stop(
     return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
 
 
-def checked_top_k(k: Any, vocab_size: int) -> int | None:
-    """Return a number of most likely tokens, None for all."""
-    return None if k is None else checked_count("top_k", k, vocab_size)
-
-
 def checked_count(name: str, value: Any, vocab_size: int) -> int:
     """Return a number of tokens, at least 1."""
     number = checked_integer(name, value, 1)
@@ -124,12 +118,16 @@ def checked_count(name: str, value: Any, vocab_size: int) -> int:
     return number
 
 
-def checked_share(top_p: Any) -> float:
-    """Return a share of the probability, 1 for None."""
+def checked_limits(top_k: Any, top_p: Any, vocab_size: int) -> tuple[int | None, float]:
+    """Return a number of most likely tokens, and a share of the probability.
+
+    They are None and 1 for no limit.
+    """
+    k = None if top_k is None else checked_count("top_k", top_k, vocab_size)
     share = 1.0 if top_p is None else checked_number("top_p", top_p)
     if not 0 < share <= 1:
         raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
-    return share
+    return k, share
 
 
 def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.queries.generations import Integers64
-    from genlm.core.queries.query import GroupQuery, Reduction
+    from genlm.core.queries.query import GroupQuery
     from genlm.core.rows.groups import GroupWork
 
 __all__ = [
@@ -327,12 +327,11 @@ class BatchEngine(abc.ABC):
             return []
         chosen = self._take_chosen()
         scored = [query for query in chosen if query.targets]
-        if not scored:
-            return _completions(chosen, _Halving(self._evaluate_batch).results(chosen))
-        asked = [query for query in chosen if not query.targets]
-        completions = _completions(scored, _Halving(self._score_batch).results(scored))
-        if asked:
-            completions += _completions(asked, _Halving(self._evaluate_batch).results(asked))
+        asked = [query for query in chosen if not query.targets] if scored else chosen
+        completions: list[Completion] = []
+        for own, compute in ((scored, self._score_batch), (asked, self._evaluate_batch)):
+            if own:
+                completions += _completions(own, _Halving(compute).results(own))
         return completions
 
     def abort(self, query_id: int) -> None:
@@ -407,32 +406,26 @@ class BatchEngine(abc.ABC):
         # A batch can contain several queries of one sequence: for different outputs, or
         # submitted when the first one could no longer be joined.
         known: dict[tuple[str | None, bytes], int] = {}
-        places = [
-            known.setdefault((query.adapter, query.sequence.key), len(known))
-            for query in queries
-        ]
-        first: dict[int, Query] = {}
-        for query, place in zip(queries, places, strict=True):
-            first.setdefault(place, query)
-        rows = self._evaluated(list(first.values()))
+        distinct: list[Query] = []
+        places: list[int] = []
+        for query in queries:
+            place = known.setdefault((query.adapter, query.sequence.key), len(known))
+            if place == len(distinct):
+                distinct.append(query)
+            places.append(place)
+        rows = self._evaluated(distinct)
         if all(query.outputs == ROW_ONLY for query in queries):
             own = self._own_rows(rows)
             return [
-                own[place] if first[place] is query else own[place].clone()
+                own[place] if distinct[place] is query else own[place].clone()
                 for query, place in zip(queries, places, strict=True)
             ]
         from genlm.core.rows.reductions import reduce_rows  # loads torch
 
-        outputs: list[tuple[Reduction | None, ...]] = [()] * len(first)
-        parts = []
-        for query, place in zip(queries, places, strict=True):
-            begin = len(outputs[place])
-            outputs[place] += query.outputs
-            parts.append(slice(begin, len(outputs[place])))
-        reduced = reduce_rows(rows, outputs)
+        reduced = reduce_rows(rows, [query.outputs for query in queries], row_of=places)
         return [
-            _own_part(reduced[place], part, query)
-            for query, place, part in zip(queries, places, parts, strict=True)
+            each.values[0] if query.outputs == ROW_ONLY and isinstance(each, Reduced) else each
+            for query, each in zip(queries, reduced, strict=True)
         ]
 
     def _evaluated(self, queries: list[Query]) -> torch.Tensor:
@@ -542,11 +535,3 @@ def _is_of_device(error: Exception) -> bool:
         isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
     )
     return is_failure and "out of memory" not in message
-
-
-def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:
-    """Return the outputs of one of the queries that share a row."""
-    if isinstance(reduced, Exception):
-        return reduced
-    values = reduced.values[part]
-    return values[0] if query.outputs == ROW_ONLY else Reduced(values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -88,56 +88,36 @@ class MemberColumns(Reduction):
         return results
 
 
-class _Parts:
-    """A group query whose distinct sequences are computed by one query each.
-
-    Args:
-        query: The query.
-        vocabulary: Vocabulary of the rows.
-
-    Attributes:
-        query: As above.
-        has_failed: False: the errors of sequences are part of the result.
-    """
+class _Parts(GroupWork):
+    """A group query whose distinct sequences are computed by one query each."""
 
     has_failed = False
+    """The errors of sequences are part of the result."""
 
     def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
-        self.query = query
-        self._work = GroupWork(query, vocabulary)
+        super().__init__(query, vocabulary)
+        self.unanswered: set[int] = set()
 
     def singles(self) -> Iterator[Single]:
         """Yield the distinct sequences, with the reduction for their members."""
         sequence_of = self.query.generation.lineage.sequence
         for place, index in enumerate(self.query.wanted.tolist()):
-            members = self._work.members_of(place)
-            yield place, sequence_of(index), MemberColumns(self.query.reduction, members)
+            members = MemberColumns(self.query.reduction, self.members_of(place))
+            yield place, sequence_of(index), members
 
     def add(self, place: int, answer: Any) -> None:
         """Add the columns of the members of a sequence, or its error."""
         try:
             if not isinstance(answer, tuple):
                 raise unexpected_answer(answer)
-            self._work.add(place, answer)
+            self.add_columns(place, answer)
         except Exception as error:  # noqa: BLE001 - it fails this sequence alone
-            self._work.errors[place] = error
+            self.errors[place] = error
 
     def result(self) -> GroupResult:
         """Return the columns of all members."""
         self.query.keep_contexts()
-        return self._work.result()
-
-
-class _Divided(NamedTuple):
-    """A group query that is computed by queries for single sequences.
-
-    Attributes:
-        group: Makes the queries, and combines their results.
-        unanswered: Ids of the unanswered queries.
-    """
-
-    group: _Parts | MemberRuns
-    unanswered: set[int]
+        return super().result()
 
 
 class GroupEngine:
@@ -155,7 +135,7 @@ class GroupEngine:
         if getattr(engine, "submit_group", None) is not None:
             self._smallest_group = getattr(engine, "smallest_group", _SMALLEST_GROUP)
         self._runs: dict[int, SamplingRun] = {}  # by query id
-        self._divided: dict[int, _Divided] = {}  # by query id
+        self._divided: dict[int, _Parts | MemberRuns] = {}  # by query id
         # Of each query for a single sequence: id of the group, place, requested reduction.
         self._singles: dict[int, tuple[int, int, Reduction]] = {}
         self._refused: list[Completion] = []
@@ -222,7 +202,7 @@ class GroupEngine:
         singles = list(group.singles())
         if group.has_failed:
             group.result()  # raises
-        self._divided[group.query.query_id] = _Divided(group, set())
+        self._divided[group.query.query_id] = group
         for single in singles:
             self._submit_single(group, *single)
 
@@ -230,7 +210,7 @@ class GroupEngine:
         self, group: _Parts | MemberRuns, place: int, sequence: TokenSequence, wanted: Reduction
     ) -> None:
         group_id, query_id = group.query.query_id, next(self._query_ids)
-        self._divided[group_id].unanswered.add(query_id)
+        group.unanswered.add(query_id)
         self._singles[query_id] = group_id, place, wanted
         query = Query(query_id, sequence, group.query.adapter, outputs=(wanted,))
         try:
@@ -242,8 +222,8 @@ class GroupEngine:
         self, group_id: int, place: int, wanted: Reduction, completion: Completion
     ) -> None:
         """Add the answer to the query for a single sequence; submit the next one, if any."""
-        group, unanswered = self._divided[group_id]
-        unanswered.remove(completion.query_id)
+        group = self._divided[group_id]
+        group.unanswered.remove(completion.query_id)
         following = group.add(place, self._value(completion, wanted))
         if following is not None and not group.has_failed:
             self._submit_single(group, *following)
@@ -259,16 +239,15 @@ class GroupEngine:
         return answer
 
     def _is_complete(self, group_id: int) -> bool:
-        group, unanswered = self._divided[group_id]
-        return not unanswered or group.has_failed
+        group = self._divided[group_id]
+        return not group.unanswered or group.has_failed
 
     def _combined(self, group_id: int) -> Completion:
         """Return the completion of a divided group."""
-        group, unanswered = self._divided[group_id]
-        for each in unanswered:
+        group = self._divided.pop(group_id)
+        for each in group.unanswered:
             del self._singles[each]
             self.engine.abort(each)
-        del self._divided[group_id]
         try:
             return Completion(group_id, group.result())
         except Exception as error:  # noqa: BLE001 - it fails this query alone

@@ -107,29 +107,47 @@ class SampledGroup(NamedTuple):
     finished: npt.NDArray[np.bool_]
 
 
-class SamplingRun:
+class _Continuations:
     """A group query with `sampling` while its tokens are drawn.
 
     Args:
-        group: The query.
+        query: The query.
         vocabulary: Vocabulary with the bytes of tokens.
         max_context: Maximum number of tokens of a sequence, None for no limit.
+
+    Attributes:
+        query: As above.
     """
 
     def __init__(
-        self, group: GroupQuery, vocabulary: Vocabulary, max_context: int | None
+        self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
     ) -> None:
-        assert group.sampling is not None  # noqa: S101 - checked by callers
-        self._group = group
-        self._sampling = group.sampling
+        assert query.sampling is not None  # noqa: S101 - checked by callers
+        self.query = query
+        self._sampling = query.sampling
         self._vocabulary = vocabulary
         self._max_context = max_context
-        self._generation = group.generation
+        self._tails = [b""] * len(self._sampling.places)
+
+    def _has_stop_text(self, member: int, token_id: int) -> bool:
+        """Whether a drawn token completes a text that finishes the member."""
+        text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_id])
+        found, self._tails[member] = search_stop(text, self._sampling.stop_texts)
+        return found
+
+
+class SamplingRun(_Continuations):
+    """Continuations of which every token of all members is one group query."""
+
+    def __init__(
+        self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
+    ) -> None:
+        super().__init__(query, vocabulary, max_context)
+        self._generation = query.generation
         self._places = self._sampling.places
         self._finished = self._sampling.finished
         self._row_of = self._places
         self._stop_ids = np.array(sorted(self._sampling.stop_ids), np.int64)
-        self._tails = [b""] * len(self._places)
         self._columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._active = self._unfinished()
 
@@ -150,7 +168,7 @@ class SamplingRun:
         )
         self._row_of = row_of
         return dataclasses.replace(
-            self._group,
+            self.query,
             generation=self._generation,
             wanted=wanted,
             row_of=row_of,
@@ -177,7 +195,8 @@ class SamplingRun:
         self._generation, self._places = self._generation.extended(self._places, new[:, None])
         ends = np.isin(new, self._stop_ids)
         if self._sampling.stop_texts:
-            ends |= self._completed(new)
+            for member in np.flatnonzero(new >= 0).tolist():
+                ends[member] |= self._has_stop_text(member, int(new[member]))
         self._finished = self._finished | ends
         self._active = self._unfinished()
 
@@ -198,35 +217,21 @@ class SamplingRun:
         has_room = self._sampling.max_tokens > len(self._columns)
         return np.flatnonzero(has_room & ~self._finished)
 
-    def _completed(self, token_ids: Integers64) -> npt.NDArray[np.bool_]:
-        """Append tokens to the members' tails; return which of these now have a text."""
-        found = np.zeros(len(token_ids), bool)
-        for member in np.flatnonzero(token_ids >= 0).tolist():
-            text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
-            found[member], self._tails[member] = search_stop(text, self._sampling.stop_texts)
-        return found
 
-
-class MemberRuns:
-    """A group query with `sampling` whose members are continued independently of one another.
-
-    Args:
-        query: The query.
-        vocabulary: Vocabulary with the bytes of tokens.
-        max_context: Maximum number of tokens of a sequence, None for no limit.
+class MemberRuns(_Continuations):
+    """Continuations whose members are drawn independently of one another.
 
     Attributes:
-        query: As above.
+        query: The query.
+        unanswered: Ids of the unanswered queries for single sequences.
     """
 
     def __init__(
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
     ) -> None:
-        assert query.sampling is not None  # noqa: S101 - checked by callers
-        self.query = query
-        self._sampling = sampling = query.sampling
-        self._vocabulary = vocabulary
-        self._max_context = max_context
+        super().__init__(query, vocabulary, max_context)
+        self.unanswered: set[int] = set()
+        sampling = self._sampling
         sequence_of = query.generation.lineage.sequence
         self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
         self._seeds: list[int] = sampling.seeds.tolist()
@@ -235,7 +240,6 @@ class MemberRuns:
         self._limits: list[int] = sampling.max_tokens.tolist()
         self._finished: list[bool] = sampling.finished.tolist()
         self._drawn: list[list[DrawnToken]] = [[] for _ in self._sequences]
-        self._tails = [b""] * len(self._sequences)
         self._errors: dict[int, Exception] = {}
 
     @property
@@ -262,9 +266,7 @@ class MemberRuns:
         self._sequences[member] = TokenSequence.of([token_id], self._sequences[member])
         is_finished = token_id in sampling.stop_ids
         if sampling.stop_texts:
-            text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_id])
-            is_complete, self._tails[member] = search_stop(text, sampling.stop_texts)
-            is_finished = is_finished or is_complete
+            is_finished = self._has_stop_text(member, token_id) or is_finished
         self._finished[member] = is_finished
         has_ended = is_finished or len(drawn) == self._limits[member]
         return None if has_ended else self._next_draw(member)

@@ -62,28 +62,19 @@ class Context:
             TokenIdError: An id is outside the vocabulary.
             TokenTypeError: `token_ids` is neither an integer nor a flat sequence of integers.
         """
-        if type(token_ids) is int:
-            packed = self._packed(token_ids)
+        size = self._lm.vocabulary.size
+        token_id = token_ids if type(token_ids) is int else _integer(token_ids)
+        if token_id is None:
+            ids = checked_integers(token_ids)  # type: ignore[arg-type]
+            if not ids:
+                return self
+            packed = checked_token_ids(ids, vocab_size=size, max_context=None)[1]
+        elif 0 <= token_id < size:
+            packed = token_id.to_bytes(4, sys.byteorder)
         else:
-            try:
-                packed = self._packed(index(token_ids))  # type: ignore[arg-type]
-            except TypeError:
-                packed = self._all_packed(token_ids)  # type: ignore[arg-type]
-        if not packed:
-            return self
+            raise TokenIdError(token_id, len(self.sequence), size)
         sequence = TokenSequence(packed, self.sequence)
         return Context(self._lm, sequence, self.lora_name, self._adapter, self._lease)
-
-    def _packed(self, token_id: int) -> bytes:
-        size = self._lm.vocabulary.size
-        if not 0 <= token_id < size:
-            raise TokenIdError(token_id, len(self.sequence), size)
-        return token_id.to_bytes(4, sys.byteorder)
-
-    def _all_packed(self, token_ids: Integers) -> bytes:
-        ids = checked_integers(token_ids)
-        size = self._lm.vocabulary.size
-        return checked_token_ids(ids, vocab_size=size, max_context=None)[1] if ids else b""
 
     def next_token_logprobs(self) -> Coroutine[Any, Any, torch.Tensor]:
         """Return the next-token log-probabilities; see `AsyncLM.next_token_logprobs`.
@@ -182,3 +173,10 @@ class Context:
             "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
             "and make it again with the model's method context"
         )
+
+
+def _integer(value: object) -> int | None:
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

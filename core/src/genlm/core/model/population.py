@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,18 +14,12 @@ from genlm.core.base.errors import GenlmError, PopulationError
 from genlm.core.base.validation import (
     checked_count,
     checked_integer,
-    checked_share,
+    checked_limits,
     checked_stop,
-    checked_top_k,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.members import ArrayLike, Members, checked_array
-from genlm.core.queries.generations import (
-    NO_TOKEN,
-    Integers64,
-    distinct_sequences,
-    raise_failed,
-)
+from genlm.core.queries.generations import NO_TOKEN, Integers64, raise_failed
 from genlm.core.queries.query import GroupReduction, GroupResult, Reduction
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
@@ -40,7 +33,7 @@ from genlm.core.rows.group_reductions import (
 from genlm.core.rows.reductions import TopTokens
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
-from genlm.core.rows.sampling import stream_seeds, uniforms
+from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
@@ -258,11 +251,11 @@ class Population(Members):
             TypeError: A temperature or bias is not numeric.
             PopulationError: As `next_token_logprobs`, or a bias is NaN or infinite.
         """
-        k, share = checked_top_k(top_k, self._lm.vocabulary.size), checked_share(top_p)
+        k, share = checked_limits(top_k, top_p, self._lm.vocabulary.size)
         settings = self._settings(
             masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
         )
-        numbers = uniforms(_checked_seed(seed), settings.active, self._step)
+        numbers = uniforms(checked_seed(seed), settings.active, self._step)
         return await self._drawn(settings, numbers)
 
     draw_sync = blocking(draw)
@@ -303,7 +296,7 @@ class Population(Members):
                 "draws without replacement need a temperature above 0; top_tokens returns the "
                 "most likely tokens"
             )
-        numbers = uniforms(_checked_seed(seed), settings.active, self._step, count)
+        numbers = uniforms(checked_seed(seed), settings.active, self._step, count)
         return await self._drawn(settings, numbers)
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
@@ -340,13 +333,13 @@ class Population(Members):
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_integer("max_tokens", max_tokens, 0)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
-        k, share = checked_top_k(top_k, size), checked_share(top_p)
+        k, share = checked_limits(top_k, top_p, size)
         sampling = GroupSampling(
             self._places,
             self._finished,
             np.full(count, limit),
             RowWeights((count, size), temperature=temperature, top_k=k, top_p=share),
-            np.array(stream_seeds(_checked_seed(seed), count), np.int64),
+            np.array(stream_seeds(checked_seed(seed), count), np.int64),
             self._step,
             *ends,
         )
@@ -447,12 +440,7 @@ class Population(Members):
     async def _reduced(
         self, reduction: GroupReduction, members: Integers64 | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a reduction of some members.
-
-        Args:
-            reduction: Reduction to compute.
-            members: Ascending, at least one; None for all.
-        """
+        """Return the columns of a reduction of some members, ascending, or of all."""
         answer: GroupResult = await self._answer(reduction, members)
         return answer.columns
 
@@ -465,15 +453,12 @@ class Population(Members):
         """Return the result of a query of some members."""
         requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
         requests.adapter_of(self, None)
-        wanted, row_of = distinct_sequences(
-            self._lineage, self._places, members, max_context=self._lm.max_context
-        )
         query = requests.group_query(
-            self._generation, wanted, row_of, reduction, self._adapter, sampling
+            self._generation, self._places, reduction, self._adapter, members, sampling
         )
         answer = await requests.group(query)
         if sampling is None:
-            raise_failed(answer.errors, row_of, members, len(self))
+            raise_failed(answer.errors, query.row_of, members, len(self))
         return answer
 
     def _settings(
@@ -496,7 +481,3 @@ class Population(Members):
         if len(members) < count:
             weights = weights.of(members)
         return _Settings(members, log_mass, weights)
-
-
-def _checked_seed(seed: int | None) -> int:
-    return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)

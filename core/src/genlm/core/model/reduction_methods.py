@@ -20,9 +20,8 @@ from genlm.core.base.validation import (
     checked_count,
     checked_ids,
     checked_integer,
+    checked_limits,
     checked_number,
-    checked_share,
-    checked_top_k,
     is_several,
 )
 from genlm.core.queries.query import Reduction
@@ -35,7 +34,7 @@ from genlm.core.rows.reductions import (
     TopK,
     TopTokens,
 )
-from genlm.core.rows.sampling import stream_seeds, stream_uniforms
+from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniforms
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -333,7 +332,7 @@ class ReductionMethods:
     ) -> list[Draw]:
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
-        top_k, share = checked_top_k(top_k, self.vocabulary.size), checked_share(top_p)
+        top_k, share = checked_limits(top_k, top_p, self.vocabulary.size)
         listed = [None] * count if masks is None else self._listed(masks, count)
         allowed = (
             each_in_batch(self._allowed, listed) if count > 1 else map(self._allowed, listed)
@@ -376,7 +375,7 @@ def _uniforms(
         seeds = [checked_integer("seed", each, 0) for each in cast("Sequence[int]", seed)]
         _check_count("seeds", seeds, len(contexts))
     else:
-        seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
+        seeds = stream_seeds(checked_seed(seed), len(contexts))
     # The check of the request rejects an object without a length.
     lengths = [len(context) if is_several(context) else 0 for context in contexts]
     found: list[float] = stream_uniforms(seeds, lengths).tolist()

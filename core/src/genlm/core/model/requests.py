@@ -25,7 +25,7 @@ from genlm.core.base.validation import checked_batch, checked_integer, checked_t
 from genlm.core.engine.engine import Capability, Engine
 from genlm.core.model.context import Context
 from genlm.core.model.leases import LeaseTable
-from genlm.core.queries.generations import Generation, Lineage
+from genlm.core.queries.generations import Generation, Lineage, distinct_sequences
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.queries.sequence import TokenSequence
@@ -121,13 +121,16 @@ class Requests:
     def group_query(  # noqa: PLR0917
         self,
         generation: Generation,
-        wanted: Integers64,
-        row_of: Integers64,
+        places: Integers64,
         reduction: GroupReduction,
         adapter: str | None,
+        members: Integers64 | None = None,
         sampling: GroupSampling | None = None,
     ) -> GroupQuery:
-        """Build the query of checked sequences."""
+        """Build the query of some members; see `distinct_sequences` for the arguments."""
+        wanted, row_of = distinct_sequences(
+            generation.lineage, places, members, max_context=self.max_context
+        )
         lease = None if self._leases is None else self._leases.lease
         return GroupQuery(
             *(next(self._query_ids), generation, wanted, row_of),
@@ -364,7 +367,7 @@ class Requests:
         """Reduce the rows of a text's prefixes as those of a population."""
         lineage = Lineage.of_sequences(list(_beginnings(packed, start)))
         places = np.arange(len(lineage))
-        query = self.group_query(Generation(lineage), places, places, reduction, adapter)
+        query = self.group_query(Generation(lineage), places, reduction, adapter)
         answer: GroupResult = await self.group(query)
         if answer.errors:
             raise as_genlm_error(answer.errors[min(answer.errors)])

@@ -18,17 +18,16 @@ from genlm.core.base.errors import PopulationError, as_genlm_error, each_in_batc
 from genlm.core.base.validation import (
     checked_batch,
     checked_integer,
+    checked_limits,
     checked_number,
-    checked_share,
     checked_stop,
-    checked_top_k,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
-from genlm.core.queries.generations import distinct_sequences, first_generation
+from genlm.core.queries.generations import first_generation
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights
-from genlm.core.rows.sampling import stream_seeds, stream_uniform
+from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
 from genlm.core.vocab.text import search_stop
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        [own_seed] = stream_seeds(_checked_seed(seed), 1)
+        [own_seed] = stream_seeds(checked_seed(seed), 1)
         sequence, tail = query.sequence, b""
         [limit] = self._limits([query], options.max_tokens).tolist()
         for position in range(limit):
@@ -191,8 +190,7 @@ class SampleMethods:
             checked_integer("max_tokens", max_tokens, 0),
             checked_number("temperature", temperature),
             *checked_stop(stop, size, self.vocabulary.eos_token_id),
-            checked_top_k(top_k, size),
-            checked_share(top_p),
+            *checked_limits(top_k, top_p, size),
         )
 
     def _limits(self, queries: Sequence[Query], max_tokens: int) -> Integers64:
@@ -212,7 +210,7 @@ class SampleMethods:
         is_batch: bool = False,
     ) -> list[list[int]]:
         """Draw the continuations of checked prompts."""
-        seeds = np.array(stream_seeds(_checked_seed(seed), len(queries)), np.int64)
+        seeds = np.array(stream_seeds(checked_seed(seed), len(queries)), np.int64)
         limits = self._limits(queries, options.max_tokens)
         continuations: list[list[int]] = [[] for _ in queries]
         if not options.max_tokens:
@@ -253,7 +251,7 @@ class SampleMethods:
     ) -> GroupQuery:
         """Return the query for the continuations of prompts with one adapter."""
         generation, places = first_generation([query.sequence for query in queries])
-        count, members = len(queries), np.arange(len(queries))
+        count = len(queries)
         sampling = GroupSampling(
             places,
             np.zeros(count, bool),
@@ -266,11 +264,8 @@ class SampleMethods:
             ),
             *(seeds, 0, options.stop_ids, options.stop_texts),
         )
-        wanted, row_of = distinct_sequences(
-            generation.lineage, places, None, max_context=self.max_context
-        )
-        draws, adapter = sampling.draws(members, 0), queries[0].adapter
-        return self._requests.group_query(generation, wanted, row_of, draws, adapter, sampling)
+        draws, adapter = sampling.draws(np.arange(count), 0), queries[0].adapter
+        return self._requests.group_query(generation, places, draws, adapter, sampling=sampling)
 
     def _log_cut(self, cut: int, count: int, options: SampleOptions) -> None:
         """Log the number of continuations that a full context ended before `max_tokens`."""
@@ -280,10 +275,6 @@ class SampleMethods:
                 "tokens is full",
                 *(cut, count, options.max_tokens, self.max_context),
             )
-
-
-def _checked_seed(seed: int | None) -> int | None:
-    return None if seed is None else checked_integer("seed", seed, 0)
 
 
 def _plain(error: Exception, places: Sequence[int] | None) -> Exception:

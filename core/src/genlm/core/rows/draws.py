@@ -124,19 +124,11 @@ def batch_draw_without_replacement(
     return _joined(parts, rows, (numbers.shape[1],))
 
 
-def batch_log_mass(
-    rows: torch.Tensor,
-    weights: RowWeights | None = None,
-) -> torch.Tensor:
+def batch_log_mass(rows: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
     """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
 
-    Args:
-        rows: As `batch_draw`.
-        weights: As `batch_draw`; their temperatures do not matter.
-
-    Returns:
-        Shape `(n,)`, float32, on the device of `rows`; `-inf` for an empty set, 0 without
-        mask and bias.
+    The result has shape `(n,)`, float32, on the device of `rows`: `-inf` for an empty set, 0
+    without mask and bias. Temperatures do not matter.
     """
     weights = weights or RowWeights(rows.shape)
     parts = [_weighted(part).log_mass for part in weights.parts(rows)]

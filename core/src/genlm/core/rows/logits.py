@@ -20,6 +20,7 @@ from genlm.core.vocab import Vocabulary
 __all__ = [
     "copied_rows",
     "device_index",
+    "invalid_computation",
     "invalid_rows",
     "known_logits",
     "moved",
@@ -86,12 +87,8 @@ def rows_from_logits(
 def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Return the logits of the vocabulary's ids, `-inf` for ids that no token has.
 
-    Args:
-        logits: Shape `(n, width)`, any floating dtype, any device.
-        vocabulary: Says which ids there are.
-
-    Returns:
-        Shape `(n, min(width, vocabulary.size))`, float32; may share memory with `logits`.
+    The result has shape `(n, min(width, vocabulary.size))`, float32, and may share memory with
+    `logits`.
     """
     kept = logits[:, : vocabulary.size].float()
     if vocabulary.missing_ids:
@@ -227,10 +224,14 @@ def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
 
 
 def _invalid(found: str) -> EvaluationError:
+    return invalid_computation(f"a row that is not a distribution: {found}")
+
+
+def invalid_computation(what: str) -> EvaluationError:
+    """Return the error of an engine whose results are not distributions."""
     return EvaluationError(
-        f"the engine computed a row that is not a distribution: {found}. The computation "
-        f"overflowed, or the engine does not serve this model correctly: try dtype='float32' "
-        f"or another engine"
+        f"the engine computed {what}. The computation overflowed, or the engine does not serve "
+        f"this model correctly: try dtype='float32' or another engine"
     )
 
 

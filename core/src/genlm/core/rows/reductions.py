@@ -239,30 +239,32 @@ def reduce_rows(
     outputs: Sequence[tuple[Reduction | None, ...]],
     *,
     normalised: bool = False,
+    row_of: Sequence[int] | None = None,
 ) -> list[Reduced | Exception]:
     """Compute the outputs of queries from their rows, each class of reductions in few calls.
 
     Args:
-        rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
-            changed.
-        outputs: Requested outputs of each row: `Query.outputs`.
+        rows: Natural-log probabilities, shape `(n, vocab_size)`, float32; not changed.
+        outputs: Requested outputs of each query: `Query.outputs`.
         normalised: Whether `rows` are a result of `rows_from_logits`, whose sums need no check.
+        row_of: The row of each query; by default row i is that of query i.
 
     Returns:
-        The `Reduced` of each row, or the error of a row that is not a distribution. Rows among
-        the values are copies.
+        The `Reduced` of each query, or the error of a row that is not a distribution. Rows
+        among the values are copies.
     """
+    row_of = range(len(outputs)) if row_of is None else row_of
     invalid = invalid_rows(rows, rows.shape[1], normalised=normalised)
     results: list[list[Any]] = [[None] * len(each) for each in outputs]
     groups: dict[type, list[tuple[int, int]]] = {}
     for index, each in enumerate(outputs):
-        if index not in invalid:
+        if row_of[index] not in invalid:
             for place, output in enumerate(each):
                 groups.setdefault(type(output), []).append((index, place))
     for kind, members in groups.items():
         for begin, end in row_parts(len(members), rows.shape[1], rows.device):
             part = members[begin:end]
-            indices = [index for index, _ in part]
+            indices = [row_of[index] for index, _ in part]
             if kind is type(None):
                 values: Sequence[Any] = copied_rows(_selected(rows, indices))
             else:
@@ -271,8 +273,8 @@ def reduce_rows(
             for (index, place), value in zip(part, values, strict=True):
                 results[index][place] = value
     return [
-        invalid[index] if index in invalid else Reduced(tuple(values))
-        for index, values in enumerate(results)
+        invalid[row] if row in invalid else Reduced(tuple(values))
+        for row, values in zip(row_of, results, strict=True)
     ]
 
 

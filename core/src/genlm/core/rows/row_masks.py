@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.base.errors import each_in_batch
+from genlm.core.base.validation import is_several
 from genlm.core.rows.masks import Mask
 
 if TYPE_CHECKING:
@@ -41,17 +42,14 @@ class RowMasks:
 
     Args:
         masks: One of
-            - one mask for all rows, in any form that `Mask` takes;
-            - a list of masks, each in such a form, or None for all tokens;
-            - booleans, shape `(m, vocab_size)`, numpy or torch on any device;
-            - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
-              word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
-              device. Bits beyond the vocabulary are ignored;
+            - one mask for all rows, in any form that `Mask` takes, or a list of such masks,
+              with None for all tokens;
+            - booleans, shape `(m, vocab_size)`, or packed bits, int32, shape
+              `(m, ceil(vocab_size / 32))`, numpy or torch on any device. These arrays are not
+              copied: they must not change while they are in use;
             - `PendingMasks`, whose result the engine requests when it has the rows;
             - `RowMasks` of m rows, which several requests use: their copies on devices are
               kept.
-
-            Arrays are not copied: they must not change while they are in use.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
@@ -59,8 +57,7 @@ class RowMasks:
 
     Raises:
         ValueError: Another number of masks than of rows, or masks of another size.
-        TokenIdError: An id outside the vocabulary.
-        TokenTypeError: None of these forms.
+        QueryError: As `Mask`.
     """
 
     def __init__(
@@ -142,15 +139,11 @@ class RowMasks:
 
 
 class _MaskTable:
-    """Masks as rows of bits or of bytes, uint8, and their copies on devices.
-
-    Args:
-        rows: Shape `(m, bytes)`.
-        size: Number of ids in the vocabulary.
-        is_packed: Whether `rows` are bits.
-        unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if none does.
+    """Masks as rows of bits (`is_packed`) or of bytes, uint8, and their copies on devices.
 
     Attributes:
+        rows: Shape `(m, bytes)`.
+        unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if none does.
         is_shared: Whether several requests use the masks.
     """
 
@@ -241,7 +234,8 @@ def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
     """Return masks as a table, and the place of each in it; None if mask i has place i."""
     if getattr(masks, "ndim", 0) == 2:
         return _array_table(masks, size), None
-    if not (isinstance(masks, (list, tuple)) and masks and _is_mask(masks[0])):
+    is_list = isinstance(masks, (list, tuple)) and len(masks) > 0
+    if not is_list or not (masks[0] is None or is_several(masks[0])):  # ids or booleans
         masks = [masks]
     every = np.full(-(-size // 8), 255, np.uint8)
     place_of: dict[int, int] = {}
@@ -280,11 +274,6 @@ def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _Mask
 def _is_pending(masks: object) -> bool:
     """Whether masks have a result that is waited for; faster than a check of the protocol."""
     return hasattr(masks, "result")
-
-
-def _is_mask(value: object) -> bool:
-    """Whether an entry of a list is a mask, not a token id or a boolean."""
-    return value is None or (hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
 
 
 def _check_index(index: torch.Tensor, count: int, masks: int) -> None:

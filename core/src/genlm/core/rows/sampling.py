@@ -22,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.validation import checked_integer
 from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.row_weights import RowWeights
 
 __all__ = [
+    "checked_seed",
     "draw_tokens",
     "stream_seeds",
     "stream_uniform",
@@ -37,6 +39,11 @@ _Words = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def checked_seed(seed: Any) -> int:
+    """Return a seed, an integer of at least 0; None takes fresh entropy."""
+    return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)
 
 
 def stream_seeds(seed: int | None, count: int) -> list[int]:
@@ -74,15 +81,7 @@ def stream_uniform(seed: int, position: int) -> float:
 def stream_uniforms(
     seeds: Sequence[int] | npt.NDArray[Any], positions: Sequence[int] | npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
-    """Return `stream_uniform` of each seed and position.
-
-    Args:
-        seeds: Integers, taken modulo 2**64.
-        positions: Positions from 0, one per seed, or one for all.
-
-    Returns:
-        Shape `(n,)`, float64.
-    """
+    """Return `stream_uniform` of each seed and position, or one position: shape `(n,)`."""
     return _numbers(_mixed(_state(_words(seeds), _words(positions))))
 
 
@@ -102,11 +101,8 @@ def uniforms(
         seed: An integer, 0 or more, of any size.
         members: Indices of the members, shape `(n,)`.
         steps: Step of each member, from 0, shape `(n,)`, or one step for all.
-        count: Number of random numbers per member, of which the first is that without `count`;
-            None for one number, without this dimension.
-
-    Returns:
-        Multiples of 2**-53, shape `(n,)` or `(n, count)`, float64.
+        count: Number of random numbers per member, of which the first is that without `count`:
+            the result has shape `(n, count)`, without it `(n,)`.
     """
     seeds = _member_seeds(_key(seed), members)
     state = _mixed(_state(seeds, _words(steps)))

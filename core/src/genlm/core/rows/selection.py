@@ -38,11 +38,7 @@ def batch_token_logprobs(rows: torch.Tensor, token_ids: torch.Tensor) -> torch.T
 
     Args:
         rows: Log-probabilities, shape `(n, vocab_size)`, float32.
-        token_ids: Shape `(n, k)`, int64, below the vocabulary's size, on any device; -1 for
-            no token.
-
-    Returns:
-        Shape `(n, k)`, float32, on the device of `rows`; `-inf` where the id is -1.
+        token_ids: Shape `(n, k)`, int64, on any device; -1 for no token, which gives `-inf`.
     """
     ids = moved(token_ids, rows.device)
     return rows.gather(1, ids.clamp(min=0)).masked_fill_(ids < 0, float("-inf"))
@@ -52,13 +48,11 @@ def batch_top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     """Return the `k` most likely tokens of each row, of equals those with the lowest ids.
 
     Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32, without NaN; on any device;
-            not changed.
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32, without NaN; on any device.
         k: From 1 to `vocab_size`.
 
     Returns:
-        Log-probabilities, the largest first, and their ids, of equals the lowest first: shape
-        `(n, k)`, float32 and int64, on the device of `rows`.
+        Log-probabilities, the largest first, and their ids, both of shape `(n, k)`.
     """
     bounds = row_parts(len(rows), rows.shape[1], rows.device)
     parts = [_largest(rows[begin:end], k) for begin, end in bounds]

@@ -21,7 +21,13 @@ from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import SharedReduction
 from genlm.core.rows.groups import Columns
-from genlm.core.rows.logits import known_logits, moved, row_parts, rows_from_logits
+from genlm.core.rows.logits import (
+    invalid_computation,
+    known_logits,
+    moved,
+    row_parts,
+    rows_from_logits,
+)
 from genlm.core.rows.reductions import PositionReduction
 from genlm.core.vocab import Vocabulary
 
@@ -262,8 +268,7 @@ def _scores(logprobs: torch.Tensor, highest: torch.Tensor) -> TokenScores | Eval
 
 
 def _not_distributions(count: int, total: int) -> EvaluationError:
-    return EvaluationError(
-        f"the engine computed {count} of {total} rows that are not distributions: logits are "
-        f"NaN, infinite or all -inf. The computation overflowed, or the engine does not serve "
-        f"this model correctly: try dtype='float32' or another engine"
+    return invalid_computation(
+        f"{count} of {total} rows that are not distributions: logits are NaN, infinite or all "
+        f"-inf"
     )

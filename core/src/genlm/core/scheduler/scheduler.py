@@ -9,12 +9,13 @@ import asyncio
 import atexit
 import concurrent.futures
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from genlm.core.base.blocking import is_blocking
-from genlm.core.base.errors import EngineClosedError, QueryResetError
+from genlm.core.base.errors import EngineClosedError, EngineError, QueryResetError
 from genlm.core.base.statistics import SchedulerStatistics
 from genlm.core.base.validation import checked_builder, checked_integer
 from genlm.core.rows.output_cache import OutputCache
@@ -23,6 +24,8 @@ from genlm.core.scheduler.request_table import Identified, Request
 from genlm.core.scheduler.worker import Submission, Worker
 
 __all__ = ["Scheduler"]
+
+logger = logging.getLogger("genlm")
 
 EngineT = TypeVar("EngineT")
 T = TypeVar("T")
@@ -85,7 +88,7 @@ class Scheduler(Generic[EngineT]):
             raise
         _live_workers.add(self._worker)
         # The thread must end when the scheduler is dropped without `close`.
-        stop = functools.partial(_stop, self._worker)
+        stop = functools.partial(self._worker.stop, _closed())
         weakref.finalize(self, run_in_background, stop).atexit = False
 
     def __repr__(self) -> str:
@@ -216,7 +219,7 @@ class Scheduler(Generic[EngineT]):
             wait_for: Predicate of queries that must end before the call; called under a lock.
             function: Function of the engine.
         """
-        self._worker.call_after(wait_for, function)
+        self._worker.call(function, wait_for).add_done_callback(_log_failure)
 
     @property
     def release(self) -> Callable[[Any], None]:
@@ -241,7 +244,7 @@ class Scheduler(Generic[EngineT]):
     @property
     def closed(self) -> bool:
         """Whether requests are rejected: after `close`, or because the thread has ended."""
-        return self._worker.stopped
+        return self._worker.stopped is not None
 
     def statistics(self) -> SchedulerStatistics:
         """Counters since the start."""
@@ -260,8 +263,10 @@ def _checked_limit(name: str, value: int | None) -> int | None:
     return None if value is None else checked_integer(name, value, 1)
 
 
-def _stop(worker: Worker) -> None:
-    worker.stop(_closed())
+def _log_failure(future: concurrent.futures.Future[Any]) -> None:
+    error = future.exception()
+    if error is not None and not isinstance(error, EngineError):
+        logger.error("a call on the engine's thread failed", exc_info=error)
 
 
 def _closed() -> EngineClosedError:
@@ -275,6 +280,7 @@ _live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 def _close_all() -> None:
     workers = list(_live_workers)
     for worker in workers:
-        worker.stop_at_exit(_closed())
+        worker.is_exiting = True
+        worker.stop(_closed())
     for worker in workers:
-        worker.wait_until_ended(EXIT_TIMEOUT_S)
+        worker.ended.wait(EXIT_TIMEOUT_S)

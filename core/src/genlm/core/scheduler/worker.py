@@ -73,14 +73,16 @@ class Call:
                 raise
 
 
-def _log_failure(future: concurrent.futures.Future[Any]) -> None:
-    error = future.exception()
-    if error is not None and not isinstance(error, EngineError):
-        logger.error("a call on the engine's thread failed", exc_info=error)
-
-
 class Worker:
-    """Runs one engine on one thread; see `Scheduler` for the arguments."""
+    """Runs one engine on one thread; see `Scheduler` for the arguments.
+
+    Attributes:
+        stopped: Why requests are rejected permanently; None while they are accepted.
+        ended: Set when the engine is closed, whether or not the thread remains.
+        is_exiting: Whether the thread, after closing the engine, waits for the end of the
+            process: destructors of native thread-local variables, of which MLX has some, may
+            need the interpreter, and would abort the process while that is being finalised.
+    """
 
     def __init__(
         self,
@@ -104,13 +106,13 @@ class Worker:
         self._calls: deque[Call] = deque()
         self._released: deque[Any] = deque()
         self._release_scheduled = self._release_due = False
-        self._stopped: EngineError | None = None  # why requests are rejected
+        self.stopped: EngineError | None = None
         self._engine: Any = None
         self._final_statistics: Mapping[str, Any] = {}
         self._wake_engine: Callable[[], None] | None = None
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._ended, self._is_exiting = threading.Event(), False
+        self.ended, self.is_exiting = threading.Event(), False
         # Arguments, not attributes: a reference cycle would delay freeing the model's memory.
         arguments = (build_engine, self._built)
         self._thread = threading.Thread(
@@ -125,11 +127,6 @@ class Worker:
     def runs_here(self) -> bool:
         """Whether the calling thread is the engine's thread."""
         return threading.current_thread() is self._thread
-
-    @property
-    def stopped(self) -> bool:
-        """Whether requests are rejected permanently."""
-        return self._stopped is not None
 
     def wait_until_built(self) -> None:
         """Wait until the engine is built, or raise the error of its construction; call once."""
@@ -179,17 +176,11 @@ class Worker:
             if self._table.inbox:
                 self._notify()
 
-    def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
-        """Run `function(engine)` on the engine's thread, between two steps."""
-        return self._add_call(Call(function))
-
-    def call_after(
-        self, wait_for: Callable[[Any], bool], function: Callable[[Any], object]
-    ) -> None:
-        """Run `function(engine)` as `call`, after the queries of `wait_for` and all aborts."""
-        self._add_call(Call(function, wait_for)).add_done_callback(_log_failure)
-
-    def _add_call(self, call: Call) -> concurrent.futures.Future[Any]:
+    def call(
+        self, function: Callable[[Any], Any], wait_for: Callable[[Any], bool] | None = None
+    ) -> concurrent.futures.Future[Any]:
+        """Run `function(engine)` on the engine's thread, between two steps; see `Call`."""
+        call = Call(function, wait_for)
         with self._lock:
             self._raise_if_stopped()
             self._calls.append(call)
@@ -201,7 +192,7 @@ class Worker:
 
         An idle engine is woken once for all items of a short period.
         """
-        if self._stopped is not None:
+        if self.stopped is not None:
             return
         self._released.append(item)
         if not self._release_scheduled:
@@ -224,9 +215,9 @@ class Worker:
     def stop(self, error: EngineError) -> None:
         """Fail all unfinished requests and end the thread after its current step."""
         with self._lock:
-            if self._stopped is not None:
+            if self.stopped is not None:
                 return
-            self._stopped = error
+            self.stopped = error
             delivery = self._fail_all(error)
             calls, self._calls = self._calls, deque()
             self._notify()
@@ -239,7 +230,7 @@ class Worker:
         """Reject all requests in a forked process, which lacks the engine's thread."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._stopped = EngineClosedError(
+        self.stopped = EngineClosedError(
             "this process was forked from the one that loaded the model, and the engine's "
             "thread stayed there; load the model here, after the fork or in a spawned process"
         )
@@ -248,19 +239,6 @@ class Worker:
         """Wait until the thread has ended; return at once if called on that thread."""
         if not self.runs_here:
             self._thread.join(timeout_s)
-
-    def stop_at_exit(self, error: EngineError) -> None:
-        """Stop as `stop`; the thread then remains until the process ends.
-
-        Destructors of native thread-local variables, of which MLX has some, may need the
-        interpreter. While it is being finalised, they would abort the process.
-        """
-        self._is_exiting = True
-        self.stop(error)
-
-    def wait_until_ended(self, timeout_s: float) -> None:
-        """Wait until the engine is closed, whether or not the thread remains."""
-        self._ended.wait(timeout_s)
 
     def statistics(self) -> SchedulerStatistics:
         """Return a snapshot of the counters."""
@@ -277,9 +255,9 @@ class Worker:
                 logger.exception("waking the engine raised")
 
     def _raise_if_stopped(self) -> None:
-        if self._stopped is not None:
-            error = type(self._stopped)(*self._stopped.args)
-            raise error from self._stopped.__cause__
+        if self.stopped is not None:
+            error = type(self.stopped)(*self.stopped.args)
+            raise error from self.stopped.__cause__
 
     def _fail_all(self, error: EngineError) -> Delivery:
         self._aborts.extend(self._table.in_engine)
@@ -296,7 +274,7 @@ class Worker:
         try:
             engine = build_engine()
         except BaseException as error:  # noqa: BLE001 - raised by `wait_until_built`
-            self._stopped = EngineDiedError("the engine could not be built")
+            self.stopped = EngineDiedError("the engine could not be built")
             built.set_exception(error)
             del built  # breaks the cycle of the error and this frame
             return
@@ -320,8 +298,8 @@ class Worker:
             logger.exception("the statistics of %s raised", type(engine).__name__)
         self._engine = None
         del engine  # the error that ended the thread refers to this frame
-        self._ended.set()
-        if self._is_exiting:
+        self.ended.set()
+        if self.is_exiting:
             threading.Event().wait()
 
     def _die(self, cause: BaseException) -> None:
@@ -397,7 +375,7 @@ class Worker:
     def _wait_for_work(self) -> bool:
         """Block until there is work; return False after the worker was stopped."""
         with self._lock:
-            while self._stopped is None:
+            while self.stopped is None:
                 if self._aborts or self._table.in_engine or self._release_due:
                     return True
                 if not all(map(self._is_blocked, self._calls)):

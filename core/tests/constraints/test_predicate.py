@@ -65,7 +65,7 @@ def searched(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),
         tested=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
-        grown=lambda members, ids: ids,
+        advanced=lambda ids, first_draws: None,
     )
     search = predicate._Search(constraint, np.ones(size, bool))
     found = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -156,30 +156,34 @@ class _Tested(StateConstraint):
         self.first_draws = first_draws
         self.known: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
         """Whether texts may continue, and whether they may end; tested once."""
-        self.accepted: _Accepted | None = None
-        """The tokens of the last draw."""
+        self.following: tuple[Integers64, _Tested] | None = None
+        """The tokens of the last draw, and the constraint after them."""
 
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return the masks from which tokens are drawn before the function is called."""
         return self.within.masks()
 
     def advance(self, token_ids: IntegersLike) -> _Tested:
-        """Append tokens to the texts. Drawn tokens are not tested again."""
+        """Append tokens to the texts. Tested tokens are not tested again."""
         ids = token_column(token_ids, len(self), len(self.tokens.texts))
-        within, accepted = self.within.advance(ids), self.accepted
+        if self.following is not None and np.array_equal(ids, self.following[0]):
+            return self.following[1]
+        return self.advanced(ids, self.first_draws)
+
+    def advanced(self, ids: Integers64, first_draws: int) -> _Tested:
+        """Append tokens to the texts, for a next step that first draws so many tokens."""
+        within = self.within.advance(ids)
         is_new = (ids >= 0) & (self.states == LIVE)
-        is_tested = np.zeros(len(ids), np.bool_)
-        texts, states, first_draws = self.texts.copy(), self.states.copy(), self.first_draws
-        if accepted is not None:
-            first_draws = accepted.draws
-            is_tested = ids == accepted.token_ids
-            np.copyto(texts, accepted.texts, where=is_tested)
-        states[is_new & self.tokens.is_stop[ids]] = FINISHED
-        others = np.flatnonzero(is_new & ~is_tested)
-        if others.size:
-            is_accepted = self.tested(others, ids[others, None])[:, 0]
-            states[others[~is_accepted]] = DEAD
-            texts[others] = self.grown(others, ids)
+        members = np.flatnonzero(is_new)
+        is_accepted = ~is_new
+        is_accepted[members] = self.tested(members, ids[members, None])[:, 0]
+        texts, pieces = self.texts.copy(), self.tokens.texts
+        grown = np.empty(len(members), object)
+        pairs = zip(texts[members].tolist(), ids[members].tolist(), strict=True)
+        grown[:] = [text + pieces[token_id] for text, token_id in pairs]
+        texts[members] = grown
+        states = np.where(is_accepted, self.states, DEAD)
+        states[is_new & self.tokens.is_stop[ids] & is_accepted] = FINISHED
         states[is_new & np.isneginf(within.log_potential)] = DEAD
         complete = self.language.complete
         for member in np.flatnonzero(within.finished & (states == LIVE)).tolist():
@@ -187,18 +191,6 @@ class _Tested(StateConstraint):
         return _Tested(
             self.language, self.tokens, within, texts, states, first_draws=first_draws
         )
-
-    def grown(self, members: Integers64, token_ids: Integers64) -> Texts:
-        """Return the texts of some members after the token of each.
-
-        Args:
-            members: Members, shape `(m,)`.
-            token_ids: Tokens of all members, shape `(n,)`; -1 for none.
-        """
-        pieces, found = self.tokens.texts, np.empty(len(members), object)
-        pairs = zip(self.texts[members].tolist(), token_ids[members].tolist(), strict=True)
-        found[:] = [text + pieces[token] if token >= 0 else text for text, token in pairs]
-        return found
 
     def tested(
         self,
@@ -253,11 +245,10 @@ class _Tested(StateConstraint):
         Returns:
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
         """
-        is_active = ~population.finished.numpy() & (self.states != FINISHED)
-        search = _Search(self, is_active)
+        search = _Search(self, ~population.finished.numpy() & (self.states != FINISHED))
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed
-        count, found = self.first_draws, search.result()
+        count, found = self.first_draws, None
         try:
             while found is None:
                 # More draws by one seed begin with the same tokens.
@@ -268,22 +259,8 @@ class _Tested(StateConstraint):
                 count = min(4 * count, len(self.tokens.texts) + 1)
         finally:
             search.is_cancelled = True
-        drawn, self.accepted = found
+        drawn, self.following = found
         return drawn
-
-
-class _Accepted(NamedTuple):
-    """Accepted tokens of a draw.
-
-    Attributes:
-        token_ids: A token of each member; -1 for none.
-        texts: Text of each member after its token.
-        draws: Number of draws of the first round of the next step.
-    """
-
-    token_ids: Integers64
-    texts: Texts
-    draws: int
 
 
 class _Search:
@@ -295,92 +272,81 @@ class _Search:
     """
 
     def __init__(self, constraint: _Tested, is_active: Flags) -> None:
-        size = len(is_active)
         self.is_over = ~is_active | (constraint.states == DEAD)
         self.is_cancelled = False
         self._constraint = constraint
-        self._is_active = is_active
-        self._place = np.full(size, -1)  # of the first accepted draw
-        self._extra = np.full(size, constraint.language.extra_draws)
-        # The draws so far, shape (n, k), and the number of those that are tested.
-        self._done = 0
-        self._token_ids = np.full((size, 1), -1)
-        self._logprobs, self._draw_logprobs = np.full((2, size, 1), -np.inf)
-        self._is_accepted = np.zeros((size, 1), np.bool_)
+        # The columns of the result, those of members without a token.
+        self._token_ids = np.full(len(is_active), -1)
+        self._logprobs = np.where(is_active, -np.inf, 0.0)
+        self._log_mass, self._draw_logprobs = self._logprobs.copy(), self._logprobs.copy()
+        self._tested = 0  # draws of each member that is not over
+        self._needed = 0  # draws of the member that needed most of them
 
-    def take(self, drawn: DrawnTokens) -> tuple[DrawnTokens, _Accepted] | None:
-        """Test the draws of members that are not over, in order, after those before.
+    def take(self, drawn: DrawnTokens) -> tuple[DrawnTokens, tuple[Integers64, _Tested]] | None:
+        """Test the draws of members that are not over, in order.
+
+        Args:
+            drawn: Draws without replacement, which begin with those passed before.
 
         Returns:
-            As `result`.
+            The accepted tokens with their weights, and them with the constraint that follows;
+            None if a member needs more draws.
         """
-        count = drawn.token_ids.shape[1]
-        is_left = ~self.is_over[:, None]
-        self._token_ids = _widened(self._token_ids, count, -1)
-        self._logprobs = _widened(self._logprobs, count, -np.inf)
-        self._draw_logprobs = _widened(self._draw_logprobs, count, -np.inf)
-        self._is_accepted = _widened(self._is_accepted, count, False)
-        np.copyto(self._token_ids, drawn.token_ids.numpy(), where=is_left)
-        np.copyto(self._logprobs, drawn.logprobs.numpy(), where=is_left)
-        np.copyto(self._draw_logprobs, drawn.draw_logprob.numpy(), where=is_left)
-        # An estimate uses at least these draws.
-        end = min(1 + self._constraint.language.extra_draws, count)
-        while self._done < count and not self.is_over.all() and not self.is_cancelled:
-            members = np.flatnonzero(~self.is_over)
-            tokens = self._token_ids[members, self._done : max(end, self._done + 1)]
-            flags = self._constraint.tested(members, tokens, lambda: self.is_cancelled)
-            self._is_accepted[members, self._done : self._done + tokens.shape[1]] = flags
-            self._done += tokens.shape[1]
-            self._update(members, count)
-        self._done = count
-        return self.result()
-
-    def _update(self, members: Integers64, count: int) -> None:
-        """Determine which of the members are over after the tested draws."""
-        new = members[self._place[members] < 0]
-        accepted = self._is_accepted[new]
-        new, accepted = new[accepted.any(1)], accepted[accepted.any(1)]
-        self._place[new] = accepted.argmax(1)
-        at_hand = count - 1 - self._place[new]  # if any, the estimate uses no further round
-        extra = self._extra[new]
-        self._extra[new] = np.where(at_hand > 0, np.minimum(extra, at_hand), extra)
-        first = self._place[members]
-        is_complete = (first >= 0) & (first + self._extra[members] < self._done)
-        is_last = self._token_ids[members, self._done - 1] < 0
-        self.is_over[members] = is_complete | is_last
-
-    def result(self) -> tuple[DrawnTokens, _Accepted] | None:
-        """Return the accepted tokens with their weights; None if a member needs more draws."""
-        if not self.is_over.all():
+        constraint, least = self._constraint, 1 + self._constraint.language.extra_draws
+        members = np.flatnonzero(~self.is_over)
+        token_ids = drawn.token_ids.numpy()[members]
+        count = token_ids.shape[1]
+        is_accepted = np.zeros(token_ids.shape, np.bool_)
+        place = np.full(len(members), -1)  # of the first accepted draw
+        extra = np.full(len(members), constraint.language.extra_draws)
+        left, done = np.arange(len(members)), 0
+        while done < count and left.size and not self.is_cancelled:
+            # An estimate uses at least the first draws.
+            end = max(min(least, count), self._tested, done + 1)
+            flags = constraint.tested(
+                members[left], token_ids[left, done:end], lambda: self.is_cancelled
+            )
+            is_accepted[left, done:end] = flags
+            done = end
+            new = left[(place[left] < 0) & is_accepted[left].any(1)]
+            place[new] = is_accepted[new].argmax(1)
+            at_hand = count - 1 - place[new]  # if any, the estimate uses no further round
+            extra[new] = np.where(at_hand > 0, np.minimum(extra[new], at_hand), extra[new])
+            is_complete = (place[left] >= 0) & (place[left] + extra[left] < done)
+            is_last = token_ids[left, done - 1] < 0
+            left = left[~(is_complete | is_last)]
+        self._tested = count
+        self._needed = max(self._needed, int(place.max(initial=-1)) + least)
+        is_drawn = place >= 0
+        is_drawn[left] = False
+        self.is_over[np.delete(members, left)] = True
+        self._keep(
+            members[is_drawn], drawn, is_accepted[is_drawn], place[is_drawn], extra[is_drawn]
+        )
+        if left.size:
             return None
-        constraint, token_ids = self._constraint, self._first(self._token_ids, -1)
-        least = 1 + constraint.language.extra_draws
-        needed = int(self._place.max(initial=-1)) + least
-        draws = min(max(least, needed), max(least, _MAX_FIRST_DRAWS))
-        texts = constraint.grown(np.arange(len(token_ids)), token_ids)
-        found = estimates(self._draw_logprobs, self._is_accepted, self._place, self._extra)
-        is_drawn = self._place >= 0
-        logprobs = np.where(self._is_active & ~is_drawn, -np.inf, 0.0)
-        log_weights, draw_logprobs = logprobs.copy(), logprobs.copy()
-        logprobs[is_drawn] = self._first(self._logprobs, 0.0)[is_drawn]
-        ratios = found.log_mass[is_drawn] - found.log_probability[is_drawn]
-        log_weights[is_drawn] = logprobs[is_drawn] + ratios
-        draw_logprobs[is_drawn] = -ratios
-        columns = logprobs, log_weights, draw_logprobs
-        drawn = DrawnTokens(
-            torch.from_numpy(token_ids.copy()),
+        draws = min(max(least, self._needed), max(least, _MAX_FIRST_DRAWS))
+        columns = self._logprobs, self._log_mass, self._draw_logprobs
+        found = DrawnTokens(
+            torch.from_numpy(self._token_ids),
             *(torch.from_numpy(each).float() for each in columns),
         )
-        return drawn, _Accepted(token_ids, texts, draws)
+        kept = self._token_ids.copy()
+        return found, (kept, constraint.advanced(kept, draws))
 
-    def _first(self, values: npt.NDArray[Any], otherwise: float) -> npt.NDArray[Any]:
-        """Return the value of each member's first accepted draw."""
-        found = values[np.arange(len(values)), self._place]
-        return np.where(self._place < 0, otherwise, found)
-
-
-def _widened(values: npt.NDArray[Any], count: int, otherwise: float) -> npt.NDArray[Any]:
-    """Return values of shape `(n, k)` with more columns."""
-    found = np.full((len(values), count), otherwise, values.dtype)
-    found[:, : values.shape[1]] = values[:, :count]
-    return found
+    def _keep(
+        self,
+        members: Integers64,
+        drawn: DrawnTokens,
+        is_accepted: Flags,
+        place: Integers64,
+        extra: Integers64,
+    ) -> None:
+        """Set the columns of members that have an accepted token and need no further draw."""
+        draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
+        found = estimates(draw_logprobs, is_accepted, place, extra)
+        ratios = found.log_mass - found.log_probability
+        self._token_ids[members] = drawn.token_ids.numpy()[members, place]
+        self._logprobs[members] = drawn.logprobs.numpy()[members, place]
+        self._log_mass[members] = self._logprobs[members] + ratios
+        self._draw_logprobs[members] = -ratios

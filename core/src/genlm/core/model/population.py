@@ -432,10 +432,10 @@ class Population(Members):
         Rows are distributions, so the bias is the cause. Checking the bias beforehand would
         take another pass over `(n, vocab_size)` numbers.
         """
-        wrong = ~(log_mass < math.inf)
+        wrong = ~(log_mass.numpy() < math.inf)
         if wrong.any():
             error = ValueError("bias is NaN or inf for a token that may be drawn")
-            raise PopulationError(members[wrong.numpy()].tolist(), len(self), error)
+            raise PopulationError(members[wrong].tolist(), len(self), error)
 
     async def _reduced(
         self, reduction: GroupReduction, members: Integers64 | None = None

@@ -97,7 +97,7 @@ class Lineage:
             The next lineage, and the place in it of each extended sequence, shape `(n,)`.
         """
         first = inverse = np.arange(len(places))  # in the order of the members
-        if len(places) > 1:
+        if not _is_ascending(places):  # else the results are distinct
             keys = places * (int(token_ids.max()) + 2) + token_ids
             distinct, leaders, numbers = np.unique(keys, return_index=True, return_inverse=True)
             if len(distinct) < len(keys):
@@ -283,10 +283,14 @@ def distinct_sequences(
             too_long = (lengths > max_context).astype(np.int64)
             error = ContextLengthError(int(lengths.max()), max_context)
             raise_failed({1: error}, too_long, members, len(places))
-    if len(own) == len(lineage) and (np.diff(own) == 1).all():
+    if len(own) == len(lineage) and _is_ascending(own):  # all sequences in order
         return own, own
     wanted, row_of = np.unique(own, return_inverse=True)
     return wanted, row_of
+
+
+def _is_ascending(places: Integers64) -> bool:
+    return bool((places[1:] > places[:-1]).all())
 
 
 def raise_failed(

@@ -28,7 +28,6 @@ def test_a_plain_llama_has_no_mechanism() -> None:
     facts = ModelFacts.of(LLAMA)
     assert facts.key == "LlamaForCausalLM"
     assert facts.mechanisms == ()
-    assert (facts.num_heads, facts.num_kv_heads, facts.head_dims) == (32, 8, (128,))
     assert (facts.max_positions, facts.original_positions) == (8192, None)
     assert not facts.rope_by_longest
 
@@ -115,6 +114,8 @@ def test_a_window_counts_if_a_layer_uses_it_and_a_context_is_longer(
         ({"state_size": 16}, "recurrent"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent"),
         ({"layer_types": ["conv", "full_attention"]}, "recurrent"),
+        ({"mamba_d_state": 16, "attn_layer_period": 2}, "recurrent"),
+        ({"lru_width": 16, "block_types": ["recurrent", "attention"]}, "recurrent"),
         ({"use_parallel_residual": True}, "use_parallel_residual"),
     ],
 )
@@ -138,18 +139,6 @@ def test_a_mechanism_that_is_off_is_not_used(settings: Any) -> None:
     assert ModelFacts.of(LLAMA | settings).mechanisms == ()
 
 
-def test_recurrent_layers_beside_attention_make_a_hybrid() -> None:
-    assert not ModelFacts.of({"model_type": "mamba", "state_size": 16}).hybrid
-    for settings in (
-        {"layer_types": ["conv", "full_attention"]},
-        {"mamba_d_state": 16, "attn_layer_period": 2},
-        {"lru_width": 16, "block_types": ["recurrent", "attention"]},
-    ):
-        facts = ModelFacts.of(settings)
-        assert (facts.recurrent, facts.hybrid) == (True, True)
-    assert not ModelFacts.of(LLAMA).hybrid
-
-
 def test_the_text_model_of_several_is_read() -> None:
     facts = ModelFacts.of(
         {
@@ -160,8 +149,6 @@ def test_the_text_model_of_several_is_read() -> None:
         }
     )
     assert facts.key == "Gemma3ForConditionalGeneration + sliding_window"
-    assert facts.model_type == "gemma3_text"
-    assert facts.num_heads is None
 
 
 def test_a_config_of_transformers_is_read_and_nothing_else() -> None:

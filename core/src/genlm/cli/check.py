@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genlm.cli.arguments import SeedOption, backends, checked_dtype
+from genlm.cli.arguments import JsonOption, SeedOption, backends, checked_dtype
+from genlm.cli.output import print_json
 from genlm.core.base.errors import GenlmError, MissingRequirementError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check(
     as_list: Annotated[
         bool, typer.Option("--list", help="List the checks without running them.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the conformance suite against a backend.
 
@@ -85,7 +85,10 @@ def check(
                 typer.echo(f"{case.id}: {case.check.property}")
             return
         report = _reported(run, quiet=as_json, fail_fast=fail_fast)
-    typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
+    if as_json:
+        print_json(report.as_json())
+    else:
+        typer.echo(report.as_text())
     raise typer.Exit(code=bool(report.failures))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import SeedOption, checked_dtype, finite, json_object, output_console
+from genlm.cli.arguments import JsonOption, SeedOption, checked_dtype, checked_options
+from genlm.cli.output import borderless_table, output_console, print_json
+from genlm.cli.text_file import read_lines
 from genlm.core.base.errors import UnknownBackendError
 from genlm.core.plugins.lookup import find_backend
 from genlm.testing.target import TOLERANCE_CAPS
@@ -88,7 +89,7 @@ def compare(
         float | None,
         typer.Option(help="Time limit per engine in seconds; no limit by default."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare the rows that several engines compute with the same model.
 
@@ -100,9 +101,9 @@ def compare(
     2: an argument is invalid.
     """
     if texts is not None and ids is not None:
-        raise typer.BadParameter("give --texts or --ids, not both")
+        raise _wrong("--ids", "give --texts or --ids, not both")
     if timeout is not None and not timeout > 0:
-        raise typer.BadParameter(f"--timeout {timeout:g}: expected a positive number")
+        raise _wrong("--timeout", f"{timeout:g}: expected a positive number")
     names = _backends(backends)
     limit = _bound(bound, dtype)
     chosen = _options(options, names)
@@ -116,8 +117,10 @@ def compare(
     for name in names:
         if not as_json:
             typer.echo(f"{name} ...", err=True)
-        plan = None if reference is None else reference.plan
-        request = Request(model, name, dtype, chosen[name], longest, read_texts, read_ids, plan)
+        contexts = None if reference is None else reference.contexts
+        request = Request(
+            model, name, dtype, chosen[name], longest, read_texts, read_ids, contexts
+        )
         answer = answer_of(request, timeout)
         if isinstance(answer, str):
             outcomes.append(Outcome(name, "failed", answer))
@@ -126,11 +129,12 @@ def compare(
             outcomes.append(Outcome(name, "reference", figures=answer.figures))
         else:
             outcomes.append(_compared(name, answer, reference, limit, seed))
-    report = {"model": model, "dtype": dtype, "bound": limit, "seed": seed}
-    report |= _planned(reference)
+    report: dict[str, Any] = {"model": model, "dtype": dtype, "bound": limit, "seed": seed}
+    report |= {"contexts": 0, "longest": 0, "not_reached": [], "family": None}
+    if reference is not None:
+        report |= {"contexts": len(reference.contexts), **reference.about}
     if as_json:
-        engines = [finite(dataclasses.asdict(outcome)) for outcome in outcomes]
-        typer.echo(json.dumps({**report, "engines": engines}, indent=2, default=str))
+        print_json(report | {"engines": [dataclasses.asdict(each) for each in outcomes]})
     else:
         _print(report, outcomes)
     good = {"reference", "within the bound"}
@@ -152,7 +156,7 @@ def _compared(name: str, answer: Answer, reference: Answer, bound: float, seed: 
     if not answers:
         why = "takes no context that the first engine takes"
         return Outcome(name, "failed", why, figures=answer.figures)
-    kinds = reference.plan.contexts
+    kinds = reference.contexts
     try:
         found = differences(answers, expected.__getitem__, kinds=kinds, seed=seed)
     except ValueError as error:
@@ -163,83 +167,68 @@ def _compared(name: str, answer: Answer, reference: Answer, bound: float, seed: 
     return Outcome(name, status, "", found, skipped, answer.figures)
 
 
-def _planned(reference: Answer | None) -> dict[str, Any]:
-    if reference is None:
-        return {"contexts": 0, "longest": 0, "not_reached": [], "family": None}
-    plan = reference.plan
-    return {
-        "contexts": len(plan.contexts),
-        "longest": plan.longest,
-        "not_reached": plan.not_reached,
-        "family": plan.family,
-    }
-
-
 # -- arguments ------------------------------------------------------------------------------
 
 
 def _backends(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) < 2 or len({*names}) < len(names):
-        raise typer.BadParameter(
-            f"--backends {text!r}: name two or more different engines, such as hf,vllm"
+        raise _wrong(
+            "--backends", f"{text!r}: name two or more different engines, such as hf,vllm"
         )
     for name in names:
         try:
             find_backend(name)
         except UnknownBackendError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise _wrong("--backends", str(error)) from error
     return names
 
 
 def _bound(bound: float | None, dtype: str) -> float:
     if dtype not in TOLERANCE_CAPS:
         expected = ", ".join(TOLERANCE_CAPS)
-        raise typer.BadParameter(f"--dtype {dtype!r}: expected one of {expected}")
+        raise _wrong("--dtype", f"{dtype!r}: expected one of {expected}")
     limit = TOLERANCE_CAPS[dtype] if bound is None else bound
     if not (math.isfinite(limit) and limit > 0):
-        raise typer.BadParameter(f"--bound {limit}: expected a positive number")
+        raise _wrong("--bound", f"{limit}: expected a positive number")
     return limit
 
 
 def _lines(option: str, path: Path) -> dict[int, str]:
     """Return the lines that are not empty by their numbers, from 1."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{option} {str(path)!r}: {error}") from error
-    filled = {number: line for number, line in enumerate(lines, 1) if line.strip()}
-    if not filled:
-        raise typer.BadParameter(f"{option} {str(path)!r}: the file is empty")
-    return filled
+    lines = enumerate(read_lines(str(path), option), 1)
+    return {number: line for number, line in lines if line.strip()}
 
 
 def _ids(path: Path) -> list[list[int]]:
-    return [_ids_of(path, number, line) for number, line in _lines("--ids", path).items()]
-
-
-def _ids_of(path: Path, number: int, line: str) -> list[int]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, list) and found and all(type(i) is int and i >= 0 for i in found):
-        return found
-    raise typer.BadParameter(
-        f"--ids {str(path)!r}, line {number}: expected an array of token ids, such as "
-        f"[1, 17, 4]; found {line[:60]!r}"
-    )
+    found = []
+    for number, line in _lines("--ids", path).items():
+        try:
+            ids = json.loads(line)
+        except (ValueError, RecursionError):
+            ids = None
+        if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
+            raise _wrong(
+                "--ids",
+                f"{str(path)!r}, line {number}: expected an array of token ids, such as "
+                f"[1, 17, 4]; found {line[:60]!r}",
+            )
+        found.append(ids)
+    return found
 
 
 def _options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    given = json_object(text)
-    if given is None or not all(isinstance(value, dict) for value in given.values()):
-        raise typer.BadParameter(
-            f"--options {text!r}: expected a JSON object with an object of options per engine"
-        )
-    if unknown := [name for name in given if name not in names]:
-        raise typer.BadParameter(f"--options: {unknown[0]!r} is not among the --backends")
+    given = checked_options(text)
+    for name, found in given.items():
+        if not isinstance(found, dict):
+            raise _wrong("--options", f"{name}: expected a JSON object; found {found!r}")
+        if name not in names:
+            raise _wrong("--options", f"{name!r} is not among the --backends")
     return {name: given.get(name, {}) for name in names}
+
+
+def _wrong(option: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=option)
 
 
 # -- output ---------------------------------------------------------------------------------
@@ -254,10 +243,10 @@ def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     )
     for name in report["not_reached"]:
         console.print(f"not reached: the {name}; use a larger --longest")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ("engine", "result", "largest", "at", "total variation", "greedy", "drawn")
-    for column in (*columns, "repeats", "memory", "GPU", "load", "rows/s"):
-        table.add_column(column, no_wrap=column != "at")
+    columns = ["engine", "result", "largest", "at", "total variation", "greedy", "drawn"]
+    columns += ["repeats", "memory", "GPU", "load", "rows/s"]
+    table = borderless_table(*columns, no_wrap=True)
+    table.columns[columns.index("at")].no_wrap = False
     for outcome in outcomes:
         table.add_row(*map(Text, _cells(outcome)))
     console.print(table)

@@ -28,14 +28,13 @@ from genlm.core.model.lm import load_model
 from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
 from genlm.engines.model_facts import ModelFacts
-from genlm.testing.comparison import contexts_of, request_rows
+from genlm.testing.comparison import TokenIds, contexts_of, request_rows
 
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
 
 __all__ = [
     "Answer",
-    "Plan",
     "Request",
     "answer_here",
     "answer_of",
@@ -50,23 +49,6 @@ _KIB = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The contexts to request from every engine.
-
-    Attributes:
-        contexts: Kind of each context, by its token ids.
-        longest: Maximum length of a context.
-        not_reached: Limits of the model that no context exceeds.
-        family: Architecture of the model; None if unknown.
-    """
-
-    contexts: Mapping[tuple[int, ...], str]
-    longest: int
-    not_reached: Sequence[str]
-    family: str | None
-
-
-@dataclass(frozen=True)
 class Request:
     """A request for the rows of one engine.
 
@@ -78,7 +60,8 @@ class Request:
         longest: Maximum length of a context; None chooses it by the model.
         texts: Texts to compare on; None takes the embedded text.
         ids: Token ids to compare on, in place of texts.
-        plan: The contexts; None makes them with the vocabulary of this engine.
+        contexts: Kinds of the contexts to request, by token ids; None makes contexts with the
+            vocabulary of this engine.
     """
 
     model: str
@@ -88,7 +71,7 @@ class Request:
     longest: int | None = None
     texts: Sequence[str] | None = None
     ids: Sequence[Sequence[int]] | None = None
-    plan: Plan | None = None
+    contexts: Mapping[TokenIds, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,14 +79,17 @@ class Answer:
     """The rows of one engine.
 
     Attributes:
-        plan: The contexts that were requested, of which the engine took those that fit.
+        contexts: The contexts, of which the engine took those that fit.
+        about: Their maximum length, the limits of the model that none exceeds, and the model's
+            architecture, where the request had no contexts.
         ids: Token ids of each row; every context occurs twice.
         rows: Shape `(len(ids), vocab_size)`, float32.
         figures: Memory, speed and sizes.
     """
 
-    plan: Plan
-    ids: Sequence[tuple[int, ...]]
+    contexts: Mapping[TokenIds, str]
+    about: Mapping[str, Any]
+    ids: Sequence[TokenIds]
     rows: np.ndarray[Any, Any]
     figures: Mapping[str, Any]
 
@@ -153,8 +139,9 @@ def _answer(request: Request) -> Answer:
     start = time.perf_counter()
     with load_model(request.model, request.backend, **options) as llm:
         loaded_s = time.perf_counter() - start
-        plan = request.plan or _plan(llm, request)
-        fitting = [ids for ids in plan.contexts if _fits(llm, ids)]
+        given = request.contexts
+        contexts, about = _contexts(llm, request) if given is None else (given, {})
+        fitting = [ids for ids in contexts if _fits(llm, ids)]
         if not fitting:
             raise ValueError("takes none of the contexts: too long, or of unknown token ids")
         start = time.perf_counter()
@@ -171,7 +158,7 @@ def _answer(request: Request) -> Answer:
         }
     figures["peak_memory_bytes"] = peak_memory()
     rows = np.stack([row.cpu().numpy() for _, row in answers])
-    return Answer(plan, [ids for ids, _ in answers], rows, figures)
+    return Answer(contexts, about, [ids for ids, _ in answers], rows, figures)
 
 
 def _engine_options(request: Request) -> dict[str, Any]:
@@ -194,13 +181,15 @@ def _fits(llm: AsyncLM, ids: Sequence[int]) -> bool:
 # -- contexts -------------------------------------------------------------------------------
 
 
-def _plan(llm: AsyncLM, request: Request) -> Plan:
+def _contexts(llm: AsyncLM, request: Request) -> tuple[dict[TokenIds, str], dict[str, Any]]:
+    """Choose contexts; return their kinds, and what `Answer.about` has."""
     facts = _facts(llm, request.model)
     limits = limits_of(facts)
     longest = longest_of(request.longest, limits, llm.max_context)
-    contexts = contexts_of(*_sequences(llm, request), limits, longest)
     not_reached = [name for name, limit in limits.items() if limit >= longest]
-    return Plan(contexts, longest, not_reached, None if facts is None else facts.key)
+    family = None if facts is None else facts.key
+    about = {"longest": longest, "not_reached": not_reached, "family": family}
+    return contexts_of(*_sequences(llm, request), limits, longest), about
 
 
 def limits_of(facts: ModelFacts | None) -> dict[str, int]:

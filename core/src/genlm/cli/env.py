@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from genlm.cli.tested_versions import tested_versions
+from genlm.cli.arguments import JsonOption
+from genlm.cli.output import print_json
+from genlm.cli.tested_versions import installed_version, tested_versions
 from genlm.core.base.errors import described
 from genlm.core.plugins.lookup import list_backends
 
@@ -51,12 +51,12 @@ _VARIABLES = (
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print versions, hardware and the status of plugins, for bug reports."""
     found = environment()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     plugins = found.pop("plugins")
     for title, section in found.items():
@@ -94,14 +94,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _versions(distributions: tuple[str, ...] | list[str]) -> dict[str, str]:
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def _versions(distributions: Iterable[str]) -> dict[str, str]:
+    return {name: found for name in distributions if (found := installed_version(name))}
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,15 +79,12 @@ def first_row_s(llm: AsyncLM, tokens: int) -> float:
     return _seconds(llm, [next(_contexts(llm, tokens, random.Random(0)))])
 
 
-def measured(
-    llm: AsyncLM, plan: Plan, on_cell: Callable[[], None] = lambda: None
-) -> Iterator[Cell]:
+def measured(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
     """Measure every batch of a plan.
 
     Args:
         llm: A model without an output cache, so that the engine computes all rows.
         plan: The batches to measure.
-        on_cell: Called after each batch.
     """
     rng = random.Random(plan.seed)
     for length, size in plan.batches(llm.max_context):
@@ -108,7 +105,6 @@ def measured(
             size / statistics.median(new[1:]),
             size / statistics.median(continued[1:]),
         )
-        on_cell()
 
 
 def _seconds(llm: AsyncLM, contexts: Sequence[Context]) -> float:

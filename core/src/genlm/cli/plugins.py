@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -14,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from genlm.cli.arguments import backends as completed
-from genlm.cli.arguments import output_console
 from genlm.cli.documented_options import Option, options_of
+from genlm.cli.output import borderless_table, output_console, print_json
 from genlm.cli.tested_versions import tested_versions
 from genlm.core.plugins.lookup import find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED
@@ -53,7 +52,7 @@ def plugins(
         backends = _named(name, backends)
     if as_json:
         described = [_described(info, options=name is not None) for info in backends]
-        typer.echo(json.dumps(described, indent=2))
+        print_json(described)
         return
     console = output_console()
     if name is None:
@@ -92,8 +91,8 @@ def _links(distribution: str) -> Iterator[tuple[str, str]]:
 def _print(info: BackendInfo, console: Console) -> None:
     title = Text(info.name, "bold")
     console.print(title.append(f": {info.summary}" if info.summary else "", "not bold"))
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="dim", no_wrap=True)
+    facts = borderless_table("", style="dim", no_wrap=True)
+    facts.show_header = False
     facts.add_column(overflow="fold")
     facts.add_row("status", Text(_status(info), style=_COLOURS.get(info.status, "red")))
     target = f" ({info.target})" if info.target else ""
@@ -130,9 +129,7 @@ def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
 def _options(options: list[Option] | None) -> Table | str:
     if not options:
         return "It takes no options." if options is not None else "Its options are unknown."
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("option", "default"):
-        table.add_column(column, no_wrap=True)
+    table = borderless_table("option", "default", no_wrap=True)
     table.add_column("meaning", overflow="fold")
     for option in options:
         table.add_row(option.name, Text(option.default or "required"), Text(option.meaning))
@@ -140,9 +137,7 @@ def _options(options: list[Option] | None) -> Table | str:
 
 
 def _table(backends: list[BackendInfo]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "kind", "provided by", "api", "capabilities"):
-        table.add_column(column, no_wrap=True)
+    table = borderless_table("name", "kind", "provided by", "api", "capabilities", no_wrap=True)
     table.add_column("status", overflow="fold")
     for info in backends:
         table.add_row(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from genlm.cli.arguments import (
@@ -19,11 +18,10 @@ from genlm.cli.arguments import (
     LoadOptions,
     ModelOption,
     checked_options,
-    finite,
     load,
-    output_console,
     require_writable,
 )
+from genlm.cli.output import borderless_table, finite, output_console
 from genlm.cli.text_file import LineOfText, bad_file, texts_of
 from genlm.core.base.errors import GenlmError
 
@@ -111,13 +109,12 @@ def score(
     texts = texts_of(file, form)
     if output not in (None, "-"):
         require_writable("--output", Path(output))  # a run may take an hour
-    terminal = Console(stderr=True)
-    with load(model, backend, {"progress": terminal.is_terminal, **chosen}) as llm:
+    with load(model, backend, chosen) as llm:
         encoded = _encoded(llm, texts)
         found = llm.batch_score_sync(
             [each.ids for each in encoded],
             [each.start for each in encoded],
-            progress=terminal.is_terminal,
+            progress=Console(stderr=True).is_terminal,
         )
         scores = [
             _scored(text, of, logprobs.tolist(), llm.vocabulary if tokens else None)
@@ -226,9 +223,8 @@ def _exp(exponent: float) -> float:
 def _print(scores: Sequence[TextScore], title: str) -> None:
     console = output_console()
     console.print(Text(title, "bold"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("line", "log-probability", "tokens", "perplexity", "bits per byte"):
-        table.add_column(name, justify="right", min_width=len(name))
+    figures = ("line", "log-probability", "tokens", "perplexity", "bits per byte")
+    table = borderless_table(*figures, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for each in scores[:_SHOWN]:
         table.add_row(str(each.line), *_figures(each), Text(each.text))

@@ -7,7 +7,6 @@ that serves. A cluster is joined only if it was named: what it serves outlives t
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from genlm.cli.arguments import backends, checked_options
+from genlm.cli.output import print_json
 from genlm.core.plugins.lookup import get_backend
 
 __all__ = ["serve"]
@@ -95,7 +95,7 @@ def serve(
             address=address,
         )
     if as_json:
-        typer.echo(json.dumps(found, indent=2, default=str))
+        print_json(found)
     else:
         _print(found, Console())
     status_code = 0

@@ -5,7 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 
-__all__ = ["tested_versions"]
+__all__ = ["installed_version", "tested_versions"]
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def tested_versions(tested: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
@@ -16,11 +24,7 @@ def tested_versions(tested: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """
     for distribution, versions in tested.items():
         text = f"{distribution} {', '.join(versions)}"
-        try:
-            installed = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            yield text
-            continue
+        installed = installed_version(distribution)
         # The local part, such as +cpu, names a build of the same release.
-        is_tested = installed.partition("+")[0] in versions
+        is_tested = installed is None or installed.partition("+")[0] in versions
         yield text if is_tested else f"{text} (installed: {installed}, not tested)"

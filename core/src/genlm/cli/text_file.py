@@ -10,7 +10,7 @@ import typer
 
 from genlm.cli.arguments import json_object
 
-__all__ = ["LineOfText", "bad_file", "texts_of"]
+__all__ = ["LineOfText", "bad_file", "read_lines", "texts_of"]
 
 
 _JSON_LINES = ".jsonl", ".ndjson"
@@ -38,7 +38,7 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     Raises:
         typer.BadParameter: The file cannot be read, or a line is empty or malformed.
     """
-    lines = _lines(file)
+    lines = read_lines(file)
     hint = ""
     if form == "auto" and (file.endswith(_JSON_LINES) or lines[0].lstrip().startswith("{")):
         form, hint = "jsonl", ". If the file is plain text, pass --format text"
@@ -52,20 +52,29 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     return found
 
 
-def _lines(file: str) -> list[str]:
+def read_lines(file: str, hint: str = "FILE") -> list[str]:
+    """Return the lines of a file without empty ones at its end.
+
+    Args:
+        file: Its path; `"-"` for standard input.
+        hint: The argument or option that names it.
+
+    Raises:
+        typer.BadParameter: The file cannot be read, or has no text.
+    """
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         content = data.decode("utf-8-sig")
     except OSError as error:
-        raise bad_file(f"{file!r}: {error.strerror}") from error
+        raise bad_file(f"{file!r}: {error.strerror}", hint) from error
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise bad_file(f"{file!r}, line {line}: not UTF-8") from error
+        raise bad_file(f"{file!r}, line {line}: not UTF-8", hint) from error
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise bad_file(f"{file!r} has no text")
+        raise bad_file(f"{file!r} has no text", hint)
     return lines
 
 
@@ -83,6 +92,6 @@ def _of_json(number: int, line: str, hint: str) -> LineOfText:
     return LineOfText(number, text, prompt)
 
 
-def bad_file(message: str) -> typer.BadParameter:
+def bad_file(message: str, hint: str = "FILE") -> typer.BadParameter:
     """Return an error that names the argument."""
-    return typer.BadParameter(message, param_hint="FILE")
+    return typer.BadParameter(message, param_hint=hint)

@@ -35,8 +35,11 @@ def close_says_reset(_close):
     return broken
 
 
-@core_mutant(
-    RequestTable, "clear", killed_by="resetting-ends-every-request", shows_as="lost request"
+@core_fault(
+    RequestTable,
+    "clear",
+    found_by="model/test_lm_lifecycle.py::test_a_reset_ends_all_requests_and_the_model_works_on",
+    hangs=True,
 )
 def reset_forgets_the_inbox(clear):
     """Ends the requests in the engine and drops those in the inbox."""
@@ -48,7 +51,11 @@ def reset_forgets_the_inbox(clear):
     return broken
 
 
-@core_mutant(AsyncLM, "cancel_all", killed_by="resetting-ends-every-request")
+@core_fault(
+    AsyncLM,
+    "cancel_all",
+    found_by="model/test_lm_lifecycle.py::test_a_reset_ends_all_requests_and_the_model_works_on",
+)
 def reset_closes(_reset):
     """`cancel_all` closes the model."""
     return lambda self: self._scheduler._worker.stop(EngineClosedError("closed"))

@@ -8,8 +8,7 @@ from genlm import Context
 from genlm.core.model.requests import Requests
 from genlm.core.queries.sequence import TokenSequence
 
-from .baselines import cached_target
-from .mutant import core_fault, core_mutant, engine_mutant
+from .mutant import core_fault, engine_mutant
 from .resident_engine import ResidentEngine
 
 
@@ -145,7 +144,11 @@ def contexts_of_any_model(_adapter_of):
     return lambda _self, context, _lora_name: context._adapter
 
 
-@core_mutant(Requests, "adapter_of", killed_by="contexts-keep-their-adapter", on=cached_target)
+@core_fault(
+    Requests,
+    "adapter_of",
+    found_by="model/test_lm_sampling.py::test_a_batch_of_several_adapters_is_drawn_with_each",
+)
 def the_default_adapter(adapter_of):
     """Answers contexts with the adapter that is the default when they are asked."""
 

@@ -13,17 +13,17 @@ from genlm.core.engine.group_sampling import MemberRuns, SamplingRun
 from genlm.core.rows.row_weights import RowWeights
 
 from .baselines import cached_target
-from .mutant import core_mutant
+from .mutant import core_fault, core_mutant
 
 
-@core_mutant(RowWeights, "temperatures", killed_by="equal-seeds-draw-equal-tokens")
+@core_mutant(RowWeights, "temperatures", killed_by="samples-are-those-of-the-seed")
 def temperature_ignored(temperatures):
     """Draws at temperature 1 for every temperature except 0."""
     return property(lambda self: np.sign(temperatures.fget(self)))
 
 
 @core_mutant(
-    genlm.core.rows.reductions, "RowWeights", killed_by="equal-seeds-draw-equal-tokens"
+    genlm.core.rows.reductions, "RowWeights", killed_by="samples-are-those-of-the-seed"
 )
 def temperature_multiplies(weights):
     """The core's sampler multiplies by the temperature instead of dividing."""
@@ -36,14 +36,14 @@ def temperature_multiplies(weights):
 
 
 @core_mutant(
-    genlm.core.rows.reductions, "RowWeights", killed_by="equal-seeds-draw-equal-tokens"
+    genlm.core.rows.reductions, "RowWeights", killed_by="samples-are-those-of-the-seed"
 )
 def top_tokens_only(weights):
     """Draws among the three most likely tokens."""
     return lambda *arguments, **options: weights(*arguments, **(options | {"top_k": 3}))
 
 
-@core_mutant(MemberRuns, "add", killed_by="equal-seeds-draw-equal-tokens")
+@core_mutant(MemberRuns, "add", killed_by="samples-are-those-of-the-seed")
 def prompt_not_extended(add):
     """Draws every token from the distribution after the prompt."""
 
@@ -58,7 +58,9 @@ def prompt_not_extended(add):
 
 
 @core_mutant(
-    genlm.core.engine.group_sampling, "stream_uniform", killed_by="sampling-is-reproducible"
+    genlm.core.engine.group_sampling,
+    "stream_uniform",
+    killed_by="samples-are-those-of-the-seed",
 )
 def seed_ignored(_stream_uniform):
     """Draws from fresh entropy although a seed was given."""
@@ -67,7 +69,7 @@ def seed_ignored(_stream_uniform):
 
 
 @core_mutant(
-    genlm.core.model.sample_methods, "stream_seeds", killed_by="sampling-is-reproducible"
+    genlm.core.model.sample_methods, "stream_seeds", killed_by="samples-are-those-of-the-seed"
 )
 def seeds_of_the_batch(stream_seeds):
     """Derives the seeds of continuations from their number as well."""
@@ -89,7 +91,7 @@ def abort_shifts_the_streams(abort):
 @core_mutant(
     genlm.core.engine.group_sampling,
     "stream_uniform",
-    killed_by="equal-seeds-draw-equal-tokens",
+    killed_by="samples-are-those-of-the-seed",
 )
 def stream_of_its_own(_stream_uniform):
     """Draws reproducibly from the seed, by other random numbers than documented."""
@@ -99,7 +101,7 @@ def stream_of_its_own(_stream_uniform):
 @core_mutant(
     genlm.core.model.sample_methods,
     "stream_seeds",
-    killed_by="streams-are-distinct",
+    killed_by="samples-are-those-of-the-seed",
     on=cached_target,
 )
 def one_seed_for_all(stream_seeds):
@@ -159,7 +161,7 @@ def one_short_of_the_context(limits):
     return broken
 
 
-@core_mutant(RowWeights, "temperatures", killed_by="temperature-zero-is-greedy")
+@core_mutant(RowWeights, "temperatures", killed_by="samples-are-those-of-the-seed")
 def zero_means_default(temperatures):
     """Takes temperature 0 for "not given" and draws at 1."""
 
@@ -170,7 +172,11 @@ def zero_means_default(temperatures):
     return property(broken)
 
 
-@core_mutant(AsyncLM, "_sample_options", killed_by="wrong-sampling-requests-are-refused")
+@core_fault(
+    AsyncLM,
+    "_sample_options",
+    found_by="model/test_lm_sampling.py::test_options_out_of_range_are_refused",
+)
 def negative_temperature_is_one(sample_options):
     """Takes temperatures below 0 for 0."""
 

@@ -43,11 +43,11 @@ def wake_up_lost(_flush):
     return broken
 
 
-@core_mutant(
+@core_fault(
     delivery,
     "_finish_on_loop",
-    killed_by="cancelled-requests-change-no-other",
-    shows_as="lost request",
+    found_by="scheduler/test_cancellation.py::test_a_request_cancelled_when_its_answer_is_on_the_way_is_no_invalid_state",
+    hangs=True,
 )
 def result_set_on_a_cancelled_future(_finish_on_loop):
     """Sets results without checking whether the future was cancelled."""

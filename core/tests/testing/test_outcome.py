@@ -42,12 +42,6 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
         ExpectedFailures.read(tmp_path / "nothing.txt")
 
 
-def test_an_id_that_no_check_has_is_an_error():
-    expected = ExpectedFailures({"rows-are-right": "r", "rows-are-wrong": "r"})
-    with pytest.raises(ExpectationError, match=r"no such check: rows-are-wrong\."):
-        expected.refuse_unmatched(["rows-are-right", "rows-are-right[llama]"])
-
-
 @pytest.mark.parametrize("id_", ["rows-are-right", "rows-are-right[llama]"])
 def test_a_failure_that_is_expected_is_no_failure_and_keeps_its_reason(id_):
     found = ExpectedFailures({id_: "issue 7"}).applied_to(outcome("failed"))

@@ -183,7 +183,7 @@ def test_what_does_not_exist_exits_with_2(check, arguments):
     ("name", "said"),
     [
         ("rows-are-rihgt", "Did you mean 'rows-are-right'"),
-        ("temperature", "temperature-zero-is-greedy"),
+        ("budget", "tight-budgets-change-nothing"),
         ("nope", "genlm check BACKEND --list"),
     ],
 )

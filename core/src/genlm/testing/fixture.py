@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ __all__ = [
     "LoopThread",
     "Profile",
     "call_within",
-    "hypothesis_settings",
     "on_thread",
 ]
 
@@ -45,40 +43,19 @@ class Profile:
     Attributes:
         name: Value of the option `profile`.
         examples: Examples per property.
-        programs: Random programs of the stateful test.
-        program_steps: Maximum number of calls in a random program.
         shrink: Whether to search for the smallest failing example, which takes longer than
             finding one.
     """
 
     name: str
     examples: int
-    programs: int
-    program_steps: int
     shrink: bool = True
 
 
-QUICK = Profile("quick", examples=20, programs=25, program_steps=20)
-FULL = Profile("full", examples=150, programs=80, program_steps=50)
+QUICK = Profile("quick", examples=20)
+FULL = Profile("full", examples=150)
 
 PROFILES = {profile.name: profile for profile in (QUICK, FULL)}
-
-
-def hypothesis_settings(
-    examples: int, steps: int = 50, *, shrink: bool = True
-) -> hypothesis.settings:
-    """Settings under which the same seed gives the same examples, without a database."""
-    phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
-    return hypothesis.settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        database=None,
-        deadline=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=phases if shrink else phases[:1],
-    )
 
 
 class Fixture:
@@ -133,11 +110,22 @@ class Fixture:
             examples: Number of examples; by default the profile's.
             **strategies: Generate the arguments.
         """
+        phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
+        # Under these settings the same seed gives the same examples.
+        settings = hypothesis.settings(
+            max_examples=examples or self.profile.examples,
+            database=None,
+            deadline=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=phases if self.profile.shrink else phases[:1],
+        )
 
         # `@given` is applied here and not to a method: one method shared by several targets
         # fails Hypothesis' health check on differing executors.
         @hypothesis.seed(self.seed)
-        @hypothesis_settings(examples or self.profile.examples, shrink=self.profile.shrink)
+        @settings
         @hypothesis.given(**strategies)
         def one_example(**values: Any) -> None:
             holds(**values)
@@ -159,18 +147,6 @@ class Fixture:
             CheckTimeout: It took too long.
         """
         return call_within(function, self.timeout_s)
-
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Poll until a condition is true.
-
-        Raises:
-            CheckTimeout: It took too long.
-        """
-        deadline_s = time.monotonic() + self.timeout_s
-        while not condition():
-            if time.monotonic() > deadline_s:
-                raise CheckTimeout(f"waiting for {what}", self.timeout_s)
-            time.sleep(1e-4)
 
     def expect_error(
         self, error: type[BaseException], call: Callable[[], Any], /, **example: Any

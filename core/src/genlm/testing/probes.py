@@ -65,7 +65,6 @@ class EngineProbe(StepGate):
         timeout_s: Maximum wait of a held step.
 
     Attributes:
-        submitted: Every query that was submitted.
         in_step: Number of unanswered queries at each step.
         finished: Number of queries that each step completed.
         closed: Number of calls of `close`.
@@ -79,7 +78,6 @@ class EngineProbe(StepGate):
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s)
-        self.submitted: list[Query] = []
         self.in_step: list[int] = []
         self.finished: list[int] = []
         self.closed = 0
@@ -93,16 +91,6 @@ class EngineProbe(StepGate):
         self.capabilities = engine.capabilities
         return self
 
-    def wait_until_stepped(self, count: int = 1) -> None:
-        """Block until `step` has returned `count` times in all.
-
-        Raises:
-            CheckTimeout: It has not.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self.finished) >= count, self._timeout_s):
-                raise CheckTimeout(f"step {count} of the engine", self._timeout_s)
-
     async def start_held(self, *requests: Awaitable[Any]) -> list[asyncio.Future[Any]]:
         """Start requests and wait until the engine's next step, which is held, begins."""
         self.hold()
@@ -115,7 +103,6 @@ class EngineProbe(StepGate):
     def submit(self, query: Query) -> None:
         """Record and forward a query."""
         self.engine.submit(query)
-        self.submitted.append(query)
         self._unanswered.add(query.query_id)
 
     def step(self) -> Iterable[Completion]:
@@ -125,9 +112,7 @@ class EngineProbe(StepGate):
         completions = list(self.engine.step())
         answered = self._unanswered.intersection(each.query_id for each in completions)
         self._unanswered -= answered
-        with self._changed:
-            self.finished.append(len(answered))
-            self._changed.notify_all()
+        self.finished.append(len(answered))
         return completions
 
     def abort(self, query_id: int) -> None:

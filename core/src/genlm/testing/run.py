@@ -82,17 +82,6 @@ class Settings:
     no_skips: bool = False
     dtype: str = "float32"
 
-    @property
-    def numbers(self) -> Profile:
-        """The profile itself.
-
-        Raises:
-            ValueError: The name is unknown.
-        """
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile={self.profile!r}: expected one of {', '.join(PROFILES)}")
-        return PROFILES[self.profile]
-
 
 @dataclass(frozen=True)
 class Run:
@@ -112,7 +101,8 @@ class Run:
 
     def outcome(self, case: Case) -> Outcome:
         """Run one case and apply the expected failures."""
-        found = run_case(case, self.settings.numbers, self.settings.seed)
+        profile = PROFILES[self.settings.profile]
+        found = run_case(case, profile, self.settings.seed)
         return self.expected.applied_to(found)
 
     def outcomes(self) -> Iterator[Outcome]:
@@ -139,31 +129,34 @@ def prepared(settings: Settings) -> Iterator[Run]:
 
     Raises:
         PluginError: The backend is not installed or cannot be used.
-        LookupError: It has no target, or `only` or `models` has an unknown name.
+        LookupError: It has no target, or `only`, `models` or the file of expected failures has
+            an unknown name.
         TypeError: `BackendSpec.conformance` names something other than a target.
-        ExpectationError: The file of expected failures is malformed or names an unknown check.
+        ExpectationError: The file of expected failures is malformed.
         ValueError: The profile or dtype is unknown.
     """
-    _ = settings.numbers
+    if settings.profile not in PROFILES:
+        expected = ", ".join(PROFILES)
+        raise ValueError(f"profile={settings.profile!r}: expected one of {expected}")
     info = find(settings.backend)
     with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:
         targets = targets_of(info, Path(folder), settings.model, settings.dtype)
         everything = cases_of(targets, info)
-        expected = ExpectedFailures.read(settings.xfail)
-        expected.refuse_unmatched(_ids(everything))
+        failures = ExpectedFailures.read(settings.xfail)
+        _refuse_unknown(
+            f"check, named in {settings.xfail},", failures.reasons, _ids(everything)
+        )
         cases = chosen(everything, settings.only, settings.models)
         try:
-            yield Run(settings, info, cases, expected)
+            yield Run(settings, info, cases, failures)
         finally:
             for target in targets:
                 if isinstance(target, EngineTarget):
                     target.close()
 
 
-def _ids(cases: Iterable[Case]) -> Iterator[str]:
-    for case in cases:
-        yield case.id
-        yield case.check.id
+def _ids(cases: Iterable[Case]) -> set[str]:
+    return {name for case in cases for name in (case.id, case.check.id)}
 
 
 def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
@@ -323,8 +316,7 @@ def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) ->
     Raises:
         LookupError: A name is unknown.
     """
-    known = {case.check.id for case in cases} | {case.id for case in cases}
-    _refuse_unknown("check", only, known)
+    _refuse_unknown("check", only, _ids(cases))
     _refuse_unknown("model", models, {case.target.model for case in cases})
     return [
         case
@@ -334,7 +326,7 @@ def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) ->
     ]
 
 
-def _refuse_unknown(what: str, names: Sequence[str], known: set[str]) -> None:
+def _refuse_unknown(what: str, names: Iterable[str], known: set[str]) -> None:
     for name in names:
         if name not in known:
             raise LookupError(f"no {what} {name!r}. {_nearest(name, known)}")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from genlm.testing.check import expect
@@ -96,7 +95,14 @@ class TrieFixture(Fixture):
         return self.call(lambda: getattr(trie, f"batch_weight_{operation}")(ws, **options))
 
     def check_values(
-        self, trie: Any, values: Any, weights: Any, operation: str, /, **example: Any
+        self,
+        trie: Any,
+        values: Any,
+        weights: Any,
+        operation: str,
+        /,
+        nodes: Sequence[int] | None = None,
+        **example: Any,
     ) -> None:
         """Raise `CheckFailure` unless every node has the exact value up to rounding.
 
@@ -105,41 +111,17 @@ class TrieFixture(Fixture):
             values: One per node: numpy, or torch on any device.
             weights: The row that was reduced: numpy or torch.
             operation: `"sum"`, `"max"` or `"logsumexp"`.
+            nodes: The nodes that `values` are of; by default all, in their order.
             **example: Reported with the vocabulary and the weights.
         """
-        expect(len(values) == len(trie), f"{len(trie)} values", len(values), **example)
+        count = len(trie) if nodes is None else len(nodes)
+        expect(np.shape(values) == (count,), f"{count} values", np.shape(values), **example)
         known = known_nodes(trie)
-        every = np.asarray(_on_cpu(values))[list(known)]
-        self._check(trie, list(known.values()), every, weights, operation, **example)
-
-    def check_nodes(
-        self,
-        trie: Any,
-        nodes: Sequence[int],
-        values: Any,
-        weights: Any,
-        operation: str,
-        /,
-        **example: Any,
-    ) -> None:
-        """Check as `check_values` does, for some nodes; `values` has one value per node."""
-        known = known_nodes(trie)
-        chosen = [known[node] for node in nodes]
-        self._check(trie, chosen, np.asarray(_on_cpu(values)), weights, operation, **example)
-
-    def _check(
-        self,
-        trie: Any,
-        nodes: Sequence[Node],
-        found: npt.NDArray[Any],
-        weights: Any,
-        operation: str,
-        /,
-        **example: Any,
-    ) -> None:
-        expect(found.shape == (len(nodes),), f"{len(nodes)} values", found.shape, **example)
+        found = np.asarray(_on_cpu(values))
         given = [float(weight) for weight in _on_cpu(weights)]
-        for node, value in zip(nodes, map(float, found)):
+        places = zip(known, known) if nodes is None else enumerate(nodes)
+        for place, number in places:
+            node, value = known[number], float(found[place])
             exact = EXACT[operation]([given[position] for position in node.below])
             limit = 0.0 if node.leaf else largest_error(operation, exact, str(found.dtype))
             expect(

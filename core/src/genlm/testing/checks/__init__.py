@@ -20,7 +20,7 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
         "engine_sampling",
         "engine_adapters",
         "engine_vocabulary",
-        "engine_stateful",
+        "engine_programs",
     ),
     "trie": ("trie_values", "trie_vocabularies", "trie_weights", "trie_nodes"),
 }

@@ -73,17 +73,19 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA, cases=("another adapter", "extended"))
 def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
-    """After a switch of adapters the next row is the new adapter's, cached or not."""
+    """After a switch of adapters a context has the new adapter's row, cached or not."""
     lm = fixture.load(adapters=True)
     names = [None, *fixture.adapter_names()]
 
     def holds(token_ids: TokenTuple, order: list[str | None]) -> None:
         lm.clear_output_cache()
-        for length in (max(1, len(token_ids) - 1), len(token_ids)):
+        start = token_ids[:-1] or token_ids
+        contexts = {name: lm.with_lora(name).context(start) for name in order}
+        for added in ((), token_ids[len(start) :]):
+            contexts = {name: each.extend(added) for name, each in contexts.items()}
             for name in order:
-                prefix = token_ids[:length]
-                row = fixture.run(lm.with_lora(name).next_token_logprobs(prefix))
-                fixture.check_row(row, prefix, name, order=order)
+                row = fixture.run(contexts[name].next_token_logprobs())
+                fixture.check_row(row, contexts[name].token_ids, name, order=order)
         fixture.saw("another adapter", len(set(order)) > 1)
         fixture.saw("extended", len(set(order)) > 1 and len(token_ids) > 1)
 

@@ -7,14 +7,8 @@ import contextlib
 
 from hypothesis import strategies as st
 
-from genlm import (
-    Capability,
-    Context,
-    OutputCache,
-    QueryResetError,
-    UnknownAdapterError,
-)
-from genlm.testing.check import engine_check, expect
+from genlm import Capability, Context, OutputCache, QueryResetError
+from genlm.testing.check import engine_check
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
@@ -138,23 +132,3 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
             fixture.call(lm.clear_kv_cache)
         for each in (first.extend(token_ids[0]), second, context):
             fixture.check_context(each, after="cleared")
-
-
-@engine_check(needs=Capability.LORA)
-def contexts_keep_their_adapter(fixture: EngineFixture) -> None:
-    """Contexts of equal ids and different adapters are different, and keep their adapter."""
-    first, second = fixture.adapter_names()[:2]
-    names = [None, first, second]
-    lm = fixture.load(adapters=True, output_cache=OutputCache(0))
-    for token_ids in fixture.some_sequences(2):
-        short = token_ids[: fixture.max_length - 2]
-        contexts = {name: lm.with_lora(name).context(short) for name in names}
-        expect(len(set(contexts.values())) == 3, "three different contexts", contexts)
-        for _ in range(2):
-            for name, context in contexts.items():
-                row = fixture.run(lm.next_token_logprobs(context))
-                fixture.check_row(row, context.token_ids, name)
-            contexts = {name: each.extend(short[0]) for name, each in contexts.items()}
-    if hasattr(lm.engine, "remove_adapter"):
-        lm.unload_lora(second)
-        fixture.expect_error(UnknownAdapterError, contexts[second].next_token_logprobs)

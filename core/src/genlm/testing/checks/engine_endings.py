@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from genlm import AsyncLM, EngineClosedError, QueryResetError
+from genlm import AsyncLM, EngineClosedError
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
@@ -26,10 +25,6 @@ def cancelled_requests_change_no_other(fixture: EngineFixture) -> None:
         asked = [some[number] for number in numbers]
         fixture.run(_cancelled(fixture, lm, probe, asked, leaving))
         _check_after(fixture, lm, some)
-    lm, probe = fixture.load_probed()
-    some = fixture.some_sequences(3, salt=len(SCENES))
-    fixture.run(_cancelled_while_answered(fixture, lm, probe, some))
-    _check_after(fixture, lm, some)
 
 
 async def _cancelled(
@@ -51,20 +46,6 @@ async def _cancelled(
     others = [place for place in range(len(asked)) if place not in leaving]
     rows = await asyncio.gather(*(tasks[place] for place in others), again)
     fixture.check_rows(rows, [asked[place] for place in (*others, leaving[0])], asked=asked)
-
-
-async def _cancelled_while_answered(
-    fixture: EngineFixture, lm: AsyncLM, probe: EngineProbe, asked: list[TokenTuple]
-) -> None:
-    """Cancel between the answer and its delivery: this event loop is blocked meanwhile."""
-    answered = lm.statistics().answered
-    tasks = await probe.start_held(*map(lm.next_token_logprobs, asked[:2]))
-    probe.release()
-    probe.wait_until_stepped()
-    fixture.wait_for(lambda: lm.statistics().answered > answered, "an answer to be counted")
-    tasks[0].cancel()
-    await asyncio.gather(tasks[0], return_exceptions=True)
-    fixture.check_row(await tasks[1], asked[1], cancelled=asked[0])
 
 
 def _check_after(fixture: EngineFixture, lm: AsyncLM, asked: list[TokenTuple]) -> None:
@@ -102,43 +83,18 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
 def closing_ends_every_request(fixture: EngineFixture) -> None:
     """`close` ends unanswered requests with `EngineClosedError`, even during a step."""
     lm, probe = fixture.load_probed()
-    closing: list[asyncio.Future[None]] = []
-
-    async def close() -> None:
-        closing.append(on_thread(lm.close))
-
-    async def closed() -> None:
-        await closing[0]
-
-    for error in fixture.run(_ended(lm, probe, fixture.some_sequences(2), close)):
-        fixture.expect_raised(EngineClosedError, error)
-    fixture.run(closed())
-    expect(probe.closed == 1, "the engine to be closed once", probe.closed)
-
-
-@engine_check()
-def resetting_ends_every_request(fixture: EngineFixture) -> None:
-    """`cancel_all` ends unanswered requests with `QueryResetError`; later ones run."""
-    lm, probe = fixture.load_probed()
     asked = fixture.some_sequences(2)
 
-    async def reset() -> None:
-        lm.cancel_all()
+    async def closed() -> list[Any]:
+        (first,) = await probe.start_held(lm.next_token_logprobs(asked[0]))
+        second = asyncio.ensure_future(lm.next_token_logprobs(asked[1]))  # not in the engine
+        await asyncio.sleep(0)
+        closing = on_thread(lm.close)
+        found = await asyncio.gather(first, second, return_exceptions=True)
+        probe.release()
+        await closing
+        return list(found)
 
-    for error in fixture.run(_ended(lm, probe, asked, reset)):
-        fixture.expect_raised(QueryResetError, error)
-    rows = fixture.run(lm.batch_next_token_logprobs(asked))
-    fixture.check_rows(rows, asked, after="cancel_all")
-
-
-async def _ended(
-    lm: AsyncLM, probe: EngineProbe, asked: list[TokenTuple], end: Callable[[], Awaitable[None]]
-) -> list[Any]:
-    """End two requests during a step, of which the engine has the first; return the errors."""
-    (first,) = await probe.start_held(lm.next_token_logprobs(asked[0]))
-    second = asyncio.ensure_future(lm.next_token_logprobs(asked[1]))
-    await asyncio.sleep(0)
-    await end()
-    found = await asyncio.gather(first, second, return_exceptions=True)
-    probe.release()
-    return list(found)
+    for error in fixture.run(closed()):
+        fixture.expect_raised(EngineClosedError, error)
+    expect(probe.closed == 1, "the engine to be closed once", probe.closed)

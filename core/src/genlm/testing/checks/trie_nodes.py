@@ -59,9 +59,9 @@ def _check_rows(
     found, wanted = tuple(together.shape), (len(rows), len(nodes))
     expect(found == wanted, f"results of shape {wanted}", found, nodes=nodes)
     for values, row in zip(together, rows, strict=True):
-        fixture.check_nodes(trie, nodes, values, row, operation, nodes=nodes)
+        fixture.check_values(trie, values, row, operation, nodes)
     alone = fixture.reduced_some(trie, rows[0], nodes, operation)
-    fixture.check_nodes(trie, nodes, alone, rows[0], operation, nodes=nodes, rows=1)
+    fixture.check_values(trie, alone, rows[0], operation, nodes, rows=1)
 
 
 @trie_check(member="partial_sum")
@@ -76,7 +76,7 @@ def weights_elsewhere_change_nothing(fixture: TrieFixture) -> None:
             ws[known.below] = fixture.weights(len(known.below), salt=node).numpy()
             for operation in OPERATIONS:
                 values = fixture.reduced_some(trie, ws, children, operation)
-                fixture.check_nodes(trie, children, values, ws, operation, elsewhere=elsewhere)
+                fixture.check_values(trie, values, ws, operation, children, elsewhere=elsewhere)
 
 
 @trie_check(member="partial_sum")

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
+    PassLayout,
     PrefixTree,
     Segment,
-    SegmentBatch,
     SegmentLimits,
     TreeBatch,
     plan_batches,
@@ -82,7 +82,7 @@ def test_each_segment_is_in_one_batch_that_keeps_the_limits(
     batches = list(group_segments(segments, LIMITS))
     assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, segments))
     for members in batches:
-        batch = SegmentBatch(members, pad_id=0)
+        batch = PassLayout.of_segments(members, pad_id=0)
         padding = batch.tokens.size - sum(len(member.tokens) for member in members)
         assert batch.tokens.size <= 200
         assert batch.reads.shape[1] <= 100
@@ -106,7 +106,7 @@ def test_long_pasts_are_not_gathered_for_short_ones() -> None:
 @given(st.lists(shapes, min_size=1, max_size=8))
 def test_a_batch_reads_each_past_and_writes_each_token(wanted: list[tuple[int, int]]) -> None:
     members = [segment(*shape) for shape in wanted]
-    batch = SegmentBatch(members, pad_id=0)
+    batch = PassLayout.of_segments(members, pad_id=0)
     for row, member in enumerate(members):
         count = len(member.tokens)
         read = batch.reads[row][batch.is_token[row]]

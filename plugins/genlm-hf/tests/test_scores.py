@@ -266,7 +266,7 @@ def test_what_raises_leaves_the_model_as_it_was(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("genlm.prefix.scoring.PieceScores.add", broken)
+        patch.setattr("genlm.prefix.rows.PieceScores.add", broken)
         engine.submit(query(0, ids_of_lengths(25)[0], 1))
         [completion] = engine.step()
         assert "out of memory" in str(completion.error)

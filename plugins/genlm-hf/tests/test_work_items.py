@@ -37,10 +37,10 @@ def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
     return plan, [pasts[number] for number in np.argsort(plan.results)]
 
 
-def check(items: WorkItems, plan: PackedPlan, pasts: list[np.ndarray]) -> None:
+def check(items: WorkItems, tile: int, plan: PackedPlan, pasts: list[np.ndarray]) -> None:
     found: list[dict[int, int]] = [{} for _ in plan.tokens]
     for first, count, begin, length, position in np.concatenate([items.shared, items.own]):
-        assert 1 <= count <= items.tile
+        assert 1 <= count <= tile
         assert length >= 1
         for query in range(first, first + count):
             for offset in range(length):
@@ -50,13 +50,13 @@ def check(items: WorkItems, plan: PackedPlan, pasts: list[np.ndarray]) -> None:
         assert [seen[position] for position in range(len(seen))] == past.tolist()
 
 
-def partial_results(items: WorkItems) -> list[int]:
+def partial_results(items: WorkItems, tile: int) -> list[int]:
     """The query token of each row of partial results, -1 for none."""
-    owners = [-1] * (len(items.shared) * items.tile + len(items.own))
+    owners = [-1] * (len(items.shared) * tile + len(items.own))
     for number, (first, count, *_) in enumerate(items.shared):
-        owners[number * items.tile : number * items.tile + count] = range(first, first + count)
+        owners[number * tile : number * tile + count] = range(first, first + count)
     for number, (first, *_) in enumerate(items.own):
-        owners[len(items.shared) * items.tile + number] = first
+        owners[len(items.shared) * tile + number] = first
     return owners
 
 
@@ -66,7 +66,7 @@ def partial_results(items: WorkItems) -> list[int]:
 def test_items_hold_the_past_of_each_token_once(tile: int, sequences: set[Sequence]) -> None:
     # Each digit stands for 70 tokens, so that sharing pays and items are cut.
     plan, pasts = planned(*[tuple(np.repeat(ids, 70).tolist()) for ids in sequences])
-    check(work_items(plan, tile), plan, pasts)
+    check(work_items(plan, tile), tile, plan, pasts)
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40, 100])
@@ -74,7 +74,7 @@ def test_particles_after_one_prompt_share_its_items(count: int) -> None:
     prompt = tuple(range(300))
     plan, pasts = planned(*[(*prompt, 1000 + i, 2000 + i) for i in range(count)])
     items = work_items(plan, 16)
-    check(items, plan, pasts)
+    check(items, 16, plan, pasts)
     if count > 1:
         assert len(items.own) == count
         tiles = -(-count // 16)
@@ -91,7 +91,7 @@ def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None
     items = work_items(plan, 16)
     size = graph_size(len(plan.tokens), 16)
     assert items.fit(size)
-    where, numbers = sections(size, items.tile), flattened(plan, items, size)
+    where, numbers = sections(size), flattened(plan, items, size)
 
     def part(section: slice, used: int) -> tuple[list[int], list[int]]:
         values = numbers[section].tolist()
@@ -110,13 +110,12 @@ def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None
         assert values == expected.tolist()
         assert set(rest) <= {padding}
     padded = WorkItems(
-        items.tile,
         numbers[where.shared].reshape(-1, FIELDS),
         numbers[where.own].reshape(-1, FIELDS),
         items.slots,
     )
     own = (padded.own[:, 1] > 0).tolist()
-    owners = partial_results(padded)
+    owners = partial_results(padded, size.tile)
     offsets, rows = numbers[where.offsets].tolist(), numbers[where.rows].tolist()
     expected_rows = len(items.shared) and int(items.shared[:, 1].sum())
     assert offsets[-1] == expected_rows + sum(own)
@@ -129,8 +128,7 @@ def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None
 
 def test_sections_begin_at_multiples_of_16_numbers_and_do_not_overlap() -> None:
     plan, _ = planned(*[(*range(200), 1000 + i) for i in range(5)])
-    items = work_items(plan, 16)
-    parts = list(sections(graph_size(len(plan.tokens), 16), items.tile))
+    parts = list(sections(graph_size(len(plan.tokens), 16)))
     assert all(part.start % 16 == 0 for part in parts)
     assert all(a.stop <= b.start for a, b in pairwise(parts))
     assert parts[-1].stop is None

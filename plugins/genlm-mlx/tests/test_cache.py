@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from genlm.prefix import Segment, SegmentBatch
+from genlm.prefix import PassLayout, Segment
 from genlm_mlx.cache import slot_caches
 from genlm_mlx.storage import KVStorage, LayerShape
 
@@ -31,7 +31,7 @@ def test_a_token_sees_its_past_and_window(
     wanted: list[tuple[int, int]], window: int | None, by_model: bool
 ) -> None:
     segments = [segment(*shape, first=1 + 20 * i) for i, shape in enumerate(wanted)]
-    batch = SegmentBatch(segments, pad_id=0)
+    batch = PassLayout.of_segments(segments)
     storage = KVStorage([LAYER], 1 + 20 * len(wanted))
     (cache,) = slot_caches(storage, batch, [None if by_model else window])
     new = batch.tokens.shape[1]
@@ -51,9 +51,9 @@ def test_a_token_sees_its_past_and_window(
 def test_keys_and_values_come_back_for_whole_sequences() -> None:
     storage = KVStorage([LAYER, LAYER], 100)
     generator = np.random.default_rng(0)
-    past = SegmentBatch([segment(0, 4, 1), segment(0, 4, 30)], pad_id=0)
+    past = PassLayout.of_segments([segment(0, 4, 1), segment(0, 4, 30)])
     written: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for batch in (past, SegmentBatch([segment(3, 2, 1), segment(1, 2, 30)], pad_id=0)):
+    for batch in (past, PassLayout.of_segments([segment(3, 2, 1), segment(1, 2, 30)])):
         rows, new = batch.tokens.shape
         keys = generator.normal(size=(rows, 2, new, 3)).astype(np.float32)
         values = generator.normal(size=(rows, 2, new, 5)).astype(np.float32)
@@ -97,13 +97,13 @@ def test_what_fails_to_grow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_growing_keeps_what_was_written(most: int) -> None:
     storage = KVStorage([LAYER], most)
     slot = min(most, 1024) - 1
-    batch = SegmentBatch([segment(0, 1, slot)], pad_id=0)
+    batch = PassLayout.of_segments([segment(0, 1, slot)])
     keys, values = mx.ones((1, 2, 1, 3)), mx.ones((1, 2, 1, 5)) * 2
     slot_caches(storage, batch, [None])[0].update_and_fetch(keys, values)
     storage.settle()
     storage.make_room(most - 1 if most < 10**6 else 3000)
     assert storage.slots == min(most, max(3001, 2048)) or storage.slots == most
-    again = SegmentBatch([Segment((1,), np.array([slot, 0]), np.array([0]))], pad_id=0)
+    again = PassLayout.of_segments([Segment((1,), np.array([slot, 0]), np.array([0]))])
     found = slot_caches(storage, again, [None])[0].update_and_fetch(keys * 5, values * 5)
     assert np.array_equal(np.array(found[0][0, :, 0]), np.ones((2, 3)))
     assert np.array_equal(np.array(found[1][0, :, 0]), np.full((2, 5), 2))

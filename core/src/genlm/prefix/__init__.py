@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.node import slots_within as slots_within
     from genlm.prefix.padding import BatchLimits as BatchLimits
     from genlm.prefix.padding import Segment as Segment
-    from genlm.prefix.padding import SegmentBatch as SegmentBatch
     from genlm.prefix.padding import SegmentLimits as SegmentLimits
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
+    from genlm.prefix.pass_layout import PassLayout as PassLayout
     from genlm.prefix.rows import PrefixRows as PrefixRows
     from genlm.prefix.segment_forward import SegmentForward as SegmentForward
     from genlm.prefix.segment_forward import logits_of_keys as logits_of_keys

@@ -177,7 +177,7 @@ class PrefixEngine(BatchEngine):
         adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
-            return self._choice.path.scores(adapter, _texts(queries))
+            return self._choice.path.scores(adapter, list(map(ScoredText.of, queries)))
 
     def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Return the sequences for the execution path; only a tree uses `TokenSequence`."""
@@ -281,7 +281,3 @@ class PrefixEngine(BatchEngine):
     def _unsupported(self, capability: Capability) -> UnsupportedCapabilityError:
         hint = self.capability_hints.get(capability, "")
         return UnsupportedCapabilityError(capability, self.backend, hint)
-
-
-def _texts(queries: Sequence[Query]) -> list[ScoredText]:
-    return [ScoredText.of(query) for query in queries]

@@ -211,8 +211,10 @@ def choose_path(
     for name, build in faster.items():
         if wanted not in {None, name}:
             continue
+        loading_stage(f"preparing and testing the execution path {name!r}")
         try:
-            path, error = _tested(name, build, self_test if options.self_test else None)
+            path = build()
+            error = self_test(path) if options.self_test else None
         except UnsupportedModelError as unsupported:
             if wanted is not None:
                 raise ModelLoadError(
@@ -232,11 +234,3 @@ def choose_path(
         "not tested" if choice.error is None else f"self-test error {choice.error:.1e}",
     )
     return choice
-
-
-def _tested(
-    name: str, build: Callable[[], Path], self_test: Callable[[Path], float] | None
-) -> tuple[Path, float | None]:
-    loading_stage(f"preparing and testing the execution path {name!r}")
-    path = build()
-    return path, None if self_test is None else self_test(path)

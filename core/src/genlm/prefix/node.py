@@ -139,22 +139,26 @@ class Node:
 
     def path_slots(self, first: int, end: int) -> Slots:
         """Return the slots of the tokens `first ... end - 1` on the path to this node's end."""
-        return np.concatenate((_NO_SLOTS, *self.path_parts(first, end)))
-
-    def path_parts(self, first: int, end: int) -> list[Slots]:
-        """Return the slots of the tokens `first ... end - 1`, one view per node."""
-        parts = []
+        parts = [_NO_SLOTS]
         node: Node | None = self
         while end > first:
             assert node is not None  # noqa: S101 - our own mistake
-            start = node.start
-            if start < end:
-                begin = max(first, start)
-                parts.append(node.slots[begin - start : end - start])
+            if node.start < end:
+                begin = max(first, node.start)
+                parts.append(node.slots[begin - node.start : end - node.start])
                 end = begin
             node = node.parent
-        parts.reverse()
-        return parts
+        return np.concatenate(parts[::-1])
+
+    def computed_slots(self, first: int, end: int) -> set[int]:
+        """Return the slots of those tokens `first ... end - 1` that are computed."""
+        found: set[int] = set()
+        node: Node | None = self
+        while node is not None and end > first:
+            start, last = node.start, min(node.computed, end - node.start)
+            found.update(node.slots[max(0, first - start) : last].tolist())
+            node, end = node.parent, min(end, start)
+        return found
 
     def below(self) -> Iterator[Node]:
         """Yield all descendants, parents before children."""

@@ -7,7 +7,7 @@ segments that depend on them run in the next prefill stage. This module handles 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,8 @@ from genlm.prefix.node import SCRATCH_SLOT, Node, Slots
 __all__ = [
     "BatchLimits",
     "Segment",
-    "SegmentBatch",
     "SegmentLimits",
     "group_segments",
-    "places_of",
     "plan_batches",
     "prefill_stages",
 ]
@@ -134,52 +132,6 @@ class SegmentLimits:
             and rows * longest - new <= _CHEAP_PADDING_TOKENS
             and rows * past - seen <= max(seen, _CHEAP_GATHERING)
         )
-
-
-class SegmentBatch:
-    """Segments side by side: pasts padded on the left, new tokens on the right.
-
-    Attributes:
-        tokens: Token ids, shape (segments, longest); padding holds `pad_id`.
-        positions: Position of each token in its sequence; padding continues the count.
-        writes: Slot to which each token's keys and values are written, same shape; the scratch
-            slot for padding.
-        reads: Slots of past and new tokens, shape (segments, longest past + longest); padding
-            reads slots that its segment has just written.
-        is_token: Whether each entry of `reads` is not padding.
-        past: Number of columns of the pasts, at least the longest past.
-    """
-
-    def __init__(self, segments: Sequence[Segment], pad_id: int, *, past: int = 0) -> None:
-        longest = max(len(segment.tokens) for segment in segments)
-        self.past = max(past, *(segment.past for segment in segments))
-        shape, width = (len(segments), longest), self.past + longest
-        self.tokens = np.full(shape, pad_id, np.int64)
-        self.positions = np.empty(shape, np.int64)
-        self.writes = np.full(shape, SCRATCH_SLOT, np.int64)
-        self.reads = np.empty((len(segments), width), np.int64)
-        self.is_token = np.zeros((len(segments), width), bool)
-        for row, segment in enumerate(segments):
-            count, first = len(segment.tokens), self.past - segment.past
-            end = first + len(segment.slots)
-            self.tokens[row, :count] = segment.tokens
-            self.writes[row, :count] = segment.writes
-            self.positions[row] = segment.past + np.arange(longest)
-            self.reads[row] = segment.slots[-1]
-            self.reads[row, first:end] = segment.slots
-            self.is_token[row, first:end] = True
-
-
-def places_of(
-    segments: Sequence[Segment], wanted: Collection[int]
-) -> list[tuple[int, int, int]]:
-    """Return (slot, segment, place in the segment) of new tokens with requested logits."""
-    return [
-        (slot, row, place)
-        for row, segment in enumerate(segments)
-        for place, slot in enumerate(segment.slots[segment.past :].tolist())
-        if slot in wanted
-    ]
 
 
 def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:

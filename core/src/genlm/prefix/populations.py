@@ -145,10 +145,11 @@ class Populations:
         rows, paths = [], []
         for row in group.wanted[places].tolist():
             sequence = lineage.sequence(row)
-            if tree.missing(adapter, sequence):
+            node, known = tree.match(adapter, sequence)
+            if known < len(sequence):
                 continue
             rows.append(row)
-            paths.append(tree.find(adapter, sequence).path_slots(0, len(sequence)))
+            paths.append(node.path_slots(0, known))
             last = int(paths[-1][-1])
             if last not in self._leased:
                 tree.pin(adapter, sequence)

@@ -1,24 +1,27 @@
-"""Next-token rows of batches of sequences from a prefix tree.
+"""Next-token rows and scores of batches of sequences from a prefix tree.
 
-`PrefixRows` owns the tree, its budget and its roll-backs. A `ForwardFn` runs the model over
-the uncached tokens. `TextScorer` scores texts.
+`PrefixRows` owns the tree, its budget and its roll-backs, and divides sequences into passes. A
+`ForwardFn` runs the model over the uncached tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.text_scores import PieceScores
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.continuation import TableBatch
 from genlm.prefix.forward import ForwardFn, ForwardResult, TableForward, TreeBatch
-from genlm.prefix.node import Node, slots_within
+from genlm.prefix.node import Node, Slots, slots_within
 from genlm.prefix.populations import Populations
-from genlm.prefix.scoring import TextScorer
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 from genlm.prefix.uncached import UncachedPath
 
@@ -31,11 +34,57 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRows"]
 
-_Batch = list[tuple[int, Node]]
-"""Index of a sequence and its node from the tree's `insert`."""
-
 # Limit of the time of `next_pass`, which takes microseconds per pending sequence.
 _MOST_PASSED_OVER = 256
+
+
+class _Part(NamedTuple):
+    """A sequence of a pass, or its beginning.
+
+    Attributes:
+        place: Index of the sequence.
+        sequence: Its tokens up to the end of the pass.
+        first: First position whose logits are requested; the end if there is none.
+        node: Node from the tree's `insert`.
+    """
+
+    place: int
+    sequence: TokenSequence
+    first: int
+    node: Node
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The current batch of the tree.
+
+    Attributes:
+        adapter: Adapter of the sequences.
+        scored: As in `PrefixRows._passes`.
+        parts: The sequences.
+        again: Slots of cached tokens that are recomputed for their logits.
+        ends: Ends of sequences that are evicted before all others.
+    """
+
+    adapter: str | None
+    scored: bool
+    parts: list[_Part] = field(default_factory=list)
+    again: set[int] = field(default_factory=set)
+    ends: list[End] = field(default_factory=list)
+
+
+class _Result(NamedTuple):
+    """The result of a pass.
+
+    Attributes:
+        parts: The sequences.
+        wanted: As in `TreeBatch`.
+        logits: Logits of `wanted`.
+    """
+
+    parts: Sequence[_Part]
+    wanted: Slots
+    logits: torch.Tensor
 
 
 class PrefixRows:
@@ -98,8 +147,15 @@ class PrefixRows:
             each if isinstance(each, TokenSequence) else TokenSequence.of(each)
             for each in sequences
         ]
+        lasts = [len(sequence) - 1 for sequence in packed]
         with self._restored():
-            for chosen, found in self._parts(adapter, packed):
+            for result in self._passes(adapter, packed, lasts, self._max_tokens):
+                if isinstance(result, int):
+                    chosen = [result]
+                    found = self._uncached.rows(adapter, [packed[result].token_ids])
+                else:
+                    chosen = [part.place for part in result.parts]
+                    found = rows_from_logits(result.logits, self._vocabulary)
                 if len(chosen) == len(sequences):
                     return found
                 if rows is None:
@@ -128,36 +184,32 @@ class PrefixRows:
         Returns:
             Indices of the chosen sequences, ascending, including 0.
         """
-        total, limit, extra = sum(map(len, sequences)), self._score_limit, 0
-        if firsts is None:
-            limit, extra = self._max_tokens, 1  # a cached last token is recomputed
-        if len(sequences) <= self._max_rows and total + extra * len(sequences) <= limit:
+        limit = self._max_tokens if firsts is None else self._score_limit
+        if len(sequences) <= self._max_rows and sum(map(len, sequences)) <= limit:
             return range(len(sequences))
         chosen: list[int] = []
         passed_over, room = 0, limit
         ahead: PrefixTree | None = None  # tokens of the pass, without repetition
         recomputed: set[int] = set()  # slots of cached tokens
         for index, sequence in enumerate(sequences):
-            new = self._tree.missing(adapter, sequence)
-            first = len(sequence) if firsts is None else firsts[index]
-            again = self._tree.slots(adapter, sequence, first, len(sequence) - new) - recomputed
+            node, known = self._tree.match(adapter, sequence)
+            new, first = len(sequence) - known, firsts[index] if firsts else len(sequence) - 1
+            again = node.computed_slots(first, known) - recomputed
             if new > 1:
-                ahead = ahead or PrefixTree(total)
-                new = min(new, ahead.missing(adapter, sequence))
+                ahead = ahead or PrefixTree(sum(map(len, sequences)))
+                new = min(new, len(sequence) - ahead.match(adapter, sequence)[1])
             cost = new + len(again)
             if chosen and cost > room:
                 passed_over += 1
                 if passed_over > _MOST_PASSED_OVER:
                     break
                 continue
-            while cost > room:
-                cost -= room
             if ahead is not None:
                 ahead.insert(adapter, sequence)
             recomputed |= again
             chosen.append(index)
-            room -= cost + extra
-            if room <= 0 or len(chosen) == self._max_rows:
+            room -= cost if cost <= room else cost % limit
+            if not room or len(chosen) == self._max_rows:
                 break
         return chosen
 
@@ -174,23 +226,27 @@ class PrefixRows:
             As `PieceScores.results`.
         """
         self._collect()
+        scores = PieceScores(texts, self._vocabulary)
+        sequences, firsts = [text.sequence for text in texts], [text.first for text in texts]
+        passes = self._passes(adapter, sequences, firsts, self._score_limit, scored=True)
         with self._restored():
-            return self._scorer().scores(adapter, texts)
+            for result in passes:
+                if isinstance(result, int):
+                    scores.put(result, self._uncached.scores(adapter, [texts[result]])[0])
+                    continue
+                keys, members = [], []
+                for index, sequence, first, node in result.parts:
+                    keys.append(node.path_slots(first, len(sequence)))
+                    before = scores.ends[index] - firsts[index]
+                    members.append(before + np.arange(first, len(sequence)))
+                scores.expect(np.concatenate(keys), np.concatenate(members))
+                scores.add(result.wanted, result.logits)
+        return scores.results()
 
     @property
     def _score_limit(self) -> int:
         """Maximum number of tokens of a pass of texts; all of their logits may be requested."""
         return min(self._max_tokens, self._max_rows)
-
-    def _scorer(self) -> TextScorer:
-        # Not stored: it refers to this object, and the cycle would delay freeing it.
-        return TextScorer(
-            self._tree,
-            self._compute,
-            without_cache=self._scored_alone,
-            vocabulary=self._vocabulary,
-            limit=self._score_limit,
-        )
 
     def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:
         """Compute the logits of sequences of a population; see `Populations.logits`."""
@@ -260,76 +316,110 @@ class PrefixRows:
         if self.populations is not None:
             self.populations.collect()
 
-    def _parts(
-        self, adapter: str | None, sequences: Sequence[TokenSequence]
-    ) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Yield places of sequences, oldest first, and their rows."""
-        batch: _Batch = []
-        for index, sequence in enumerate(sequences):
-            node = self._insert(adapter, sequence, len(batch))
-            if node is None and batch:
-                yield self._run(adapter, sequences, batch)
-                batch = []
-                node = self._insert(adapter, sequence, 0)
-            if node is not None and self._tree.uncached_tokens > self._max_tokens:
-                node = self._insert_in_pieces(adapter, sequence)
-            if node is None:
+    def _passes(
+        self,
+        adapter: str | None,
+        sequences: Sequence[TokenSequence],
+        firsts: Sequence[int],
+        limit: int,
+        *,
+        scored: bool = False,
+    ) -> Iterator[_Result | int]:
+        """Compute sequences in passes.
+
+        Args:
+            adapter: Adapter of the sequences.
+            sequences: The sequences.
+            firsts: The position in each sequence from which on logits are requested.
+            limit: Maximum number of tokens of a pass.
+            scored: Whether sequences may share requested positions, and their new tokens after
+                the first requested one are evicted before all others.
+
+        Yields:
+            The results of a pass, or the index of a sequence for which there are too few slots.
+        """
+        current = _Pass(adapter, scored)
+        for index, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+            kept = max(first, self._tree.match(adapter, sequence)[1]) if scored else 0
+            part = (index, sequence, first)
+            if current.parts:
+                if self._add(current, part, kept, limit=limit):
+                    continue
+                yield self._run(current)
+                current = _Pass(adapter, scored)
+            if not self._add(current, part, kept):
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
-                yield [index], self._uncached.rows(adapter, [sequence.token_ids])
-            else:
-                batch.append((index, node))
-        if batch:
-            yield self._run(adapter, sequences, batch)
+                yield index
+                continue
+            tokens = self._tokens(current)
+            if tokens <= limit:
+                continue
+            self._tree.roll_back()  # frees its slots, which suffice for every part
+            length, ids = len(sequence), sequence.token_ids
+            for begin in range(length - tokens, length, limit):
+                if begin > length - tokens:
+                    result = self._run(current)
+                    if first < begin:
+                        yield result
+                current, end = _Pass(adapter, scored), min(begin + limit, length)
+                whole = sequence if end == length else TokenSequence.of(ids[:end])
+                self._add(current, (index, whole, min(max(begin, first), end)), kept)
+        if current.parts:
+            yield self._run(current)
 
-    def _insert(
-        self, adapter: str | None, sequence: TokenSequence, members: int
-    ) -> Node | None:
-        """Insert a sequence unless the batch would exceed a pass or the available slots.
+    def _add(
+        self,
+        current: _Pass,
+        part: tuple[int, TokenSequence, int],
+        kept: int,
+        *,
+        limit: int | None = None,
+    ) -> bool:
+        """Add a sequence to a pass unless this exceeds the limit or the available slots.
 
-        The first sequence of a batch may have any length.
+        Args:
+            current: The pass.
+            part: Index, tokens and first requested position of the sequence.
+            kept: Number of its tokens that are not evicted before all others.
+            limit: Maximum number of tokens of the pass; None for no limit.
         """
-        room = None
-        if members:
-            room = self._max_tokens - self._tree.uncached_tokens - members
-            if members >= self._max_rows or room < 0:
-                return None
+        index, sequence, first = part
+        node, known = self._tree.match(current.adapter, sequence)
+        again = node.computed_slots(first, known) - current.again
+        if limit is not None:
+            tokens = self._tokens(current) + len(sequence) - known + len(again)
+            if tokens > limit or len(current.parts) >= self._max_rows:
+                return False
         try:
-            return self._tree.insert(adapter, sequence, at_most=room)
+            node = self._tree.insert(current.adapter, sequence)
         except OutOfSlotsError:
-            return None
+            return False
+        current.again |= again
+        current.parts.append(_Part(index, sequence, first, node))
+        if current.scored:
+            current.ends.append(End(node, kept, len(sequence)))
+        return True
 
-    def _insert_in_pieces(self, adapter: str | None, sequence: TokenSequence) -> Node:
-        """Compute the beginning of a batch's only sequence in passes of the largest size.
+    def _tokens(self, current: _Pass) -> int:
+        """Return the number of tokens that the current pass computes."""
+        return self._tree.uncached_tokens + len(current.again)
 
-        Returns:
-            The node of the whole sequence, inserted again.
-        """
-        self._tree.roll_back()  # frees its slots, which suffice for every piece
-        limit, ids = self._max_tokens, sequence.token_ids
-        while (missing := self._tree.missing(adapter, sequence)) > limit:
-            piece = TokenSequence.of(ids[: len(ids) - missing + limit])
-            node = self._tree.insert(adapter, piece)
-            self._compute(TreeBatch(self._tree, adapter, [piece], [node]))
-        return self._tree.insert(adapter, sequence)
-
-    def _run(
-        self, adapter: str | None, sequences: Sequence[TokenSequence], batch: _Batch
-    ) -> tuple[list[int], torch.Tensor]:
-        """Compute the rows of a batch and end it."""
-        chosen = [index for index, _ in batch]
-        wanted = TreeBatch(
-            self._tree, adapter, [sequences[i] for i in chosen], [node for _, node in batch]
+    def _run(self, current: _Pass) -> _Result:
+        """Compute a pass and end it."""
+        parts = current.parts
+        batch = TreeBatch(
+            self._tree,
+            current.adapter,
+            [part.sequence for part in parts],
+            [part.node for part in parts],
+            [min(p.first, len(p.sequence) - 1) for p in parts] if current.scored else (),
         )
-        return chosen, rows_from_logits(self._compute(wanted), self._vocabulary)
-
-    def _compute(self, wanted: TreeBatch, ends: Sequence[End] = ()) -> torch.Tensor:
-        """Compute a batch of the tree, end it, and return the requested logits."""
-        result = self.forward(wanted)
-        self._tree.commit(ends)
+        result = self.forward(batch)
+        self._tree.commit(current.ends)
         self._count(result)
-        return result.logits
+        return _Result(parts, batch.wanted, result.logits)
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
         """Compute a pass of a population and return its logits."""
@@ -337,10 +427,6 @@ class PrefixRows:
         result = self.forward.run_table(batch, adapter)
         self._count(result)
         return result.logits
-
-    def _scored_alone(self, adapter: str | None, text: ScoredText) -> TextResult:
-        self._contexts_without_cache += 1
-        return self._uncached.scores(adapter, [text])[0]
 
     def _count(self, result: ForwardResult) -> None:
         self._forwards += result.forwards

@@ -15,7 +15,6 @@ from genlm.prefix.padding import (
     Segment,
     SegmentLimits,
     group_segments,
-    places_of,
     prefill_stages,
 )
 
@@ -49,14 +48,18 @@ class SegmentForward(abc.ABC):
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Compute the uncached tokens of the tree and the requested logits."""
-        wanted, tokens = set(batch.wanted.tolist()), 0
+        tokens = 0
         slots, parts = [], []
         for stage in prefill_stages(batch):
             for segments in group_segments(stage, self._limits):
-                found = np.array(places_of(segments, wanted), np.int64).reshape(-1, 3)
-                slots.append(found[:, 0])
-                parts.append(self.run_segments(segments, found[:, 1], found[:, 2]))
-                tokens += sum(len(segment.tokens) for segment in segments)
+                counts = np.array([len(segment.tokens) for segment in segments])
+                new = np.concatenate([segment.slots[segment.past :] for segment in segments])
+                wanted = np.flatnonzero(np.isin(new, batch.wanted))
+                rows = np.repeat(np.arange(len(segments)), counts)[wanted]
+                places = wanted - (np.cumsum(counts) - counts)[rows]
+                slots.append(new[wanted])
+                parts.append(self.run_segments(segments, rows, places))
+                tokens += len(new)
         return ForwardResult(logits_of_keys(batch.wanted, slots, parts), tokens, len(parts))
 
 

@@ -40,16 +40,16 @@ The path contains the sequence as long as the node is not cut: other operations 
 
 
 class End(NamedTuple):
-    """The end of a sequence: its tokens after the first `length` ones.
+    """The last tokens of a sequence in the tree.
 
     Attributes:
-        adapter: Adapter of the sequence.
-        tokens: The sequence, which is in the tree.
-        length: Number of tokens before the end.
+        node: Node from `insert`.
+        first: Position of the first of these tokens.
+        length: Number of tokens of the sequence.
     """
 
-    adapter: str | None
-    tokens: Tokens
+    node: Node
+    first: int
     length: int
 
 
@@ -130,74 +130,45 @@ class PrefixTree:
             OutOfSlotsError: More than `at_most` tokens are missing, or all other slots are
                 pinned or in use. No token of the sequence is added to the tree.
         """
-        node, position = self._beginning(adapter, tokens)
+        node, known = self.match(adapter, tokens)
+        if known < min(node.end, len(tokens)):
+            node = self._split(node, known - node.start)
         self._use_path(node)
-        rest = _ids_from(tokens, position)
-        if position < node.end:  # within the tokens of a node
-            edge = node.tokens[position - node.start :]
-            shared = _common_length(edge, rest)
-            if shared == len(rest):
-                return self._found(adapter, tokens, node)
-            if shared < len(edge):
-                node = self._split(node, position - node.start + shared)
-            position = shared
-        else:
-            position = 0
-        while position < len(rest):
-            child = node.children.get(rest[position])
-            if child is None:
-                node = self._extend(node, rest[position:], at_most)
-                break
-            edge = child.tokens
-            if rest[position : position + len(edge)] != edge:
-                shared = _common_length(edge, rest[position:])
-                if position + shared == len(rest):
-                    self._use(child)
-                    node = child
-                    break
-                child = self._split(child, shared)
-            self._use(child)
-            node = child
-            position += len(child.tokens)
-        return self._found(adapter, tokens, node)
+        if known < len(tokens):
+            node = self._extend(node, _ids_from(tokens, known), at_most)
+        if isinstance(tokens, TokenSequence):
+            self._remember(adapter, tokens, node)
+        return node
 
-    def missing(self, adapter: str | None, tokens: Tokens) -> int:
-        """Return the number of tokens at the end of a sequence that are not in the tree."""
-        node, position = self._beginning(adapter, tokens)
-        missing = len(tokens) - position
-        if position == node.end and not node.children:
-            return missing
-        rest = _ids_from(tokens, position)
-        edge = node.tokens[position - node.start :]
-        while missing:
-            begin = len(rest) - missing
-            if edge:
-                if rest[begin : begin + len(edge)] != edge:
-                    return missing - _common_length(edge, rest[begin:])
-                missing -= len(edge)
-                edge = []
-                continue
-            child = node.children.get(rest[begin])
+    def match(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
+        """Return the node of the last token of a sequence that is in the tree.
+
+        Returns:
+            The node, and the number of tokens at the beginning of the sequence in the tree.
+        """
+        node, first = self._beginning(adapter, tokens)
+        known, length = first, len(tokens)
+        if known == node.end and not node.children:
+            return node, known
+        rest, edge = _ids_from(tokens, first), node.tokens[first - node.start :]
+        while known < length:
+            begin = known - first
+            if rest[begin : begin + len(edge)] != edge:
+                return node, known + _common_length(edge, rest[begin:])
+            known += len(edge)
+            child = node.children.get(rest[known - first]) if known < length else None
             if child is None:
                 break
             node, edge = child, child.tokens
-        return missing
+        return node, known
+
+    def missing(self, adapter: str | None, tokens: Tokens) -> int:
+        """Return the number of tokens at the end of a sequence that are not in the tree."""
+        return len(tokens) - self.match(adapter, tokens)[1]
 
     def find(self, adapter: str | None, tokens: Tokens) -> Node:
         """Return the node that contains the last token of a sequence in the tree."""
-        node, position = self._beginning(adapter, tokens)
-        rest = _ids_from(tokens, position)
-        first = position
-        while node.end < len(tokens):
-            node = node.children[rest[node.end - first]]
-        return node
-
-    def slots(self, adapter: str | None, tokens: Tokens, first: int, end: int) -> set[int]:
-        """Return the slots of the tokens `first ... end - 1` of a sequence in the tree."""
-        if end <= first:
-            return set()
-        node = self.find(adapter, tuple(_ids_from(tokens, 0)[:end]))
-        return set(node.path_slots(first, end).tolist())
+        return self.match(adapter, tokens)[0]
 
     def uncached(self) -> Sequence[Node]:
         """Return the nodes with tokens to compute, ancestors before descendants."""
@@ -238,9 +209,7 @@ class PrefixTree:
         if len(tokens) < node.end:
             node = self._split(node, len(tokens) - node.start)
         while node is not None and node.parent is not None:
-            if node in self._idle:
-                del self._idle[node]
-                self._idle_slots -= len(node.slots)
+            self._set_idle(node, idle=False)
             node.pinned += 1
             node = node.parent
 
@@ -265,9 +234,7 @@ class PrefixTree:
         root = self._roots.pop(adapter, None)
         nodes = [] if root is None else list(root.below())
         for node in reversed(nodes):  # children before parents
-            if node in self._idle:
-                del self._idle[node]
-                self._idle_slots -= len(node.slots)
+            self._set_idle(node, idle=False)
             self._free.give(node.cut(0))
 
     def unpin(self, adapter: str | None, tokens: Tokens) -> None:
@@ -276,8 +243,7 @@ class PrefixTree:
         while node is not None and node.parent is not None:
             node.pinned -= 1
             if not node.pinned and node not in self._in_use:
-                self._idle[node] = None
-                self._idle_slots += len(node.slots)
+                self._set_idle(node, idle=True)
             node = node.parent
 
     def allocate(self, count: int) -> Slots:
@@ -331,21 +297,29 @@ class PrefixTree:
         node, cuts, length = place
         return node.at(length - 1) if node.cuts == cuts else None
 
-    def _found(self, adapter: str | None, tokens: Tokens, node: Node) -> Node:
-        """Remember and return the node that contains the last token."""
-        if isinstance(tokens, TokenSequence):
-            key = (adapter, tokens.key)
-            self._places[key] = (node, node.cuts, len(tokens))
-            self._places.move_to_end(key)
-            if len(self._places) > self._most_places:
-                self._places.popitem(last=False)
-        return node
+    def _remember(self, adapter: str | None, tokens: TokenSequence, node: Node) -> None:
+        """Remember the node that contains the last token of a sequence."""
+        key = (adapter, tokens.key)
+        self._places[key] = (node, node.cuts, len(tokens))
+        self._places.move_to_end(key)
+        if len(self._places) > self._most_places:
+            self._places.popitem(last=False)
 
     def _use_path(self, node: Node | None) -> None:
         """Mark a node and its ancestors as in use."""
         while node is not None and node.parent is not None and node not in self._in_use:
-            self._use(node)
+            self._in_use.add(node)
+            self._set_idle(node, idle=False)
             node = node.parent
+
+    def _set_idle(self, node: Node, *, idle: bool) -> None:
+        """Permit or prevent the eviction of a node."""
+        if idle and node not in self._idle:
+            self._idle[node] = None
+            self._idle_slots += len(node.slots)
+        elif not idle and node in self._idle:
+            del self._idle[node]
+            self._idle_slots -= len(node.slots)
 
     def _root(self, adapter: str | None) -> Node:
         root = self._roots.get(adapter)
@@ -353,19 +327,10 @@ class PrefixTree:
             root = self._roots[adapter] = Node([], np.empty(0, np.int64), 0, None)
         return root
 
-    def _use(self, node: Node) -> None:
-        if node in self._in_use:
-            return
-        self._in_use.add(node)
-        if node in self._idle:
-            del self._idle[node]
-            self._idle_slots -= len(node.slots)
-
     def _release(self) -> None:
         for node in sorted(self._in_use, key=_START, reverse=True):
             if not node.pinned:
-                self._idle[node] = None
-                self._idle_slots += len(node.slots)
+                self._set_idle(node, idle=True)
         self._in_use.clear()
 
     def _nodes_of(self, end: End) -> list[Node]:
@@ -373,13 +338,13 @@ class PrefixTree:
 
         Empty if the last token is within a node, whose other tokens continue it.
         """
-        node: Node | None = self.find(end.adapter, end.tokens)
+        node: Node | None = end.node.at(end.length - 1)
         assert node is not None  # noqa: S101 - our own mistake
         found = []
-        if node.end == len(end.tokens):
-            while node is not None and node.end > end.length:
-                if node.start < end.length:
-                    self._split(node, end.length - node.start)
+        if node.end == end.length:
+            while node is not None and node.end > end.first:
+                if node.start < end.first:
+                    self._split(node, end.first - node.start)
                 found.append(node)
                 node = node.parent
         return found

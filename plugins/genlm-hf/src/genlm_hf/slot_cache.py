@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm.prefix import (
     Integers64,
+    PassLayout,
     Segment,
-    SegmentBatch,
     SegmentForward,
     SegmentLimits,
     UnsupportedModelError,
@@ -38,14 +38,9 @@ _LARGE = 2**25
 
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """The cache that a model gets for one forward pass.
+    """The cache that a model gets for one forward pass over a batch."""
 
-    Args:
-        storage: Takes the new keys and values.
-        batch: The slots to write and to read.
-    """
-
-    def __init__(self, storage: KVStorage, batch: SegmentBatch) -> None:
+    def __init__(self, storage: KVStorage, batch: PassLayout) -> None:
         slots = _Slots(batch)
         super().__init__(
             layers=[
@@ -88,7 +83,7 @@ def _by_head(states: torch.Tensor) -> torch.Tensor:
 class _Slots:
     """A batch's slots as tensors, made once for each device and number of heads."""
 
-    def __init__(self, batch: SegmentBatch) -> None:
+    def __init__(self, batch: PassLayout) -> None:
         self._batch = batch
         self._writes: dict[torch.device, torch.Tensor] = {}
         self._reads: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -164,15 +159,7 @@ class RecordingCache(Cache):  # type: ignore[misc]
 
 
 class SlotCacheForward(SegmentForward):
-    """Runs a model over the uncached tokens of a tree, in padded batches.
-
-    Args:
-        served: The model.
-        storage: Keeps keys and values.
-
-    Attributes:
-        storage: As above.
-    """
+    """Runs a model over the uncached tokens of a tree, in padded batches."""
 
     def __init__(self, served: ServedModel, storage: KVStorage) -> None:
         super().__init__(SegmentLimits(served.max_tokens, served.max_context))
@@ -183,7 +170,7 @@ class SlotCacheForward(SegmentForward):
     ) -> torch.Tensor:
         """Run one pass over segments side by side; see `SegmentForward`."""
         model, device = self._served.model, self._served.device
-        batch = SegmentBatch(segments, self._served.pad_id)
+        batch = PassLayout.of_segments(segments, self._served.pad_id)
         inputs = _inputs(model, batch, device)
         inputs[_cache_name(model)] = SlotCache(self.storage, batch)
         where = torch.from_numpy(np.stack([rows, places])).to(device)
@@ -212,7 +199,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
         raise UnsupportedModelError(f"its forward takes no {missing[0]}")
     cache = RecordingCache()
     slots = np.arange(1, length + 1, dtype=np.int64)
-    batch = SegmentBatch([Segment((0,) * length, slots, slots)], served.pad_id)
+    batch = PassLayout.of_segments([Segment((0,) * length, slots, slots)], served.pad_id)
     try:
         with torch.inference_mode():
             model(**_inputs(model, batch, device), **{needed[0]: cache})
@@ -232,7 +219,7 @@ def _cache_name(model: Any) -> str:
     return next(iter(accepted(model, dict.fromkeys(_CACHE_NAMES))), _CACHE_NAMES[-1])
 
 
-def _inputs(model: Any, batch: SegmentBatch, device: torch.device) -> dict[str, Any]:
+def _inputs(model: Any, batch: PassLayout, device: torch.device) -> dict[str, Any]:
     inputs = {
         "input_ids": torch.from_numpy(batch.tokens).to(device),
         "attention_mask": torch.from_numpy(batch.is_token).to(device).long(),

@@ -13,17 +13,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from genlm.prefix import SegmentBatch, Slots
+from genlm.prefix import PassLayout, Slots
 from genlm_mlx.resident import ResidentBatch
 from genlm_mlx.storage import KVStorage, LayerShape
-from genlm_mlx.tables import TablePass
 
 __all__ = ["RecordingCache", "SlotCache", "slot_caches"]
 
 
 def slot_caches(
     storage: KVStorage,
-    batch: SegmentBatch | TablePass,
+    batch: PassLayout,
     windows: Sequence[int | None],
     *,
     resident: ResidentBatch | None = None,
@@ -84,14 +83,14 @@ class _Batch:
     def __init__(
         self,
         storage: KVStorage,
-        batch: SegmentBatch | TablePass,
+        batch: PassLayout,
         resident: ResidentBatch | None,
         *,
         continues: bool,
     ) -> None:
         self._storage, self._batch = storage, batch
         self._resident, self._continues = resident, continues
-        pasts = batch.positions[:, 0].astype(np.int32)
+        pasts = batch.pasts.astype(np.int32)
         self.pasts = mx.array(pasts)
         self.ends = mx.array(pasts + batch.tokens.shape[1])
         self._first = batch.past - pasts  # columns of padding before each past

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,19 +13,17 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from genlm.prefix import (
     ForwardResult,
     Integers64,
+    PassLayout,
     Segment,
-    SegmentBatch,
     SegmentForward,
     SegmentLimits,
-    Slots,
     TableBatch,
     UnsupportedModelError,
     logits_of_keys,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
-from genlm_mlx.resident import Extent, ResidentBatch, ResidentBatches
+from genlm_mlx.resident import ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape
-from genlm_mlx.tables import TablePass, extent_of
 
 __all__ = [
     "LOGITS_PER_PASS",
@@ -98,11 +95,9 @@ class SlotCacheForward(SegmentForward):
             segments = [_part(segments[i], slice(first, None)) for i in kept]
             rows, places = np.searchsorted(kept, rows), places - first
         return self._run_pass(
-            Extent.of_segments(segments),
-            np.concatenate([segment.writes for segment in segments]),
-            functools.partial(SegmentBatch, segments, 0),
-            rows=rows,
-            places=places,
+            PassLayout.of_segments(segments),
+            rows,
+            places,
             # Scored sequences, with many requested positions, are rarely continued.
             stays_resident=len(rows) <= len(segments),
         )
@@ -125,77 +120,62 @@ class SlotCacheForward(SegmentForward):
         for first in range(0, count, most):
             part = slice(first, min(first + most, count))
             rows = np.flatnonzero(is_wanted[part])
-            logits = self._run_pass(
-                extent_of(batch, part),
-                batch.writes[part],
-                functools.partial(TablePass, batch, part),
-                rows=rows,
-                places=np.zeros_like(rows),
-                stays_resident=True,
-            )
+            layout = PassLayout.of_table(batch, part)
             known.append(first + rows)
-            parts.append(logits)
+            parts.append(self._run_pass(layout, rows, np.zeros_like(rows), stays_resident=True))
         logits = logits_of_keys(batch.results, known, parts)
         return ForwardResult(logits, count, forwards=len(parts))
 
     def _run_pass(
-        self,
-        extent: Extent,
-        writes: Slots,
-        side_by_side: Callable[..., SegmentBatch | TablePass],
-        *,
-        rows: Integers64,
-        places: Integers64,
-        stays_resident: bool,
+        self, layout: PassLayout, rows: Integers64, places: Integers64, *, stays_resident: bool
     ) -> torch.Tensor:
         """Run the model over sequences side by side, with pasts that are resident if possible.
 
         Args:
-            extent: Ends of the sequences.
-            writes: The slots that take keys and values.
-            side_by_side: Lays the pass out, with `past` or more columns of pasts.
+            layout: The sequences.
             rows: Sequence of each requested position.
             places: New token of each requested position.
             stays_resident: Whether the sequences may be kept for the next pass.
         """
         # First: a reallocated slot is no longer the end of its earlier sequence.
-        self._resident.forget_slots(writes)
-        slot = int(writes.max())
+        self._resident.forget_slots(layout.writes)
+        slot = int(layout.writes.max())
         room = self._budget // self._token_bytes - self.storage.slots_with(slot)
         resident, continues, tokens = None, False, 0
         if stays_resident:
-            resident, continues, tokens = self._chosen(extent, room)
+            resident, continues, tokens = self._chosen(layout, room)
         self._resident.fit((room - tokens) * self._token_bytes)
         self.storage.make_room(slot)
-        batch = side_by_side(past=resident.columns if resident else 0)
+        if resident is not None:
+            layout.past = max(layout.past, resident.columns)
         caches = slot_caches(
-            self.storage, batch, self._windows, resident=resident, continues=continues
+            self.storage, layout, self._windows, resident=resident, continues=continues
         )
-        logits = self._model(mx.array(batch.tokens.astype(np.int32)), cache=caches)
+        logits = self._model(mx.array(layout.tokens.astype(np.int32)), cache=caches)
         wanted = [logits[mx.array(rows), mx.array(places)]] if len(rows) else []
         self.storage.settle(*wanted, *([] if resident is None else [resident.arrays]))
         if resident is not None:
-            resident.columns = batch.past + batch.tokens.shape[1]
-            if extent.is_even:
+            resident.columns = layout.past + layout.tokens.shape[1]
+            if layout.is_even:
                 self._resident.put(resident)
         return as_tensor(wanted[0]) if wanted else torch.empty(0, self._width)
 
-    def _chosen(self, extent: Extent, room: int) -> tuple[ResidentBatch | None, bool, int]:
+    def _chosen(self, layout: PassLayout, room: int) -> tuple[ResidentBatch | None, bool, int]:
         """Return the resident batch that keeps what the pass reads, if any.
 
         Args:
-            extent: Ends of the sequences of the pass.
+            layout: The pass.
             room: Number of tokens that fit beside the storage.
 
         Returns:
             The batch; whether it has the pasts already; its future number of tokens.
         """
-        resident = self._resident.take(extent, room)
+        resident, new = self._resident.take(layout, room), layout.tokens.shape[1]
         if resident is not None:
-            return resident, True, resident.tokens_after(len(extent), extent.new)
-        tokens = len(extent) * (extent.longest_past + extent.new)
-        if extent.is_even and tokens <= room:
-            return ResidentBatch(extent, len(self._windows)), False, tokens
+            return resident, True, resident.tokens_after(len(layout), new)
+        tokens = len(layout) * (layout.past + new)
+        if layout.is_even and tokens <= room:
+            return ResidentBatch(layout, len(self._windows)), False, tokens
         return None, False, 0
 
 

@@ -8,14 +8,13 @@ the new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from genlm.prefix import SCRATCH_SLOT, Segment, Slots
+from genlm.prefix import PassLayout, Slots
 
-__all__ = ["Extent", "ResidentBatch", "ResidentBatches"]
+__all__ = ["ResidentBatch", "ResidentBatches"]
 
 # Number of columns added when a batch is full.
 _STEP = 64
@@ -30,42 +29,6 @@ _MOST_PADDING = 64
 _FORGOTTEN = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Extent:
-    """Ends of the sequences of a pass, before it and after it.
-
-    Attributes:
-        pasts: The last slot of each past, `SCRATCH_SLOT` for none.
-        ends: The last slot of each sequence.
-        longest_past: Length of the longest past.
-        new: Maximum number of new tokens of a sequence.
-        is_even: Whether all have the same number of new tokens.
-    """
-
-    pasts: Slots
-    ends: Slots
-    longest_past: int
-    new: int
-    is_even: bool
-
-    @classmethod
-    def of_segments(cls, segments: Sequence[Segment]) -> Extent:
-        """Return the extent of a pass over segments."""
-        pasts = [each.slots[each.past - 1] if each.past else SCRATCH_SLOT for each in segments]
-        lengths = [len(each.tokens) for each in segments]
-        return cls(
-            np.array(pasts, np.int64),
-            np.array([each.slots[-1] for each in segments], np.int64),
-            longest_past=max(each.past for each in segments),
-            new=max(lengths),
-            is_even=min(lengths) == max(lengths),
-        )
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self.ends)
-
-
 class ResidentBatch:
     """Keys and values of the sequences of one pass.
 
@@ -74,10 +37,10 @@ class ResidentBatch:
         columns: Number of columns in use.
     """
 
-    def __init__(self, extent: Extent, layers: int) -> None:
+    def __init__(self, layout: PassLayout, layers: int) -> None:
         self.arrays: list[list[mx.array]] = [[] for _ in range(layers)]
         self.columns = 0
-        self._ends = extent.ends
+        self._ends = layout.ends
         self._sources: mx.array | None = None
 
     @property
@@ -106,11 +69,11 @@ class ResidentBatch:
         end, have = self.columns + new, int(self.arrays[0][0].shape[2])
         return rows * (have if end <= have else end + _STEP)
 
-    def continue_with(self, extent: Extent, sources: Slots) -> None:
+    def continue_with(self, layout: PassLayout, sources: Slots) -> None:
         """Select the pasts of these sequences; `append` then adds their new tokens."""
         same = np.array_equal(sources, np.arange(len(self._ends)))
         self._sources = None if same else mx.array(sources.astype(np.int32))
-        self._ends = extent.ends
+        self._ends = layout.ends
 
     def append(self, layer: int, new: Sequence[mx.array]) -> list[mx.array]:
         """Append a layer's new keys and values; return those of whole sequences.
@@ -147,21 +110,21 @@ class ResidentBatches:
         """Size of all batches."""
         return sum(batch.nbytes for batch in self._batches)
 
-    def take(self, extent: Extent, most_tokens: int) -> ResidentBatch | None:
+    def take(self, layout: PassLayout, most_tokens: int) -> ResidentBatch | None:
         """Remove and return the batch that has the pasts of all sequences, ready to continue.
 
         None if there is no such batch, or if it would then hold more than `most_tokens`.
         """
         for batch in reversed(self._batches):
-            if batch.columns > extent.longest_past + _MOST_PADDING:
+            if batch.columns > layout.past + _MOST_PADDING:
                 continue
-            sources = batch.sources(extent.pasts)
+            sources = batch.sources(layout.past_ends)
             if sources is None:
                 continue
             self._batches.remove(batch)
-            if batch.tokens_after(len(extent), extent.new) > most_tokens:
+            if batch.tokens_after(len(layout), layout.tokens.shape[1]) > most_tokens:
                 return None
-            batch.continue_with(extent, sources)
+            batch.continue_with(layout, sources)
             return batch
         return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,35 +42,8 @@ _FUSED = {"cuda", "xpu"}
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """Parameters of a layer's attention.
-
-    Attributes:
-        scale: Factor of the products of queries and keys.
-        window: Number of tokens that a token sees; None for all.
-        softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
-        sinks: Attention sinks, a score for each head, shape (key heads, query
-            heads per key head); None without sinks.
-    """
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-
 class PackedForward:
-    """Runs a model over the uncached tokens of a tree, as one sequence.
-
-    Args:
-        served: The model.
-        layout: Its attention layers.
-        storage: Keeps keys and values.
-
-    Attributes:
-        storage: As above.
-    """
+    """Runs a model over the uncached tokens of a tree, as one sequence."""
 
     def __init__(
         self, served: ServedModel, layout: AttentionLayout, storage: KVStorage
@@ -141,128 +113,162 @@ def _attend(  # noqa: PLR0917 - as `Attend`
     query, key, value = states
     plan = plan_on(query.device)
     keys, values = storage.write(layer.index, plan.writes, key, value)
-    sinks = None if sinks is None else sinks.view(keys.shape[0], -1)
-    parameters = _Parameters(scale, layer.window, layer.softcap, sinks)
+    attention = _Attention(layer, keys, values, scale=scale, sinks=sinks)
     parts, first = [], 0
     for group in plan.groups:
-        part = query[:, first : first + group.count]
-        parts.append(_attend_group(part, keys, values, group=group, parameters=parameters))
+        parts.append(attention.group(query[:, first : first + group.count], group))
         first += group.count
     for chunk in plan.chunks:
-        part = query[:, first : first + chunk.length]
-        parts.append(_attend_chunk(part, keys, values, chunk=chunk, parameters=parameters))
+        parts.append(attention.chunk(query[:, first : first + chunk.length], chunk))
         first += chunk.length
     return _joined(parts).transpose(0, 1).contiguous()
 
 
-def _attend_group(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    group: DeviceGroup,
-    parameters: _Parameters,
-) -> torch.Tensor:
-    """Attend from `(heads, tokens, width)` to the shared prefix and to each token's suffix.
+class _Attention:
+    """Attention of one layer, from queries `(heads, tokens, width)` to slots.
 
-    One softmax covers both, in float32.
+    Args:
+        layer: The layer.
+        keys: Keys of all slots, `(key heads, slots, width)`.
+        values: Values of all slots.
+        scale: Factor of the products of queries and keys.
+        sinks: Attention sinks, a score for each query head; None without sinks.
     """
-    hidden = group.hidden(parameters.window)
-    is_plain = hidden is None and parameters.softcap is None and parameters.sinks is None
-    on_cpu = query.device.type == "cpu" and keys.shape[2] == values.shape[2]
-    if is_plain and on_cpu and group.count * group.prefix_length >= _MANY_SCORES:
-        return _attend_plain_group(query, keys, values, group=group, scale=parameters.scale)
-    heads, count, prefix = keys.shape[0], group.count, group.prefix_length
-    per_head = query.shape[0] // heads
-    grouped = query.view(heads, per_head, count, -1).transpose(1, 2) * parameters.scale
-    scores = _joined(
-        [
-            grouped[:, tokens] @ suffixes.transpose(2, 3)
-            for tokens, suffixes in group.suffixes_of(keys)
-        ]
-    )
-    if prefix:
-        flat = grouped.reshape(heads, count * per_head, -1)
-        shared = torch.bmm(flat, group.prefix_of(keys).transpose(1, 2))
-        scores = torch.cat([shared.view(heads, count, per_head, prefix), scores], dim=-1)
-    weights = _weights(scores, hidden, parameters).to(query.dtype)
-    output = _joined(
-        [
-            weights[:, tokens, :, prefix:] @ suffixes
-            for tokens, suffixes in group.suffixes_of(values)
-        ]
-    )
-    if prefix:
-        flat = weights[..., :prefix].reshape(heads, count * per_head, prefix)
-        output = output + torch.bmm(flat, group.prefix_of(values)).view(output.shape)
-    return output.transpose(1, 2).reshape(query.shape[0], count, -1)
 
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        self._keys, self._values, self._scale = keys, values, scale
+        self._window, self._softcap = layer.window, layer.softcap
+        self._sinks = None if sinks is None else sinks.view(len(keys), 1, -1, 1)
+        self._is_plain = layer.softcap is None and sinks is None
 
-def _attend_plain_group(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    group: DeviceGroup,
-    scale: float,
-) -> torch.Tensor:
-    """Compute `_attend_group` on a CPU: prefix and suffixes separately, then merged."""
-    heads, count = keys.shape[0], group.count
-    grouped = query.view(heads, -1, count, query.shape[2])
-    per_head = grouped.shape[1]
-    flat = grouped.transpose(1, 2).reshape(1, heads, count * per_head, -1)
-    prefixes = (group.prefix_of(states)[None] for states in (keys, values))
-    shared, shared_sums = _flash_on_cpu(flat, *prefixes, scale=scale)
-    by_token = grouped.permute(2, 0, 1, 3)
-    parts, sums = [], []
-    for (tokens, some_keys), (_, some_values) in zip(
-        group.suffixes_of(keys), group.suffixes_of(values), strict=True
-    ):
-        pasts = (some_keys.transpose(0, 1), some_values.transpose(0, 1))
-        part, part_sums = _flash_on_cpu(by_token[tokens], *pasts, scale=scale)
-        parts.append(part.transpose(0, 1))
-        sums.append(part_sums.view(-1, heads, per_head).transpose(0, 1))
-    own, own_sums = _joined(parts), _joined(sums)  # (heads, tokens, heads for each, ...)
-    share = torch.sigmoid(shared_sums.view(own_sums.shape) - own_sums)[..., None]
-    output = torch.lerp(own, shared.view(own.shape), share.to(own.dtype))
-    return output.transpose(1, 2).reshape(query.shape[0], count, -1)
+    def group(self, query: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+        """Attend to the shared prefix and to each token's suffix.
 
-
-def _attend_chunk(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    chunk: DeviceChunk,
-    parameters: _Parameters,
-) -> torch.Tensor:
-    """Attend from a chunk, `(heads, chunk, width)`, to its past and itself."""
-    if parameters.softcap is not None or parameters.sinks is not None:
-        return _attend_chunk_eagerly(query, keys, values, chunk=chunk, parameters=parameters)
-    own_keys, own_values = chunk.all_of(keys)[None], chunk.all_of(values)[None]
-    shared_heads = keys.shape[0] != query.shape[0]
-    sees_all = parameters.window is None or chunk.past + chunk.length <= parameters.window
-    fused = query.device.type in _FUSED
-    if sees_all and (chunk.past == 0 or fused):
-        return _attend_causally(query, own_keys, own_values, chunk.past, parameters.scale)
-    if shared_heads and fused:  # kernels with masks do not support shared heads
-        own_keys, own_values = (_for_each_query(x, query) for x in (own_keys, own_values))
-        shared_heads = False
-    step = max(1, _MASK_ENTRIES // (chunk.past + chunk.length))
-    parts = []
-    for first in range(0, chunk.length, step):
-        end = min(first + step, chunk.length)
-        seen = chunk.seen(first, end, parameters.window)
-        part = scaled_dot_product_attention(
-            query[None, :, first:end],
-            own_keys[:, :, seen],
-            own_values[:, :, seen],
-            attn_mask=chunk.visible(first, end, parameters.window)[:, seen],
-            scale=parameters.scale,
-            enable_gqa=shared_heads,
+        One softmax covers both, in float32.
+        """
+        keys, values, hidden = self._keys, self._values, group.hidden(self._window)
+        on_cpu = query.device.type == "cpu" and keys.shape[2] == values.shape[2]
+        is_large = group.count * group.prefix_length >= _MANY_SCORES
+        if self._is_plain and hidden is None and on_cpu and is_large:
+            return self._plain_group(query, group)
+        heads, count, prefix = keys.shape[0], group.count, group.prefix_length
+        grouped = query.view(heads, -1, count, query.shape[2]).transpose(1, 2) * self._scale
+        per_head = grouped.shape[2]
+        scores = _joined(
+            [
+                grouped[:, tokens] @ suffixes.transpose(2, 3)
+                for tokens, suffixes in group.suffixes_of(keys)
+            ]
         )
-        parts.append(part[0])
-    return _joined(parts)
+        if prefix:
+            flat = grouped.reshape(heads, count * per_head, -1)
+            shared = torch.bmm(flat, group.prefix_of(keys).transpose(1, 2))
+            scores = torch.cat([shared.view(heads, count, per_head, prefix), scores], dim=-1)
+        weights = self._weights(scores, hidden).to(query.dtype)
+        output = _joined(
+            [
+                weights[:, tokens, :, prefix:] @ suffixes
+                for tokens, suffixes in group.suffixes_of(values)
+            ]
+        )
+        if prefix:
+            flat = weights[..., :prefix].reshape(heads, count * per_head, prefix)
+            output = output + torch.bmm(flat, group.prefix_of(values)).view(output.shape)
+        return output.transpose(1, 2).reshape(query.shape[0], count, -1)
+
+    def _plain_group(self, query: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+        """Compute `group` on a CPU: prefix and suffixes separately, then merged."""
+        heads, count, scale = self._keys.shape[0], group.count, self._scale
+        grouped = query.view(heads, -1, count, query.shape[2])
+        per_head = grouped.shape[1]
+        flat = grouped.transpose(1, 2).reshape(1, heads, count * per_head, -1)
+        prefixes = (group.prefix_of(states)[None] for states in (self._keys, self._values))
+        shared, shared_sums = _flash_on_cpu(flat, *prefixes, scale=scale)
+        by_token = grouped.permute(2, 0, 1, 3)
+        parts, sums = [], []
+        for (tokens, some_keys), (_, some_values) in zip(
+            group.suffixes_of(self._keys), group.suffixes_of(self._values), strict=True
+        ):
+            pasts = (some_keys.transpose(0, 1), some_values.transpose(0, 1))
+            part, part_sums = _flash_on_cpu(by_token[tokens], *pasts, scale=scale)
+            parts.append(part.transpose(0, 1))
+            sums.append(part_sums.view(-1, heads, per_head).transpose(0, 1))
+        own, own_sums = _joined(parts), _joined(sums)  # (heads, tokens, heads for each, ...)
+        share = torch.sigmoid(shared_sums.view(own_sums.shape) - own_sums)[..., None]
+        output = torch.lerp(own, shared.view(own.shape), share.to(own.dtype))
+        return output.transpose(1, 2).reshape(query.shape[0], count, -1)
+
+    def chunk(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
+        """Attend from a chunk to its past and itself."""
+        if not self._is_plain:
+            return self._chunk_eagerly(query, chunk)
+        keys, values = chunk.all_of(self._keys)[None], chunk.all_of(self._values)[None]
+        window, total = self._window, chunk.past + chunk.length
+        fused = query.device.type in _FUSED
+        if (window is None or total <= window) and (chunk.past == 0 or fused):
+            return _attend_causally(query, keys, values, chunk.past, self._scale)
+        if fused:  # kernels with masks do not support shared heads
+            keys, values = _for_each_query(keys, query), _for_each_query(values, query)
+        step = max(1, _MASK_ENTRIES // total)
+        parts = []
+        for first in range(0, chunk.length, step):
+            end = min(first + step, chunk.length)
+            seen = chunk.seen(first, end, window)
+            part = scaled_dot_product_attention(
+                query[None, :, first:end],
+                keys[:, :, seen],
+                values[:, :, seen],
+                attn_mask=chunk.visible(first, end, window)[:, seen],
+                scale=self._scale,
+                enable_gqa=keys.shape[1] != query.shape[0],
+            )
+            parts.append(part[0])
+        return _joined(parts)
+
+    def _chunk_eagerly(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
+        """Compute `chunk` with caps and sinks, which torch's function lacks."""
+        keys, values = chunk.all_of(self._keys), chunk.all_of(self._values)
+        heads, seen = keys.shape[:2]
+        grouped = query.view(heads, -1, chunk.length, query.shape[-1]).transpose(1, 2)
+        grouped = grouped * self._scale
+        per_head = grouped.shape[2]
+        step = max(1, _MASK_ENTRIES // (seen * query.shape[0]))
+        parts = []
+        for first in range(0, chunk.length, step):
+            part = grouped[:, first : first + step]
+            count = part.shape[1]
+            flat = part.reshape(heads, count * per_head, -1)
+            scores = torch.bmm(flat, keys.transpose(1, 2)).view(heads, count, per_head, seen)
+            hidden = ~chunk.visible(first, first + count, self._window)
+            weights = self._weights(scores, hidden).to(query.dtype)
+            found = torch.bmm(weights.view(heads, count * per_head, seen), values)
+            parts.append(found.view(heads, count, per_head, -1))
+        return _joined(parts).transpose(1, 2).reshape(query.shape[0], chunk.length, -1)
+
+    def _weights(self, scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Compute attention weights from scores, in float32.
+
+        Args:
+            scores: Scaled products, (key heads, tokens, query heads per key head, keys).
+            hidden: Keys that are hidden from each token, (tokens, keys); None if all are
+                visible.
+        """
+        if self._softcap is not None:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        if hidden is not None:
+            scores = scores.masked_fill(hidden[:, None], float("-inf"))
+        if self._sinks is None:
+            return scores.softmax(-1, dtype=torch.float32)
+        sinks = self._sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def _attend_causally(
@@ -299,55 +305,6 @@ def _for_each_query(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return states.repeat_interleave(query.shape[0] // states.shape[1], dim=1)
 
 
-def _attend_chunk_eagerly(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    chunk: DeviceChunk,
-    parameters: _Parameters,
-) -> torch.Tensor:
-    """Attend as `_attend_chunk` does, with caps and sinks, which torch's function lacks."""
-    own_keys, own_values = chunk.all_of(keys), chunk.all_of(values)
-    heads, seen = own_keys.shape[:2]
-    grouped = (
-        query.view(heads, -1, chunk.length, query.shape[-1]).transpose(1, 2) * parameters.scale
-    )
-    per_head = grouped.shape[2]
-    step = max(1, _MASK_ENTRIES // (seen * query.shape[0]))
-    parts = []
-    for first in range(0, chunk.length, step):
-        part = grouped[:, first : first + step]
-        count = part.shape[1]
-        flat = part.reshape(heads, count * per_head, -1)
-        scores = torch.bmm(flat, own_keys.transpose(1, 2)).view(heads, count, per_head, seen)
-        hidden = ~chunk.visible(first, first + count, parameters.window)
-        weights = _weights(scores, hidden, parameters).to(query.dtype)
-        found = torch.bmm(weights.view(heads, count * per_head, seen), own_values)
-        parts.append(found.view(heads, count, per_head, -1))
-    return _joined(parts).transpose(1, 2).reshape(query.shape[0], chunk.length, -1)
-
-
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate parts along the second dimension."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
-
-
-def _weights(
-    scores: torch.Tensor, hidden: torch.Tensor | None, parameters: _Parameters
-) -> torch.Tensor:
-    """Compute attention weights from scores, in float32.
-
-    Args:
-        scores: Scaled products, (key heads, tokens, query heads per key head, keys).
-        hidden: Keys that are hidden from each token, (tokens, keys); None if all are visible.
-        parameters: Caps and sinks.
-    """
-    if parameters.softcap is not None:
-        scores = torch.tanh(scores / parameters.softcap) * parameters.softcap
-    if hidden is not None:
-        scores = scores.masked_fill(hidden[:, None], float("-inf"))
-    if parameters.sinks is None:
-        return scores.softmax(-1, dtype=torch.float32)
-    sinks = parameters.sinks[:, None, :, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]

@@ -54,8 +54,8 @@ class DeviceGroup:
         group: The query tokens.
         known: Their positions in their sequences.
         positions: The same on the device.
-        suffixes: Slots of the suffixes, on the device.
-        prefix: Slots of the shared prefix, on the device.
+        suffixes: The group's suffixes on the device.
+        prefix: Its prefix on the device.
     """
 
     def __init__(
@@ -113,12 +113,7 @@ class DeviceGroup:
 
 
 class DeviceChunk:
-    """A prefill chunk, on one device.
-
-    Args:
-        chunk: The chunk.
-        slots: Slots of past and chunk on the device.
-    """
+    """A prefill chunk, on one device."""
 
     def __init__(self, chunk: PrefillChunk, slots: torch.Tensor) -> None:
         self.past, self.length = chunk.past, chunk.length

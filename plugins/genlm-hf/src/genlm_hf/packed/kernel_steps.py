@@ -27,7 +27,7 @@ from genlm.prefix import UnsupportedModelError
 from genlm_hf.forward import taken_logits
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan
-from genlm_hf.packed.step_attention import StepInputs, StepMemory, step_attention, tile_of
+from genlm_hf.packed.step_attention import StepMemory, step_attention, tile_of
 from genlm_hf.packed.work_items import (
     StepSize,
     WorkItems,
@@ -133,11 +133,11 @@ class KernelSteps:
 
     def _step(self, plan: PackedPlan, items: WorkItems, run: Run) -> torch.Tensor:
         """Compute a pass without a graph; the first one is compared with `run`."""
-        size = StepSize(len(plan.tokens), len(items.shared), len(items.own))
+        size = StepSize(len(plan.tokens), len(items.shared), len(items.own), self._tile)
 
         def compute() -> torch.Tensor:
             self._fill(plan, items, size)
-            found = self._run(self._inputs(size))[: len(plan.results)]
+            found = self._run(size)[: len(plan.results)]
             self._steps += 1
             return found
 
@@ -169,36 +169,33 @@ class KernelSteps:
         self._memory.write(numbers)
         return not is_new
 
-    def _inputs(self, size: StepSize) -> StepInputs:
-        return StepInputs(size, self._tile, self._memory.parts(size, self._tile))
-
     def _capture(
         self, key: tuple[str | None, int], size: StepSize, plan: PackedPlan, items: WorkItems
     ) -> torch.Tensor:
         """Capture a graph and return what it computes."""
         assert self._graphs is not None  # noqa: S101 - our own mistake
         self._fill(plan, items, size)
-        graph = self._captured_graph(self._inputs(size))
+        graph = self._captured_graph(size)
         graph.replay()
         self._graphs[key] = graph
         self._captured += 1
         return graph.logits[: len(plan.results)]
 
-    def _captured_graph(self, inputs: StepInputs) -> _Graph:
+    def _captured_graph(self, size: StepSize) -> _Graph:
         if self._pool is None:
-            logits = self._output(self._run(inputs))
-            return _Graph(lambda: logits.copy_(self._run(inputs)), logits)
+            logits = self._output(self._run(size))
+            return _Graph(lambda: logits.copy_(self._run(size)), logits)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            first = self._run(inputs)  # compiles kernels
+            first = self._run(size)  # compiles kernels
         torch.cuda.current_stream().wait_stream(stream)
         logits = self._output(first)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile, for example to draw tokens.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
-            logits.copy_(self._run(inputs))
+            logits.copy_(self._run(size))
         return _Graph(graph.replay, logits)
 
     def _output(self, logits: torch.Tensor) -> torch.Tensor:
@@ -208,16 +205,16 @@ class KernelSteps:
             self._logits = torch.empty_like(logits)
         return self._logits[: len(logits)]
 
-    def _run(self, inputs: StepInputs) -> torch.Tensor:
-        """Run the model over the numbers that `inputs` holds."""
-        found = inputs.found
+    def _run(self, size: StepSize) -> torch.Tensor:
+        """Run the model over a step of a size whose numbers are in the memory."""
+        found = self._memory.parts(size)
         arguments = {
             "input_ids": found.tokens[None],
             "position_ids": found.positions[None],
             "use_cache": False,
             "return_dict": True,
         }
-        attend = functools.partial(step_attention, self._storage, inputs)
+        attend = functools.partial(step_attention, self._storage, size, found)
         with self._layout.attending(attend):
             return taken_logits(
                 self._served.model, arguments, lambda states: states[:, found.results]

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -79,28 +79,20 @@ class AttentionLayer:
     sinks: bool
 
 
-class Attend(Protocol):
-    """Attention function of a pass over one sequence, without a mask."""
+Attend = Callable[
+    [
+        AttentionLayer,
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        float,
+        torch.Tensor | None,
+    ],
+    torch.Tensor,
+]
+"""Attention function of a pass over one sequence, without a mask.
 
-    def __call__(
-        self,
-        layer: AttentionLayer,
-        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend from the tokens of the pass.
-
-        Args:
-            layer: The layer.
-            states: Queries, keys and values, `(heads, tokens, width)`.
-            scale: Factor of the products of queries and keys.
-            sinks: Attention sinks, a score for each query head; None without sinks.
-
-        Returns:
-            Shape `(tokens, query heads, width)`.
-        """
-        ...
+Its arguments are the layer; queries, keys and values, `(heads, tokens, width)`; the factor of
+the products of queries and keys; and attention sinks, a score for each query head, or None. It
+returns `(tokens, query heads, width)`."""
 
 
 class AttentionLayout:

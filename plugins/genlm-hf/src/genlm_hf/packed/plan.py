@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
-    Node,
     Slots,
     TableBatch,
     TokenRun,
@@ -165,37 +164,18 @@ def _tree_groups(runs: Sequence[TokenRun], positions: Integers) -> Iterator[Quer
     """Divide the query tokens of runs of a tree into groups, as rows of a block table."""
     if not runs:
         return
-    common = _common_prefix(runs)
-    trunk = common if _saves_gathering(len(positions), 0, common) else common[:0]
-    lengths = np.array([run.end - len(trunk) for run in runs])
-    slots = np.zeros((len(runs), lengths.max()), np.int32)
-    slots[np.arange(slots.shape[1]) < lengths[:, None]] = np.concatenate(
-        [part for run in runs for part in run.node.path_parts(len(trunk), run.end)]
+    ends = np.array([run.end for run in runs])
+    slots = np.zeros((len(runs), ends.max()), np.int32)
+    slots[np.arange(slots.shape[1]) < ends[:, None]] = np.concatenate(
+        [run.node.path_slots(0, run.end) for run in runs]
     )
+    shared = _shared_columns(slots[:, : min(run.first for run in runs)])
+    trunk = slots[0, :shared].astype(np.int64)
+    if not _saves_gathering(len(positions), 0, trunk):
+        trunk = trunk[:0]
     rows = np.repeat(np.arange(len(runs)), [run.end - run.first for run in runs])
-    yield from _groups(trunk, slots, rows, positions, begin=len(common) - len(trunk))
-
-
-def _common_prefix(runs: Sequence[TokenRun]) -> Slots:
-    """Return the slots before the tokens of all runs that their paths have in common."""
-    heights: dict[Node, int] = {}
-    chain: list[Node] = []
-    node: Node | None = runs[0].node
-    while node is not None:
-        heights[node] = len(chain)
-        chain.append(node)
-        node = node.parent
-    height = 0
-    below: set[Node] = set()
-    for run in runs:
-        node = run.node
-        while node not in heights and node not in below:
-            below.add(node)
-            assert node.parent is not None  # noqa: S101 - all are below one root
-            node = node.parent
-        height = max(height, heights.get(node, 0))
-    shared = chain[height]
-    return shared.path_slots(0, min(shared.end, *(run.first for run in runs)))
+    begin = shared - len(trunk)
+    yield from _groups(trunk, slots[:, len(trunk) :], rows, positions, begin=begin)
 
 
 def _groups(
@@ -261,10 +241,15 @@ def _clusters(  # noqa: PLR0917 - the state of `_groups`
         cluster = others[order[bounds[place] : bounds[place + 1]]]
         most = int(lengths[cluster].min()) - 1
         found = slots[rows[cluster], shared:most]
-        same = (found == found[0]).all(axis=0)
-        added = most - shared if same.all() else int(same.argmin())
+        added = _shared_columns(found)
         if _saves_gathering(len(cluster), trunk + shared, found[0, :added]):
             yield cluster, shared + added
+
+
+def _shared_columns(slots: NDArray[np.integer]) -> int:
+    """Return the number of leading columns in which all rows are equal."""
+    same = (slots == slots[0]).all(axis=0)
+    return len(same) if same.all() else int(same.argmin())
 
 
 def _saves_gathering(members: int, shared: int, added: NDArray[np.integer]) -> bool:

@@ -6,8 +6,6 @@ shared prefixes and over suffixes, and `kernels.combine`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from genlm.plugin import moved
@@ -16,7 +14,7 @@ from genlm_hf.packed.plan import Integers
 from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
 from genlm_hf.storage import KVStorage
 
-__all__ = ["StepInputs", "StepMemory", "keys_at_once", "step_attention", "tile_of"]
+__all__ = ["StepMemory", "keys_at_once", "step_attention", "tile_of"]
 
 # Rows of a tile of scores, and maximum number of query tokens of a tile.
 _TILE_ROWS, _TILE_TOKENS = 64, 16
@@ -56,24 +54,9 @@ class StepMemory:
         source = moved(torch.from_numpy(numbers), self._numbers.device)
         self._numbers[: len(source)] = source
 
-    def parts(self, size: StepSize, tile: int) -> Sections[torch.Tensor]:
+    def parts(self, size: StepSize) -> Sections[torch.Tensor]:
         """Return the parts of the memory that belong to a step of a size."""
-        return Sections(*(self._numbers[part] for part in sections(size, tile)))
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Inputs of the kernels of a step.
-
-    Attributes:
-        size: Largest numbers of tokens and work items.
-        tile: Maximum number of query tokens of an item of a shared prefix.
-        found: The numbers, in a `StepMemory`.
-    """
-
-    size: StepSize
-    tile: int
-    found: Sections[torch.Tensor]
+        return Sections(*(self._numbers[part] for part in sections(size)))
 
 
 def tile_of(layout: AttentionLayout) -> int:
@@ -89,7 +72,8 @@ def keys_at_once(columns: int, itemsize: int) -> int:
 
 def step_attention(  # noqa: PLR0917 - as `Attend`
     storage: KVStorage,
-    inputs: StepInputs,
+    size: StepSize,
+    found: Sections[torch.Tensor],
     layer: AttentionLayer,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
@@ -97,13 +81,14 @@ def step_attention(  # noqa: PLR0917 - as `Attend`
 ) -> torch.Tensor:
     """Store the keys and values of a step, and attend to its work items."""
     query, key, value = states
-    keys, values = storage.write(layer.index, inputs.found.writes, key, value)
-    outputs, logsums = _attend(inputs, query, keys, values, layer=layer, scale=scale)
-    return _combine(inputs.found, outputs, logsums, sinks, query)
+    keys, values = storage.write(layer.index, found.writes, key, value)
+    outputs, logsums = _attend(size, found, query, keys, values, layer=layer, scale=scale)
+    return _combine(found, outputs, logsums, sinks, query)
 
 
 def _attend(
-    inputs: StepInputs,
+    size: StepSize,
+    found: Sections[torch.Tensor],
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -114,18 +99,17 @@ def _attend(
     """Return each work item's outputs, (rows, heads, width), and logarithms of sums."""
     from genlm_hf.packed import kernels  # Triton is installed where steps are captured
 
-    size, tile, found = inputs.size, inputs.tile, inputs.found
     n_heads, _, width = query.shape
     if query.stride(2) != 1:
         query = query.contiguous()
-    rows = size.shared * tile + size.own
+    rows = size.shared * size.tile + size.own
     outputs = query.new_empty((rows, n_heads, values.shape[2]), dtype=torch.float32)
     logsums = query.new_empty((rows, n_heads), dtype=torch.float32)
     per_head = layer.queries_per_head
     columns = max(_LEAST, power_of_two(width))
     for items, count, queries, first_row in (
-        (found.shared, size.shared, tile, 0),
-        (found.own, size.own, 1, size.shared * tile),
+        (found.shared, size.shared, size.tile, 0),
+        (found.own, size.own, 1, size.shared * size.tile),
     ):
         if count:
             kernels.attend[(count, len(keys))](

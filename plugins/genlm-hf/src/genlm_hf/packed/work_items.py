@@ -54,11 +54,13 @@ class StepSize:
         tokens: Query tokens.
         shared: Work items of shared prefixes.
         own: Work items of suffixes.
+        tile: Query tokens of a work item of a shared prefix.
     """
 
     tokens: int
     shared: int
     own: int
+    tile: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,11 @@ class WorkItems:
     """The work items of a pass.
 
     Attributes:
-        tile: Maximum number of query tokens of an item of a shared prefix.
         shared: Items of shared prefixes, shape (items, `FIELDS`).
         own: Items of suffixes, of one query token each, shape (items, `FIELDS`).
         slots: Slots of all prefixes and suffixes.
     """
 
-    tile: int
     shared: Integers
     own: Integers
     slots: Integers
@@ -90,7 +90,7 @@ def graph_size(tokens: int, tile: int) -> StepSize:
     """
     padded = _padded_tokens(tokens)
     tiles = -(-padded // tile)
-    return StepSize(padded, max(_ITEMS_WANTED, 2 * tiles), max(_ITEMS_WANTED, padded))
+    return StepSize(padded, max(_ITEMS_WANTED, 2 * tiles), max(_ITEMS_WANTED, padded), tile)
 
 
 class Sections(NamedTuple, Generic[Part]):
@@ -129,10 +129,10 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
         own.append(_columns(tokens, 1, begins, lengths, prefix))
         slots += [group.prefix, group.suffixes.reshape(-1)]
         first, used = end, used + prefix + group.suffixes.size
-    return WorkItems(tile, _divided(shared), _divided(own), np.concatenate(slots))
+    return WorkItems(_divided(shared), _divided(own), np.concatenate(slots))
 
 
-def sections(size: StepSize, tile: int) -> Sections[slice]:
+def sections(size: StepSize) -> Sections[slice]:
     """Return the ranges of the numbers of a pass of this size."""
 
     def parts() -> Iterator[slice]:
@@ -140,7 +140,7 @@ def sections(size: StepSize, tile: int) -> Sections[slice]:
         for length in (
             *[size.tokens] * 4,
             size.tokens + 1,
-            size.shared * tile + size.own,
+            size.shared * size.tile + size.own,
             size.shared * FIELDS,
             size.own * FIELDS,
         ):
@@ -158,7 +158,7 @@ def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:
     items have neither query tokens nor slots. Slots, the last section, are not
     padded.
     """
-    where = sections(size, items.tile)
+    where = sections(size)
     numbers = np.zeros(where.slots.start + len(items.slots), np.int64)
     numbers[where.writes] = SCRATCH_SLOT
     offsets, rows = _partial_results(items, size)
@@ -188,8 +188,8 @@ def _partial_results(items: WorkItems, size: StepSize) -> tuple[Integers, Intege
     tokens = np.concatenate([np.repeat(items.shared[:, 0], counts) + within, items.own[:, 0]])
     rows = np.concatenate(
         [
-            np.repeat(np.arange(len(counts)) * items.tile, counts) + within,
-            size.shared * items.tile + np.arange(len(items.own)),
+            np.repeat(np.arange(len(counts)) * size.tile, counts) + within,
+            size.shared * size.tile + np.arange(len(items.own)),
         ]
     )
     ends = np.cumsum(np.bincount(tokens, minlength=size.tokens))

@@ -1,0 +1,115 @@
+"""`PassLayout`: the new tokens of a forward pass side by side, and the slots that they read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm.core.queries.generations import Integers64
+from genlm.prefix.continuation import TableBatch
+from genlm.prefix.node import SCRATCH_SLOT, Slots
+from genlm.prefix.padding import Segment
+
+__all__ = ["PassLayout"]
+
+
+class PassLayout:
+    """New tokens of sequences, padded on the right, after pasts that are padded on the left.
+
+    A token may follow one of the same pass: keys and values are stored before they are read.
+
+    Args:
+        tokens: Token ids, shape `(n, new)`.
+        writes: Slot that takes the keys and values of each token; the scratch slot for padding.
+        counts: Number of new tokens of each sequence, shape `(n,)`.
+        pasts: Number of tokens before them, shape `(n,)`.
+        trunk: Common first slots of all sequences.
+        slots: The slots after the trunk, shape `(n, longest)`.
+
+    Attributes:
+        tokens, writes, pasts: As above.
+        positions: Position of each token in its sequence; padding continues the count.
+        past: Number of columns of the pasts; may be increased before `reads` is used.
+        is_even: Whether all sequences have the same number of new tokens.
+        past_ends: The last slot of each past, the scratch slot for none.
+        ends: The last slot of each sequence.
+    """
+
+    def __init__(
+        self,
+        tokens: Integers64,
+        writes: Slots,
+        *,
+        counts: Integers64,
+        pasts: Integers64,
+        trunk: Slots,
+        slots: NDArray[np.integer],
+    ) -> None:
+        self.tokens, self.writes, self.pasts = tokens, writes, pasts
+        self._trunk, self._slots, self._lasts = trunk, slots, pasts + counts - 1
+        self.positions = pasts[:, None] + np.arange(tokens.shape[1])
+        self.past = int(pasts.max())
+        self.is_even = bool((counts == counts[0]).all())
+        found = self._slots_at(np.stack([pasts - 1, self._lasts], axis=1))
+        self.past_ends, self.ends = np.where(pasts, found[:, 0], SCRATCH_SLOT), found[:, 1]
+
+    @classmethod
+    def of_segments(cls, segments: Sequence[Segment], pad_id: int = 0) -> Self:
+        """Lay out segments; their tokens are padded with `pad_id`."""
+        counts = np.array([len(segment.tokens) for segment in segments])
+        lengths = np.array([len(segment.slots) for segment in segments])
+        is_new = np.arange(counts.max()) < counts[:, None]
+        tokens, writes = (np.full(is_new.shape, each) for each in (pad_id, SCRATCH_SLOT))
+        tokens[is_new] = np.concatenate([segment.tokens for segment in segments])
+        writes[is_new] = np.concatenate([segment.writes for segment in segments])
+        is_slot = np.arange(lengths.max()) < lengths[:, None]
+        slots = np.zeros(is_slot.shape, np.int64)
+        slots[is_slot] = np.concatenate([segment.slots for segment in segments])
+        trunk = np.empty(0, np.int64)
+        pasts = lengths - counts
+        return cls(tokens, writes, counts=counts, pasts=pasts, trunk=trunk, slots=slots)
+
+    @classmethod
+    def of_table(cls, batch: TableBatch, part: slice) -> Self:
+        """Lay out tokens of a `TableBatch`, each as a sequence with one new token."""
+        return cls(
+            batch.tokens[part, None],
+            batch.writes[part, None],
+            counts=np.ones_like(batch.tokens[part]),
+            pasts=batch.positions[part],
+            trunk=batch.trunk,
+            slots=batch.slots[batch.rows[part]],
+        )
+
+    @property
+    def _places(self) -> Integers64:
+        """Position of each column of pasts and new tokens, shape `(n, past + new)`."""
+        width = self.past + self.tokens.shape[1]
+        return np.arange(width) - (self.past - self.pasts)[:, None]
+
+    @property
+    def is_token(self) -> NDArray[np.bool_]:
+        """Whether each entry of `reads` is not padding."""
+        return (self._places >= 0) & (self._places <= self._lasts[:, None])
+
+    @functools.cached_property
+    def reads(self) -> Slots:
+        """Slots of pasts and new tokens, shape `(n, past + new)`; padding reads the last."""
+        return self._slots_at(np.where(self.is_token, self._places, self._lasts[:, None]))
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.tokens)
+
+    def _slots_at(self, places: Integers64) -> Slots:
+        """Return the slots of positions of each sequence, shape `(n, any)`."""
+        trunk = len(self._trunk)
+        own = np.take_along_axis(self._slots, np.maximum(places - trunk, 0), axis=1)
+        if not trunk:
+            return own.astype(np.int64)
+        shared = self._trunk[np.minimum(places, trunk - 1)]
+        return np.where(places < trunk, shared, own).astype(np.int64)

@@ -144,9 +144,9 @@ def test_a_program_may_load_so_many_adapters(tmp_path):
         await served.attach("driver", "session", {"poet": path}, [])
         with pytest.raises(AdapterError, match=r"asked for 2 adapters .* allows 1"):
             await served.configure("session", {"poet": path, "bard": path}, [])
-        assert list(engine._adapters) == ["poet-driver"]
+        assert list(engine._adapters.loaded) == ["poet-driver"]
         assert await served.configure("session", {"bard": path}, [])
-        assert list(engine._adapters) == ["bard-driver"]
+        assert list(engine._adapters.loaded) == ["bard-driver"]
 
     _run(main, limits=ServingLimits(adapters=1))
 

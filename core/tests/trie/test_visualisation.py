@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 import types
@@ -14,45 +13,57 @@ from trie_oracle import EOS
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, WeightsError
 from genlm.core.trie import visualisation
-from genlm.core.trie.visualisation import VisibleNode, dot_source, node_values, visible_tree
+from genlm.core.trie.visualisation import (
+    dot_source,
+    edge_label,
+    node_values,
+    visible_nodes,
+)
 
 
-def text_lines(top: VisibleNode) -> Iterator[str]:
-    """Format the visible tree as indented text; symbols without a branch share a line."""
-    yield f"root  {top.value:.4g}"
-    yield from _indented(top, "")
+def text(trie: TokenCharacterTrie, ws=None, max_nodes: int = 200) -> list[str]:
+    """Format the visible nodes as indented text; symbols without a branch share a line."""
+    values = node_values(trie, ws)
+    visible = visible_nodes(trie, values, max_nodes)
+
+    def lines(node: int, indent: str) -> Iterator[str]:
+        children, collapsed = visible.get(node, ([], 0))
+        rows: list[int | None] = [*children, *([None] if collapsed else [])]
+        for child in rows:
+            last = child is rows[-1]
+            branch = "└─ " if last else "├─ "
+            if child is None:
+                more = "token" if collapsed == 1 else "tokens"
+                yield f"{indent}{branch}… {collapsed} more {more}"
+                continue
+            edge, end = unbranched(child)
+            yield f"{indent}{branch}{edge}  {values[end]:.4g}"
+            yield from lines(end, indent + ("   " if last else "│  "))
+
+    def unbranched(node: int) -> tuple[str, int]:
+        """Join a node with its descendants up to the next branch or token into one edge."""
+        end = node
+        while True:
+            children, collapsed = visible.get(end, ([], 0))
+            if len(children) != 1 or collapsed or trie.is_leaf(children[0]):
+                break
+            if values[children[0]] != values[node]:
+                break
+            end = children[0]
+        if trie.is_leaf(node):
+            return edge_label(trie, node), node
+        start = len(trie.prefix_of(node)) - 1
+        return visualisation._readable(trie.prefix_of(end)[start:]), end
+
+    return [f"root  {values[trie.root]:.4g}", *lines(trie.root, "")]
 
 
-def _indented(shown: VisibleNode, indent: str) -> Iterator[str]:
-    rows: list[VisibleNode | None] = [*shown.children, *([None] if shown.collapsed else [])]
-    for row in rows:
-        last = row is rows[-1]
-        branch = "└─ " if last else "├─ "
-        if row is None:
-            yield f"{indent}{branch}{visualisation._more(shown.collapsed)}"
-            continue
-        end = _unbranched(row)
-        yield f"{indent}{branch}{visualisation._edge(end)}  {end.value:.4g}"
-        yield from _indented(end, indent + ("   " if last else "│  "))
-
-
-def _unbranched(shown: VisibleNode) -> VisibleNode:
-    """Join a node with its descendants up to the next branch or token into one edge."""
-    edge = shown.edge
-    while len(shown.children) == 1 and not shown.collapsed:
-        (child,) = shown.children
-        if child.leaf or child.value != shown.value:
-            break
-        edge, shown = [*edge, *child.edge], child
-    return dataclasses.replace(shown, edge=edge)
+def drawn(trie: TokenCharacterTrie, ws, max_nodes: int) -> str:
+    return dot_source(trie, ws, visible_nodes(trie, ws, max_nodes))
 
 
 def trie_of(*words: bytes) -> TokenCharacterTrie:
     return TokenCharacterTrie([Token(i, word) for i, word in enumerate(words)])
-
-
-def text(trie: TokenCharacterTrie, ws=None, max_nodes: int = 200) -> list[str]:
-    return list(text_lines(visible_tree(trie, node_values(trie, ws), max_nodes)))
 
 
 def test_a_small_trie_is_drawn_whole() -> None:
@@ -129,7 +140,7 @@ def test_a_limit_that_leaves_nothing_to_draw_is_refused(max_nodes) -> None:
 def test_the_source_colours_by_weight_and_marks_leaves_and_folds() -> None:
     trie = trie_of(b'"', b"b", b"c")
     ws = trie.weight_sum([0.0, 1.0, 1.0])
-    source = dot_source(visible_tree(trie, ws, 4), trie)
+    source = drawn(trie, ws, 4)
     assert source.startswith("digraph trie {")
     assert (
         f'n{trie.root} [label="root\\n2" fillcolor="0.33 1.000 1.0" peripheries=1];' in source
@@ -137,18 +148,16 @@ def test_the_source_colours_by_weight_and_marks_leaves_and_folds() -> None:
     node = trie.node_of(b"b")
     assert f'n{node} [label="b\\n1" fillcolor="0.33 0.500 1.0" peripheries=1];' in source
     assert f'n{trie.root} -> n{node} [label="b"];' in source
-    whole = dot_source(visible_tree(trie, ws, 100), trie)
+    whole = drawn(trie, ws, 100)
     assert 'n0 [label="\\"\\n0" fillcolor="0.33 0.000 1.0" peripheries=2];' in whole
-    assert 'label="… 1 more token"' in dot_source(visible_tree(trie, ws, 3), trie)
+    assert 'label="… 1 more token"' in drawn(trie, ws, 3)
 
 
 def test_odd_weights_can_be_drawn() -> None:
     trie = trie_of(b"a", b"b", b"c", b"d")
     for odd in ([np.nan, 1, 2, 3], [np.inf, 1, 2, 3], [-1, -2, -3, -4], [0, 0, 0, 0]):
         ws = trie.weight_max(np.array(odd, dtype=np.float64))
-        assert "nan " not in re.sub(
-            r'label="[^"]*"', "", dot_source(visible_tree(trie, ws, 50), trie)
-        )
+        assert "nan " not in re.sub(r'label="[^"]*"', "", drawn(trie, ws, 50))
 
 
 def test_visualize_hands_the_source_to_graphviz_as_svg(monkeypatch) -> None:

@@ -17,7 +17,14 @@ import numpy.typing as npt
 
 from genlm.core.base.errors import VocabularyError
 
-__all__ = ["FIRST_OBJECT", "Symbols", "item_key", "sorted_order", "symbols_of_codes"]
+__all__ = [
+    "FIRST_OBJECT",
+    "Symbols",
+    "is_byte",
+    "item_key",
+    "sorted_order",
+    "symbols_of_codes",
+]
 
 FIRST_OBJECT = 256
 """Code of the first symbol other than a byte."""
@@ -73,6 +80,11 @@ class Symbols:
         return cls(codes, lengths, tuple(code_of))
 
 
+def is_byte(symbol: Any) -> bool:
+    """Whether a symbol is a byte, whose code is its value."""
+    return isinstance(symbol, int | np.integer) and 0 <= int(symbol) < FIRST_OBJECT
+
+
 def item_key(item: Any) -> Hashable:
     """The key of an item in `word2leaf`: `(bytes, id)` for a token, else the item itself."""
     token_id = getattr(item, "token_id", None)
@@ -96,7 +108,7 @@ def _symbols_of(item: Any, position: int) -> list[Any]:
 
 
 def _code(code_of: dict[Hashable, int], symbol: Any) -> int:
-    if isinstance(symbol, int | np.integer) and 0 <= symbol < FIRST_OBJECT:
+    if is_byte(symbol):
         return int(symbol)
     return code_of.setdefault(symbol, FIRST_OBJECT + len(code_of))
 

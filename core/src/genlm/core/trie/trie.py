@@ -1,7 +1,7 @@
 """`TokenCharacterTrie`: reduces weights of tokens to weights of all their prefixes.
 
 The class combines the other modules: `layout` builds the trie, `reductions` reduces over
-all nodes and `partial` over some, `navigation` and `mappings` look up nodes.
+all nodes and `partial` over some, `navigation` looks up nodes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from genlm.core.base.errors import VocabularyError, required
 from genlm.core.base.forking import cached_property
 from genlm.core.trie.compiled import compiled_take, use_compiled
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.mappings import TrieMappings
+from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.partial import partial_weights
 from genlm.core.trie.reductions import Operation, reduce_rows
 from genlm.core.trie.segment_tree import SegmentTree
 from genlm.core.trie.symbols import Symbols, item_key
-from genlm.core.trie.visualisation import dot_source, node_values, visible_tree
+from genlm.core.trie.visualisation import dot_source, node_values, visible_nodes
 from genlm.core.trie.weights import (
     Returns,
     Rows,
@@ -34,7 +34,7 @@ from genlm.core.trie.weights import (
 __all__ = ["TokenCharacterTrie"]
 
 
-class TokenCharacterTrie(TrieMappings):
+class TokenCharacterTrie(Navigation):
     """The trie of a vocabulary, and reductions of weights over its nodes.
 
     Every prefix of a token is a node, and every token has a leaf below the node of its
@@ -94,7 +94,8 @@ class TokenCharacterTrie(TrieMappings):
             ValueError: `max_nodes` is less than 1.
             MissingRequirementError: The Python package `graphviz` is not installed.
         """
-        source = dot_source(visible_tree(self, node_values(self, ws), max_nodes), self)
+        values = node_values(self, ws)
+        source = dot_source(self, values, visible_nodes(self, values, max_nodes))
         graphviz = required("graphviz", "visualize", "genlm-core[draw]")
         return graphviz.Source(source, format="svg")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain, UnknownStepError
-from genlm.core.vocab.verification import Decode, check_added, check_decoding, is_text
+from genlm.core.vocab.verification import check_added, check_decoding, is_text
 
 __all__ = ["fast_tokenizer_bytes"]
 
 
-def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[int, bytes]:
+def fast_tokenizer_bytes(backend: Any, tokenizer: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a `tokenizers.Tokenizer`.
 
     The bytes of a token of the model are what the decoder converts it to in mid-text. Those
@@ -25,8 +25,7 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
 
     Args:
         backend: The `tokenizers.Tokenizer`.
-        decode: Decodes ids as the user's tokenizer does.
-        tokenizer: The user's tokenizer, for error messages.
+        tokenizer: The user's tokenizer: the backend, or one of transformers.
     """
     chain = _chain(backend, tokenizer)
     _check_markers(backend.model, chain, tokenizer)
@@ -34,6 +33,11 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
     model_vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
     names = _names(backend, model_vocab)
     derived = dict(zip(names, chain.decode(names.values()), strict=True))
+    as_is = {} if tokenizer is backend else {"clean_up_tokenization_spaces": False}
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, **as_is))
+
     check_decoding(derived, decode, tokenizer)
 
     def read(text: str) -> list[int]:

@@ -69,6 +69,16 @@ def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
             f"SentencePieceProcessor or tiktoken.Encoding"
         )
     derived = family(tokenizer)
+    if family is not _around_sentencepiece:  # whose wrappers do not decode byte pieces
+        check_decoding(
+            derived,
+            lambda ids: str(
+                tokenizer.decode(
+                    ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            ),
+            tokenizer,
+        )
     for token_id, content in _literal_tokens(tokenizer).items():
         if derived.get(token_id) != content.encode():
             check_added(
@@ -96,53 +106,62 @@ def _family(tokenizer: Any) -> Callable[[Any], dict[int, bytes]] | None:
 
 
 def _around_tiktoken(tokenizer: Any) -> dict[int, bytes]:
-    derived = tiktoken_bytes(_part_with(tokenizer, "decode_single_token_bytes"))
-    check_decoding(derived, _decoding(tokenizer), tokenizer)
-    return derived
+    return tiktoken_bytes(_part_with(tokenizer, "decode_single_token_bytes"))
 
 
 def _around_sentencepiece(tokenizer: Any) -> dict[int, bytes]:
-    """Look bytes up by piece: wrappers change ids and do not decode byte pieces."""
+    """Look bytes up by piece, because wrappers change ids."""
     processor = _part_with(tokenizer, "get_piece_size")
     bytes_by_id = sentencepiece_bytes(processor)
     pieces = processor.id_to_piece(list(bytes_by_id))
     bytes_by_piece = dict(zip(pieces, bytes_by_id.values(), strict=True))
-    literal = _literal_tokens(tokenizer)
-    names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
-    unknown = {key: name for key, name in names.items() if name not in bytes_by_piece}
-    if unknown:
-        raise _unknown_tokens(tokenizer, unknown, "pieces of its SentencePiece model")
-    return {key: bytes_by_piece[name] for key, name in names.items()}
+    return _by_name(tokenizer, bytes_by_piece.get, "pieces of its SentencePiece model")
 
 
 def _of_bytes(tokenizer: Any) -> dict[int, bytes]:
-    literal = _literal_tokens(tokenizer)
-    names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
-    unknown = {key: name for key, name in names.items() if not isinstance(name, bytes)}
-    if unknown:
-        raise _unknown_tokens(tokenizer, unknown, "bytes like its other tokens")
-    check_decoding(names, _decoding(tokenizer), tokenizer)
-    return names
+    return _by_name(
+        tokenizer,
+        lambda name: name if isinstance(name, bytes) else None,
+        "bytes like its other tokens",
+    )
 
 
 def _byte_level(tokenizer: Any) -> dict[int, bytes]:
     byte_of: Mapping[str, int] = tokenizer.byte_decoder
-    literal = _literal_tokens(tokenizer)
-    names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
-    unknown = {key: name for key, name in names.items() if not byte_of.keys() >= set(name)}
-    if unknown:
-        raise _unknown_tokens(tokenizer, unknown, "spelled in its byte_decoder")
-    derived = {key: bytes([byte_of[char] for char in name]) for key, name in names.items()}
-    check_decoding(derived, _decoding(tokenizer), tokenizer)
-    return derived
+    return _by_name(
+        tokenizer,
+        lambda name: (
+            bytes(map(byte_of.__getitem__, name)) if byte_of.keys() >= set(name) else None
+        ),
+        "spelled in its byte_decoder",
+    )
 
 
 def _word_piece(tokenizer: Any) -> dict[int, bytes]:
     chain = DecoderChain({"type": "WordPiece", "prefix": "##", "cleanup": False})
     ids_by_name: Mapping[str, int] = tokenizer.get_vocab()
-    derived = dict(zip(ids_by_name.values(), chain.decode(ids_by_name), strict=True))
-    check_decoding(derived, _decoding(tokenizer), tokenizer)
-    return derived
+    return dict(zip(ids_by_name.values(), chain.decode(ids_by_name), strict=True))
+
+
+def _by_name(
+    tokenizer: Any, bytes_of: Callable[[Any], bytes | None], expected: str
+) -> dict[int, bytes]:
+    """Derive the bytes of the tokens of the base vocabulary from their names.
+
+    Raises:
+        VocabularyError: `bytes_of` is None for a name, which is not as `expected`.
+    """
+    literal = _literal_tokens(tokenizer)
+    names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
+    found = {key: value for key, name in names.items() if (value := bytes_of(name)) is not None}
+    unknown = sorted(names.keys() - found.keys())
+    if unknown:
+        shown = ", ".join(f"{names[key]!r} (id {key})" for key in unknown[:3])
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} has {len(unknown)} tokens that are neither special "
+            f"nor {expected}: {shown}. Add them as special tokens, or use the fast version"
+        )
+    return found
 
 
 def _part_with(tokenizer: Any, attribute: str) -> Any:
@@ -160,17 +179,3 @@ def _literal_tokens(tokenizer: Any) -> dict[int, str]:
     }
     special: Mapping[str, int] = getattr(tokenizer, "special_tokens", None) or {}
     return literal | {key: name for name, key in special.items() if isinstance(name, str)}
-
-
-def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
-    return lambda ids: str(
-        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
-
-
-def _unknown_tokens(tokenizer: Any, unknown: Mapping[int, object], expected: str) -> Exception:
-    shown = ", ".join(f"{name!r} (id {key})" for key, name in sorted(unknown.items())[:3])
-    return VocabularyError(
-        f"{type(tokenizer).__name__} has {len(unknown)} tokens that are neither special nor "
-        f"{expected}: {shown}. Add them as special tokens, or use the fast version"
-    )

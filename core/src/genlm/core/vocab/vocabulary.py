@@ -63,10 +63,7 @@ class Vocabulary:
             VocabularyError: The tokens do not have exact bytes.
         """
         loading_stage("vocabulary")
-        found = _token_bytes(tokenizer)
-        byte_vocab, str_vocab = _tokens_and_strings(found)
-        missing = tuple(key for key in range(len(byte_vocab)) if key not in found)
-        return cls(tokenizer, byte_vocab, str_vocab, missing)
+        return cls._of(tokenizer, _token_bytes(tokenizer))
 
     @classmethod
     def from_bytes(
@@ -89,13 +86,21 @@ class Vocabulary:
         Raises:
             VocabularyError: The bytes differ from those of `decode`, or there are no tokens.
         """
-        if not bytes_by_id:
-            raise VocabularyError(f"{type(tokenizer).__name__} has no tokens")
         texts = {key: value for key, value in bytes_by_id.items() if key not in names}
         check_decoding(texts, decode, tokenizer)
-        byte_vocab, str_vocab = _tokens_and_strings(bytes_by_id)
-        missing = tuple(key for key in range(len(byte_vocab)) if key not in bytes_by_id)
-        return cls(tokenizer, byte_vocab, str_vocab, missing)
+        return cls._of(tokenizer, bytes_by_id)
+
+    @classmethod
+    def _of(cls, tokenizer: Any, found: Mapping[int, bytes]) -> Vocabulary:
+        """Make one token and one readable string for each id up to the largest."""
+        if not found:
+            raise VocabularyError(
+                f"{type(tokenizer).__name__} has no tokens; train or load it first"
+            )
+        ids = range(max(found) + 1)
+        byte_vocab = [Token(key, found.get(key, b"")) for key in ids]
+        str_vocab = [token.decode(errors="backslashreplace") for token in byte_vocab]
+        return cls(tokenizer, byte_vocab, str_vocab, tuple(k for k in ids if k not in found))
 
     @property
     def size(self) -> int:
@@ -115,7 +120,8 @@ class Vocabulary:
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokenizer's special tokens, whose bytes are only their names."""
-        return _special_ids(self.tokenizer, self.size)
+        found = _special_ids(self.tokenizer, self.size)
+        return frozenset(each for each in found if 0 <= each < self.size)
 
     def mask(self, predicate: Callable[[bytes], object]) -> torch.Tensor:
         r"""Select the tokens whose bytes satisfy a predicate.
@@ -209,61 +215,28 @@ def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
         VocabularyError: The tokenizer is of an unknown kind, or its tokens do not have
             exact bytes.
     """
-    return _tokens_and_strings(_token_bytes(tokenizer))
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    return vocabulary.byte_vocab, vocabulary.str_vocab
 
 
 def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """The exact bytes of each token by id; see `decode_vocab`."""
-    found = _family_bytes(tokenizer)
-    if not found:
-        raise VocabularyError(
-            f"{type(tokenizer).__name__} has no tokens; train or load it first"
-        )
-    return found
-
-
-def _tokens_and_strings(found: Mapping[int, bytes]) -> tuple[list[Token], list[str]]:
-    """One token and one readable string for each id up to the largest."""
-    ordered = [found.get(key, b"") for key in range(max(found) + 1)]
-    byte_vocab = [Token(key, value) for key, value in enumerate(ordered)]
-    return byte_vocab, [value.decode(errors="backslashreplace") for value in ordered]
-
-
-def _family_bytes(tokenizer: Any) -> dict[int, bytes]:
     if hasattr(tokenizer, "decode_single_token_bytes"):
         return tiktoken_bytes(tokenizer)
     if hasattr(tokenizer, "get_piece_size"):
         return sentencepiece_bytes(tokenizer)
-    if hasattr(tokenizer, "get_added_tokens_decoder"):
-        return fast_tokenizer_bytes(
-            tokenizer,
-            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-            tokenizer,
-        )
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if hasattr(backend, "get_added_tokens_decoder"):
-        return fast_tokenizer_bytes(
-            backend,
-            lambda ids: str(
-                tokenizer.decode(
-                    ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-            ),
-            tokenizer,
-        )
+    for backend in (tokenizer, getattr(tokenizer, "backend_tokenizer", None)):
+        if hasattr(backend, "get_added_tokens_decoder"):
+            return fast_tokenizer_bytes(backend, tokenizer)
     return python_tokenizer_bytes(tokenizer)
 
 
-def _special_ids(tokenizer: Any, size: int) -> frozenset[int]:
-    """Return the ids below `size` that are not text, such as EOS.
+def _special_ids(tokenizer: Any, size: int) -> Iterator[int]:
+    """Yield the ids that are not text, such as EOS; some may be outside the vocabulary.
 
     The tokenizer is one of transformers, `tokenizers`, `sentencepiece` or `tiktoken`, or any
     object with attributes such as `eos_token_id`.
     """
-    return frozenset(each for each in _all_special_ids(tokenizer, size) if 0 <= each < size)
-
-
-def _all_special_ids(tokenizer: Any, size: int) -> Iterator[int]:
     for name in _SPECIAL_NAMES:
         value = getattr(tokenizer, f"{name}_token_id", None)
         if isinstance(value, int):

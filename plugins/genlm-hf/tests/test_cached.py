@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +118,12 @@ def test_prefixes_attended_to_apart_from_suffixes_give_the_same(
 ) -> None:
     calls = []
 
-    def attend(*arguments: Any, **options: Any) -> torch.Tensor:
-        calls.append(options["group"].count)
-        return plain(*arguments, **options)
+    def attend(layer: Any, query: torch.Tensor, group: Any) -> torch.Tensor:
+        calls.append(group.count)
+        return plain(layer, query, group)
 
-    plain = attention._attend_plain_group
-    monkeypatch.setattr(attention, "_attend_plain_group", attend)
+    plain = attention._Attention._plain_group
+    monkeypatch.setattr(attention._Attention, "_plain_group", attend)
     monkeypatch.setattr(attention, "_MANY_SCORES", 1)
     monkeypatch.setattr(plan, "_GROUP_COST", -(10**6))
     monkeypatch.setattr(device_plan, "_GATHERED_BYTES", limit)
@@ -144,12 +143,13 @@ def test_prefixes_attended_to_apart_from_suffixes_give_the_same(
 def test_forgotten_sinks_and_caps_are_found_by_the_self_test(
     name: str, forgotten: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = attention._weights
-    monkeypatch.setattr(
-        attention,
-        "_weights",
-        lambda scores, hidden, how: weights(scores, hidden, replace(how, **{forgotten: None})),
-    )
+    weights = attention._Attention._weights
+
+    def forgetful(layer: Any, *scores: Any) -> torch.Tensor:
+        setattr(layer, f"_{forgotten}", None)
+        return weights(layer, *scores)
+
+    monkeypatch.setattr(attention._Attention, "_weights", forgetful)
     model_type, settings = FAMILIES[name]
     figures = HFEngine.from_model(build_model(model_type, **settings), tokenizer).statistics()
     assert figures["execution_path"] == "slot_cache"
@@ -206,8 +206,8 @@ def test_more_than_a_pass_takes_is_run_in_several(
     sequences = ids_of_lengths(30, 20, 5, 50, 4, 4)
     rows = answers(engine, sequences)
     assert Oracle(llama).largest_error(sequences, rows) <= 1e-4
-    # 30 + 5 · 20 + 4 + 4 · 40 · the other 10; padded to 40 at most, 5 and 4 + 4 go apart.
-    assert used(engine, "forwards") - before == {"packed": 4, "slot_cache": 6}[path]
+    # 30 + 5 + 4 · 20 + 4 · 40 · the other 10; padded to 40 at most, 5 + 4 go apart.
+    assert used(engine, "forwards") - before == {"packed": 4, "slot_cache": 5}[path]
 
 
 @pytest.mark.parametrize("slots", [None, 400])

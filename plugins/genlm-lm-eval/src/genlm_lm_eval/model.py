@@ -2,7 +2,6 @@
 
 Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that
 both compute the same numbers. It is independent of engines, which batch requests themselves.
-The module is long because the harness requires one class for all requests.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import genlm
-from genlm.backend.tokenization.bytes import ByteVocabError, get_byte_vocab
-from genlm.backend.tokenization.token import Token
+from genlm.backend.tokenization.token import Token, published_tokens
 
 __all__ = ["bytes_to_strs", "decode_vocab"]
 
@@ -47,13 +46,13 @@ def decode_vocab(
     """
     _check(byte2str_fallback)
     try:
-        contents = get_byte_vocab(tokenizer)
-    except ByteVocabError as error:
+        tokens, _ = genlm.decode_vocab(tokenizer)
+    except genlm.VocabularyError as error:
         raise genlm.VocabularyError(
             f"Could not decode byte representation of the tokens of "
             f"{type(tokenizer).__name__}: {error}"
         ) from error
-    byte_vocab = [Token(token_id, content) for token_id, content in enumerate(contents)]
+    byte_vocab = published_tokens(tokens)
     return byte_vocab, bytes_to_strs(tokenizer, byte_vocab, byte2str_fallback)
 
 

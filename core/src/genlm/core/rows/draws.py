@@ -19,7 +19,6 @@ from genlm.core.rows.logits import moved
 from genlm.core.rows.row_weights import RowPart, RowWeights
 from genlm.core.rows.selection import (
     SUM_BLOCK,
-    batch_token_logprobs,
     block_sums,
     truncated,
     wide,
@@ -37,6 +36,9 @@ _FAINT = 1e-20
 
 _LEAST_TEMPERATURE = 1e-30
 """Lower temperatures are raised to it: only the most likely id keeps a weight above 0."""
+
+_LARGEST_SHARE = 1 - 2.0**-52
+"""A sum times it is below the sum, rounded too."""
 
 _INF = float("inf")
 
@@ -192,8 +194,9 @@ def _weighted(part: RowPart) -> _Weighted:
         tempered = sums.sum(-1)
         totals = tempered if totals is None else torch.minimum(totals, tempered)
     assert totals is not None  # noqa: S101 - one of the two was computed
-    faint = (~(totals >= _FAINT)).nonzero()[:, 0]  # NaN where no token is possible
-    if len(faint):
+    is_faint = ~(totals >= _FAINT)  # NaN where no token is possible
+    if is_faint.any():
+        faint = is_faint.nonzero()[:, 0]
         places = faint.to(rows.device)
         possible = _masked_scores(scores, part.factors, places)
         log_mass[places] = possible.logsumexp(-1)
@@ -307,11 +310,13 @@ def _found(
     """Return draws, those of rows without a possible token marked."""
     if row_of is None:
         columns = token_ids if token_ids.ndim == 2 else token_ids[:, None]
-        logprobs = batch_token_logprobs(rows, columns).view_as(token_ids)
+        logprobs = rows.gather(1, columns.clamp(min=0)).view_as(token_ids)
     else:
         logprobs, log_mass = rows[row_of, token_ids], log_mass[row_of]
     mass = log_mass if token_ids.ndim == 1 else log_mass[:, None]
-    is_dead = (logprobs == -_INF) | (mass == -_INF)
+    is_dead = torch.minimum(logprobs, mass).isneginf()
+    if token_ids.ndim == 2:
+        is_dead |= token_ids < 0
     return DrawnTokens(
         token_ids.masked_fill(is_dead, -1),
         logprobs.masked_fill(is_dead, -_INF),
@@ -356,30 +361,30 @@ def _inverted(
 
     Two levels: only the sums of blocks and one block of each row are in float64.
     """
-    share = moved(uniforms, sums.device)
+    share = moved(uniforms, sums.device)[:, None]
     own = sums if row_of is None else sums[row_of.to(sums.device)]
     if own.shape[1] == 1:
-        block = weights.new_zeros(len(own), dtype=torch.long)
-        totals = own[:, 0]
+        blocks = torch.zeros_like(own, dtype=torch.long)
+        totals = own
     else:
         cumulative = own.cumsum(-1)
-        totals = cumulative[:, -1]
+        totals = cumulative[:, -1:]
         # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
         thresholds = share * totals
-        blocks = torch.searchsorted(cumulative, thresholds[:, None], right=True)
+        blocks = torch.searchsorted(cumulative, thresholds, right=True)
         blocks = blocks.clamp_(max=sums.shape[1] - 1)  # rows of zeros
-        end, width = cumulative.gather(1, blocks)[:, 0], own.gather(1, blocks)[:, 0]
-        share = ((thresholds - (end - width)) / width).clamp(0, 1)
-        block = blocks.to(weights.device)[:, 0]
+        end, width = cumulative.gather(1, blocks), own.gather(1, blocks)
+        share = (thresholds - (end - width)).div_(width)
+    block = blocks.to(weights.device)[:, 0]
     inside, first = _inside(weights, block, row_of)
     within = wide(inside).cumsum(-1)
-    place = torch.searchsorted(within, (share * within[:, -1])[:, None], right=True)[:, 0]
-    # A share that was rounded to 1 stands for the last id that has a weight.
-    last = torch.searchsorted(within, within[:, -1:].contiguous())[:, 0]
-    inner = torch.minimum(place, last)
-    inner = inner.masked_fill_(inner >= within.shape[1], 0).to(weights.device)  # rows of NaN
-    found = inside.gather(1, inner[:, None])[:, 0]
-    return _Inverted(first + inner, (found / totals.to(found)).log(), block, inside, inner)
+    # The largest share stands for the last id that has a weight.
+    thresholds = share.clamp(0, _LARGEST_SHARE).mul_(within[:, -1:])
+    places = torch.searchsorted(within, thresholds, right=True)
+    places = places.clamp_(max=within.shape[1] - 1).to(weights.device)  # rows of zeros
+    logprobs = (inside.gather(1, places) / totals.to(inside)).log_()[:, 0]
+    place = places[:, 0]
+    return _Inverted(first + place, logprobs, block, inside, place)
 
 
 def _inside(
@@ -394,10 +399,10 @@ def _inside(
         row_of = torch.arange(len(weights), device=weights.device)
     if size <= SUM_BLOCK:
         return weights[row_of], torch.zeros_like(row_of)
-    first = (block * SUM_BLOCK).clamp(max=size - SUM_BLOCK)
+    first = (block * SUM_BLOCK).clamp_(max=size - SUM_BLOCK)
     # Faster than indexing by rows and places.
     blocks = weights.view(-1).unfold(0, SUM_BLOCK, 1)
-    found = blocks.index_select(0, row_of * size + first)
+    found = blocks.index_select(0, torch.add(first, row_of, alpha=size))
     if size % SUM_BLOCK:
         before = SUM_BLOCK - size % SUM_BLOCK
         found[:, :before].mul_((block < size // SUM_BLOCK)[:, None])

@@ -6,6 +6,8 @@ grow with the number of members.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -90,11 +92,21 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._done = 0
         self._columns = Columns(query.reduction, len(query.row_of))
-        each = np.arange(len(query.wanted))
-        self._has_each_once = np.array_equal(query.row_of, each)
-        self._by_row = _members_by_row(query.row_of)
-        places = np.arange(len(query.wanted) + 1)
-        self._bounds = np.searchsorted(query.row_of[self._by_row], places)
+        self._has_each_once = np.array_equal(query.row_of, np.arange(len(query.wanted)))
+
+    @functools.cached_property
+    def _by_row(self) -> Integers64:
+        """The members, those of the first row first, shape `(n,)`."""
+        row_of = self.query.row_of
+        if (row_of[1:] >= row_of[:-1]).all():
+            return np.arange(len(row_of))
+        return np.argsort(row_of, kind="stable")
+
+    @functools.cached_property
+    def _bounds(self) -> Integers64:
+        """Where the members of each row begin in `_by_row`, and where the last ones end."""
+        places = np.arange(len(self.query.wanted) + 1)
+        return np.searchsorted(self.query.row_of[self._by_row], places)
 
     @property
     def is_complete(self) -> bool:
@@ -155,10 +167,3 @@ class GroupWork:
         row_of = np.repeat(np.arange(len(places)), counts)
         within = np.arange(len(row_of)) - np.repeat(ends - counts, counts)
         return self._by_row[np.repeat(begins, counts) + within], row_of
-
-
-def _members_by_row(row_of: Integers64) -> Integers64:
-    """Return the members, those of the first row first, shape `(n,)`."""
-    if (row_of[1:] >= row_of[:-1]).all():
-        return np.arange(len(row_of))
-    return np.argsort(row_of, kind="stable")

@@ -180,7 +180,8 @@ def invalid_rows(
     """
     if isinstance(rows, torch.Tensor) and rows.ndim == 2:
         if normalised:
-            broken = rows.amax(-1).isnan().nonzero()[:, 0].tolist()
+            is_broken = rows[:, 0].isnan()  # all entries of a row are NaN or none
+            broken = is_broken.nonzero()[:, 0].tolist() if is_broken.any() else []
             return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
         return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
     groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}

@@ -14,7 +14,9 @@ from scripted import ScriptedEngine, oracle_row
 
 import genlm
 from genlm.core.rows import groups
-from genlm.core.rows.group_reductions import Rows
+from genlm.core.rows.group_reductions import DrawColumns, Rows
+from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.row_weights import RowWeights
 from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, TokenSequence
 
 SIZE = 16
@@ -159,6 +161,50 @@ def test_rows_may_come_in_any_order_and_in_any_parts():
     assert torch.equal(found, rows([PROMPTS[place] for place in members]))
 
 
+class Ids(SimpleNamespace):
+    """The size of a vocabulary and its missing ids."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def ids(size: int, *missing_ids: int) -> Any:
+    return Ids(size=size, missing_ids=missing_ids)
+
+
+def drawn(values: torch.Tensor, row_of: Any, vocabulary: Any, *, are_logits: bool) -> Any:
+    """The result of one draw for each member."""
+    wanted, count = np.arange(len(values)), len(row_of)
+    uniforms = np.random.default_rng(0).random(count)
+    reduction = DrawColumns(RowWeights((count, vocabulary.size)), uniforms)
+    generation = Generation(Lineage.of_sequences([]))
+    work = groups.GroupWork(GroupQuery(0, generation, wanted, row_of, reduction), vocabulary)
+    work.reduce(wanted, GroupValues(values, are_logits=are_logits))
+    return work.result()
+
+
+@pytest.mark.parametrize("size", [300, 1100])
+def test_draws_from_logits_are_those_from_rows(size: int) -> None:
+    vocabulary = ids(size, 0, 7)
+    logits = 5 * torch.randn(40, size + 20, generator=torch.Generator().manual_seed(1))
+    row_of = np.random.default_rng(1).permutation(np.arange(120) % 40)
+    found = drawn(logits, row_of, vocabulary, are_logits=True)
+    rows = rows_from_logits(logits, vocabulary)
+    expected = drawn(rows, row_of, vocabulary, are_logits=False)
+    for one, other in zip(found.columns, expected.columns, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_row_that_is_no_distribution_fails_alone_beside_draws_from_logits() -> None:
+    vocabulary = ids(SIZE)
+    logits = torch.randn(4, SIZE)
+    expected = drawn(logits, np.arange(4), vocabulary, are_logits=True)
+    logits[1, 3], logits[2, 5] = torch.nan, torch.inf
+    found = drawn(logits, np.arange(4), vocabulary, are_logits=True)
+    assert sorted(found.errors) == [1, 2]
+    for one, other in zip(found.columns, expected.columns, strict=True):
+        assert torch.allclose(one[[0, 3]], other[[0, 3]], atol=1e-6)
+
+
 class Views(genlm.GroupReduction):
     """Returns views of the rows."""
 
@@ -167,7 +213,7 @@ class Views(genlm.GroupReduction):
 
 
 def test_columns_outlive_the_memory_of_their_rows():
-    vocabulary: Any = SimpleNamespace(size=SIZE, missing_ids=())
+    vocabulary = ids(SIZE)
     each, generation = np.arange(3), Generation(Lineage.of_sequences([]))
     expected, found = [], []
     for seed in range(2):

@@ -224,6 +224,23 @@ class GroupReduction(abc.ABC):
             are the same in all calls.
         """
 
+    def compute_from_logits(
+        self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Reduce logits, for a reduction that need not normalise them first.
+
+        Args:
+            logits: As `rows` of `compute`, up to a number for each row, and not checked.
+            row_of: As `compute`.
+            members: As `compute`.
+
+        Returns:
+            As `compute`; None, as here, if it must be called with rows: the reduction needs
+            them, or a row is not a distribution.
+        """
+        del logits, row_of, members
+        return None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupQuery:

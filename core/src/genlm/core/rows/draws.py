@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.rows.logits import moved
+from genlm.core.rows.logits import moved, scratch_memory
 from genlm.core.rows.row_weights import RowPart, RowWeights
 from genlm.core.rows.selection import (
     SUM_BLOCK,
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
-__all__ = ["DrawnTokens", "batch_draw", "batch_draw_without_replacement", "batch_log_mass"]
+__all__ = [
+    "DrawnTokens",
+    "batch_draw",
+    "batch_draw_without_replacement",
+    "batch_log_mass",
+    "draw_from_logits",
+]
 
 _FAINT = 1e-20
 """A sum of weights below it has underflowed in float32."""
@@ -95,6 +101,25 @@ def batch_draw(
             here = moved(row_of[own] - part.places.start, rows.device)
         parts.append(_drawn(part, numbers[own], here))
     return _joined(parts, rows, ())
+
+
+def draw_from_logits(
+    logits: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor
+) -> DrawnTokens:
+    """Draw as `batch_draw` does without weights; NaN for a row that is not a distribution.
+
+    Args:
+        logits: Shape `(n, vocab_size)`, float32, of which one part is computed at once.
+        uniforms: Random numbers in [0, 1), float64, one per draw.
+        row_of: The row of each draw, int64, in main memory.
+    """
+    memory = None
+    if logits.device.type == "cpu":
+        memory = scratch_memory("weights", *logits.shape)
+    weights = torch.softmax(logits, -1, out=memory)
+    drawn = _inverted(weights, block_sums(weights), uniforms, moved(row_of, logits.device))
+    logprobs = drawn.logprobs
+    return DrawnTokens(drawn.token_ids, logprobs, torch.zeros_like(logprobs), logprobs.clone())
 
 
 def batch_draw_without_replacement(
@@ -362,7 +387,7 @@ def _inverted(
     Two levels: only the sums of blocks and one block of each row are in float64.
     """
     share = moved(uniforms, sums.device)[:, None]
-    own = sums if row_of is None else sums[row_of.to(sums.device)]
+    own = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
     if own.shape[1] == 1:
         blocks = torch.zeros_like(own, dtype=torch.long)
         totals = own

@@ -11,7 +11,12 @@ import torch
 
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import GroupReduction, Reduction
-from genlm.core.rows.draws import batch_draw, batch_draw_without_replacement, batch_log_mass
+from genlm.core.rows.draws import (
+    batch_draw,
+    batch_draw_without_replacement,
+    batch_log_mass,
+    draw_from_logits,
+)
 from genlm.core.rows.logits import moved
 from genlm.core.rows.selection import batch_top_k
 
@@ -196,3 +201,12 @@ class DrawColumns(_Weighted):
         drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of)
         places = order.argsort().to(rows.device)
         return tuple(column[places] for column in drawn)
+
+    def compute_from_logits(
+        self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Draw a token with unchanged probabilities, which needs one softmax."""
+        if self.uniforms.ndim > 1 or not self.weights.are_probabilities(logits.shape[1]):
+            return None
+        drawn = draw_from_logits(logits, self.uniforms.index_select(0, members), row_of)
+        return None if drawn.logprobs.isnan().any() else drawn

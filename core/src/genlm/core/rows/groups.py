@@ -7,6 +7,7 @@ grow with the number of members.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.rows.logits import (
     invalid_rows,
+    known_logits,
     moved,
     row_parts,
     rows_from_logits,
@@ -33,17 +35,31 @@ class Columns:
         self._count = count
         self._columns: tuple[torch.Tensor, ...] = ()
 
-    def reduce(self, rows: torch.Tensor, row_of: Integers64, members: Integers64) -> None:
-        """Reduce the rows of some members; see `GroupReduction.compute`."""
-        places = torch.from_numpy(members)
-        columns = self._reduction.compute(rows, torch.from_numpy(row_of), places)
-        if isinstance(columns, tuple):  # the memory of the rows is used again
-            memory = rows.untyped_storage().data_ptr()
+    def reduce(
+        self,
+        values: torch.Tensor,
+        row_of: Integers64,
+        members: Integers64,
+        *,
+        are_logits: bool = False,
+    ) -> bool:
+        """Reduce rows or logits of some members; return whether their rows are not needed.
+
+        See `GroupReduction.compute` and `GroupReduction.compute_from_logits`.
+        """
+        reduction = self._reduction
+        compute = reduction.compute_from_logits if are_logits else reduction.compute
+        columns: Any = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))
+        if are_logits and columns is None:
+            return False
+        if isinstance(columns, tuple):  # the memory of the values is used again
+            memory = values.untyped_storage().data_ptr()
             columns = tuple(
                 each.clone() if each.untyped_storage().data_ptr() == memory else each
                 for each in columns
             )
         self.add(members, columns)
+        return True
 
     def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
         """Add the results of some members."""
@@ -129,15 +145,21 @@ class GroupWork:
         values = computed.values
         for begin, end in row_parts(len(part), values.shape[1], values.device):
             rows, places = values[begin:end], part[begin:end]
+            members, row_of = self._members(places)
             if computed.are_logits:
+                known = known_logits(rows, self._vocabulary)
+                is_complete = known.shape[1] == self._vocabulary.size
+                if is_complete and self._columns.reduce(
+                    known, row_of, members, are_logits=True
+                ):
+                    continue
                 is_on_cpu = rows.device.type == "cpu"
                 shape = len(rows), self._vocabulary.size
                 memory = scratch_memory("rows", *shape) if is_on_cpu else None
                 rows = rows_from_logits(rows, self._vocabulary, out=memory)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
-            self.errors |= {int(places[i]): error for i, error in invalid.items()}
-            members, row_of = self._members(places)
             if invalid:
+                self.errors |= {int(places[i]): error for i, error in invalid.items()}
                 valid = ~np.isin(row_of, list(invalid))
                 members, row_of = members[valid], row_of[valid]
             if len(members):

@@ -98,6 +98,13 @@ class RowWeights:
         """Whether some row has temperature 0."""
         return not self._temperature.all()
 
+    def are_probabilities(self, vocab_size: int) -> bool:
+        """Whether the weights of all tokens are their unchanged probabilities."""
+        if self._masks is not None or self._bias is not None or self._offset is not None:
+            return False
+        is_limited = (self.top_k < vocab_size).any() or (self.top_p < 1).any()
+        return not is_limited and bool((self._temperature == 1).all())
+
     @property
     def temperatures(self) -> npt.NDArray[np.float64]:
         """The temperature of each row, shape `(n,)`."""

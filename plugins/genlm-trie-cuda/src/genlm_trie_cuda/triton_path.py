@@ -37,14 +37,9 @@ _CODES: dict[Operation, int] = {"sum": 0, "max": 1, "logsumexp": 2}
 def reduce_rows(
     plan: TreePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Reduce each row of weights over all nodes.
+    """Reduce each row of weights over all nodes; see `torch_path.reduce_rows`.
 
-    Args:
-        plan: Plan of the trie, on the device of the weights.
-        operation: Reduction of the weights below a node.
-        rows: `(rows, n_tokens)`, a floating dtype that Triton supports, any strides.
-        out: `(rows, n_nodes)`, float32 or float64, rows contiguous; overwritten.
-            Computed in its dtype.
+    The weights are of a dtype that Triton supports; the rows of `out` are contiguous.
     """
     with _on_device_of(out):
         for begin in range(0, len(rows), ROWS_AT_ONCE):

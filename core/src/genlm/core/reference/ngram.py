@@ -53,32 +53,17 @@ class _Level:
     Attributes:
         node_keys: `parent node * _RADIX + oldest symbol`, ascending; node i is at i.
         pair_keys: `node * SYMBOLS + following symbol`, ascending.
-        pair_counts: Times that each pair occurred.
-        starts: Node i's pairs begin at `starts[i]` and end at `starts[i + 1]`.
-        totals: c(h) of each node.
-        distinct: d(h) of each node.
+        cumulative: Occurrences of all pairs before each pair, `(pairs + 1,)`.
     """
 
     node_keys: Ints
     pair_keys: Ints
-    pair_counts: Floats
-    starts: Ints
-    totals: Floats
-    distinct: Ints
+    cumulative: Ints
 
     @classmethod
     def count(cls, node_keys: Ints, nodes: Ints, following: Ints) -> _Level:
         pair_keys, counts = np.unique(nodes * SYMBOLS + following, return_counts=True)
-        owners = pair_keys // SYMBOLS
-        size = len(node_keys)
-        return cls(
-            node_keys=node_keys,
-            pair_keys=pair_keys,
-            pair_counts=counts.astype(np.float64),
-            starts=np.searchsorted(owners, np.arange(size + 1)).astype(np.int64),
-            totals=np.bincount(owners, weights=counts, minlength=size).astype(np.float64),
-            distinct=np.bincount(owners, minlength=size).astype(np.int64),
-        )
+        return cls(node_keys, pair_keys, np.concatenate([[0], np.cumsum(counts)]))
 
 
 class NgramModel:
@@ -111,14 +96,16 @@ class NgramModel:
         """
         rows = np.full((len(contexts), SYMBOLS), 1 / SYMBOLS)
         for level, indices, nodes in self._walk(self._histories(contexts)):
-            distinct = level.distinct[nodes]
-            share = 1 / (level.totals[nodes] + distinct)
-            rows[indices] *= (distinct * share)[:, None]
-            pairs = _ranges(level.starts[nodes], distinct)
-            symbols = level.pair_keys[pairs] % SYMBOLS
-            rows[np.repeat(indices, distinct), symbols] += level.pair_counts[pairs] * np.repeat(
-                share, distinct
+            first, end = np.searchsorted(
+                level.pair_keys, [nodes * SYMBOLS, (nodes + 1) * SYMBOLS]
             )
+            distinct = end - first
+            share = 1 / (level.cumulative[end] - level.cumulative[first] + distinct)
+            rows[indices] *= (distinct * share)[:, None]
+            pairs = _ranges(first, distinct)
+            symbols = level.pair_keys[pairs] % SYMBOLS
+            counts = level.cumulative[pairs + 1] - level.cumulative[pairs]
+            rows[np.repeat(indices, distinct), symbols] += counts * np.repeat(share, distinct)
         return rows
 
     def _histories(self, contexts: Sequence[Sequence[int]]) -> Ints:

@@ -25,13 +25,7 @@ some 20,000 rows and 5,000 rows."""
 
 
 def use_compiled(compiled: bool | None, n_nodes: int) -> bool:
-    """Decide whether a trie gathers in machine code, and compile that if it does.
-
-    Args:
-        compiled: True or False decide; None compiles from `COMPILED_FROM_NODES` nodes on,
-            if numba can be imported.
-        n_nodes: Nodes of the trie.
-    """
+    """Decide whether a trie gathers in machine code, and compile that if it does."""
     if compiled is None and n_nodes < COMPILED_FROM_NODES:
         return False
     if compiled is not False:

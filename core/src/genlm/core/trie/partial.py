@@ -22,17 +22,7 @@ __all__ = ["partial_weights"]
 def partial_weights(
     layout: TrieLayout, rows: Rows, nodes: npt.NDArray[np.int64], operation: Operation
 ) -> Floats:
-    """Reduce the weights below each of some nodes.
-
-    Args:
-        layout: Layout of the trie.
-        rows: Weights of all tokens, `(rows, n_tokens)`.
-        nodes: Valid nodes in any order, `(k,)`.
-        operation: Operation that combines the weights below a node.
-
-    Returns:
-        `(rows, k)`, float32 or float64.
-    """
+    """Reduce rows over some nodes; see `TokenCharacterTrie.reduce_nodes`."""
     ranks, lo, hi = layout.ranks_below(nodes)
     weights = numpy_rows(rows, layout.order[ranks].astype(np.int64))
     if not len(nodes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, Context, OutputCache
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
-from genlm.testing.comparison import entry_differences, largest_difference
+from genlm.testing.comparison import entry_differences, largest_difference, request_rows
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
@@ -165,11 +164,7 @@ class EngineFixture(Fixture):
 
     def concurrent_rows(self, asked: Sequence[TokenTuple], lm: AsyncLM) -> list[torch.Tensor]:
         """Request the rows of sequences concurrently."""
-
-        async def requested() -> list[torch.Tensor]:
-            return list(await asyncio.gather(*map(lm.next_token_logprobs, asked)))
-
-        return self.run(requested())
+        return [row for _, row in self.run(request_rows(lm, asked, cached=True))]
 
     def check_row(
         self,

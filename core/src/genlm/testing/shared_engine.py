@@ -7,8 +7,6 @@ does; each model has an `EngineHandle`, which forwards calls to that thread.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -37,8 +35,7 @@ class SharedEngine:
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._owners: dict[int, tuple[EngineHandle, int]] = {}  # by the engine's query id
-        self._query_ids = itertools.count()
+        self._owners: dict[int, EngineHandle] = {}  # by query id, unique in this process
         self._adapters: dict[str, str] = {}
         threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
         try:
@@ -71,28 +68,30 @@ class SharedEngine:
 
     # -- on the engine's thread -------------------------------------------------------
 
-    def submit(self, query: Query | GroupQuery, handle: EngineHandle) -> int:
-        """Submit a query or a group to the engine; returns its id there."""
-        query_id = next(self._query_ids)
+    def submit(self, query: Query | GroupQuery, handle: EngineHandle) -> None:
+        """Submit a query or a group to the engine."""
         if isinstance(query, GroupQuery):
-            group = dataclasses.replace(query, query_id=query_id)
-            self.engine.submit_group(group)  # type: ignore[attr-defined]
+            self.engine.submit_group(query)  # type: ignore[attr-defined]
         else:
-            self.engine.submit(query.replace(query_id=query_id))
-        self._owners[query_id] = (handle, query.query_id)
-        return query_id
+            self.engine.submit(query)
+        self._owners[query.query_id] = handle
 
     def step(self) -> None:
         """Step the engine and store each completion in the handle of its query."""
         for completion in self.engine.step():
-            handle, query_id = self._owners.pop(completion.query_id, (None, 0))
+            handle = self._owners.pop(completion.query_id, None)
             if handle is not None:
-                handle.ready.append(completion._replace(query_id=query_id))
+                handle.ready.append(completion)
 
     def abort(self, query_id: int) -> None:
-        """Abort a query in the engine."""
-        self._owners.pop(query_id, None)
-        self.engine.abort(query_id)
+        """Abort a query in the engine, if it is there."""
+        if self._owners.pop(query_id, None) is not None:
+            self.engine.abort(query_id)
+
+    def abort_all(self, handle: EngineHandle) -> None:
+        """Abort all queries of one handle."""
+        for query_id in [each for each, owner in self._owners.items() if owner is handle]:
+            self.abort(query_id)
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load an adapter unless it is loaded."""
@@ -123,7 +122,6 @@ class EngineHandle:
 
     def __init__(self, shared: SharedEngine) -> None:
         self._shared = shared
-        self._ids: dict[int, int] = {}  # the engine's query ids by this model's
         self.ready: list[Completion] = []
         self.vocabulary = shared.engine.vocabulary
         self.max_context = shared.engine.max_context
@@ -132,8 +130,8 @@ class EngineHandle:
         self.adapters = shared.own_adapters
 
     def submit(self, query: Query | GroupQuery) -> None:
-        """Submit a query or a group under an id that is unique in the engine."""
-        self._ids[query.query_id] = self._shared.call(lambda: self._shared.submit(query, self))
+        """Submit a query or a group."""
+        self._shared.call(lambda: self._shared.submit(query, self))
 
     def step(self) -> list[Completion]:
         """Return waiting completions; if there are none, step the engine."""
@@ -144,21 +142,15 @@ class EngineHandle:
             ready, self.ready = self.ready, []
             return ready
 
-        completions = self._shared.call(answered)
-        for completion in completions:
-            self._ids.pop(completion.query_id, None)
-        return completions
+        return self._shared.call(answered)
 
     def abort(self, query_id: int) -> None:
         """Abort a query of this model."""
-        if query_id in self._ids:
-            engines = self._ids.pop(query_id)
-            self._shared.call(lambda: self._shared.abort(engines))
+        self._shared.call(lambda: self._shared.abort(query_id))
 
     def close(self) -> None:
         """Abort this model's queries; the engine stays open."""
-        for query_id in list(self._ids):
-            self.abort(query_id)
+        self._shared.call(lambda: self._shared.abort_all(self))
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """The engine's statistics, summed over all models."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -14,30 +14,23 @@ __all__ = [
     "SPECIAL",
     "EndOfSequence",
     "TokenTuple",
-    "lists",
     "near_misses",
     "sequences",
     "tokens",
     "vocabularies",
 ]
 
-T = TypeVar("T")
-
 TokenTuple = tuple[int, ...]
 
 
-def lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:
-    """Lists of at least one element, half of them long.
+def sequences(token_ids: Sequence[int], max_length: int) -> st.SearchStrategy[TokenTuple]:
+    """Sequences of at least one token, half of them long.
 
     Hypothesis' own lists have about six elements, which is shorter than windows and blocks.
     """
-    long = st.lists(elements, min_size=max(1, max_size // 2), max_size=max_size)
-    return st.one_of(st.lists(elements, min_size=1, max_size=max_size), long)
-
-
-def sequences(token_ids: Sequence[int], max_length: int) -> st.SearchStrategy[TokenTuple]:
-    """Sequences of at least one token, half of them long."""
-    return lists(st.sampled_from(token_ids), max_length).map(tuple)
+    ids = st.sampled_from(token_ids)
+    long = st.lists(ids, min_size=max(1, max_length // 2), max_size=max_length)
+    return st.one_of(st.lists(ids, min_size=1, max_size=max_length), long).map(tuple)
 
 
 def near_misses(sequence: TokenTuple) -> dict[str, TokenTuple]:

@@ -129,6 +129,8 @@ class GroupEngine:
     those of the engine.
     """
 
+    _query_ids = itertools.count(_FIRST_QUERY_ID)  # of all models, as in `Requests`
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._smallest_group: float = math.inf
@@ -139,7 +141,6 @@ class GroupEngine:
         # Of each query for a single sequence: id of the group, place, requested reduction.
         self._singles: dict[int, tuple[int, int, Reduction]] = {}
         self._refused: list[Completion] = []
-        self._query_ids = itertools.count(_FIRST_QUERY_ID)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

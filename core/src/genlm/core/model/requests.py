@@ -77,6 +77,8 @@ class Requests:
         sampled_together: Maximum number of continuations in a query, None for no limit.
     """
 
+    _query_ids = itertools.count()  # of all models: an engine may serve several
+
     def __init__(
         self,
         scheduler: Scheduler[Engine],
@@ -100,7 +102,6 @@ class Requests:
         self._adapters = adapters
         self._leases = leases
         self._recent = RecentSequences()
-        self._query_ids = itertools.count()
 
     # -- one sequence -----------------------------------------------------------------
 

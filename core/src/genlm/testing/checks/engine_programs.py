@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
 
-from genlm import AsyncLM, Capability, OutputCache, QueryResetError
+from genlm import AsyncLM, Capability, Context, OutputCache, QueryResetError
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
-from genlm.testing.strategies import TokenTuple, lists, near_misses
+from genlm.testing.strategies import TokenTuple, near_misses
 
 CACHE_SIZE = 2
 """Rows in the output cache: fewer than a program requests."""
 
-SEQUENCES = 5
-MOST_CALLS = 60
+SEQUENCES = 3
 
-CALLS = ("query", "near_miss", "batch", "spoil", "cancel", "reset", "clear_output_cache")
+KEPT_CONTEXTS = 8
+
+CALLS = (
+    "query",
+    "near_miss",
+    "batch",
+    "spoil",
+    "cancel",
+    "reset",
+    "extend",
+    "clear_output_cache",
+)
 """Calls on every engine; `Program` has a method for each of these and of the others."""
 
 OTHER_CALLS = ("prefix_cache", "switch_adapter", "mixed_batch")
@@ -32,12 +43,12 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
     lora = Capability.LORA in fixture.lm.capabilities
     model = fixture.load(adapters=lora, output_cache=OutputCache(CACHE_SIZE))
 
-    def holds(known: list[TokenTuple], calls: list[tuple[str, list[int], int]]) -> None:
+    def holds(known: list[TokenTuple], parts: list[list[tuple[str, list[int], int]]]) -> None:
         program = Program(fixture, model, known)
         model.clear_output_cache()
         if Capability.PREFIX_CACHE in model.capabilities:
             fixture.call(model.clear_kv_cache)
-        for call, places, number in calls:
+        for call, places, number in itertools.chain(*parts):
             fixture.saw(call)
             asked = [program.known[place % len(program.known)] for place in places]
             program.calls.append(f"{call}({asked}, {number})")
@@ -46,10 +57,12 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
 
     places = st.lists(st.integers(0, 30), min_size=1, max_size=5)
     call = st.tuples(st.sampled_from(CALLS + OTHER_CALLS), places, st.integers(0, 7))
+    part = st.lists(call, min_size=1, max_size=10)  # a list of lists is longer than a list
     fixture.for_all(
         holds,
+        examples=3 * fixture.profile.examples // 2,
         known=st.lists(fixture.sequences(shorter_by=1), min_size=1, max_size=SEQUENCES),
-        calls=lists(call, MOST_CALLS),
+        parts=st.lists(part, min_size=1, max_size=6),
     )
 
 
@@ -78,6 +91,7 @@ class Program:
         lora = Capability.LORA in lm.capabilities
         self._adapters = [None, *(fixture.target.adapters if lora else ())]
         self._adapter: str | None = None
+        self._contexts: list[Context] = []
 
     def check_nothing_waits(self) -> None:
         """Check that no caller waits and that the output cache is within its size."""
@@ -117,10 +131,28 @@ class Program:
             self._check(row, token_ids)
 
     async def spoil(self, asked: list[TokenTuple], number: int) -> None:
-        """Overwrite a returned row."""
-        row = await self._lm.next_token_logprobs(asked[0])
-        self._check(row, asked[0])
-        row.fill_(float(number))
+        """Overwrite a returned row, request it again, and overwrite that one."""
+        for _ in range(3):
+            row = await self._lm.next_token_logprobs(asked[0])
+            self._check(row, asked[0])
+            row.fill_(float(number))
+
+    async def extend(self, asked: list[TokenTuple], number: int) -> None:
+        """Extend one context by several texts, and request the rows of these siblings.
+
+        The context is any of the last ones, with the adapter that it was made with; others are
+        dropped.
+        """
+        longest = self._fixture.max_length - 2
+        fitting = [each for each in self._contexts if len(each) <= longest]
+        fitting = fitting or [self._lm.context(asked[0][: max(1, longest)])]
+        parent, added = fitting[number % len(fitting)], 1 + number % 2
+        children = [parent.extend(token_ids[:added]) for token_ids in asked]
+        self._contexts = [*self._contexts, *children][-KEPT_CONTEXTS:]
+        rows = await self._lm.batch_next_token_logprobs(children)
+        for row, child in zip(rows, children, strict=True):
+            name = child.lora_name
+            self._fixture.check_row(row, child.token_ids, name, program=self.calls)
 
     async def cancel(self, asked: list[TokenTuple], number: int) -> None:
         """Request several rows, and cancel the first request after some turns of the loop."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import genlm
 from genlm import AsyncTokenCharacterTrie
 from genlm.core.queries.query import Completion
 from genlm.core.trie.async_trie import ReductionEngine
@@ -14,18 +13,12 @@ from .mutant import core_fault
 
 @core_fault(
     ReductionEngine,
-    "_answers",
+    "_reduced",
     found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
 )
-def rows_given_out_backwards(answers):
+def rows_given_out_backwards(reduced):
     """Gives the rows of a batch to its callers in the opposite order."""
-
-    def broken(self, batch):
-        found = list(answers(self, batch))
-        for query, answer in zip(batch, reversed(found)):
-            yield Completion(query.query_id, answer.result, error=answer.error)
-
-    return broken
+    return lambda self, batch: reduced(self, batch)[::-1]
 
 
 @core_fault(
@@ -76,34 +69,30 @@ def mass_as_maximum(_weight_sum):
 
 @core_fault(
     ReductionEngine,
-    "_answers",
+    "_reduced",
     found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
 )
-def row_by_row(answers):
+def row_by_row(reduced):
     """Reduces the rows of a batch one after another."""
-
-    def broken(self, batch):
-        for query in batch:
-            yield from answers(self, [query])
-
-    return broken
+    return lambda self, batch: [row for query in batch for row in reduced(self, [query])]
 
 
 @core_fault(
     ReductionEngine,
     "_answers",
-    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
+    found_by="trie/test_async_trie.py::test_one_bad_request_fails_alone",
 )
 def one_error_for_the_batch(answers):
-    """Fails every request of a batch that fails."""
+    """Fails every request of a batch of which one fails."""
 
     def broken(self, batch):
-        try:
-            rows = [query.ws for query in batch]
-            getattr(self._trie, f"batch_weight_{batch[0].operation}")(rows)
-        except genlm.WeightsError as error:
-            return [Completion(query.query_id, error=error) for query in batch]
-        return answers(self, batch)
+        found = answers(self, batch)
+        errors = [answer.error for answer in found if answer.error is not None]
+        return (
+            [Completion(query.query_id, error=errors[0]) for query in batch]
+            if errors
+            else found
+        )
 
     return broken
 

@@ -34,14 +34,16 @@ __all__ = [
     "BatchEngine",
     "Capability",
     "Engine",
+    "Halving",
     "LoraEngine",
     "PrefixCacheEngine",
     "checked_engine",
+    "completions_of",
     "require_capability",
 ]
 
 
-Batch = TypeVar("Batch", "list[Query]", "Integers64")
+Batch = TypeVar("Batch", "list[Any]", "Integers64")
 
 _GROUP_VALUES = 2**26
 """Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
@@ -331,7 +333,7 @@ class BatchEngine(abc.ABC):
         completions: list[Completion] = []
         for own, compute in ((scored, self._score_batch), (asked, self._evaluate_batch)):
             if own:
-                completions += _completions(own, _Halving(compute).results(own))
+                completions += completions_of(own, Halving(compute).results(own))
         return completions
 
     def abort(self, query_id: int) -> None:
@@ -365,7 +367,7 @@ class BatchEngine(abc.ABC):
             work.reduce(places, self.evaluate_group(work.query, places))
             return [None] * len(places)
 
-        results = _Halving(evaluate).results(part)
+        results = Halving(evaluate).results(part)
         for place, error in zip(part.tolist(), results, strict=True):
             if error is not None:
                 work.errors[place] = error
@@ -453,7 +455,7 @@ class BatchEngine(abc.ABC):
         return copied_rows(rows)
 
 
-class _Halving(Generic[Batch]):
+class Halving(Generic[Batch]):
     """Evaluates a batch; if that raises, its halves, recursively, down to the items at fault.
 
     Halving stops when it cannot isolate items: when the device has failed, or when both halves
@@ -516,7 +518,8 @@ def _kind_of(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
     return type(outcome), described(outcome) if isinstance(outcome, Exception) else ""
 
 
-def _completions(queries: Sequence[Query], results: Sequence[Any]) -> list[Completion]:
+def completions_of(queries: Sequence[Any], results: Sequence[Any]) -> list[Completion]:
+    """Return the result or the error of each query as its completion."""
     return [
         Completion(query.query_id, error=result)
         if isinstance(result, Exception)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from genlm.core.base.forking import renew_in_forks
+from genlm.core.engine.engine import Halving, completions_of
 from genlm.core.plugins.lookup import get_trie
 from genlm.core.queries.query import Completion
 from genlm.core.scheduler import Scheduler
@@ -62,27 +62,19 @@ class ReductionEngine:
         """Drop pending requests; the trie itself belongs to the caller."""
         self._pending.clear()
 
-    def _answers(self, batch: list[Reduction]) -> Iterator[Completion]:
-        """Reduce a batch; if that raises, reduce each row alone so that only one fails."""
+    def _answers(self, batch: list[Reduction]) -> list[Completion]:
+        """Reduce a batch; rows that raise fail alone."""
+        return completions_of(batch, Halving(self._reduced).results(batch))
+
+    def _reduced(self, batch: list[Reduction]) -> list[Any]:
         first = batch[0]
-        if len(batch) > 1:
-            reduce_rows = getattr(self._trie, f"batch_weight_{first.operation}")
-            try:
-                rows = reduce_rows([query.ws for query in batch], returns=first.returns)
-            except Exception:  # noqa: BLE001 - raised again below, for the query that causes it
-                batches = [[query] for query in batch]
-                yield from (answer for alone in batches for answer in self._answers(alone))
-                return
-            for query, row in zip(batch, rows, strict=True):
-                # A view would keep the whole batch alive.
-                own = row.clone() if first.returns == "torch" else row.copy()
-                yield Completion(query.query_id, own)
-            return
-        try:
+        if len(batch) == 1:
             reduce_row = getattr(self._trie, f"weight_{first.operation}")
-            yield Completion(first.query_id, reduce_row(first.ws, returns=first.returns))
-        except Exception as error:  # noqa: BLE001 - becomes the error of this query
-            yield Completion(first.query_id, error=error)
+            return [reduce_row(first.ws, returns=first.returns)]
+        reduce_rows = getattr(self._trie, f"batch_weight_{first.operation}")
+        rows = reduce_rows([query.ws for query in batch], returns=first.returns)
+        # A view would keep the whole batch alive.
+        return [row.clone() if first.returns == "torch" else row.copy() for row in rows]
 
 
 class AsyncTokenCharacterTrie:

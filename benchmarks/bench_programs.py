@@ -10,6 +10,11 @@ random weights, float32. The limit is the time of the linear layers over each ne
 - reward: `reward_smc`, whose reward is the log-probability under another prompt, against
   requests to an endpoint that keeps nothing between them: each block generates after a prefill
   of all tokens so far, and scores whole texts. The requests of a block are one batch.
+- twisted, importance: `twisted`, and `importance` with another prompt as the proposal, against
+  the same loops over `[N, 1]` decoding in transformers.
+- ensemble: the product of two models with different tokenizers by `ensemble`, against the same
+  program with a reader in transformers, which recomputes the new tokenizations of a particle
+  in one padded batch. Their texts and weights are equal.
 - distil: the divergence of a student from a teacher at each position of a text, against the
   logits of both in memory. 32,000 ids; each contestant in a process of its own, which also
   tells the growth of its peak memory.
@@ -22,11 +27,17 @@ round, the median over rounds. Results that are not random are compared.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import bisect
+import copy
 import functools
+import heapq
+import operator
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,11 +50,13 @@ from particle_model import llama, prompt_of, tokenizer
 from particle_population import CLOCKS, Clock
 from report import in_turn, print_cases
 
+import genlm
 from genlm import AsyncLM, OutputCache
 from genlm.smc import resampled
 from genlm_hf.engine import HFEngine
 
-PROMPT, ALPHA, PARTICLES, BLOCK = 64, 4.0, 32, 16
+PROMPT, ALPHA, PARTICLES, BLOCK, SPACES = 64, 4.0, 32, 16, 3
+READERS, TEXT = 8, b"The function "
 DISTIL_VOCABULARY = 32_000
 Contestants = dict[str, Callable[[], Any]]
 
@@ -54,10 +67,13 @@ def program(name: str) -> Any:
     return runpy.run_path(str(folder / f"{name}.py"))
 
 
-def served(model: Any, vocab_size: int, **options: Any) -> AsyncLM:
-    """The model on `genlm-hf`, without an output cache."""
+def served(model: Any, vocab_size: int, *, ends: bool = False, **options: Any) -> AsyncLM:
+    """The model on `genlm-hf`, without an output cache; its last id may be an end of text."""
+    encoder = tokenizer(vocab_size)
+    if ends:
+        encoder.eos_token = encoder.convert_ids_to_tokens(vocab_size - 1)
     return AsyncLM(
-        lambda: HFEngine.from_model(model, tokenizer(vocab_size), **options),
+        lambda: HFEngine.from_model(model, encoder, **options),
         output_cache=OutputCache(0),
     )
 
@@ -108,26 +124,56 @@ def beams(model: Any, llm: AsyncLM, width: int, tokens: int) -> Contestants:
 # -- particles --------------------------------------------------------------------------
 
 
+class Lockstep:
+    """Particles in transformers: `[N, 1]` decoding with a cache, which resampling reorders."""
+
+    def __init__(self, model: Any, prompt: list[int]) -> None:
+        self._model = model
+        self._past = transformers.DynamicCache(config=model.config)
+        logits = model(torch.tensor([prompt]), past_key_values=self._past).logits[:, -1]
+        self._past.batch_repeat_interleave(PARTICLES)
+        self._rows: torch.Tensor | None = logits.float().log_softmax(-1).expand(PARTICLES, -1)
+        self._new = torch.empty(0)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The log-probabilities of the next tokens, computed when they are needed."""
+        if self._rows is None:
+            options = {"past_key_values": self._past, "use_cache": True}
+            logits = self._model(self._new, **options).logits[:, -1]
+            self._rows = logits.float().log_softmax(-1)
+        return self._rows
+
+    def extend(self, token_ids: torch.Tensor) -> None:
+        """Append a token to each particle, shape `(n, 1)`."""
+        self._new, self._rows = token_ids, None
+
+    def resample(self, ancestors: np.ndarray) -> None:
+        """Keep copies of the ancestors."""
+        if (ancestors == np.arange(PARTICLES)).all():
+            return
+        chosen = torch.from_numpy(ancestors)
+        self._past.reorder_cache(chosen)
+        if self._rows is None:
+            self._new = self._new[chosen]
+        else:
+            self._rows = self._rows[chosen]
+
+
 @torch.inference_mode()
 def power_by_hand(model: Any, tokens: int) -> np.ndarray:
     """Power-SMC in transformers: returns log-weights."""
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    past = transformers.DynamicCache(config=model.config)
-    logits = model(torch.tensor([prompt_of(PROMPT)]), past_key_values=past).logits[:, -1]
-    past.batch_repeat_interleave(PARTICLES)
-    logits, log_weights = logits.expand(PARTICLES, -1), np.zeros(PARTICLES)
-    for step in range(tokens):
-        rows = logits.float().log_softmax(-1)
+    particles, log_weights = Lockstep(model, prompt_of(PROMPT)), np.zeros(PARTICLES)
+    for _ in range(tokens):
+        ancestors, log_weights = resampled(log_weights, rng.random())
+        particles.resample(ancestors)
+        rows = particles.rows
         proposal = (ALPHA * rows).log_softmax(-1)
         drawn = torch.multinomial(proposal.exp(), 1, generator=generator)
         gains = ALPHA * rows.gather(1, drawn) - proposal.gather(1, drawn)
         log_weights = log_weights + gains[:, 0].double().numpy()
-        if step + 1 < tokens:
-            ancestors, log_weights = resampled(log_weights, rng.random())
-            if (ancestors != np.arange(PARTICLES)).any():
-                past.reorder_cache(torch.from_numpy(ancestors))
-                drawn = drawn[ancestors]
-            logits = model(drawn, past_key_values=past, use_cache=True).logits[:, -1]
+        particles.extend(drawn)
     return log_weights
 
 
@@ -138,6 +184,73 @@ def power(model: Any, llm: AsyncLM, tokens: int) -> Contestants:
     return {
         "transformers": lambda: power_by_hand(model, tokens),
         "program": lambda: power_smc(llm, prompt_of(PROMPT), PARTICLES, **arguments),
+    }
+
+
+@torch.inference_mode()
+def twisted_by_hand(
+    model: Any, lookahead: Callable[..., np.ndarray], counts: np.ndarray, tokens: int
+) -> np.ndarray:
+    """Twisted SMC in transformers: returns log-weights."""
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    particles, needed = Lockstep(model, prompt_of(PROMPT)), np.full(PARTICLES, SPACES)
+    shares = np.bincount(counts, particles.rows[0].double().exp())[: SPACES + 1]
+    table = lookahead(shares, SPACES, tokens)
+    log_weights = table[tokens, needed]
+    for left in reversed(range(tokens)):
+        ancestors, log_weights = resampled(log_weights, rng.random())
+        particles.resample(ancestors)
+        needed = needed[ancestors]
+        bias = table[left, needed[:, None] - counts] - table[left + 1, needed][:, None]
+        twisted = particles.rows + torch.from_numpy(bias).float()
+        drawn = torch.multinomial(twisted.softmax(-1), 1, generator=generator)
+        log_weights = log_weights + twisted.logsumexp(-1).double().numpy()
+        particles.extend(drawn)
+        needed = needed - counts[drawn[:, 0]]
+    return log_weights
+
+
+def twisted(model: Any, llm: AsyncLM, tokens: int) -> Contestants:
+    """One filter by each."""
+    functions = program("twisted")
+    counts = np.array([min(bytes(each).count(b" "), SPACES + 1) for each in llm.byte_vocab])
+    arguments = {"spaces": SPACES, "max_tokens": tokens}
+    prompt = prompt_of(PROMPT)
+    return {
+        "transformers": lambda: twisted_by_hand(model, functions["lookahead"], counts, tokens),
+        "program": lambda: functions["twisted"](llm, prompt, PARTICLES, **arguments),
+    }
+
+
+@torch.inference_mode()
+def importance_by_hand(model: Any, tokens: int) -> np.ndarray:
+    """Importance draws in transformers: returns log-weights."""
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    base, proposal = (Lockstep(model, prompt_of(PROMPT + more)) for more in (0, 1))
+    log_weights = np.zeros(PARTICLES)
+    for _ in range(tokens):
+        ancestors, log_weights = resampled(log_weights, rng.random())
+        for particles in (base, proposal):
+            particles.resample(ancestors)
+        drawn = torch.multinomial(proposal.rows.exp(), 1, generator=generator)
+        gains = base.rows.gather(1, drawn) - proposal.rows.gather(1, drawn)
+        log_weights = log_weights + gains[:, 0].double().numpy()
+        for particles in (base, proposal):
+            particles.extend(drawn)
+    return log_weights
+
+
+def importance(model: Any, llm: AsyncLM, tokens: int) -> Contestants:
+    """One filter by each."""
+    function = program("importance")["importance"]
+
+    def own() -> Any:
+        populations = (llm.population(prompt_of(PROMPT + more), PARTICLES) for more in (0, 1))
+        return function(*populations, max_tokens=tokens)
+
+    return {
+        "transformers": lambda: importance_by_hand(model, tokens),
+        "program": own,
     }
 
 
@@ -180,6 +293,115 @@ def reward(model: Any, llm: AsyncLM, blocks: int) -> Contestants:
         "prefill for each block": lambda: reward_from_scratch(model, judge, blocks),
         "program": own,
     }
+
+
+# -- ensembles --------------------------------------------------------------------------
+
+
+class ModelByHand:
+    """A model and the bytes of its tokens, in the order of the bytes, the end of text last."""
+
+    def __init__(self, model: Any, llm: AsyncLM) -> None:
+        self.model, self.vocabulary = model, llm.vocabulary
+        end = llm.vocabulary.eos_token_id
+        texts = [bytes(each) for each in llm.byte_vocab]
+        order = sorted((i for i in range(len(texts)) if i != end), key=texts.__getitem__)
+        self.order, self.texts = [*order, end], [texts[i] for i in order]
+        self.bounds = functools.cache(self._bounds)
+
+    def encode(self, text: str) -> list[int]:
+        """Nothing for an empty text: the readers begin with the end of text."""
+        assert not text
+        return []
+
+    def _bounds(self, partial: bytes) -> np.ndarray:
+        """Where the tokens after some bytes are, for each next byte, and their end."""
+        after = [bisect.bisect_left(self.texts, partial + bytes([i])) for i in range(256)]
+        end = self.bounds(partial[:-1])[partial[-1] + 1] if partial else len(self.texts)
+        return np.array([*after, end])
+
+
+class ReaderByHand:
+    """`genlm.ByteReader` in transformers: a beam of tokenizations, computed from scratch.
+
+    A hypothesis consists of its tokens, their weight, the bytes of its partial token, and its
+    mass. A row has cumulative probabilities in the order of the bytes.
+    """
+
+    STOP = genlm.ByteReader.STOP
+
+    def __init__(self, llm: ModelByHand, width: int = 32) -> None:
+        self.llm, self.width, self.logprob = llm, width, 0.0
+        self.rows: dict[tuple[int, ...], np.ndarray] = {}
+        self.beam: list[tuple[tuple[int, ...], float, bytes, float]] = []
+
+    def copy(self) -> ReaderByHand:
+        """A reader in the same state, which shares the rows."""
+        return copy.copy(self)
+
+    async def start(self, token_ids: list[int]) -> None:
+        """Start after a beginning."""
+        self.keep([(tuple(token_ids), 1.0, b"", 1.0)])
+
+    @torch.inference_mode()
+    def keep(self, beam: list[tuple[tuple[int, ...], float, bytes, float]]) -> None:
+        """Keep the most likely hypotheses, and compute their rows in one padded batch."""
+        kept = heapq.nlargest(self.width, beam, key=operator.itemgetter(3))
+        total = sum(mass for *_, mass in kept)
+        self.beam = [(i, w / total, p, m / total) for i, w, p, m in kept if m > 0]
+        if not (new := [ids for ids, *_ in self.beam if ids not in self.rows]):
+            return
+        longest = max(map(len, new))
+        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in new])
+        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in new])
+        ends = torch.tensor([len(ids) - 1 for ids in new])
+        logits = self.llm.model(padded, attention_mask=mask).logits
+        rows = logits[torch.arange(len(new)), ends].double().softmax(-1)[:, self.llm.order]
+        sums = torch.nn.functional.pad(rows.cumsum(-1), (1, 0)).numpy()
+        self.rows |= dict(zip(new, sums, strict=True))
+
+    def probabilities(self) -> np.ndarray:
+        """The distribution of the next byte, and that of the end."""
+        found = np.zeros(257)
+        for ids, weight, partial, _ in self.beam:
+            row = self.rows[ids]
+            found[:256] += weight * np.diff(row[self.llm.bounds(partial)])
+            if not partial:
+                found[self.STOP] += weight * (row[-1] - row[-2])
+        return found / found.sum()
+
+    async def read(self, text: bytes) -> None:
+        """Advance by bytes."""
+        for byte in text:
+            self.logprob += float(np.log(self.probabilities()[byte]))
+            beam = []
+            for ids, weight, partial, _ in self.beam:
+                row, after = self.rows[ids], partial + bytes([byte])
+                place, longer = self.llm.bounds(partial)[byte], self.llm.bounds(after)
+                mass = weight * float(row[longer[256]] - row[longer[0]])
+                beam.append((ids, weight, after, mass))
+                if longer[0] > place:  # some bytes are a token
+                    mass = weight * float(row[place + 1] - row[place])
+                    beam.append(((*ids, self.llm.order[place]), mass, b"", mass))
+            self.keep(beam)
+
+
+def ensemble(models: Sequence[Any], llms: Sequence[AsyncLM], length: int) -> Contestants:
+    """One filter by each."""
+    own, by_hand = (program("ensemble")["ensemble"] for _ in range(2))
+    by_hand.__globals__["genlm"] = types.SimpleNamespace(ByteReader=ReaderByHand)
+
+    def run(function: Any, models: Sequence[Any]) -> Any:
+        return asyncio.run(function(models, TEXT, READERS, max_bytes=length))
+
+    def peer() -> Any:
+        return run(by_hand, [*map(ModelByHand, models, llms)])
+
+    contestants = {"transformers": peer, "program": lambda: run(own, llms)}
+    (texts, weights), (own_texts, own_weights) = (each() for each in contestants.values())
+    assert texts == own_texts
+    np.testing.assert_allclose(own_weights, weights, atol=1e-3)
+    return contestants
 
 
 # -- distillation -----------------------------------------------------------------------
@@ -257,18 +479,32 @@ def particle_programs(
     options: argparse.Namespace, prepack: bool
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds, by case and contestant."""
-    model = llama()
+    model, other = llama(), llama(4_000)
     found = {}
-    with served(model, 8_000, prepack=prepack) as llm:
+    with (
+        served(model, 8_000, prepack=prepack) as llm,
+        served(model, 8_000, ends=True, prepack=prepack) as first,
+        served(other, 4_000, ends=True, prepack=prepack) as second,
+    ):
         cases: dict[str, Callable[[], Contestants]] = {}
         for text in options.beams:
             width, tokens = map(int, text.split("/"))
             cases[f"beams {text}"] = functools.partial(beams, model, llm, width, tokens)
-        for tokens in options.power:
-            cases[f"power {PARTICLES}/{tokens}"] = functools.partial(power, model, llm, tokens)
+        for name, function in {
+            "power": power,
+            "twisted": twisted,
+            "importance": importance,
+        }.items():
+            for tokens in getattr(options, name):
+                case = f"{name} {PARTICLES}/{tokens}"
+                cases[case] = functools.partial(function, model, llm, tokens)
         for blocks in options.reward:
             name = f"reward {PARTICLES}/{blocks}x{BLOCK}"
             cases[name] = functools.partial(reward, model, llm, blocks)
+        for length in options.ensemble:
+            cases[f"ensemble {READERS}/{length}"] = functools.partial(
+                ensemble, (model, other), (first, second), length
+            )
         for name, contestants in cases.items():
             timed = {
                 contestant: functools.partial(seconds, run, CLOCKS[options.clock])
@@ -288,6 +524,9 @@ def main() -> None:
     )
     parser.add_argument("--beams", nargs="*", default=["10/16", "100/16", "1000/8"])
     parser.add_argument("--power", nargs="*", type=int, default=[64], help="tokens")
+    parser.add_argument("--twisted", nargs="*", type=int, default=[64], help="tokens")
+    parser.add_argument("--importance", nargs="*", type=int, default=[64], help="tokens")
+    parser.add_argument("--ensemble", nargs="*", type=int, default=[8], help="bytes")
     parser.add_argument("--reward", nargs="*", type=int, default=[4], help="blocks")
     parser.add_argument("--distil", nargs="*", type=int, default=[1024], help="tokens")
     parser.add_argument("--rounds", type=int, default=3)

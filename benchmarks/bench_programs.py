@@ -56,7 +56,7 @@ from genlm.smc import resampled
 from genlm_hf.engine import HFEngine
 
 PROMPT, ALPHA, PARTICLES, BLOCK, SPACES = 64, 4.0, 32, 16, 3
-READERS, TEXT = 8, b"The function "
+READERS, TEXT = 4, b"The function "
 DISTIL_VOCABULARY = 32_000
 Contestants = dict[str, Callable[[], Any]]
 
@@ -524,8 +524,8 @@ def main() -> None:
     )
     parser.add_argument("--beams", nargs="*", default=["10/16", "100/16", "1000/8"])
     parser.add_argument("--power", nargs="*", type=int, default=[64], help="tokens")
-    parser.add_argument("--twisted", nargs="*", type=int, default=[64], help="tokens")
-    parser.add_argument("--importance", nargs="*", type=int, default=[64], help="tokens")
+    parser.add_argument("--twisted", nargs="*", type=int, default=[32], help="tokens")
+    parser.add_argument("--importance", nargs="*", type=int, default=[32], help="tokens")
     parser.add_argument("--ensemble", nargs="*", type=int, default=[8], help="bytes")
     parser.add_argument("--reward", nargs="*", type=int, default=[4], help="blocks")
     parser.add_argument("--distil", nargs="*", type=int, default=[1024], help="tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -263,6 +263,22 @@ class _Tested(StateConstraint):
         return drawn
 
 
+class _Tests(NamedTuple):
+    """Tested draws of M members.
+
+    Attributes:
+        is_accepted: Whether each draw is accepted, shape `(m, k)`; False if it is not tested.
+        place: Place of the first accepted draw, shape `(m,)`; -1 for none.
+        extra: Number of draws after it that the estimate uses, shape `(m,)`.
+        left: Members that need more draws, as places among the M.
+    """
+
+    is_accepted: Flags
+    place: Integers64
+    extra: Integers64
+    left: Integers64
+
+
 class _Search:
     """The draws of one step for all members, until each has an accepted token.
 
@@ -294,36 +310,12 @@ class _Search:
         """
         constraint, least = self._constraint, 1 + self._constraint.language.extra_draws
         members = np.flatnonzero(~self.is_over)
-        token_ids = drawn.token_ids.numpy()[members]
-        count = token_ids.shape[1]
-        is_accepted = np.zeros(token_ids.shape, np.bool_)
-        place = np.full(len(members), -1)  # of the first accepted draw
-        extra = np.full(len(members), constraint.language.extra_draws)
-        left, done = np.arange(len(members)), 0
-        while done < count and left.size and not self.is_cancelled:
-            # An estimate uses at least the first draws.
-            end = max(min(least, count), self._tested, done + 1)
-            flags = constraint.tested(
-                members[left], token_ids[left, done:end], lambda: self.is_cancelled
-            )
-            is_accepted[left, done:end] = flags
-            done = end
-            new = left[(place[left] < 0) & is_accepted[left].any(1)]
-            place[new] = is_accepted[new].argmax(1)
-            at_hand = count - 1 - place[new]  # if any, the estimate uses no further round
-            extra[new] = np.where(at_hand > 0, np.minimum(extra[new], at_hand), extra[new])
-            is_complete = (place[left] >= 0) & (place[left] + extra[left] < done)
-            is_last = token_ids[left, done - 1] < 0
-            left = left[~(is_complete | is_last)]
-        self._tested = count
-        self._needed = max(self._needed, int(place.max(initial=-1)) + least)
-        is_drawn = place >= 0
-        is_drawn[left] = False
-        self.is_over[np.delete(members, left)] = True
-        self._keep(
-            members[is_drawn], drawn, is_accepted[is_drawn], place[is_drawn], extra[is_drawn]
-        )
-        if left.size:
+        tests = self._tests(members, drawn.token_ids.numpy()[members])
+        self._tested = drawn.token_ids.shape[1]
+        self._needed = max(self._needed, int(tests.place.max(initial=-1)) + least)
+        self.is_over[np.delete(members, tests.left)] = True
+        self._keep(members, drawn, tests)
+        if tests.left.size:
             return None
         draws = min(max(least, self._needed), max(least, _MAX_FIRST_DRAWS))
         columns = self._logprobs, self._log_mass, self._draw_logprobs
@@ -334,17 +326,39 @@ class _Search:
         kept = self._token_ids.copy()
         return found, (kept, constraint.advanced(kept, draws))
 
-    def _keep(
-        self,
-        members: Integers64,
-        drawn: DrawnTokens,
-        is_accepted: Flags,
-        place: Integers64,
-        extra: Integers64,
-    ) -> None:
+    def _tests(self, members: Integers64, token_ids: Integers64) -> _Tests:
+        """Test draws of members in order, until each has an accepted one and an estimate."""
+        count, constraint = token_ids.shape[1], self._constraint
+        is_accepted = np.zeros(token_ids.shape, np.bool_)
+        place = np.full(len(members), -1)
+        extra = np.full(len(members), constraint.language.extra_draws)
+        left, done = np.arange(len(members)), 0
+        while done < count and left.size and not self.is_cancelled:
+            # An estimate uses at least the first draws.
+            least = min(1 + constraint.language.extra_draws, count)
+            end = max(least, self._tested, done + 1)
+            is_accepted[left, done:end] = constraint.tested(
+                members[left], token_ids[left, done:end], lambda: self.is_cancelled
+            )
+            done = end
+            new = left[(place[left] < 0) & is_accepted[left].any(1)]
+            place[new] = is_accepted[new].argmax(1)
+            at_hand = count - 1 - place[new]  # if any, the estimate uses no further round
+            extra[new] = np.where(at_hand > 0, np.minimum(extra[new], at_hand), extra[new])
+            is_complete = (place[left] >= 0) & (place[left] + extra[left] < done)
+            is_last = token_ids[left, done - 1] < 0
+            left = left[~(is_complete | is_last)]
+        return _Tests(is_accepted, place, extra, left)
+
+    def _keep(self, members: Integers64, drawn: DrawnTokens, tests: _Tests) -> None:
         """Set the columns of members that have an accepted token and need no further draw."""
+        is_drawn = tests.place >= 0
+        is_drawn[tests.left] = False
+        members, place = members[is_drawn], tests.place[is_drawn]
         draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
-        found = estimates(draw_logprobs, is_accepted, place, extra)
+        found = estimates(
+            draw_logprobs, tests.is_accepted[is_drawn], place, tests.extra[is_drawn]
+        )
         ratios = found.log_mass - found.log_probability
         self._token_ids[members] = drawn.token_ids.numpy()[members, place]
         self._logprobs[members] = drawn.logprobs.numpy()[members, place]

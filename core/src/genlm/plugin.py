@@ -4,7 +4,7 @@
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `Completion`, `check_query`,
-  `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `PositionReduction`,
+  `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`,
   `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread
@@ -85,7 +85,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.logits import device_index as device_index
     from genlm.core.rows.logits import moved as moved
     from genlm.core.rows.logits import rows_from_logits as rows_from_logits
-    from genlm.core.rows.reductions import PositionReduction as PositionReduction
     from genlm.core.rows.reductions import reduce_logits as reduce_logits
     from genlm.core.rows.reductions import reduce_rows as reduce_rows
     from genlm.core.rows.sampling import draw_tokens as draw_tokens

@@ -22,7 +22,6 @@ from genlm.plugin import (
     GroupReduction,
     GroupResult,
     PackedCompletions,
-    PositionReduction,
     Reduced,
     Reduction,
     TokenScores,
@@ -118,10 +117,10 @@ def test_classes_of_the_main_module_are_sent_by_value(monkeypatch: pytest.Monkey
     for kind in (Constant, GroupConstant):
         monkeypatch.setattr(kind, "__module__", "__main__")
     by_value = Transport("a worker", pytest.importorskip("cloudpickle").dumps)
-    packed = by_value.pack_outputs([Constant(lambda: 3), PositionReduction(GroupConstant(2))])
+    packed = by_value.pack_outputs([Constant(lambda: 3), GroupConstant(2)])
     function, positions = by_value.unpack_outputs(packed)
     assert computed(function)() == 3
-    assert positions.reduction.value == 2
+    assert positions.value == 2
 
 
 def test_a_reduction_that_cannot_be_loaded_fails_alone(
@@ -131,19 +130,18 @@ def test_a_reduction_that_cannot_be_loaded_fails_alone(
         elsewhere.Odd(1),
         TopK(3),
         elsewhere.OddGroup(1),
-        PositionReduction(elsewhere.OddGroup(1)),
-        PositionReduction(SharedReduction(elsewhere.Odd(1))),
-        PositionReduction(GroupConstant(2)),
+        SharedReduction(elsewhere.Odd(1)),
+        GroupConstant(2),
     ]
     packed = TRANSPORT.pack_outputs(outputs)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)
-    odd, top, group, position, shared, known = TRANSPORT.unpack_outputs(packed)
+    odd, top, group, shared, known = TRANSPORT.unpack_outputs(packed)
     assert top == TopK(3)
-    assert known.reduction.value == 2
-    for reduction in (odd, position, shared):
-        assert "cannot be loaded in a worker, where its module" in str(computed(reduction))
-    with pytest.raises(EvaluationError, match="cannot be loaded in a worker"):
-        group.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))
+    assert known.value == 2
+    assert "cannot be loaded in a worker, where its module" in str(computed(odd))
+    for reduction in (group, shared):
+        with pytest.raises(EvaluationError, match="cannot be loaded in a worker"):
+            reduction.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))
 
 
 class PickledAsText(TopK):

@@ -17,7 +17,6 @@ from genlm.plugin import (
     Completion,
     EvaluationError,
     GroupReduction,
-    PositionReduction,
     Query,
     Reduction,
 )
@@ -316,9 +315,7 @@ TEXT = tuple((7 * i) % 250 for i in range(200))
 
 
 def _text(query_id: int, reduction: GroupReduction, start: int = 10) -> Query:
-    return Query(
-        query_id, TEXT[:-1], outputs=(PositionReduction(reduction),), targets=TEXT[start:]
-    )
+    return Query(query_id, TEXT[:-1], outputs=(reduction,), targets=TEXT[start:])
 
 
 def _run_with_small_parts(monkeypatch, main):

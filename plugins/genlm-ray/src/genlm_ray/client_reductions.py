@@ -25,7 +25,6 @@ from genlm.plugin import (
     GroupQuery,
     GroupReduction,
     GroupValues,
-    PositionReduction,
     Query,
     Reduced,
     ReducedText,
@@ -123,15 +122,15 @@ class ClientEngine(BatchEngine):
 
     def _reduced_text(self, query: Query) -> Reduced | Exception:
         [output] = query.outputs
-        assert isinstance(output, PositionReduction)  # noqa: S101 - others have no targets
+        assert isinstance(output, GroupReduction)  # noqa: S101 - others have no targets
         count, first = len(query.targets), len(query) - len(query.targets)
-        columns = ReducedText(output.reduction, count)
+        columns = ReducedText(output, count)
         for begin in range(0, count, self._text_rows):
             places = np.arange(begin, min(count, begin + self._text_rows))
             part = query.replace(
                 token_ids=TokenSequence.of(query.token_ids[: first + len(places) + begin]),
                 targets=query.targets[begin : begin + len(places)],
-                outputs=(PositionReduction(_Rows()),),
+                outputs=(_Rows(),),
             )
             try:
                 [(rows,)] = self._results([part])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, device_index
+from genlm.plugin import EvaluationError, TokenSequence, device_index
 from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_vllm.processes import Outputs, unpacked, without_frames
 
@@ -57,12 +57,7 @@ class TextPart(NamedTuple):
         Raises:
             EvaluationError: The reduction cannot be loaded in this process.
         """
-        [output] = unpacked(self.outputs)
-        reduction = None
-        if output is not None:
-            if not isinstance(output, PositionReduction):
-                raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
-            reduction = output.reduction
+        [reduction] = unpacked(self.outputs)
         text = ScoredText(TokenSequence(b""), self.targets, reduction)
         return PieceScores([text], vocabulary)
 

@@ -22,13 +22,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Thread(threading.local):
-    """Whether the thread runs the coroutine of a blocking twin."""
-
-    is_blocking = False
-
-
-_thread = _Thread()
+_thread = threading.local()
+"""Its `is_blocking` is whether the thread runs the coroutine of a blocking twin."""
 
 
 def blocking(
@@ -56,7 +51,7 @@ def blocking(
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that awaits only requests and `off_loop`, on the calling thread."""
-    before, _thread.is_blocking = _thread.is_blocking, True
+    before, _thread.is_blocking = is_blocking(), True
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -70,7 +65,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def is_blocking() -> bool:
     """Whether this thread runs the coroutine of a blocking twin."""
-    return _thread.is_blocking
+    return getattr(_thread, "is_blocking", False)
 
 
 async def off_loop(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

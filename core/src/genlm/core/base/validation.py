@@ -51,13 +51,7 @@ __all__ = [
 def checked_token_ids(
     token_ids: Integers, *, vocab_size: int, max_context: int | None
 ) -> tuple[tuple[int, ...], bytes]:
-    """Return token ids as a tuple of Python integers, and packed in 32 bits each.
-
-    Args:
-        token_ids: A flat sequence of integers: list, tuple, numpy or torch.
-        vocab_size: Ids must be below it.
-        max_context: Maximum number of ids, None for no limit.
-    """
+    """Return token ids as a tuple of Python integers, and packed in 32 bits each."""
     if not (type(token_ids) is list or type(token_ids) is tuple):
         token_ids = checked_integers(token_ids)
     if not token_ids:
@@ -83,10 +77,7 @@ def checked_stop(
 ) -> tuple[frozenset[int], tuple[bytes, ...]]:
     """Return the token ids and the texts, as bytes, that end a continuation.
 
-    Args:
-        stop: One or several token ids and texts; None for `eos_token_id` if there is one.
-        vocab_size: Ids must be below it.
-        eos_token_id: The end of a text, None if the vocabulary has none.
+    They are one or several; None stands for `eos_token_id` if the vocabulary has one.
     """
     if stop is None:
         return frozenset(() if eos_token_id is None else (eos_token_id,)), ()

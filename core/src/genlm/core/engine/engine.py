@@ -245,7 +245,7 @@ class BatchEngine(abc.ABC):
         their logits to a `genlm.prefix.PieceScores`.
 
         Args:
-            queries: At least one query, all with targets and a `PositionReduction`.
+            queries: At least one query, all with targets and a `GroupReduction`.
 
         Returns:
             The columns of the reduction, or the error, of each query.

@@ -172,10 +172,18 @@ class GroupEngine:
             single = self._singles.pop(completion.query_id, None)
             if single is None:
                 completions.append(completion)
-            else:
-                answered[single[0]] = None
-                self._add_answer(*single, completion)
-        completions += map(self._combined, filter(self._is_complete, answered))
+                continue
+            group_id, place, wanted = single
+            answered[group_id] = None
+            group = self._divided[group_id]
+            group.unanswered.remove(completion.query_id)
+            following = group.add(place, self._value(completion, wanted))
+            if following is not None and not group.has_failed:
+                self._submit_single(group, *following)
+        for group_id in answered:
+            group = self._divided[group_id]
+            if group.has_failed or not group.unanswered:
+                completions.append(self._combined(group_id))
         continued = map(self._continued, completions)
         return [each for each in continued if each is not None]
 
@@ -219,16 +227,6 @@ class GroupEngine:
         except Exception as error:  # noqa: BLE001 - it fails this sequence alone
             self._refused.append(Completion(query_id, error=error))
 
-    def _add_answer(
-        self, group_id: int, place: int, wanted: Reduction, completion: Completion
-    ) -> None:
-        """Add the answer to the query for a single sequence; submit the next one, if any."""
-        group = self._divided[group_id]
-        group.unanswered.remove(completion.query_id)
-        following = group.add(place, self._value(completion, wanted))
-        if following is not None and not group.has_failed:
-            self._submit_single(group, *following)
-
     def _value(self, completion: Completion, wanted: Reduction) -> Any:
         """Return the result of a reduction, or an exception."""
         answer: Any = completion.error or completion.result
@@ -238,10 +236,6 @@ class GroupEngine:
         if isinstance(answer, Reduced) and len(answer.values) == 1:
             [answer] = answer.values
         return answer
-
-    def _is_complete(self, group_id: int) -> bool:
-        group = self._divided[group_id]
-        return not group.unanswered or group.has_failed
 
     def _combined(self, group_id: int) -> Completion:
         """Return the completion of a divided group."""

@@ -131,10 +131,7 @@ class Context:
     def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
         """Lease the engine's state of this context, in place of that of its parent.
 
-        Args:
-            leases: Lease table of the model.
-            is_computed: Whether the engine has just computed the state; otherwise the context
-                only joins an existing lease.
+        A state that the engine has not just computed is leased only if another context has it.
         """
         key = (self._adapter, self.sequence.key)
         if self._lease is None or self._lease.keys != (key,):

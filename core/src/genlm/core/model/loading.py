@@ -36,12 +36,7 @@ def engine_builder(
 ) -> tuple[str, Callable[[], Engine]]:
     """Find the engine that `load_model` asks for.
 
-    Args:
-        model: Passed to the engine; a model object and the option `tokenizer` to its
-            `from_model`.
-        backend: Name of an engine; None follows the order of choice of `find_backend`.
-        options: Passed to the engine.
-        common_options: Options of `load_model` itself, for messages.
+    A model object and the option `tokenizer` are passed to the engine's `from_model`.
 
     Returns:
         The name of the backend, and a function that builds the engine and computes one row

@@ -405,15 +405,10 @@ class Population(Members):
     async def _drawn(
         self, settings: _Settings, numbers: npt.NDArray[np.float64]
     ) -> DrawnTokens:
-        """Draw for the active members with a random number or several of each.
-
-        Returns the draws of all members.
-        """
+        """Draw for the active members, and return the draws of all members."""
         active, log_mass = settings.active, settings.log_mass
-        reduction, shape = (
-            DrawColumns(settings.weights, numbers),
-            (len(self), *numbers.shape[1:]),
-        )
+        shape = (len(self), *numbers.shape[1:])
+        reduction = DrawColumns(settings.weights, numbers)
         columns = await self._reduced(reduction, active) if len(active) else ()
         if columns:
             self._refuse_masses(columns[2], active)

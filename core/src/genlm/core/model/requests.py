@@ -30,7 +30,7 @@ from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, Qu
 from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
-from genlm.core.rows.reductions import PositionReduction, TargetScore, reduce_rows
+from genlm.core.rows.reductions import TargetScore, reduce_rows
 
 if TYPE_CHECKING:
     from genlm.core.base.statistics import RequestCounters
@@ -326,16 +326,15 @@ class Requests:
             return reduction.compute(rows, nothing, nothing)
         if Capability.SCORE not in self.capabilities:
             return await self._reduced_by_position(packed, start, reduction, adapter)
-        output = PositionReduction(reduction)
         query = Query(
             next(self._query_ids),
             TokenSequence(packed[:-4]),
             adapter,
-            outputs=(output,),
+            outputs=(reduction,),
             targets=ids[start:],
         )
         self.counters.count(len(query))
-        columns: tuple[torch.Tensor, ...] = await self.scheduler.answer(query, None, output)
+        columns: tuple[torch.Tensor, ...] = await self.scheduler.answer(query)
         return columns
 
     def _text(

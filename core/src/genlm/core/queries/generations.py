@@ -303,8 +303,8 @@ def raise_failed(
 
     Args:
         errors: Errors of sequences, by their place in a query's `wanted`.
-        row_of: The place in `wanted` of each member's sequence, shape `(n,)`.
-        members: These members among those of a population; None for all.
+        row_of: The place in `wanted` of the sequence of each of `members`, or of all.
+        members: Some of the members of a population; None for all.
         count: Number of members of the population.
     """
     if errors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 from genlm.core.queries.generations import Contexts
 from genlm.core.queries.sequence import TokenSequence
@@ -27,11 +27,14 @@ __all__ = [
     "GroupReduction",
     "GroupResult",
     "GroupValues",
+    "Outputs",
     "Query",
     "Reduced",
     "Reduction",
     "TokenScores",
 ]
+
+Outputs: TypeAlias = "tuple[Reduction | GroupReduction | None, ...]"
 
 ROW_ONLY: tuple[None] = (None,)
 """The outputs of a query for a row only."""
@@ -51,7 +54,8 @@ class Query:
         targets: If not empty, the query requests `TokenScores` in place of a row: the scores
             of the last tokens of the sequence, where all targets but the last one are the last
             ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
-            output may be a `PositionReduction` of the rows that predict the targets.
+            output may be a `GroupReduction`, whose members are the rows that predict the
+            targets.
         is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
 
     Args:
@@ -73,7 +77,7 @@ class Query:
         token_ids: Sequence[int] | TokenSequence,
         adapter: str | None = None,
         *,
-        outputs: tuple[Reduction | None, ...] = ROW_ONLY,
+        outputs: Outputs = ROW_ONLY,
         targets: tuple[int, ...] = (),
     ) -> None:
         self.query_id = query_id

@@ -61,9 +61,7 @@ class RecentSequences:
     def find(self, ids: list[int], vocab_size: int) -> TokenSequence | None:
         """Return the sequence of `ids` if they, or all of them but the last, are known.
 
-        Args:
-            ids: At least `SHORTEST`; not changed, and not kept.
-            vocab_size: The last id must be below it, otherwise the result is None.
+        The list has at least `SHORTEST` ids, and is neither changed nor kept.
         """
         if not self._lock.acquire(blocking=False):
             return None

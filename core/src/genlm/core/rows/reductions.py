@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from genlm.core.base.errors import EvaluationError, described
-from genlm.core.queries.query import GroupReduction, Reduced, Reduction
+from genlm.core.queries.query import Reduced, Reduction
 from genlm.core.rows.draws import batch_draw, batch_log_mass
 from genlm.core.rows.logits import copied_rows, invalid_rows, moved, row_parts, rows_from_logits
 from genlm.core.rows.masks import Mask
@@ -30,13 +30,13 @@ from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
 
 if TYPE_CHECKING:
+    from genlm.core.queries.query import Outputs
     from genlm.core.vocab import Vocabulary
 
 __all__ = [
     "Draw",
     "DrawnToken",
     "LogMass",
-    "PositionReduction",
     "ScoredToken",
     "TargetScore",
     "TokenLogprobs",
@@ -208,35 +208,9 @@ class TargetScore(Reduction):
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
 
 
-class PositionReduction(Reduction):
-    """A reduction of the rows of all targets of a text: the columns of a `GroupReduction`.
-
-    It is an output of queries with targets only. Equality is identity.
-
-    Args:
-        reduction: Reduction whose columns have an entry for each target.
-    """
-
-    is_cacheable = False
-
-    def __init__(self, reduction: GroupReduction) -> None:
-        self.reduction = reduction
-
-    @classmethod
-    def compute(
-        cls, rows: torch.Tensor, requests: Sequence[PositionReduction]
-    ) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Reduce each row as that of a text with one target."""
-        first = torch.zeros(1, dtype=torch.long)
-        return [
-            request.reduction.compute(row[None], first, first)
-            for row, request in zip(rows, requests, strict=True)
-        ]
-
-
 def reduce_rows(
     rows: torch.Tensor,
-    outputs: Sequence[tuple[Reduction | None, ...]],
+    outputs: Sequence[Outputs],
     *,
     normalised: bool = False,
     row_of: Sequence[int] | None = None,
@@ -281,7 +255,7 @@ def reduce_rows(
 def reduce_logits(
     logits: torch.Tensor,
     vocabulary: Vocabulary,
-    outputs: Sequence[tuple[Reduction | None, ...]],
+    outputs: Sequence[Outputs],
 ) -> list[Reduced | Exception]:
     """Compute the outputs of queries from logits, as `reduce_rows` of `rows_from_logits`.
 

@@ -1,16 +1,15 @@
 """Scores and reductions of all positions of texts, from logits that come in pieces.
 
-A query with `targets` asks for the log-probability of each target, or, with a
-`PositionReduction` as its output, for a reduction of the rows that predict them. Engines hand
-over logits of positions, a few at a time and in any order; the rows of a text are never in
-memory together.
+A query with `targets` asks for the log-probability of each target, or, with a `GroupReduction`
+as its output, for a reduction of the rows that predict them. Engines hand over logits of
+positions, a few at a time and in any order; the rows of a text are never in memory together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from genlm.core.base.errors import EvaluationError, described
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.queries.sequence import TokenSequence
-from genlm.core.rows.group_reductions import SharedReduction
 from genlm.core.rows.groups import Columns
 from genlm.core.rows.logits import (
     invalid_computation,
@@ -28,7 +26,6 @@ from genlm.core.rows.logits import (
     row_parts,
     rows_from_logits,
 )
-from genlm.core.rows.reductions import PositionReduction
 from genlm.core.vocab import Vocabulary
 
 __all__ = ["PieceScores", "ReducedText", "ScoredText", "TextResult"]
@@ -56,12 +53,7 @@ class ScoredText(NamedTuple):
     @classmethod
     def of(cls, query: Query) -> ScoredText:
         """Return the text of a query with targets."""
-        [output] = query.outputs
-        reduction: GroupReduction | None = None
-        if isinstance(output, PositionReduction):
-            reduction = output.reduction
-        elif output is not None:  # stands for a reduction that could not be sent here
-            reduction = SharedReduction(output)
+        [reduction] = cast("tuple[GroupReduction | None]", query.outputs)
         return cls(query.sequence, query.targets, reduction)
 
     @property

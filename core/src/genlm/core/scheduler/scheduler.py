@@ -56,6 +56,10 @@ class Scheduler(Generic[EngineT]):
             wait in order of arrival.
         name: Name of the engine's thread.
 
+    Attributes:
+        release: Function that schedules the release of an item on the engine's thread. It may
+            be called in finalizers, and does not refer to the scheduler.
+
     Raises:
         TypeError: `build_engine` is not callable, or a limit is not a number.
         ValueError: A limit is below 1.
@@ -87,6 +91,7 @@ class Scheduler(Generic[EngineT]):
             self._worker.stop(_closed())
             raise
         _live_workers.add(self._worker)
+        self.release: Callable[[Any], None] = self._worker.release
         # The thread must end when the scheduler is dropped without `close`.
         stop = functools.partial(self._worker.stop, _closed())
         weakref.finalize(self, run_in_background, stop).atexit = False
@@ -220,14 +225,6 @@ class Scheduler(Generic[EngineT]):
             function: Function of the engine.
         """
         self._worker.call(function, wait_for).add_done_callback(_log_failure)
-
-    @property
-    def release(self) -> Callable[[Any], None]:
-        """A function that schedules the release of an item on the engine's thread.
-
-        It may be called in finalizers, and does not refer to the scheduler.
-        """
-        return self._worker.release
 
     def reset(self) -> None:
         """Fail all unfinished requests with `QueryResetError`; the engine stays usable."""

@@ -110,7 +110,7 @@ class _Parts(GroupWork):
         try:
             if not isinstance(answer, tuple):
                 raise unexpected_answer(answer)
-            self.add_columns(place, answer)
+            self._columns.add(self.members_of(place), answer)
         except Exception as error:  # noqa: BLE001 - it fails this sequence alone
             self.errors[place] = error
 

@@ -350,7 +350,12 @@ class Requests:
         ids, packed = checked_token_ids(
             token_ids, vocab_size=self.vocab_size, max_context=longest
         )
-        return ids, packed, _checked_start(start, len(ids)), adapter
+        first = checked_integer("start", start, 1)
+        if first > len(ids):
+            raise ValueError(
+                f"start={first} of a text of {len(ids)} tokens; it must be {len(ids)} or less"
+            )
+        return ids, packed, first, adapter
 
     def _scores_by_position(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
@@ -422,12 +427,3 @@ def _raise_first(values: Sequence[Any], places: Sequence[int] | None) -> None:
         if places is not None:
             with_places(error, list(dict.fromkeys(places[i] for i in failed)))
         raise error
-
-
-def _checked_start(start: object, length: int) -> int:
-    first = checked_integer("start", start, 1)
-    if first > length:
-        raise ValueError(
-            f"start={first} of a text of {length} tokens; it must be {length} or less"
-        )
-    return first

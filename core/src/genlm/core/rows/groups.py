@@ -169,10 +169,6 @@ class GroupWork:
         """Return the members that have the sequence at a place in `query.wanted`."""
         return self._by_row[self._bounds[place] : self._bounds[place + 1]]
 
-    def add_columns(self, place: int, columns: tuple[torch.Tensor, ...]) -> None:
-        """Add the reduced columns of the members of one sequence; see `Columns.add`."""
-        self._columns.add(self.members_of(place), columns)
-
     def result(self) -> GroupResult:
         """Return the columns of all members, once."""
         # Tracebacks refer to this object, which must not wait for the garbage collector.

@@ -184,15 +184,15 @@ def invalid_rows(
             broken = is_broken.nonzero()[:, 0].tolist() if is_broken.any() else []
             return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
         return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
-    groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
-    for position, row in enumerate(rows):
-        groups.setdefault((row.device, row.dtype, row.shape), []).append(position)
     errors: dict[int, Exception] = {}
-    for (_, dtype, shape), positions in groups.items():
-        if shape != (size,) or dtype != torch.float32:
-            found = f"shape {tuple(shape)}, {dtype}; expected ({size},), torch.float32"
-            errors |= {position: _invalid(found) for position in positions}
-            continue
+    on_device: dict[torch.device, list[int]] = {}
+    for position, row in enumerate(rows):
+        if row.shape == (size,) and row.dtype == torch.float32:
+            on_device.setdefault(row.device, []).append(position)
+        else:
+            found = f"shape {tuple(row.shape)}, {row.dtype}; expected ({size},), torch.float32"
+            errors[position] = _invalid(found)
+    for positions in on_device.values():
         errors |= _invalid_sums(rows, positions, _sums([rows[i] for i in positions]), size)
     return errors
 

@@ -48,7 +48,10 @@ class StepObserver:
         """Call `step(engine)` with `queries` queries, report it, and return its seconds."""
         if self._tracer is None and "opentelemetry.trace" in sys.modules:
             self._tracer = _configured_tracer()
-        with self._span() as span:  # current, so that spans of the engine are its children
+        traced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._tracer is not None:
+            traced = self._tracer.start_as_current_span("genlm.batch")
+        with traced as span:  # current, so that spans of the engine are its children
             is_traced = span is not None and span.is_recording()
             is_reported = is_traced or logger.isEnabledFor(logging.DEBUG)
             before = _tokens_computed(engine) if is_reported else None
@@ -68,13 +71,6 @@ class StepObserver:
         if step_s >= SLOW_STEP_S:
             self._warn(queries, step_s)
         return step_s
-
-    def _span(self) -> contextlib.AbstractContextManager[Any]:
-        if self._tracer is None:
-            return contextlib.nullcontext()
-        span: contextlib.AbstractContextManager[Any]
-        span = self._tracer.start_as_current_span("genlm.batch")
-        return span
 
     def _log(self, counts: Mapping[str, int], step_s: float) -> None:
         parts = [f"step of {counts['queries']} queries", f"{counts['finished']} finished"]

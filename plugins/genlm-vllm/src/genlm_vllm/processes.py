@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from genlm import EngineDiedError
-from genlm.plugin import Reduction, Transport
+from genlm.plugin import GroupReduction, Reduction, Transport
 
 __all__ = [
     "TRANSPORT",
@@ -32,8 +32,8 @@ VARIABLE = "GENLM_VLLM_FAILURES"
 TRANSPORT = Transport("vLLM's process")
 """Packs what passes between this process and the workers'."""
 
-Outputs = tuple[Reduction | None, ...]
-"""Requested outputs of a row, see `genlm.plugin.Query`."""
+Outputs = tuple[Reduction | GroupReduction | None, ...]
+"""Requested outputs of a row or a text, see `genlm.plugin.Query`."""
 
 _MOST_BYTES = 2**12
 """Maximum bytes of a line, and of all lines of a process."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_vllm.processes import Outputs, unpacked, without_frames
 
 if TYPE_CHECKING:
-    from genlm.plugin import Vocabulary
+    from genlm.plugin import GroupReduction, Vocabulary
 
 __all__ = ["ScoreStore", "Span", "TextPart", "start_scores"]
 
@@ -52,12 +52,8 @@ class TextPart(NamedTuple):
     outputs: Outputs | bytes = (None,)
 
     def pieces(self, vocabulary: Vocabulary) -> PieceScores:
-        """Return an object that scores the targets or reduces their rows.
-
-        Raises:
-            EvaluationError: The reduction cannot be loaded in this process.
-        """
-        [reduction] = unpacked(self.outputs)
+        """Return an object that scores the targets or reduces their rows."""
+        [reduction] = cast("tuple[GroupReduction | None]", unpacked(self.outputs))
         text = ScoredText(TokenSequence(b""), self.targets, reduction)
         return PieceScores([text], vocabulary)
 
@@ -116,10 +112,7 @@ class ScoreStore:
     def begin(self, text: TextPart) -> None:
         """Score a text from the next step on, until its scores are taken."""
         self.texts[text.query_id] = text
-        try:
-            self._results[text.query_id] = text.pieces(self.vocabulary)
-        except EvaluationError as error:
-            self.fail(text, error)
+        self._results[text.query_id] = text.pieces(self.vocabulary)
 
     def add(self, text: TextPart, wanted: range, logits: torch.Tensor) -> None:
         """Score some targets of a text, or reduce the rows that predict them.

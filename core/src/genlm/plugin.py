@@ -66,7 +66,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.plugins.spec import BackendInfo as BackendInfo
     from genlm.core.plugins.spec import BackendSpec as BackendSpec
     from genlm.core.plugins.spec import hookimpl as hookimpl
-    from genlm.core.queries.checks import check_query as check_query
     from genlm.core.queries.generations import Generation as Generation
     from genlm.core.queries.generations import Lineage as Lineage
     from genlm.core.queries.query import Completion as Completion
@@ -78,6 +77,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.query import Reduced as Reduced
     from genlm.core.queries.query import Reduction as Reduction
     from genlm.core.queries.query import TokenScores as TokenScores
+    from genlm.core.queries.query import check_query as check_query
     from genlm.core.queries.sequence import PackedSequences as PackedSequences
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
     from genlm.core.queries.sequence import pack_sequences as pack_sequences

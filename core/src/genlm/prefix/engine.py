@@ -11,8 +11,7 @@ import numpy as np
 
 from genlm.core.base.errors import UnsupportedCapabilityError
 from genlm.core.engine.engine import BatchEngine, Capability
-from genlm.core.queries.checks import check_query
-from genlm.core.queries.query import GroupQuery, GroupValues, Query
+from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
 from genlm.core.rows.text_scores import ScoredText
 from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice

@@ -45,9 +45,6 @@ from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
 
-_PREFIX_ID = -1
-"""Query id of a prefix to cache; those of the scheduler begin at 0."""
-
 _LOST_STEPS = 1000
 """Steps without a computed token after which queries fail."""
 
@@ -178,12 +175,25 @@ class VLLMEngine:
             )
 
     def _rows_of(self, sequences: Sequence[tuple[int, ...]]) -> list[Any]:
-        found: dict[int, Any] = {}
-        for number, ids in enumerate(sequences):
-            self.submit(Query(number, ids))
-        while len(found) < len(sequences):
-            found |= {each.query_id: each.error or each.result for each in self.step()}
-        return [found[number] for number in range(len(sequences))]
+        queries = [Query(-1 - number, ids) for number, ids in enumerate(sequences)]
+        return [each.error or each.result for each in self._answers(queries)]
+
+    def _answers(self, queries: Sequence[Query]) -> list[Completion]:
+        """Compute queries now, with ids below 0, which are not the scheduler's."""
+        found: dict[int, Completion] = {}
+        try:
+            for query in queries:
+                self.submit(query)
+            while len(found) < len(queries):
+                for completion in self._advance():
+                    if completion.query_id < 0:
+                        found[completion.query_id] = completion
+                    else:  # the next step returns it
+                        self._ready.append(completion)
+        finally:
+            for query in queries:
+                self.abort(query.query_id)
+        return [found[query.query_id] for query in queries]
 
     # -- queries ----------------------------------------------------------------------
 
@@ -313,18 +323,9 @@ class VLLMEngine:
         """
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        own: list[Completion] = []
-        self.submit(Query(_PREFIX_ID, tuple(token_ids), adapter, outputs=()))
-        try:
-            while not own:
-                for completion in self._advance():
-                    # Queries that finish meanwhile are returned by the next step.
-                    is_own = completion.query_id == _PREFIX_ID
-                    (own if is_own else self._ready).append(completion)
-        finally:
-            self.abort(_PREFIX_ID)
-        if own[0].error is not None:
-            raise own[0].error
+        [found] = self._answers([Query(-1, tuple(token_ids), adapter, outputs=())])
+        if found.error is not None:
+            raise found.error
 
     def clear_prefix_cache(self) -> None:
         """Free all cached prefixes, after all running queries. Results do not change."""

@@ -22,7 +22,7 @@ from genlm.plugin import (
 )
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.loading import engine_arguments, shown
-from genlm_vllm.model_checks import facts_of, needed_arguments
+from genlm_vllm.model_checks import needed_arguments
 from genlm_vllm.private_interface import check_private_interface
 from genlm_vllm.process_state import keep_transformers_classes, quiet
 from genlm_vllm.processes import VARIABLE, FailureLog
@@ -103,7 +103,7 @@ def _built(
         return wanted.create_engine_config(UsageContext.LLM_CLASS)
 
     config = configured()
-    facts = facts_of(config)
+    facts = ModelFacts.of(config.model_config.hf_config)  # with the user's overrides
     needed = needed_arguments(config, facts, engine_opts)
     if needed:
         config = configured(**needed)

@@ -21,7 +21,7 @@ from genlm.plugin import (
 )
 from genlm_vllm.versions import check_version
 
-__all__ = ["check_served", "facts_of", "needed_arguments"]
+__all__ = ["check_served", "needed_arguments"]
 
 _WRONG = {
     "BloomForCausalLM": "computes the exact GELU instead of its tanh approximation",
@@ -31,15 +31,6 @@ _WRONG = {
 
 _AUTOMATIC = (None, -1, "auto")
 """Values of `max_model_len` that let vLLM choose the length."""
-
-
-def facts_of(config: Any) -> ModelFacts:
-    """Read the config of a model as vLLM uses it, with the user's overrides.
-
-    Args:
-        config: A `vllm.VllmConfig`.
-    """
-    return ModelFacts.of(config.model_config.hf_config)
 
 
 def needed_arguments(

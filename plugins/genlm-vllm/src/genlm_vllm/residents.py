@@ -13,7 +13,6 @@ The request of a text to score ends when it is computed.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -119,18 +118,21 @@ class Residents:
         self._contexts = ContextTable()
         self.keeps = True
         self.tokens_evaluated = self.tokens_computed = 0
-        self._members = {"continued": 0, "forked": 0, "begun": 0}
-        self._contexts_continued = self._contexts_ended = 0
+        self._counts = dict.fromkeys(
+            (
+                *("contexts_continued", "contexts_ended"),
+                *("members_continued", "members_forked", "members_begun"),
+            ),
+            0,
+        )
 
     def statistics(self) -> dict[str, int]:
         """Return the counters; from any thread."""
         resident = len(self._contexts)
         return {
             "contexts_resident": resident,
-            "contexts_continued": self._contexts_continued,
-            "contexts_ended": self._contexts_ended,
             "members_living": max(0, len(self.requests.living) - resident),
-            **{f"members_{how}": count for how, count in self._members.items()},
+            **self._counts,
         }
 
     @property
@@ -156,7 +158,7 @@ class Residents:
             first = len(query) - len(query.targets)
             self._begin_scores(pending, reads_cache=first >= self._block_tokens)
         else:
-            living = None if parent is None else self._continued(parent)
+            living = None if parent is None else self._extended(parent, "contexts")
             if living is None:
                 living = self.requests.begin(query.token_ids, query.adapter)
             self._wait_for(living, pending)
@@ -179,24 +181,18 @@ class Residents:
             return None
         return parent if len(query) <= self._max_context else None
 
-    def _continued(self, parent: Parent) -> LivingRequest | None:
+    def _extended(self, parent: Parent, kind: str) -> LivingRequest | None:
+        """Return a request that computes what extends one; None if a new one is needed."""
         living, length, added = parent
         action = self.requests.action(living, length, len(added))
         if action == "feed":
-            self._contexts_continued += 1
+            self._counts[f"{kind}_continued"] += 1
+            self.requests.feed(living, added[0])
         elif action == "fork":
-            self._make_place(living)
-        return self._extended(action, *parent)
-
-    def _extended(
-        self, action: str, parent: LivingRequest, length: int, added: list[int]
-    ) -> LivingRequest | None:
-        """Return a request that computes what extends one; None if a new one is needed."""
-        if action == "feed":
-            self.requests.feed(parent, added[0])
-        elif action == "fork":
-            return self.requests.fork(parent, length, added)
-        return None if action == "begin" else parent
+            if kind == "contexts":
+                self._make_place(living)
+            return self.requests.fork(living, length, added)
+        return None if action == "begin" else living
 
     def _make_place(self, parent: LivingRequest) -> None:
         """End a resting request if a fork finds no place."""
@@ -238,39 +234,39 @@ class Residents:
     def _start(self, pending: _Pending, query: GroupQuery) -> None:
         """Assign every sequence to a request, and drop the generation that is extended."""
         generation, lineage = query.generation, query.generation.lineage
-        wanted, members = query.wanted.tolist(), self._members
+        wanted = query.wanted.tolist()
         base, kept = self._kept(generation, query.adapter)
         own = _Kept(query.adapter, len(lineage))
-        entries: Iterable[tuple[LivingRequest | None, int, list[int]]]
-        entries = itertools.repeat((None, 0, []), len(wanted))
+        parents: Iterable[Parent | None] = [None] * len(wanted)
         if base is not None and kept is not None:
-            parents, suffixes = lineage.suffixes(query.wanted, base.lineage)
+            places, suffixes = lineage.suffixes(query.wanted, base.lineage)
             self._refuse_ids(pending, suffixes)
-            lengths = base.lineage.lengths[parents].tolist()
-            requests = [kept.livings[parent] for parent in parents.tolist()]
-            entries = zip(requests, lengths, _tokens(suffixes), strict=True)
+            lengths = base.lineage.lengths[places].tolist()
+            livings = [kept.livings[place] for place in places.tolist()]
+            parents = [
+                None if living is None else Parent(living, length, added)
+                for living, length, added in zip(
+                    livings, lengths, _tokens(suffixes), strict=True
+                )
+            ]
             if base is generation:
                 own = kept
         del base, kept
         generation.keep(own)
         # Requests to which nothing refers make room for forks and new ones.
         self.requests.end_dropped()
-        for place, (parent, length, new) in enumerate(entries):
+        for place, parent in enumerate(parents):
             if place in pending.errors:
                 continue
-            living = None
-            if parent is not None:
-                action = self.requests.action(parent, length, len(new))
-                living = self._extended(action, parent, length, new)
-                if action == "feed":
-                    members["continued"] += 1
-                elif action == "fork" and living is not None:
-                    members["begun" if living.added is None else "forked"] += 1
+            living = None if parent is None else self._extended(parent, "members")
             if living is None:
                 self._to_begin.append((pending, place))
-            else:
-                own.livings[wanted[place]] = living
-                self._wait_for(living, pending, place)
+                continue
+            if parent is not None and living is not parent.living:
+                how = "begun" if living.added is None else "forked"
+                self._counts[f"members_{how}"] += 1
+            own.livings[wanted[place]] = living
+            self._wait_for(living, pending, place)
         self._begin_some()
 
     def _kept(
@@ -305,7 +301,7 @@ class Residents:
             living = self.requests.begin(sequence.token_ids, query.adapter)
             generation.state.livings[wanted] = living
             self._wait_for(living, pending, place)
-            self._members["begun"] += 1
+            self._counts["members_begun"] += 1
 
     def abort(self, query_id: int) -> None:
         """Drop a query and end the requests of it alone; an unknown query is ignored."""
@@ -478,7 +474,7 @@ class Residents:
 
     def _end(self, names: Sequence[str]) -> None:
         if names:
-            self._contexts_ended += self._contexts.remove(set(names))
+            self._counts["contexts_ended"] += self._contexts.remove(set(names))
             self.requests.end(names)
 
 

@@ -85,19 +85,14 @@ class RowWorker:
 
     @_replying
     def genlm_start(
-        self,
-        size: int,
-        missing_ids: list[int],
-        batches: int,
-        shared_rows: tuple[str, bytes] | None,
+        self, ids: VocabularyIds, batches: int, shared_rows: tuple[str, bytes] | None
     ) -> bool:
         """Replace the sampler and start scores, before the first request.
 
         Tensor-parallel ranks compute the same logits; the first one reduces rows.
 
         Args:
-            size: Number of ids of the rows.
-            missing_ids: Ids without a token.
+            ids: The ids of the rows.
             batches: Number of batches that vLLM computes at a time.
             shared_rows: Address of a `SharedRows`, unless rows stay in this process.
 
@@ -113,7 +108,6 @@ class RowWorker:
         worker: Any = self  # vLLM's worker, once this class is mixed in
         if not get_pp_group().is_last_rank:
             return True
-        ids = VocabularyIds(size, tuple(missing_ids))
         scores = ScoreStore(
             cast("Any", ids),
             is_active=get_tensor_model_parallel_rank() == 0,

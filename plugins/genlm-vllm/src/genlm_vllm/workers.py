@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from genlm.plugin import Completion, EvaluationError, Vocabulary
+from genlm.plugin import Completion, Vocabulary
 from genlm_vllm.processes import TRANSPORT, Outputs
 from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker import call_workers
-from genlm_vllm.worker_rows import StepInputs, StepResults
+from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds
 
 __all__ = ["Workers"]
 
@@ -38,8 +38,7 @@ class Workers:
         scores = call_workers(
             engine,
             "genlm_start",
-            vocabulary.size,
-            list(vocabulary.missing_ids),
+            VocabularyIds(vocabulary.size, tuple(vocabulary.missing_ids)),
             engine.vllm_config.parallel_config.pipeline_parallel_size,
             None if shared_rows is None else shared_rows.address,
         )
@@ -65,13 +64,6 @@ class Workers:
         for reply in call_workers(self._engine, "genlm_collect", wanted, is_packed):
             completions = self._unpacked(reply) if isinstance(reply, PackedResults) else reply
             found |= {each.query_id: each for each in completions}
-        complete = [part.query_id for part in wanted.groups if part.is_last]
-        complete += wanted.scored
-        complete += (part.query_id for part in wanted.rows)
-        for query_id in complete:
-            if query_id not in found:
-                error = EvaluationError("vLLM finished the request without computing its row")
-                found[query_id] = Completion(query_id, error=error)
         return found
 
     def _unpacked(self, results: PackedResults) -> list[Completion]:

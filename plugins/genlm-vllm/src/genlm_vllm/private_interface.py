@@ -7,8 +7,8 @@ newest tested release. `tests/private_names.txt` lists the other names that the 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 
@@ -119,13 +119,8 @@ def _attributes_of(cls: object | None) -> set[str]:
 
 def _at(path: str) -> object | None:
     """Return the object at a dotted path, None if it does not exist."""
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            place: object = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[length:]:
-            place = getattr(place, name, None)
-        return place
-    return None
+    try:
+        found: object = pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        return None
+    return found

@@ -56,12 +56,11 @@ class LivingRequest:
         name: The request's id in vLLM.
         request: vLLM's request.
         adapter: Name of its adapter, None for the base model.
-        length: Number of its tokens.
         added: Tokens that the model computes for the last ones; None if the prefix cache
             may serve some.
     """
 
-    __slots__ = ("_dropped", "adapter", "added", "length", "name", "request")
+    __slots__ = ("_dropped", "adapter", "added", "name", "request")
 
     def __init__(
         self, request: Any, adapter: str | None, added: int | None, dropped: deque[str]
@@ -74,7 +73,6 @@ class LivingRequest:
         """Refer to another request from now on."""
         self.request = request
         self.name: str = request.request_id
-        self.length: int = request.num_tokens
         self.added = added
 
     def __del__(self) -> None:
@@ -86,7 +84,8 @@ class LivingRequest:
         if self.added is not None:
             return self.added
         stats = self.request.prefill_stats
-        return self.length - (0 if stats is None else stats.num_cached_tokens)
+        tokens = int(self.request.num_tokens)
+        return tokens - (0 if stats is None else stats.num_cached_tokens)
 
 
 class RunningRequests:
@@ -155,8 +154,8 @@ class RunningRequests:
             return "begin"
         request = parent.request
         if request.num_computed_tokens != length or request.num_in_flight_tokens:
-            return "begin" if added or parent.length != length else "wait"
-        return "feed" if added == 1 and parent.length == length else "fork"
+            return "begin" if added or request.num_tokens != length else "wait"
+        return "feed" if added == 1 and request.num_tokens == length else "fork"
 
     def may_stay(self, adapter: str | None) -> bool:
         """Whether requests of an adapter may rest.
@@ -199,7 +198,6 @@ class RunningRequests:
         inputs.token_ids.append(token_id)
         self.living[name] = self.living.pop(name)  # the most recently used ones are last
         living.request.append_output_token_ids(token_id)
-        living.length += 1
         living.added = 1
 
     def fork(

@@ -45,8 +45,8 @@ def test_every_batch_of_new_contexts_is_continued_token_by_token() -> None:
 
 
 def test_contexts_fit_the_model_with_their_continuations() -> None:
-    assert PLAN.batches(None) == [(3, 1), (3, 4), (5, 1)]
-    assert PLAN.batches(7) == [(3, 1), (3, 4), (4, 1), (4, 4)]
+    assert PLAN.within(None).batches == [(3, 1), (3, 4), (5, 1)]
+    assert PLAN.within(7).batches == [(3, 1), (3, 4), (4, 1), (4, 4)]
     with genlm.AsyncLM(lambda: ScriptedEngine(max_context=7)) as llm:
         assert len(list(measured(llm, PLAN))) == 4
         assert first_row_s(llm, 7) > 0

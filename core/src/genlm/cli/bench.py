@@ -94,11 +94,12 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
     began = time.perf_counter()
     with load(model, backend, {"output_cache": OutputCache(0), **options}) as llm:
         load_s = time.perf_counter() - began
-        _check_plan(plan, llm.max_context)
+        possible = plan.within(llm.max_context)
+        _check_plan(possible, llm.max_context)
         first = first_row_s(llm, min(_FIRST_TOKENS, llm.max_context or _FIRST_TOKENS))
         with progress_bar() as bar:
-            batches = len(plan.batches(llm.max_context))
-            cells = list(bar.track(measured(llm, plan), batches, description="measuring"))
+            batches = len(possible.batches)
+            cells = list(bar.track(measured(llm, possible), batches, description="measuring"))
         engine = dict(llm.statistics().engine)
     return {
         "backend": backend,
@@ -112,7 +113,7 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
         "engine": engine,
         "environment": environment(),
         "max_context": llm.max_context,
-        "shortened": plan.too_long(llm.max_context),
+        "shortened": sorted({*plan.lengths} - {*possible.lengths}),
     }
 
 
@@ -123,7 +124,7 @@ def _check_plan(plan: Plan, max_context: int | None) -> None:
             f"{plan.steps}: the model has a context of {max_context} tokens",
             param_hint="--steps",
         )
-    if not plan.batches(max_context):
+    if not plan.batches:
         raise typer.BadParameter(
             f"{plan.most_tokens}: every batch has more tokens", param_hint="--most-tokens"
         )
@@ -134,7 +135,7 @@ def _print(report: Mapping[str, Any], plan: Plan, console: Console) -> None:
     system, torch = environment["system"], environment["libraries"].get("torch", "unknown")
     console.print(Text(f"{report['backend']}, model {report['model']!r}", "bold"))
     console.print(Text(f"{system['processor']}, cores: {system['cores']}; torch {torch}"))
-    on_gpu = report["device_memory_bytes"]
+    possible, on_gpu = plan.within(context), report["device_memory_bytes"]
     console.print(
         f"loaded in {report['load_s']:.1f} s, first row {1000 * report['first_row_s']:.1f} ms "
         f"later; at most {_size(report['peak_memory_bytes'])} of memory"
@@ -155,18 +156,18 @@ def _print(report: Mapping[str, Any], plan: Plan, console: Console) -> None:
         ("rows per second, contexts extended by one token", "continued_rows_per_s"),
     ):
         console.print(f"\n{title}")
-        console.print(_table(figure, cells, plan, context))
-    if len(cells) < len(plan.all_batches(context)):
+        console.print(_table(figure, cells, possible))
+    if len(cells) < len(possible.all_batches):
         console.print(f"\n-: not measured, more than {plan.most_tokens} tokens (--most-tokens)")
 
 
-def _table(figure: str, cells: Sequence[Cell], plan: Plan, max_context: int | None) -> Table:
-    lengths, sizes = zip(*plan.all_batches(max_context), strict=True)
-    columns = ("tokens", *(f"batch of {size}" for size in sorted({*sizes})))
+def _table(figure: str, cells: Sequence[Cell], plan: Plan) -> Table:
+    sizes = sorted({*plan.batch_sizes})
+    columns = ("tokens", *(f"batch of {size}" for size in sizes))
     table = borderless_table(*columns, justify="right")
     found = {(cell.context_tokens, cell.batch_size): getattr(cell, figure) for cell in cells}
-    for length in sorted({*lengths}):
-        figures = (found.get((length, size)) for size in sorted({*sizes}))
+    for length in sorted({*plan.lengths}):
+        figures = (found.get((length, size)) for size in sizes)
         table.add_row(
             str(length), *("-" if each is None else f"{each:,.0f}" for each in figures)
         )

@@ -6,11 +6,12 @@ with the same contexts extended by one token, as the particles of a filter are.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ class Plan:
     """The batches to measure.
 
     Attributes:
-        lengths: Context lengths in tokens; lengths beyond the model's context are replaced by
-            the longest possible one.
+        lengths: Context lengths in tokens.
         batch_sizes: Numbers of contexts per batch.
         repeats: Number of measurements per batch; medians are reported.
         steps: Number of times that the contexts of a measurement are extended by one token.
@@ -41,20 +41,22 @@ class Plan:
     most_tokens: int
     seed: int
 
-    def batches(self, max_context: int | None) -> list[tuple[int, int]]:
-        """Return the length and size of each batch to measure, the smallest first."""
-        return [(n, m) for n, m in self.all_batches(max_context) if n * m <= self.most_tokens]
+    @property
+    def all_batches(self) -> list[tuple[int, int]]:
+        """The length and size of every batch, the smallest first."""
+        return list(itertools.product(sorted({*self.lengths}), sorted({*self.batch_sizes})))
 
-    def all_batches(self, max_context: int | None) -> list[tuple[int, int]]:
-        """Return the length and size of every batch, also of those above `most_tokens`."""
-        longest = max(self.lengths) if max_context is None else max_context - self.steps
-        lengths = sorted({min(length, longest) for length in self.lengths})
-        return [(length, size) for length in lengths for size in sorted({*self.batch_sizes})]
+    @property
+    def batches(self) -> list[tuple[int, int]]:
+        """The batches to measure: those with at most `most_tokens`."""
+        return [(n, m) for n, m in self.all_batches if n * m <= self.most_tokens]
 
-    def too_long(self, max_context: int | None) -> list[int]:
-        """Return the lengths that exceed the context with their extensions."""
-        longest = max(self.lengths) if max_context is None else max_context - self.steps
-        return sorted({length for length in self.lengths if length > longest})
+    def within(self, max_context: int | None) -> Plan:
+        """Return the plan for a model's context, which bounds lengths with their extensions."""
+        if max_context is None:
+            return self
+        lengths = [min(length, max_context - self.steps) for length in self.lengths]
+        return replace(self, lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def measured(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
         plan: The batches to measure.
     """
     rng = random.Random(plan.seed)
-    for length, size in plan.batches(llm.max_context):
+    for length, size in plan.within(llm.max_context).batches:
         new, continued = [], []
         for _ in range(plan.repeats + 1):
             made = _contexts(llm, length, rng)

@@ -13,7 +13,9 @@ Contestants, in turn in every round, on the same engine:
 - lists: the same, contexts kept between steps;
 - contexts: the same by `llm.context` and `extend`, where the core has them;
 - population: `llm.population`, rows drawn by its own `draw`, extended and resampled as arrays;
-- blocks: the same by `sample`, 16 tokens at once, between two resamplings.
+- blocks: the same by `sample`, 16 tokens at once, between two resamplings;
+- genlm-backend, genlm-backend's own: with `--published PYTHON`, the loop of lists on
+  genlm-backend 0.3.1 and its vLLM 0.26, and that vLLM's own generation; see `vllm_peer.py`.
 
 Drawing, by the same function, and appending are on the clock for all. The prompt is computed
 before, and every particle begins with a token of its own, so that no contestant computes more
@@ -53,6 +55,7 @@ import numpy as np
 import torch
 import transformers
 from particle_model import VOCAB_SIZE, save_model
+from peer import Peer
 from report import print_report
 
 from genlm import AsyncLM, OutputCache
@@ -60,6 +63,7 @@ from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
+PUBLISHED = ("genlm-backend", "genlm-backend's own")
 CONTESTANTS = ("own", "raw", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY, BLOCK = 4, 16
 SGL_OPTS = {"max_running_requests": 256, "max_total_tokens": 65_536}
@@ -271,8 +275,15 @@ def populations(options: argparse.Namespace) -> Iterator[Population]:
             yield Population(*map(int, cell.split("/")), kind)
 
 
+def published(peer: Peer, population: Population) -> dict[str, list[float]]:
+    """Microseconds a token of genlm-backend's contestants, by CPU and wall-clock time."""
+    sizes = f"{population.count} {population.prompt_length} {population.steps}"
+    figures = [float(word) for word in peer.ask(f"{sizes} {population.kind}").split()]
+    return dict(zip(PUBLISHED, (figures[:2], figures[2:]), strict=True))
+
+
 def measure(
-    bench: Bench, options: argparse.Namespace
+    bench: Bench, options: argparse.Namespace, peer: Peer | None
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Microseconds a token by row, and the largest error of each contestant."""
     samples: dict[str, list[float]] = {}
@@ -291,6 +302,15 @@ def measure(
                     for suffix, figure in zip(("", " wall"), found.seconds, strict=True):
                         figures = samples.setdefault(row + suffix, [])
                         figures.append(float(figure) / tokens * 1e6)
+            if peer is not None and not is_waiting:
+                for name, both in published(peer, population).items():
+                    for suffix, figure in zip(("", " wall"), both, strict=True):
+                        if turn:
+                            samples.setdefault(f"{population} {name}{suffix}", []).append(
+                                figure
+                            )
+        if peer is not None and not is_waiting:
+            names = [*names, *PUBLISHED]
         speeds = {name: round(ratio(samples, f"{population} {name}"), 2) for name in names}
         print(population, speeds, flush=True)
     return samples, errors
@@ -334,6 +354,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--multiprocess", action="store_true", help="vLLM's own processes")
+    parser.add_argument("--published", type=Path, help="a Python with genlm-backend 0.3.1")
     parser.add_argument("--tiny", action="store_true", help="a model that costs nearly nothing")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -343,10 +364,13 @@ def main() -> None:
         build = engine_of(options.engine, folder, options)
         scheduler = scheduler_of(options.engine, folder)
         bench = Bench(build, folder, processes=options.multiprocess, scheduler=scheduler)
+        peer = Peer(options.published, "vllm_peer.py", folder) if options.published else None
         try:
-            samples, errors = measure(bench, options)
+            samples, errors = measure(bench, options, peer)
         finally:
             bench.lm.close()
+            if peer is not None:
+                peer.close()
             if scheduler is not None:
                 scheduler.close()
     extra = {

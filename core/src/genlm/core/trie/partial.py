@@ -2,8 +2,7 @@
 
 The bounds of the nodes' intervals split the ranks below them into pieces. The weight of
 each token is read once, even if several of the nodes are above it; nested nodes are
-combined from the pieces by a segment tree. Time is O(tokens below + nodes log nodes) for each
-row.
+combined from the pieces. Time is O(tokens below + nodes log nodes) for each row.
 """
 
 from __future__ import annotations
@@ -12,11 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.reductions import Floats, Operation, reduce_rows
-from genlm.core.trie.segment_tree import Indices, SegmentTree
+from genlm.core.trie.reductions import Floats, Operation
+from genlm.core.trie.segment_tree import Indices, interval_pieces
 from genlm.core.trie.weights import Rows, numpy_rows
 
 __all__ = ["partial_weights"]
+
+_COMBINE: dict[Operation, np.ufunc] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "logsumexp": np.logaddexp,
+}
 
 
 def partial_weights(
@@ -33,11 +38,7 @@ def partial_weights(
         first, last = np.searchsorted(bounds, lo), np.searchsorted(bounds, hi)
         if (last - first == 1).all():
             return pieces[:, first].astype(weights.dtype, copy=False)
-        n = pieces.shape[1]
-        tree = SegmentTree.of(np.arange(n), first, last, n + np.arange(len(nodes)))
-        values = np.empty((len(pieces), n + len(nodes)))
-        reduce_rows(tree, operation, pieces, values)
-        return values[:, n:].astype(weights.dtype)
+        return _combined(pieces, first, last, _COMBINE[operation]).astype(weights.dtype)
 
 
 def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation) -> Floats:
@@ -52,4 +53,21 @@ def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation)
     values -= np.repeat(finite, sizes, axis=1)
     np.exp(values, out=values)
     result: Floats = finite + np.log(np.add.reduceat(values, offset, axis=1))
+    return result
+
+
+def _combined(pieces: Floats, first: Indices, last: Indices, combine: np.ufunc) -> Floats:
+    """Combine the pieces `[first, last)` of each node over a segment tree of the pieces."""
+    n = pieces.shape[1]
+    slots = np.empty((len(pieces), 2 * n))
+    slots[:, n:] = pieces
+    top = n
+    while top > 1:
+        low = (top + 1) // 2
+        pairs = slots[:, 2 * low : 2 * top]
+        combine(pairs[:, ::2], pairs[:, 1::2], out=slots[:, low:top])
+        top = low
+    node, slot = interval_pieces(first, last, n)
+    count = np.bincount(node, minlength=len(first))
+    result: Floats = combine.reduceat(slots[:, slot], np.cumsum(count) - count, axis=1)
     return result

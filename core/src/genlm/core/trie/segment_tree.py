@@ -22,7 +22,7 @@ Indices = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class SegmentTree:
-    """Which values to combine for each of several intervals of sorted tokens.
+    """Which values to combine for each node of a trie; computed once for a layout.
 
     A workspace stores the tree in heap order (slot 1 is its root, slots `n` to `2n` are the
     ranks, slot 0 is unused), followed by one slot for each distinct interval, in descending
@@ -41,30 +41,10 @@ class SegmentTree:
     pieces: tuple[Indices, ...]
 
     @classmethod
-    def of_layout(cls, layout: TrieLayout, index_type: npt.DTypeLike = np.int64) -> SegmentTree:
-        """Compute the segment tree of all prefixes of a trie."""
+    def of(cls, layout: TrieLayout, index_type: npt.DTypeLike) -> SegmentTree:
+        """Compute the segment tree of a layout, with indices of a type."""
         lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
-        return cls.of(layout.order, lo, hi, layout.source, index_type)
-
-    @classmethod
-    def of(
-        cls,
-        order: Indices,
-        lo: Indices,
-        hi: Indices,
-        source: Indices,
-        index_type: npt.DTypeLike = np.int64,
-    ) -> SegmentTree:
-        """Compute the segment tree of intervals.
-
-        Args:
-            order: Token at each rank.
-            lo: First rank of each interval.
-            hi: One past the last rank of each interval; intervals must not be empty.
-            source: For each prefix a rank, or `len(order) + k` for the k-th interval.
-            index_type: Type of the indices.
-        """
-        n = len(order)
+        n = layout.n_tokens
         levels, top = [], n
         while top > 1:
             levels.append(((top + 1) // 2, top))
@@ -79,8 +59,8 @@ class SegmentTree:
         place[n + most_first] = np.arange(n, n + len(lo))
         piece = piece.astype(index_type, copy=False)
         return cls(
-            order=order.astype(index_type),
-            source=place[source].astype(index_type, copy=False),
+            order=layout.order.astype(index_type),
+            source=place[layout.source].astype(index_type, copy=False),
             levels=tuple(levels),
             pieces=tuple(piece[start[:many] + k] for k, many in enumerate(having)),
         )

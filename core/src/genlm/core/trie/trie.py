@@ -176,7 +176,7 @@ class TokenCharacterTrie(Navigation):
 
     @cached_property
     def _segment_tree(self) -> SegmentTree:
-        return SegmentTree.of_layout(self.layout, np.uint32 if self.compiled else np.int64)
+        return SegmentTree.of(self.layout, np.uint32 if self.compiled else np.int64)
 
     # -- some nodes ---------------------------------------------------------------------
 

@@ -74,7 +74,9 @@ def numpy_rows(
             rows = rows[:, torch.from_numpy(columns).to(rows.device)]
         array = _on_host(rows)
     else:
-        array = np.asarray(rows if columns is None else rows[:, columns])
+        array = np.asarray(rows)
+        if columns is not None:
+            array = array.take(columns, axis=1)
     small = array.dtype.kind == "f" and array.dtype.itemsize <= 4
     return array.astype(np.float32 if small else np.float64, copy=False)
 

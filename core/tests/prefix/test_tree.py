@@ -137,20 +137,6 @@ def test_a_released_end_is_evicted_first_unless_it_is_continued() -> None:
     assert tree.missing(None, (*third, 9)) == 0
 
 
-def test_no_more_tokens_are_added_than_allowed() -> None:
-    tree = PrefixTree(10)
-    tree.insert(None, (1, 2, 3))
-    tree.commit()
-    before = check(tree)
-    with pytest.raises(OutOfSlotsError, match="3 tokens to add, more than 2"):
-        tree.insert(None, (1, 2, 4, 5, 6), at_most=2)
-    assert check(tree) == before
-    assert tree.uncached_tokens == 0
-    tree.insert(None, (1, 2, 3), at_most=0)
-    tree.insert(None, (1, 2, 4, 5), at_most=2)
-    assert tree.uncached_tokens == 2
-
-
 def test_a_place_is_remembered_when_others_split_the_node() -> None:
     tree = PrefixTree(20)
     first = TokenSequence.of([1, 2, 3])

@@ -73,18 +73,8 @@ class _Pass:
     ends: list[End] = field(default_factory=list)
 
 
-class _Result(NamedTuple):
-    """The result of a pass.
-
-    Attributes:
-        parts: The sequences.
-        wanted: As in `TreeBatch`.
-        logits: Logits of `wanted`.
-    """
-
-    parts: Sequence[_Part]
-    wanted: Slots
-    logits: torch.Tensor
+_Result = tuple[Sequence[_Part], Slots, "torch.Tensor"]
+"""The sequences of a pass, the slots of `TreeBatch.wanted`, and their logits."""
 
 
 class PrefixRows:
@@ -154,8 +144,9 @@ class PrefixRows:
                     chosen = [result]
                     found = self._uncached.rows(adapter, [packed[result].token_ids])
                 else:
-                    chosen = [part.place for part in result.parts]
-                    found = rows_from_logits(result.logits, self._vocabulary)
+                    parts, _, logits = result
+                    chosen = [part.place for part in parts]
+                    found = rows_from_logits(logits, self._vocabulary)
                 if len(chosen) == len(sequences):
                     return found
                 if rows is None:
@@ -194,7 +185,7 @@ class PrefixRows:
         for index, sequence in enumerate(sequences):
             node, known = self._tree.match(adapter, sequence)
             new, first = len(sequence) - known, firsts[index] if firsts else len(sequence) - 1
-            again = node.computed_slots(first, known) - recomputed
+            again = node.computed_slots(first, known) - recomputed if first < known else set()
             if new > 1:
                 ahead = ahead or PrefixTree(sum(map(len, sequences)))
                 new = min(new, len(sequence) - ahead.match(adapter, sequence)[1])
@@ -234,13 +225,14 @@ class PrefixRows:
                 if isinstance(result, int):
                     scores.put(result, self._uncached.scores(adapter, [texts[result]])[0])
                     continue
+                parts, wanted, logits = result
                 keys, members = [], []
-                for index, sequence, first, node in result.parts:
+                for index, sequence, first, node in parts:
                     keys.append(node.path_slots(first, len(sequence)))
                     before = scores.ends[index] - firsts[index]
                     members.append(before + np.arange(first, len(sequence)))
                 scores.expect(np.concatenate(keys), np.concatenate(members))
-                scores.add(result.wanted, result.logits)
+                scores.add(wanted, logits)
         return scores.results()
 
     @property
@@ -386,14 +378,14 @@ class PrefixRows:
             limit: Maximum number of tokens of the pass; None for no limit.
         """
         index, sequence, first = part
-        node, known = self._tree.match(current.adapter, sequence)
-        again = node.computed_slots(first, known) - current.again
+        found = node, known = self._tree.match(current.adapter, sequence)
+        again = node.computed_slots(first, known) - current.again if first < known else set()
         if limit is not None:
             tokens = self._tokens(current) + len(sequence) - known + len(again)
             if tokens > limit or len(current.parts) >= self._max_rows:
                 return False
         try:
-            node = self._tree.insert(current.adapter, sequence)
+            node = self._tree.insert(current.adapter, sequence, found)
         except OutOfSlotsError:
             return False
         current.again |= again
@@ -419,7 +411,7 @@ class PrefixRows:
         result = self.forward(batch)
         self._tree.commit(current.ends)
         self._count(result)
-        return _Result(parts, batch.wanted, result.logits)
+        return parts, batch.wanted, result.logits
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
         """Compute a pass of a population and return its logits."""

@@ -110,7 +110,7 @@ class PrefixTree:
     # -- a batch ----------------------------------------------------------------------
 
     def insert(
-        self, adapter: str | None, tokens: Tokens, *, at_most: int | None = None
+        self, adapter: str | None, tokens: Tokens, found: tuple[Node, int] | None = None
     ) -> Node:
         """Add a sequence to the tree and to the current batch.
 
@@ -120,22 +120,22 @@ class PrefixTree:
         Args:
             adapter: Adapter of the sequence.
             tokens: The sequence.
-            at_most: Maximum number of added tokens; None for no limit.
+            found: The result of `match` for the sequence, if it is known.
 
         Returns:
             The node that contains the last token; after later splits, a node with the token on
             the path to it.
 
         Raises:
-            OutOfSlotsError: More than `at_most` tokens are missing, or all other slots are
-                pinned or in use. No token of the sequence is added to the tree.
+            OutOfSlotsError: All other slots are pinned or in use. No token of the sequence is
+                added to the tree.
         """
-        node, known = self.match(adapter, tokens)
+        node, known = found or self.match(adapter, tokens)
         if known < min(node.end, len(tokens)):
             node = self._split(node, known - node.start)
         self._use_path(node)
         if known < len(tokens):
-            node = self._extend(node, _ids_from(tokens, known), at_most)
+            node = self._extend(node, _ids_from(tokens, known))
         if isinstance(tokens, TokenSequence):
             self._remember(adapter, tokens, node)
         return node
@@ -358,9 +358,7 @@ class PrefixTree:
         for node in sorted(moved, key=_START):  # descendants precede their ancestors
             self._idle.move_to_end(node, last=False)
 
-    def _extend(self, node: Node, tokens: list[int], at_most: int | None) -> Node:
-        if at_most is not None and len(tokens) > at_most:
-            raise OutOfSlotsError(f"{len(tokens)} tokens to add, more than {at_most}")
+    def _extend(self, node: Node, tokens: list[int]) -> Node:
         slots = self.allocate(len(tokens))
         if node.children or node.pinned or node.parent is None:
             child = Node(tokens, slots, node.end, node)

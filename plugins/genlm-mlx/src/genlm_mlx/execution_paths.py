@@ -28,16 +28,8 @@ from genlm.prefix import (
     ServeOptions,
     UncachedPath,
     choose_path,
-    slots_within,
 )
-from genlm_mlx.forward import (
-    LOGITS_PER_PASS,
-    SlotCacheForward,
-    as_tensor,
-    read_shapes,
-    read_windows,
-)
-from genlm_mlx.storage import KVStorage, default_budget_bytes
+from genlm_mlx.forward import LOGITS_PER_PASS, SlotCacheForward, as_tensor
 
 __all__ = [
     "DEFAULT_TOKENS_PER_BATCH",
@@ -80,18 +72,23 @@ def choose_execution_path(
     uncached = OwnCachePath(model, vocabulary, max_tokens)
 
     def slot_cache() -> SlotCachePath:
+        limits = SegmentLimits(max_tokens, max_context)
+        forward = SlotCacheForward(model, options.kv_budget_bytes, limits)
         return SlotCachePath(
-            model,
-            vocabulary,
-            max_tokens=max_tokens,
-            kv_budget_bytes=options.kv_budget_bytes,
-            max_context=max_context,
+            forward,
             uncached=uncached,
+            vocabulary=vocabulary,
+            budget_bytes=forward.budget_bytes,
+            bytes_per_token=forward.bytes_per_token,
+            max_tokens=max_tokens,
+            max_rows=max(1, LOGITS_PER_PASS // forward.width),
         )
 
     def self_test(path: SlotCachePath) -> float:
         text = range(min(embedding_rows, vocabulary.size))
-        tolerance = _TOLERANCE if path.is_exact else _COARSE_TOLERANCE
+        layers = path.forward.storage.layers
+        is_exact = all(layer.dtype == mx.float32 for layer in layers)
+        tolerance = _TOLERANCE if is_exact else _COARSE_TOLERANCE
         test = SelfTest(text, uncached, tolerance=tolerance, max_context=max_context)
         return test.largest_error(path)
 
@@ -165,60 +162,9 @@ class OwnCachePath(UncachedPath):
 
 
 class SlotCachePath(PrefixRows):
-    """Computes every token once, from a prefix tree.
-
-    Args:
-        model: An mlx-lm model.
-        vocabulary: The tokenizer's vocabulary.
-        max_tokens: Maximum number of new positions in one pass.
-        kv_budget_bytes: Maximum size of keys and values; None for the default.
-        max_context: Maximum number of tokens of a context, None for no limit.
-        uncached: Computes contexts that exceed the budget.
-
-    Attributes:
-        is_exact: Whether the model computes in float32.
-
-    Raises:
-        UnsupportedModelError: The layers cache state other than keys and values of
-            their past.
-    """
+    """Computes every token once, from a prefix tree."""
 
     forward: SlotCacheForward
-
-    def __init__(
-        self,
-        model: Any,
-        vocabulary: Vocabulary,
-        *,
-        max_tokens: int,
-        kv_budget_bytes: int | None,
-        max_context: int | None,
-        uncached: UncachedPath,
-    ) -> None:
-        windows = read_windows(model)
-        shapes, width = read_shapes(model, len(windows))
-        token_bytes = sum(shape.bytes_per_token for shape in shapes)
-        budget = (
-            default_budget_bytes(token_bytes) if kv_budget_bytes is None else kv_budget_bytes
-        )
-        self.is_exact = all(shape.dtype == mx.float32 for shape in shapes)
-        forward = SlotCacheForward(
-            model,
-            windows,
-            KVStorage(shapes, slots_within(budget, token_bytes)),
-            limits=SegmentLimits(max_tokens, max_context),
-            width=width,
-            budget_bytes=budget,
-        )
-        super().__init__(
-            forward,
-            uncached=uncached,
-            vocabulary=vocabulary,
-            budget_bytes=budget,
-            bytes_per_token=token_bytes,
-            max_tokens=max_tokens,
-            max_rows=max(1, LOGITS_PER_PASS // width),
-        )
 
     def restore(self) -> None:
         """Remove tokens that were not computed, or all of them if a write failed half-way."""

@@ -20,17 +20,16 @@ from genlm.prefix import (
     TableBatch,
     UnsupportedModelError,
     logits_of_keys,
+    slots_within,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
 from genlm_mlx.resident import ResidentBatch, ResidentBatches
-from genlm_mlx.storage import KVStorage, LayerShape
+from genlm_mlx.storage import KVStorage, LayerShape, default_budget_bytes
 
 __all__ = [
     "LOGITS_PER_PASS",
     "SlotCacheForward",
     "as_tensor",
-    "read_shapes",
-    "read_windows",
 ]
 
 LOGITS_PER_PASS = 2**26
@@ -49,30 +48,30 @@ class SlotCacheForward(SegmentForward):
 
     Args:
         model: An mlx-lm model.
-        windows: Number of tokens that a token sees in each layer; None for all.
-        storage: Keeps keys and values.
+        kv_budget_bytes: Maximum size of keys and values; None for the default.
         limits: Limits of one pass.
-        width: Width of the model's output.
-        budget_bytes: Maximum size of keys and values.
 
     Attributes:
-        storage: The argument.
+        storage: Keeps keys and values.
+        budget_bytes: Maximum size of keys and values.
+        bytes_per_token: Size of those of one token.
+        width: Width of the model's output.
+
+    Raises:
+        UnsupportedModelError: The layers cache state other than keys and values of their past.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        windows: Sequence[int | None],
-        storage: KVStorage,
-        *,
-        limits: SegmentLimits,
-        width: int,
-        budget_bytes: int,
-    ) -> None:
+    def __init__(self, model: Any, kv_budget_bytes: int | None, limits: SegmentLimits) -> None:
         super().__init__(limits)
-        self._model, self._windows, self.storage = model, list(windows), storage
-        self._width, self._budget = width, budget_bytes
-        self._token_bytes = sum(layer.bytes_per_token for layer in storage.layers)
+        self._model, self._windows = model, _read_windows(model)
+        shapes, self.width = _read_shapes(model, len(self._windows))
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes)
+        self.budget_bytes = (
+            default_budget_bytes(self.bytes_per_token)
+            if kv_budget_bytes is None
+            else kv_budget_bytes
+        )
+        self.storage = KVStorage(shapes, slots_within(self.budget_bytes, self.bytes_per_token))
         self._resident = ResidentBatches()
 
     def clear(self) -> None:
@@ -89,7 +88,7 @@ class SlotCacheForward(SegmentForward):
         compute the logits of the first part, because nothing reads them.
         """
         first = int(places.min()) if len(places) else 0
-        if len(segments) * first * self._width > _LOGITS_AT_ONCE:
+        if len(segments) * first * self.width > _LOGITS_AT_ONCE:
             self.run_segments([_part(s, slice(first)) for s in segments], rows[:0], rows[:0])
             kept = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
             segments = [_part(segments[i], slice(first, None)) for i in kept]
@@ -113,7 +112,7 @@ class SlotCacheForward(SegmentForward):
         enough tokens; later ones see the keys and values that earlier ones stored.
         """
         count, width = len(batch.tokens), int(batch.positions.max()) + 1
-        most = max(1, min(_GATHERED_AT_ONCE // width, LOGITS_PER_PASS // self._width))
+        most = max(1, min(_GATHERED_AT_ONCE // width, LOGITS_PER_PASS // self.width))
         is_wanted = np.zeros(count, bool)
         is_wanted[batch.results] = True
         known, parts = [], []
@@ -140,11 +139,11 @@ class SlotCacheForward(SegmentForward):
         # First: a reallocated slot is no longer the end of its earlier sequence.
         self._resident.forget_slots(layout.writes)
         slot = int(layout.writes.max())
-        room = self._budget // self._token_bytes - self.storage.slots_with(slot)
+        room = self.budget_bytes // self.bytes_per_token - self.storage.slots_with(slot)
         resident, continues, tokens = None, False, 0
         if stays_resident:
             resident, continues, tokens = self._chosen(layout, room)
-        self._resident.fit((room - tokens) * self._token_bytes)
+        self._resident.fit((room - tokens) * self.bytes_per_token)
         self.storage.make_room(slot)
         if resident is not None:
             layout.past = max(layout.past, resident.columns)
@@ -158,7 +157,7 @@ class SlotCacheForward(SegmentForward):
             resident.columns = layout.past + layout.tokens.shape[1]
             if layout.is_even:
                 self._resident.put(resident)
-        return as_tensor(wanted[0]) if wanted else torch.empty(0, self._width)
+        return as_tensor(wanted[0]) if wanted else torch.empty(0, self.width)
 
     def _chosen(self, layout: PassLayout, room: int) -> tuple[ResidentBatch | None, bool, int]:
         """Return the resident batch that keeps what the pass reads, if any.
@@ -193,7 +192,7 @@ def as_tensor(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def read_windows(model: Any) -> list[int | None]:
+def _read_windows(model: Any) -> list[int | None]:
     """Return the window of each layer's cache in tokens, None for all tokens.
 
     Raises:
@@ -211,7 +210,7 @@ def read_windows(model: Any) -> list[int | None]:
     return windows
 
 
-def read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
+def _read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
     """Return the cached shapes of a token in each layer, and the width of the output.
 
     The model is run over three tokens.

@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from cachetools import LRUCache
@@ -231,14 +231,8 @@ class KernelSteps:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A captured step.
-
-    Attributes:
-        replay: Function that replays the step.
-        logits: Output of the replay.
-    """
+class _Graph(NamedTuple):
+    """A captured step: the function that replays it, and the output of the replay."""
 
     replay: Callable[[], object]
     logits: torch.Tensor

@@ -16,7 +16,7 @@ from genlm_ray.conformance import CLUSTER, RESOURCES
 
 @pytest.fixture(scope="session")
 def local_cluster() -> Iterator[None]:
-    cluster.connect(None, CLUSTER, may_start=True)
+    cluster.connect(None, CLUSTER, default="local")
     yield
     ray.shutdown()
 

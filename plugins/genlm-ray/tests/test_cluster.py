@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def failing(*arguments):
 subprocess.Popen.__init__ = spied
 ray._private.services.get_node = failing
 try:
-    cluster.connect(None, CLUSTER, may_start=True)
+    cluster.connect(None, CLUSTER, default="local")
 except cluster.ModelLoadError as error:
     print("raised", error)
 print("alive", sum(process.poll() is None for process in started), "of", len(started))
@@ -85,10 +86,10 @@ def test_a_process_joins_one_cluster_at_a_time():
     joined = ray.get_runtime_context().gcs_address
     port = joined.rpartition(":")[2]
     for same in (None, "auto", joined):
-        cluster.connect(same, {}, may_start=False)
+        cluster.connect(same, default=None)
     for other in (f"203.0.113.1:{port}", joined.replace(port, "1"), "ray://203.0.113.1:10001"):
         with pytest.raises(ModelLoadError, match=f"has joined the one at '{joined}'"):
-            cluster.connect(other, {}, may_start=False)
+            cluster.connect(other, default=None)
 
 
 def test_the_address_of_this_machine_may_have_another_name(monkeypatch):
@@ -99,46 +100,57 @@ def test_the_address_of_this_machine_may_have_another_name(monkeypatch):
 
 @pytest.fixture
 def head(monkeypatch):
-    """A probe of a head that answers while `answers` is set, and the time that it reads."""
-    found = types.SimpleNamespace(now_s=0.0, asked=threading.Semaphore(0))
-    found.answers = threading.Event()
+    """A head that answers while `answers` is set."""
+    found = types.SimpleNamespace(asked=threading.Semaphore(0), answers=threading.Event())
     found.answers.set()
 
     def nodes():
         found.asked.release()
         assert found.answers.wait(60)
 
-    monkeypatch.setattr(cluster, "_PROBE_S", 0.01)
-    monkeypatch.setattr(cluster, "time", types.SimpleNamespace(monotonic=lambda: found.now_s))
     monkeypatch.setattr(ray, "nodes", nodes)
     return found
 
 
+async def _until_asked(head):
+    assert await asyncio.to_thread(head.asked.acquire, timeout=60)
+
+
 def test_a_program_that_was_paused_does_not_take_its_cluster_for_lost(head, monkeypatch):
-    monkeypatch.setattr(cluster, "_PROBE_S", 60)
-    probe = cluster.HeadProbe()
-    assert head.asked.acquire(timeout=60)
-    while probe._asked_s is not None:
-        pass
-    head.now_s += 1000
-    assert not probe.is_lost
-    probe.close()
-    probe.thread.join(60)
-    assert not probe.thread.is_alive()
+    async def main():
+        loop, sleep = asyncio.get_running_loop(), asyncio.sleep
+        clock, paused_s = loop.time, [0.0]
+        loop.time = lambda: clock() + paused_s[0]
+
+        async def paused(_):
+            paused_s[0] += 1000
+            await sleep(0)
+
+        monkeypatch.setattr(asyncio, "sleep", paused)
+        lost = asyncio.create_task(cluster.until_head_is_lost())
+        for _ in range(3):
+            await _until_asked(head)
+        assert not lost.done()
+        lost.cancel()
+
+    asyncio.run(main())
 
 
-def test_a_head_that_does_not_answer_is_lost_until_it_does(head):
-    head.answers.clear()
-    probe = cluster.HeadProbe()
-    assert head.asked.acquire(timeout=60)
-    assert not probe.is_lost
-    head.now_s += cluster.HEAD_TIMEOUT_S + 1
-    assert probe.is_lost
-    head.answers.set()
-    assert head.asked.acquire(timeout=60)
-    head.now_s += cluster.HEAD_TIMEOUT_S - 1
-    assert not probe.is_lost
-    probe.close()
+def test_a_head_that_does_not_answer_is_lost(head, monkeypatch):
+    monkeypatch.setattr(cluster, "_PROBE_S", 0.01)
+    monkeypatch.setattr(cluster, "HEAD_TIMEOUT_S", 5.0)
+
+    async def main():
+        lost = asyncio.create_task(cluster.until_head_is_lost())
+        for _ in range(3):
+            await _until_asked(head)
+        assert not lost.done()
+        head.answers.clear()
+        cluster.HEAD_TIMEOUT_S = 0.01
+        await asyncio.wait_for(lost, 60)
+        head.answers.set()
+
+    asyncio.run(main())
 
 
 def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
@@ -147,7 +159,9 @@ def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     asked = []
     monkeypatch.setattr(cluster, "_init", asked.append)
-    cluster.connect(None, {}, may_start=True)
+    context = types.SimpleNamespace(gcs_address="203.0.113.1:6379")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    cluster.connect(None, default="local")
     assert asked[0]["address"] == "local"
     for function in (cluster.join, serving.served, lambda: serving.stop("chat")):
         with pytest.raises(ModelLoadError, match="no Ray cluster was named"):
@@ -174,7 +188,7 @@ import ray
 from genlm_ray import cluster
 from genlm_ray.conformance import CLUSTER
 
-cluster.connect(None, CLUSTER, may_start=True)
+cluster.connect(None, CLUSTER, default="local")
 [head] = [
     each for each in psutil.Process().children(recursive=True) if "gcs_server" in each.name()
 ]

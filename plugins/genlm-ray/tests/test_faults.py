@@ -20,7 +20,7 @@ import torch
 
 import genlm
 from genlm import AdapterError, EngineDiedError
-from genlm_ray import replica, serving
+from genlm_ray import cluster, replica, serving
 from genlm_ray.engine import RayEngine
 from genlm_ray.replica import Replica
 from genlm_ray.wire import ReplicaRequest
@@ -146,9 +146,9 @@ def in_process(monkeypatch, load):
     """Load replicas in this process; returns the model, the engine and the actors."""
     actors = []
 
-    def started(self, spec, *_):
+    def started(spec, *_, **__):
         actors.extend(Actor(spec) for _ in range(spec.replicas))
-        return actors
+        return actors, []
 
     def kill(actor, *, restart=False):
         actor.replica._shared.scheduler.close()
@@ -157,8 +157,8 @@ def in_process(monkeypatch, load):
         else:
             actor.end()
 
-    monkeypatch.setattr(RayEngine, "_load", started)
-    monkeypatch.setattr(serving, "check_versions", lambda *_: None)
+    monkeypatch.setattr(cluster, "start_replicas", started)
+    monkeypatch.setattr(serving, "wait_until_loaded", lambda *_: None)
     monkeypatch.setattr(serving, "kill", kill)
     monkeypatch.setattr(replica, "_exit", lambda _: None)
 

@@ -165,7 +165,8 @@ def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
         nothing = torch.zeros(4, 2)
         found = SampledGroup(ids, nothing, nothing, generation, order, np.ones(4, bool))
         known = Generations()
-        sent = known.store_sample(4, group, found)
+        known._sampled[group.query_id] = 4, group
+        sent = known.finish(group.query_id, found)
         assert (sent.generation, sent.places) == (None, None)
         placed = placed_sample(group, sent, PlacedGeneration(0, 4, deque()))
         assert placed.places.tolist() == places.tolist()
@@ -287,7 +288,7 @@ def test_groups_share_the_engine_and_own_reductions_run_on_another_thread(expand
     async def main():
         shared = SharedEngine(lambda: engine, None)
         session = Session("poet", shared, TIMEOUT_S)
-        session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))], {})
+        session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))])
         await session.changed.wait()
         await asyncio.to_thread(shared.scheduler.close)
         return session.finished

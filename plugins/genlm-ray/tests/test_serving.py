@@ -355,7 +355,7 @@ def test_a_program_needs_the_version_of_the_engines_plugin_but_not_the_plugin(mo
     found = replica.versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
     monkeypatch.setattr(serving, "_ask_all", lambda *_: [found])
     with pytest.raises(ModelLoadError, match=r"versions: genlm-hf 0\.1 there, \S+ here;"):
-        serving.check_versions([], 60)
+        serving.wait_until_loaded([], 60)
 
 
 def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):

@@ -101,11 +101,11 @@ async def _entered(engine):
 def test_a_driver_with_few_queries_does_not_wait_for_one_with_many():
     async def main(shared, engine):
         many, few = _session(shared), _session(shared)
-        many.submit([Query(0, (1,))], {})
+        many.submit([Query(0, (1,))])
         await _entered(engine)
-        few.submit([Query(0, (2,))], {})
-        many.submit([Query(1 + i, (1, i % 250)) for i in range(1000)], {})
-        few.submit([Query(1 + i, (2, i)) for i in range(5)], {})
+        few.submit([Query(0, (2,))])
+        many.submit([Query(1 + i, (1, i % 250)) for i in range(1000)])
+        few.submit([Query(1 + i, (2, i)) for i in range(5)])
         engine.gate.set()
         assert len(await _all_of(few, 6)) == 6
         await _all_of(many, 1001)
@@ -121,11 +121,11 @@ def test_a_driver_with_few_queries_does_not_wait_for_one_with_many():
 def test_a_driver_that_leaves_takes_its_queries_with_it():
     async def main(shared, engine):
         gone, stays = _session(shared), _session(shared)
-        gone.submit([Query(i, (3, i)) for i in range(9)], {})
+        gone.submit([Query(i, (3, i)) for i in range(9)])
         await _entered(engine)
-        gone.submit([Query(9 + i, (4, i)) for i in range(9)], {})
+        gone.submit([Query(9 + i, (4, i)) for i in range(9)])
         gone.end()
-        stays.submit([Query(0, (5,))], {})
+        stays.submit([Query(0, (5,))])
         engine.gate.set()
         await _all_of(stays, 1)
         assert gone.unanswered == stays.unanswered == 0
@@ -138,9 +138,9 @@ def test_a_driver_that_leaves_takes_its_queries_with_it():
 def test_a_driver_is_told_when_its_last_query_is_aborted():
     async def main(shared, engine):
         one = _session(shared)
-        one.submit([Query(0, (1,)), Query(1, (2,))], {})
+        one.submit([Query(0, (1,)), Query(1, (2,))])
         await _entered(engine)
-        one.submit([Query(2, (3,))], {})  # waits for the next step
+        one.submit([Query(2, (3,))])  # waits for the next step
         one.abort([0, 1])
         assert (one.finished, one.unanswered) == ([], 1)
         one.changed.clear()
@@ -154,7 +154,7 @@ def test_a_driver_is_told_when_its_last_query_is_aborted():
 def test_rows_are_reduced_where_the_engine_returns_them_whole():
     async def main(shared, _engine):
         one = _session(shared)
-        one.submit([Query(7, (65, 66), outputs=(Draw(0.5), None))], {})
+        one.submit([Query(7, (65, 66), outputs=(Draw(0.5), None))])
         [completion] = await _all_of(one, 1)
         assert completion.query_id == 7
         drawn, row = completion.result.values
@@ -178,7 +178,7 @@ def test_contexts_are_released_while_nothing_is_asked_whatever_the_engine_raises
         for key in (b"one", b"two"):
             assert await asyncio.to_thread(released.get, timeout=TIMEOUT_S) == ("poet", key)
         one = _session(shared)
-        one.submit([Query(0, (1,))], {})
+        one.submit([Query(0, (1,))])
         assert len(await _all_of(one, 1)) == 1
 
     _run(main)
@@ -208,9 +208,9 @@ def test_a_drivers_own_reduction_does_not_hold_up_the_engine():
 
     async def main(shared, engine):
         slow, other = _session(shared), _session(shared)
-        slow.submit([Query(0, (1,), outputs=(Slow(go), Draw(0.5), None))], {})
-        slow.submit([Query(i, (1, i)) for i in (1, 2)], {})
-        other.submit([Query(i, (2, i)) for i in range(5)], {})
+        slow.submit([Query(0, (1,), outputs=(Slow(go), Draw(0.5), None))])
+        slow.submit([Query(i, (1, i)) for i in (1, 2)])
+        other.submit([Query(i, (2, i)) for i in range(5)])
         assert len(await _all_of(other, 5)) == 5
         assert len(await _all_of(slow, 2)) == 2  # its other queries as well
         assert (slow.unanswered, other.unanswered) == (1, 0)
@@ -231,11 +231,11 @@ def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_sec
 
     async def main(shared, _engine):
         slow = _session(shared, reduction_s=0.1)
-        slow.submit([Query(0, (1,), outputs=(Slow(go),))], {})
+        slow.submit([Query(0, (1,), outputs=(Slow(go),))])
         [failed] = await _all_of(slow, 1)
         assert "has run for more than 0.1 s" in str(failed.error)
         threads = threading.active_count()
-        slow.submit([Query(1, (2,), outputs=(Slow(go),)), Query(2, (2,))], {})
+        slow.submit([Query(1, (2,), outputs=(Slow(go),)), Query(2, (2,))])
         refused, row = sorted(await _all_of(slow, 2), key=lambda each: each.query_id)
         assert "until it returns" in str(refused.error)
         assert torch.is_tensor(row.result)
@@ -243,7 +243,7 @@ def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_sec
         go.set()
         while slow._is_overdue:
             await asyncio.sleep(0)
-        slow.submit([Query(3, (3,), outputs=(Slow(go),))], {})
+        slow.submit([Query(3, (3,), outputs=(Slow(go),))])
         [again] = await _all_of(slow, 1)
         assert again.query_id == 3  # and no second answer to the first one
         assert again.result.values == ("reduced",)
@@ -254,7 +254,7 @@ def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_sec
 def test_a_drivers_own_reduction_cannot_end_the_process():
     async def main(shared, _engine):
         one = _session(shared)
-        one.submit([Query(0, (1,), outputs=(Exiting(),))], {})
+        one.submit([Query(0, (1,), outputs=(Exiting(),))])
         [failed] = await _all_of(one, 1)
         [error] = failed.result.values
         assert "the reductions raised SystemExit" in str(error)
@@ -268,7 +268,7 @@ def test_rows_that_wait_for_a_drivers_own_reductions_are_few():
 
     async def main(shared, engine):
         slow = _session(shared)
-        slow.submit([Query(i, (1, i % 250), outputs=(Slow(go),)) for i in range(1000)], {})
+        slow.submit([Query(i, (1, i % 250), outputs=(Slow(go),)) for i in range(1000)])
         while not _is_reducing(slow):
             await asyncio.sleep(0)
         assert sum(len(batch) for batch in engine.batches) <= SHARED_ROWS
@@ -284,7 +284,7 @@ def test_a_query_that_is_aborted_does_not_hold_up_those_that_are_reduced_with_it
 
     async def main(shared, _engine):
         one = _session(shared)
-        one.submit([Query(i, (1, i), outputs=(Slow(go),)) for i in range(3)], {})
+        one.submit([Query(i, (1, i), outputs=(Slow(go),)) for i in range(3)])
         while not _is_reducing(one):
             await asyncio.sleep(0)
         one.abort([aborted])
@@ -329,8 +329,8 @@ def test_a_drivers_own_reduction_of_a_text_is_computed_in_parts_on_its_thread(mo
     async def main(shared, engine):
         one, other = _session(shared), _session(shared)
         slow = Places(lambda: go.wait(TIMEOUT_S))
-        one.submit([_text(3, slow), Query(4, (5,))], {})
-        other.submit([Query(i, (2, i)) for i in range(5)], {})
+        one.submit([_text(3, slow), Query(4, (5,))])
+        other.submit([Query(i, (2, i)) for i in range(5)])
         assert len(await _all_of(other, 5)) == 5
         [row] = await _all_of(one, 1)  # its other query as well
         assert row.query_id == 4
@@ -361,13 +361,13 @@ def test_a_drivers_own_reduction_of_a_text_fails_alone(monkeypatch):
             (refused, "Places.compute raised Arith"),
             (left, "SystemExit"),
         ):
-            one.submit([_text(0, reduction)], {})
+            one.submit([_text(0, reduction)])
             [failed] = await _all_of(one, 1)
             [error] = failed.result.values
             assert isinstance(error, EvaluationError)
             assert message in str(error)
             assert len(reduction.pieces) == 1  # the rest of the text is not computed
-        one.submit([_text(1, Places(), 150)], {})
+        one.submit([_text(1, Places(), 150)])
         [found] = await _all_of(one, 1)
         assert found.result.values[0][1].tolist() == list(range(50))
 
@@ -384,11 +384,11 @@ def test_a_text_whose_query_is_aborted_is_not_continued(monkeypatch):
     async def main(shared, _engine):
         one = _session(shared)
         aborted, later = Places(wait), Places()
-        one.submit([_text(0, aborted)], {})
+        one.submit([_text(0, aborted)])
         assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
         one.abort([0])
         assert (one.finished, one.unanswered) == ([], 0)
-        one.submit([_text(1, later)], {})
+        one.submit([_text(1, later)])
         go.set()
         [found] = await _all_of(one, 1)
         assert found.query_id == 1
@@ -403,16 +403,16 @@ def test_a_drivers_own_reduction_of_a_text_has_a_time_limit(monkeypatch):
 
     async def main(shared, _engine):
         one = _session(shared, reduction_s=0.1)
-        one.submit([_text(0, Places(lambda: go.wait(TIMEOUT_S)))], {})
+        one.submit([_text(0, Places(lambda: go.wait(TIMEOUT_S)))])
         [first] = await _all_of(one, 1)
-        one.submit([_text(1, Places())], {})
+        one.submit([_text(1, Places())])
         [second] = await _all_of(one, 1)
         assert "has run for more than 0.1 s" in str(first.error)
         assert "until it returns" in str(second.error)
         go.set()
         while one._is_overdue:
             await asyncio.sleep(0)
-        one.submit([_text(2, Places())], {})
+        one.submit([_text(2, Places())])
         [found] = await _all_of(one, 1)
         assert found.query_id == 2
         assert len(found.result.values[0][0]) == 190

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import socket
 import threading
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -22,9 +22,7 @@ from genlm_ray.replica import Replica, ReplicaSpec
 
 __all__ = [
     "NAMESPACE",
-    "HeadProbe",
     "Resources",
-    "bundles_of",
     "connect",
     "join",
     "leave",
@@ -32,6 +30,7 @@ __all__ = [
     "reservations",
     "reserve_resources",
     "start_replicas",
+    "until_head_is_lost",
 ]
 
 NAMESPACE = "genlm"
@@ -63,66 +62,73 @@ _lock = threading.Lock()
 logger = logging.getLogger("genlm.ray")
 
 
-def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool) -> None:
+def connect(
+    address: str | None, options: Mapping[str, Any] | None = None, *, default: str | None
+) -> str:
     """Join a cluster, or start one on this machine that ends with this process.
 
     Args:
-        address: As for `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
-            it has joined one.
+        address: As for `ray.init`; None takes the cluster that this process has joined, else
+            `RAY_ADDRESS`.
         options: Further arguments of `ray.init`. They count for the first connection of a
             process only.
-        may_start: Whether a cluster is started if there is no address.
+        default: Address where there is none: `"local"` starts a cluster, `"auto"` is the one
+            that runs on this machine, None is an error.
+
+    Returns:
+        The address of the cluster.
 
     Raises:
-        ModelLoadError: There is no cluster, another version of Ray or Python runs it, or this
-            process has joined another one.
+        ModelLoadError: There is no cluster, none was named, another version of Ray or Python
+            runs it, or this process has joined another one.
     """
     with _lock:
-        if ray.is_initialized():
-            joined = ray.get_runtime_context().gcs_address
-            if address not in (None, "auto", "local") and not _is_same(address, joined):
-                raise ModelLoadError(
-                    f"asked for the Ray cluster at {address!r}; this process has joined the "
-                    f"one at {joined!r}, and can join one at a time: ray.shutdown() leaves it"
-                )
-            return
-        if address is None and not os.environ.get("RAY_ADDRESS"):
-            # Without an address Ray joins the cluster last started on this machine.
-            address = "local" if may_start else "auto"
-        arguments: dict[str, Any] = {"address": address, "log_to_driver": False}
-        starts = address == "local"
-        if starts:
-            arguments["include_dashboard"] = False
-        arguments |= options
-        for left in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
-            error = _init(arguments)
-            if error is None:
-                return
-            if isinstance(error, (TypeError, ValueError)):  # an argument that Ray refuses
-                break
-            if left:
-                logger.warning("starting a Ray cluster failed, trying again: %s", error)
-        joined = address or os.environ.get("RAY_ADDRESS")
-        what = "started on this machine" if starts else f"the one at {joined!r}"
+        if not ray.is_initialized():
+            _connect(address, options or {}, default)
+        joined: str = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", "local") and not _is_same(address, joined):
+            raise ModelLoadError(
+                f"asked for the Ray cluster at {address!r}; this process has joined the "
+                f"one at {joined!r}, and can join one at a time: ray.shutdown() leaves it"
+            )
+        return joined
+
+
+def _connect(address: str | None, options: Mapping[str, Any], default: str | None) -> None:
+    named = address or os.environ.get("RAY_ADDRESS") or default
+    if named is None:
         raise ModelLoadError(
-            f"asked for a Ray cluster, {what}: {type(error).__name__}: {error}. `ray start "
-            f"--head` starts one on this machine; address='host:port' joins another"
-        ) from error
+            "no Ray cluster was named: pass its address as host:port, set RAY_ADDRESS, or for "
+            "`genlm serve` pass --local, the cluster that runs on this machine. `ray start "
+            "--head` starts one"
+        )
+    starts = named == "local"
+    # Without an address Ray joins the cluster last started on this machine.
+    arguments: dict[str, Any] = {"address": named, "log_to_driver": False}
+    if starts:
+        arguments["include_dashboard"] = False
+    arguments |= options
+    for left in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
+        error = _init(arguments)
+        if error is None:
+            return
+        if isinstance(error, (TypeError, ValueError)):  # an argument that Ray refuses
+            break
+        if left:
+            logger.warning("starting a Ray cluster failed, trying again: %s", error)
+    what = "started on this machine" if starts else f"the one at {named!r}"
+    raise ModelLoadError(
+        f"asked for a Ray cluster, {what}: {type(error).__name__}: {error}. `ray start "
+        f"--head` starts one on this machine; address='host:port' joins another"
+    ) from error
 
 
-def join(
-    address: str | None = None,
-    *,
-    is_local: bool = False,
-    options: Mapping[str, Any] | None = None,
-) -> str:
+def join(address: str | None = None, *, is_local: bool = False) -> str:
     """Join the named cluster, never another one that happens to run.
 
     Args:
-        address: As for `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
-            it has joined one.
+        address: As for `connect`.
         is_local: Whether to join this machine's cluster and ignore `RAY_ADDRESS`.
-        options: Further arguments of `ray.init`.
 
     Returns:
         The address of the cluster.
@@ -130,19 +136,15 @@ def join(
     Raises:
         ModelLoadError: No cluster was named, or as `connect`.
     """
-    was_joined = ray.is_initialized()
-    if is_local:
-        address = "auto"
-    if not (address or was_joined or os.environ.get("RAY_ADDRESS")):
-        raise ModelLoadError(
-            "no Ray cluster was named: pass its address as host:port, set RAY_ADDRESS, or for "
-            "`genlm serve` pass --local, the cluster that runs on this machine. `ray start "
-            "--head` starts one"
-        )
-    with _without_ray_address() if is_local else contextlib.nullcontext():
-        connect(address, options or {}, may_start=False)
-    joined: str = ray.get_runtime_context().gcs_address
-    if is_local and not _is_here(joined):
+    if not is_local:
+        return connect(address, default=None)
+    was_joined, named = ray.is_initialized(), os.environ.pop("RAY_ADDRESS", None)
+    try:
+        joined = connect("auto", default=None)
+    finally:
+        if named is not None:
+            os.environ["RAY_ADDRESS"] = named
+    if joined.rpartition(":")[0] not in _own_hosts():
         if not was_joined:
             leave()
         raise ModelLoadError(
@@ -164,35 +166,21 @@ def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
     return not leaving.is_alive()
 
 
-@contextlib.contextmanager
-def _without_ray_address() -> Iterator[None]:
-    address = os.environ.pop("RAY_ADDRESS", None)
-    try:
-        yield
-    finally:
-        if address is not None:
-            os.environ["RAY_ADDRESS"] = address
-
-
-def _is_here(joined: str) -> bool:
-    """Whether the head of a cluster runs on this machine."""
-    return joined.rpartition(":")[0] in {"127.0.0.1", ray.util.get_node_ip_address()}
+def _own_hosts() -> set[str]:
+    return {"127.0.0.1", ray.util.get_node_ip_address()}
 
 
 def _is_same(address: str, joined: str) -> bool:
     """Whether an address is that of the cluster of this process."""
-    if address == joined:
-        return True
     host, _, port = address.rpartition(":")
     joined_host, _, joined_port = joined.rpartition(":")
-    if port != joined_port:
-        return False
+    if address == joined or port != joined_port:
+        return address == joined
     try:
         resolved = socket.gethostbyname(host)
     except OSError:
         return False
-    here = {"127.0.0.1", ray.util.get_node_ip_address()}
-    return resolved == joined_host or (resolved in here and joined_host in here)
+    return resolved == joined_host or {resolved, joined_host} <= _own_hosts()
 
 
 def _init(arguments: dict[str, Any]) -> BaseException | None:
@@ -227,48 +215,27 @@ def _end_processes(error: BaseException) -> None:
             node.kill_all_processes(check_alive=False, wait=True)
 
 
-class HeadProbe:
-    """Monitors the cluster's head on a separate thread, because calls may block."""
+async def until_head_is_lost() -> None:
+    """Return when the cluster's head has not answered for too long, or Ray was shut down.
 
-    def __init__(self) -> None:
-        self._asked_s: float | None = None  # time of the first request without response
-        self._closed = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="genlm-ray-head", daemon=True)
-        self.thread.start()
+    This process may be paused between requests: only the time of a request counts.
+    """
+    loop = asyncio.get_running_loop()
+    while ray.is_initialized():
+        answered = asyncio.Event()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the head has not answered for too long, or Ray was shut down."""
-        asked_s = self._asked_s  # the program may be suspended between requests
-        is_silent = asked_s is not None and time.monotonic() - asked_s > HEAD_TIMEOUT_S
-        return is_silent or not ray.is_initialized()
-
-    def close(self) -> None:
-        """Stop monitoring."""
-        self._closed.set()
-
-    def _run(self) -> None:
-        while not self._closed.is_set() and ray.is_initialized():
-            if self._asked_s is None:
-                self._asked_s = time.monotonic()
+        def ask(answered: asyncio.Event = answered) -> None:
             with contextlib.suppress(Exception):  # only silence counts as a failure
                 ray.nodes()
-                self._asked_s = None
-            self._closed.wait(_PROBE_S)
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(answered.set)
 
-
-def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
-    """Translate a replica's resources to Ray's names; the first bundle is the actor's."""
-    if resources is None:
-        return [{"CPU": 1.0}]
-    several = [resources] if isinstance(resources, Mapping) else list(resources)
-    bundles = []
-    for one in several:
-        bundle = {_AMOUNTS.get(name, name): float(amount) for name, amount in one.items()}
-        if not bundle or min(bundle.values()) < 0:
-            raise ValueError(f"resources={resources!r}: expected amounts such as num_cpus=1")
-        bundles.append({name: amount for name, amount in bundle.items() if amount})
-    return bundles
+        threading.Thread(target=ask, name="genlm-ray-head", daemon=True).start()
+        try:  # a thread, because the call may block
+            await asyncio.wait_for(answered.wait(), HEAD_TIMEOUT_S)
+        except TimeoutError:
+            return
+        await asyncio.sleep(_PROBE_S)
 
 
 def reserve_resources(
@@ -329,32 +296,64 @@ def reservations(name: str) -> list[PlacementGroup]:
 
 
 def start_replicas(
-    spec: ReplicaSpec, groups: Sequence[PlacementGroup], *, max_restarts: int
-) -> list[Any]:
-    """Start an actor in each reservation; detached ones of a served model."""
-    cls = ray.remote(Replica)
+    spec: ReplicaSpec,
+    resources: Resources | None,
+    *,
+    max_restarts: int,
+    place_timeout_s: float,
+) -> tuple[list[Any], list[PlacementGroup]]:
+    """Start an actor in a reservation for each replica; detached ones of a served model.
+
+    Args:
+        spec: Load options.
+        resources: Resources of a replica, by default one CPU.
+        max_restarts: Maximum number of restarts of each replica, -1 for no limit.
+        place_timeout_s: Maximum wait for resources that are in use.
+
+    Returns:
+        The actors and their reservations.
+
+    Raises:
+        ModelLoadError: As `reserve_resources`.
+    """
+    bundles = _bundles(resources)
+    groups = reserve_resources(
+        bundles, spec.replicas, name=spec.name, timeout_s=place_timeout_s
+    )
+    own = dict(bundles[0])
+    options: dict[str, Any] = {
+        "num_cpus": own.pop("CPU", 0.0),
+        "num_gpus": own.pop("GPU", 0.0),
+        "memory": own.pop("memory", None),
+        "resources": own,
+        "max_restarts": max_restarts,
+        "max_concurrency": _MAX_CONCURRENCY,
+    }
+    if spec.name:
+        options |= {"namespace": NAMESPACE, "lifetime": "detached"}
     actors = []
     for index, group in enumerate(groups):
-        own = dict(group.bundle_specs[0])
-        options: dict[str, Any] = {
-            "num_cpus": own.pop("CPU", 0.0),
-            "num_gpus": own.pop("GPU", 0.0),
-            "memory": own.pop("memory", None),
-            "resources": own,
-            "max_restarts": max_restarts,
-            "max_concurrency": _MAX_CONCURRENCY,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                group, 0, placement_group_capture_child_tasks=True
-            ),
-        }
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            group, 0, placement_group_capture_child_tasks=True
+        )
         if spec.name:
-            options |= {
-                "name": f"{spec.name}/{index}",
-                "namespace": NAMESPACE,
-                "lifetime": "detached",
-            }
-        actors.append(cls.options(**options).remote(spec))
-    return actors
+            options["name"] = f"{spec.name}/{index}"
+        actors.append(ray.remote(Replica).options(**options).remote(spec))
+    return actors, groups
+
+
+def _bundles(resources: Resources | None) -> list[dict[str, float]]:
+    """Translate a replica's resources to Ray's names; the first bundle is the actor's."""
+    if resources is None:
+        return [{"CPU": 1.0}]
+    several = [resources] if isinstance(resources, Mapping) else list(resources)
+    bundles = []
+    for one in several:
+        bundle = {_AMOUNTS.get(name, name): float(amount) for name, amount in one.items()}
+        if not bundle or min(bundle.values()) < 0:
+            raise ValueError(f"resources={resources!r}: expected amounts such as num_cpus=1")
+        bundles.append({name: amount for name, amount in bundle.items() if amount})
+    return bundles
 
 
 def _summed(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -79,7 +79,7 @@ def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
                 serving.stop(name)
 
     name = f"conformance-{uuid.uuid4().hex[:8]}"
-    cluster.connect(None, CLUSTER, may_start=True)
+    cluster.connect(None, CLUSTER, default="local")
     serving.serve(
         name,
         "demo",

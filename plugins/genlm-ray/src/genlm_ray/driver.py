@@ -25,7 +25,6 @@ from genlm.plugin import (
     Completion,
     EvaluationError,
     GroupQuery,
-    ModelLoadError,
     Query,
     SampledGroup,
     TokenSequence,
@@ -58,7 +57,7 @@ _RETRY_S = 0.2
 _MAX_CALLS = 8
 """Maximum number of unanswered messages to a replica."""
 
-COUNTED = ("tokens_evaluated", "tokens_computed")
+COUNTED = frozenset({"tokens_evaluated", "tokens_computed"})
 """Counters that are kept when a replica is started again."""
 
 
@@ -91,6 +90,7 @@ class ReplicaLink:
         is_dead: Whether the replica is lost for good.
         restarts: Number of ended incarnations.
         pid: Process id.
+        counts: Counters of all incarnations.
     """
 
     session: str | None = None
@@ -106,8 +106,8 @@ class ReplicaLink:
     def __init__(self, index: int, actor: Any) -> None:
         self.index, self.actor = index, actor
         self.is_dead, self.restarts, self.pid = False, 0, 0
+        self.counts: dict[str, float] = {}
         self._statistics: dict[str, Any] = {}
-        self._before: dict[str, float] = {}  # counted in earlier incarnations
 
     def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
         """Use a session that the replica has begun."""
@@ -136,10 +136,7 @@ class ReplicaLink:
             self.lost.set_result(error)
 
     def end(self) -> None:
-        """Forget a lost session, and keep its counters."""
-        for name in COUNTED:
-            if name in self._statistics:
-                self._before[name] = self.counted(name) or 0
+        """Forget a lost session."""
         self._statistics = {}
         self.session = None
         self.restarts += 1
@@ -157,21 +154,17 @@ class ReplicaLink:
     # -- any thread -------------------------------------------------------------------
 
     def store(self, statistics: dict[str, Any]) -> None:
-        """Keep the latest statistics of the engine."""
-        self._statistics = statistics
-
-    def counted(self, name: str) -> float | None:
-        """Counters of all incarnations; None if the engine has none."""
-        now: float | None = self._statistics.get(name)
-        before = self._before.get(name)
-        return before if now is None else now + (before or 0)
+        """Keep the latest statistics of the engine, and add to the counters."""
+        before, self._statistics = self._statistics, statistics
+        for name in COUNTED & statistics.keys():
+            added = statistics[name] - before.get(name, 0)
+            self.counts[name] = self.counts.get(name, 0) + added
 
     def statistics(self) -> dict[str, int | float | str]:
         """The engine's statistics and the replica's state."""
         state = "dead" if self.is_dead else "up" if self.session else "starting"
-        found = {"state": state, "restarts": self.restarts, "pid": self.pid, **self._statistics}
-        counts = {name: self.counted(name) for name in COUNTED}
-        return found | {name: value for name, value in counts.items() if value is not None}
+        found: dict[str, Any] = {"state": state, "restarts": self.restarts, "pid": self.pid}
+        return found | self._statistics | self.counts
 
 
 class Driver:
@@ -229,13 +222,16 @@ class Driver:
 
     # -- any thread -------------------------------------------------------------------
 
-    def start(self, model: str) -> dict[str, Any]:
-        """Attach all replicas; return the description of one.
+    def start(self) -> dict[str, Any]:
+        """Attach all replicas, which are loaded; return the description of one.
 
         Raises:
-            ModelLoadError: A replica could not be loaded, or not in time.
+            GenlmError: A replica refuses this program.
         """
-        description: dict[str, Any] = self.run(self._start(model))
+        try:
+            description: dict[str, Any] = self.run(self._start())
+        except RayTaskError as error:
+            raise cause_of(error) from None
         return description
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -407,8 +403,9 @@ class Driver:
     async def _configure_all(self) -> None:
         wanted = self._configuration
         while True:
-            stale = [each for each in self._up.values() if each.configuration is not wanted]
-            if not stale and self._up:
+            live = [each for each in self._up.values() if not each.lost.done()]
+            stale = [each for each in live if each.configuration is not wanted]
+            if live and not stale:
                 return
             if not stale:
                 self._has_changed.clear()
@@ -433,9 +430,6 @@ class Driver:
             link.lose(error or EngineError("the replica ended the session"))
         else:
             link.configuration = wanted
-            return None
-        while link.session is not None and link.lost.done():  # its task ends the session
-            await asyncio.sleep(0)
         return None
 
     # -- replicas ---------------------------------------------------------------------
@@ -445,28 +439,11 @@ class Driver:
         if self.died is not None:
             raise EngineDiedError(*self.died.args) from self.died.__cause__
 
-    async def _start(self, model: str) -> dict[str, Any]:
-        attaching = [asyncio.create_task(self._attach(link)) for link in self.links]
-        done, waiting = await asyncio.wait(
-            attaching, timeout=self._load_timeout_s, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for task in waiting:
-            task.cancel()
-        for raised in [error for task in done if (error := task.exception()) is not None]:
-            cause = cause_of(raised)
-            if isinstance(cause, ModelLoadError) or not isinstance(cause, Exception):
-                raise cause
-            raise ModelLoadError(
-                f"a replica of {model!r} could not be loaded: {_shown(cause)}"
-            ) from cause
-        if waiting:
-            raise ModelLoadError(
-                f"asked for {len(self.links)} replicas of {model!r}; {len(waiting)} of them "
-                f"have not loaded it in {self._load_timeout_s:g} s; load_timeout_s= allows more"
-            )
+    async def _start(self) -> dict[str, Any]:
+        descriptions = await asyncio.gather(*map(self._attach, self.links))
         self._tasks = [asyncio.create_task(self._keep(link)) for link in self.links]
         self._tasks.append(asyncio.create_task(self._watch_head()))
-        return attaching[0].result()
+        return descriptions[0]
 
     async def _attach(self, link: ReplicaLink) -> dict[str, Any]:
         """Begin a session when the replica is up, with the current configuration."""
@@ -555,12 +532,7 @@ class Driver:
 
     async def _watch_head(self) -> None:
         """Give up all replicas when the cluster is lost."""
-        head = cluster.HeadProbe()
-        try:
-            while not head.is_lost:
-                await asyncio.sleep(_PING_S)
-        finally:
-            head.close()
+        await cluster.until_head_is_lost()
         for task in self._tasks[:-1]:
             task.cancel()
         for link in self.links:

@@ -16,9 +16,7 @@ import ray.cloudpickle
 from genlm.plugin import (
     Capability,
     Completion,
-    GroupQuery,
     ModelLoadError,
-    Query,
     UnknownAdapterError,
     Vocabulary,
 )
@@ -100,30 +98,41 @@ class RayEngine:
         self._groups: list[Any] = []
         self._submitted: list[AnyQuery] = []
         self._finished: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
-        self._driver: Driver | None = None
         is_private = engine is not None
-        cluster.connect(address, ray_opts or {}, may_start=is_private)
-        if engine is None:
-            serving.refuse_loading_options(
+        cluster.connect(address, ray_opts, default="local" if is_private else "auto")
+        loading = {
+            "replicas": replicas,
+            "engine_opts": engine_opts,
+            "resources": resources,
+            "max_restarts": max_restarts,
+            "step_timeout_s": step_timeout_s,
+            "place_timeout_s": place_timeout_s,
+        }
+        given = [option for option, value in loading.items() if value is not None]
+        if engine is not None:
+            spec = ReplicaSpec(
+                engine,
                 model,
-                replicas=replicas,
-                engine_opts=engine_opts,
-                resources=resources,
-                max_restarts=max_restarts,
-                step_timeout_s=step_timeout_s,
-                place_timeout_s=place_timeout_s,
+                dict(engine_opts or {}),
+                name="",
+                replicas=2 if replicas is None else replicas,
+                driver_timeout_s=4 * ping_timeout_s,
+                step_timeout_s=3600.0 if step_timeout_s is None else step_timeout_s,
             )
-            actors = serving.actors_of(model)
+            actors, self._groups = cluster.start_replicas(
+                spec,
+                resources,
+                max_restarts=3 if max_restarts is None else max_restarts,
+                place_timeout_s=60.0 if place_timeout_s is None else place_timeout_s,
+            )
+        elif given:
+            raise TypeError(
+                f"{', '.join(given)}= for the served model {model!r}, which is loaded already; "
+                f"to load replicas of your own also pass engine="
+            )
         else:
-            count = 2 if replicas is None else replicas
-            options = dict(engine_opts or {})
-            step_s = 3600.0 if step_timeout_s is None else step_timeout_s
-            spec = ReplicaSpec(engine, model, options, "", count, 4 * ping_timeout_s, step_s)
-            bundles = cluster.bundles_of(resources)
-            restarts = 3 if max_restarts is None else max_restarts
-            place_s = 60.0 if place_timeout_s is None else place_timeout_s
-            actors = self._load(spec, bundles, restarts, place_s)
-        self._driver = Driver(
+            actors = serving.actors_of(model)
+        self.driver = Driver(
             actors,
             self.make_router(),
             self._finished.put,
@@ -133,24 +142,11 @@ class RayEngine:
             max_in_flight=max_in_flight,
         )
         try:
-            serving.check_versions(actors, load_timeout_s)
-            self._describe(self._driver.start(model))
+            serving.wait_until_loaded(actors, load_timeout_s)
+            self._describe(self.driver.start())
         except BaseException:
             self.close()
             raise
-
-    def _load(
-        self,
-        spec: ReplicaSpec,
-        bundles: list[dict[str, float]],
-        max_restarts: int,
-        place_timeout_s: float,
-    ) -> list[Any]:
-        serving.check_spec(spec)
-        self._groups = cluster.reserve_resources(
-            bundles, spec.replicas, name="", timeout_s=place_timeout_s
-        )
-        return cluster.start_replicas(spec, self._groups, max_restarts=max_restarts)
 
     def _describe(self, description: dict[str, Any]) -> None:
         try:
@@ -165,16 +161,12 @@ class RayEngine:
         self.capability_hints = {Capability(k): v for k, v in description["hints"].items()}
         self.adapters: tuple[str, ...] = description["adapters"]
 
-    @property
-    def driver(self) -> Driver:
-        """The replicas, once they are started."""
-        assert self._driver is not None  # noqa: S101 - set by `__init__`
-        return self._driver
-
     # -- the protocol of engines ------------------------------------------------------
 
-    def submit(self, query: Query) -> None:
+    def submit(self, query: AnyQuery) -> None:
         """Accept a query, which the next step passes to the driver.
+
+        One replica computes the query of a population.
 
         Raises:
             EngineDiedError: No replica is left.
@@ -182,14 +174,7 @@ class RayEngine:
         self.driver.raise_if_died()
         self._submitted.append(query)
 
-    def submit_group(self, group: GroupQuery) -> None:
-        """Accept the query of a population, which one replica computes.
-
-        Raises:
-            EngineDiedError: No replica is left.
-        """
-        self.driver.raise_if_died()
-        self._submitted.append(group)
+    submit_group = submit
 
     def step(self) -> list[Completion]:
         """Pass on the submitted queries, and wait for completions or for `wake`.
@@ -226,8 +211,7 @@ class RayEngine:
 
     def close(self) -> None:
         """End the private replicas; served ones keep running."""
-        if self._driver is not None:
-            self._driver.close()
+        self.driver.close()
         if ray.is_initialized():
             cluster.remove(self._groups)
         self._groups = []
@@ -237,9 +221,8 @@ class RayEngine:
         links = self.driver.links
         found: dict[str, int | float | str] = {"replicas": len(links)}
         for name in COUNTED:
-            counts = [count for each in links if (count := each.counted(name)) is not None]
-            if counts:
-                found[name] = sum(counts)
+            if any(name in each.counts for each in links):
+                found[name] = sum(each.counts.get(name, 0) for each in links)
         found["tokens_recomputed"] = self.driver.router.tokens_recomputed
         for link in links:
             for name, value in link.statistics().items():

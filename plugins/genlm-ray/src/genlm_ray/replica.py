@@ -101,15 +101,20 @@ class ServingLimits:
     adapters: int = 8
     reduction_s: float = 60.0
 
+    def check(self, error: type[Exception], **needed: int) -> None:
+        """Raise the error if a program needs more than is allowed."""
+        for name, number in needed.items():
+            limit = getattr(self, name)
+            if number > limit:
+                raise error(
+                    f"asked for {number} {name.replace('_', ' ')} at a replica; the served "
+                    f"model allows {limit} (ServingLimits.{name})"
+                )
 
-UNLIMITED = ServingLimits(
-    clients=sys.maxsize,
-    pending_queries=sys.maxsize,
-    sequences=sys.maxsize,
-    prefix_tokens=sys.maxsize,
-    adapters=sys.maxsize,
-    reduction_s=math.inf,
-)
+
+_ANY = sys.maxsize
+
+UNLIMITED = ServingLimits(_ANY, _ANY, _ANY, _ANY, _ANY, math.inf)
 """Limits of a private replica, whose program limits itself."""
 
 
@@ -126,6 +131,11 @@ class ReplicaSpec:
         driver_timeout_s: Silence after which a driver counts as dead.
         step_timeout_s: Longest step of the engine before the replica ends its process.
         limits: Resource limits of each driver.
+
+    Raises:
+        TypeError: The model is an object, which cannot be sent.
+        ValueError: Fewer than one replica.
+        PluginError: The backend is not installed.
     """
 
     engine: str
@@ -136,6 +146,19 @@ class ReplicaSpec:
     driver_timeout_s: float
     step_timeout_s: float = 3600.0
     limits: ServingLimits = UNLIMITED
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise TypeError(
+                f"asked for replicas of a {type(self.model).__name__}; replicas load models "
+                f"themselves: pass a folder or a name"
+            )
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas}: expected at least 1")
+        if find_backend(self.engine).name == "ray":
+            raise ModelLoadError(
+                "asked for replicas of engine='ray'; name the engine to replicate"
+            )
 
 
 class Replica:
@@ -192,12 +215,7 @@ class Replica:
         engine = shared.engine
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
             await self._end(name)
-        limit = self._spec.limits.clients
-        if len(self._sessions) >= limit:
-            raise ModelLoadError(
-                f"the model {self._spec.name!r} serves {limit} programs, the most that it was "
-                f"started for (ServingLimits.clients)"
-            )
+        self._spec.limits.check(ModelLoadError, clients=len(self._sessions) + 1)
         self._own_adapters = tuple(getattr(engine, "adapters", ()))
         state = Session(driver, shared, self._spec.limits.reduction_s)
         self._sessions[session] = state
@@ -270,20 +288,10 @@ class Replica:
             AdapterError: An adapter cannot be loaded, or there are more than allowed.
             EvaluationError: The prefixes have more tokens than allowed.
         """
-        limits = self._spec.limits
-        if len(adapters) > limits.adapters:
-            raise AdapterError(
-                f"asked for {len(adapters)} adapters of this program; the served model allows "
-                f"{limits.adapters} (ServingLimits.adapters); remove one"
-            )
         wanted = dict.fromkeys(prefixes)
-        tokens = sum(len(ids) for ids, _ in wanted)
-        if tokens > limits.prefix_tokens:
-            raise EvaluationError(
-                f"with this prefix the program would keep {tokens} tokens; the served model "
-                f"allows {limits.prefix_tokens} (ServingLimits.prefix_tokens). "
-                f"clear_kv_cache() frees those that it keeps"
-            )
+        limits = self._spec.limits
+        limits.check(AdapterError, adapters=len(adapters))
+        limits.check(EvaluationError, prefix_tokens=sum(len(ids) for ids, _ in wanted))
         async with self._loading:
             state = self._sessions.get(session)
             if state is None:
@@ -337,10 +345,14 @@ class Replica:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    async def _call(self, function: Callable[[Any], Any]) -> None:
-        """Call a function on the engine's thread."""
+    async def _call(self, method: str, *arguments: Any) -> None:
+        """Call a method of the engine on its thread."""
+
+        def call(engine: Any) -> None:
+            getattr(engine, method)(*arguments)
+
         try:
-            await asyncio.to_thread(self._shared.scheduler.run, function)
+            await asyncio.to_thread(self._shared.scheduler.run, call)
         except Exception as error:  # noqa: BLE001 - raised in the driver
             raise picklable_error(error) from None
 
@@ -359,27 +371,26 @@ class Replica:
     async def _load_adapters(self, state: Session, adapters: Mapping[str, str]) -> None:
         for name in [each for each in state.adapters if each not in adapters]:
             del state.adapters[name]
-            await self._remove_adapter(self._adapter(state, name))
+            await self._remove_adapter(state, name)
         for name, path in adapters.items():
             if name not in state.adapters:
-                own = self._adapter(state, name)
-                await self._call(functools.partial(_add_adapter, name=own, path=path))
+                await self._call("add_adapter", self._adapter(state, name), path)
                 state.adapters[name] = path
 
-    async def _remove_adapter(self, name: str | None) -> None:
+    async def _remove_adapter(self, state: Session, name: str) -> None:
         try:
-            await self._call(functools.partial(_remove_adapter, name=name))
+            if hasattr(self._shared.engine, "remove_adapter"):
+                await self._call("remove_adapter", self._adapter(state, name))
         except Exception:  # it stays loaded; the others are freed
             logger.exception("freeing the adapter %r raised", name)
 
     async def _cache_prefix(self, state: Session, prefix: Prefix) -> None:
         token_ids, adapter = prefix
-        own = self._adapter(state, adapter)
-        await self._call(lambda engine: engine.cache_prefix(token_ids, own))
+        await self._call("cache_prefix", token_ids, self._adapter(state, adapter))
 
     async def _keep_prefixes(self) -> None:
         """Replace the engine's prefixes by those of the sessions that have not ended."""
-        await self._call(lambda engine: engine.clear_prefix_cache())
+        await self._call("clear_prefix_cache")
         for state in list(self._sessions.values()):
             for prefix in list(state.prefixes):
                 try:
@@ -405,18 +416,14 @@ class Replica:
             state.abort(message.aborted)
         for number in message.dropped:
             state.generations.drop(number)
-        limits, groups = self._spec.limits, message.groups
-        added, pending = message.count + len(groups), state.unanswered + len(state.finished)
-        rows, kept = sum(each.size for each in groups), state.generations.sequences
-        for what, used, more, limit in (
-            ("pending_queries", pending, added, limits.pending_queries),
-            ("sequences", kept, rows, limits.sequences),
-        ):
-            if more and used + more > limit:
-                raise EvaluationError(
-                    f"this program has {used} {what.replace('_', ' ')} at a replica and sends "
-                    f"{more} more; the served model allows {limit} (ServingLimits.{what})"
-                )
+        groups, added = message.groups, message.count + len(message.groups)
+        rows = sum(each.size for each in groups)
+        pending = state.unanswered + len(state.finished)
+        self._spec.limits.check(
+            EvaluationError,
+            pending_queries=pending + added if added else 0,
+            sequences=state.generations.sequences + rows if rows else 0,
+        )
         queries: list[Any] = [
             query
             if query.adapter is None
@@ -427,8 +434,7 @@ class Replica:
         for each in groups:
             adapter = self._adapter(state, each.adapter)
             queries.append(state.generations.group(each, adapter, lease))
-        sampled = {each.query_id: each.sampled for each in groups if each.sampling}
-        state.submit(queries, sampled)
+        state.submit(queries)
         if message.released is not None:
             for name, sequence in zip(
                 message.released[0], message.released[1].unpack(), strict=True
@@ -442,7 +448,7 @@ class Replica:
         state.end()
         async with self._loading:
             for name in state.adapters:
-                await self._remove_adapter(self._adapter(state, name))
+                await self._remove_adapter(state, name)
             if state.prefixes:
                 try:
                     await self._keep_prefixes()
@@ -476,15 +482,6 @@ class _HeldContexts:
     def __del__(self) -> None:
         for context in self._contexts:
             self._release(context)
-
-
-def _add_adapter(engine: Any, *, name: str | None, path: str) -> None:
-    engine.add_adapter(name, path)
-
-
-def _remove_adapter(engine: Any, *, name: str | None) -> None:
-    if hasattr(engine, "remove_adapter"):
-        engine.remove_adapter(name)
 
 
 def _exit(cause: BaseException) -> None:

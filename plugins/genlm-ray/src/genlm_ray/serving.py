@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from genlm.plugin import GenlmError, ModelLoadError, find_backend
+from genlm.plugin import GenlmError, ModelLoadError
 from genlm_ray import cluster
 from genlm_ray.replica import ReplicaSpec, ServingLimits, version_of
 
 __all__ = [
     "ServingLimits",
     "actors_of",
-    "check_spec",
-    "check_versions",
     "kill",
-    "refuse_loading_options",
     "serve",
     "served",
     "stop",
+    "wait_until_loaded",
 ]
 
 _ANSWER_S = 10.0
@@ -83,21 +81,17 @@ def serve(
         step_timeout_s,
         limits or ServingLimits(),
     )
-    check_spec(spec)
-    cluster.join(address, options=ray_opts)
-    if name in _names() or cluster.reservations(name):
+    cluster.connect(address, ray_opts, default=None)
+    if name in _served() or cluster.reservations(name):
         raise ModelLoadError(
             f"asked to serve {name!r}, which this cluster serves already, or whose replicas "
             f"have died; choose another name, or end it: genlm serve --stop --name {name}"
         )
-    groups = cluster.reserve_resources(
-        cluster.bundles_of(resources), replicas, name=name, timeout_s=place_timeout_s
+    actors, groups = cluster.start_replicas(
+        spec, resources, max_restarts=max_restarts, place_timeout_s=place_timeout_s
     )
-    actors: list[Any] = []
     try:
-        actors = cluster.start_replicas(spec, groups, max_restarts=max_restarts)
-        check_versions(actors, load_timeout_s)
-        found = _ask_all(actors, "describe", load_timeout_s)
+        found = wait_until_loaded(actors, load_timeout_s)
         return [{**each, "state": "up", "replica": index} for index, each in enumerate(found)]
     except BaseException:
         for actor in actors:
@@ -114,8 +108,8 @@ def served(address: str | None = None) -> list[dict[str, Any]]:
     """
     cluster.join(address)
     found = []
-    for name in _names():
-        for index, actor in enumerate(_actors(name)):
+    for name, indices in _served().items():
+        for index, actor in enumerate(_actors(name, indices)):
             try:
                 [description] = _ask_all([actor], "describe", _ANSWER_S)
             except ModelLoadError as error:
@@ -134,7 +128,7 @@ def stop(name: str, address: str | None = None) -> int:
     """
     cluster.join(address)
     groups = cluster.reservations(name)
-    actors = _actors(name) if groups else actors_of(name)
+    actors = _actors(name, _served().get(name, [])) if groups else actors_of(name)
     for actor in actors:
         kill(actor)
     cluster.remove(groups)
@@ -147,21 +141,22 @@ def actors_of(name: str) -> list[Any]:
     Raises:
         ModelLoadError: The cluster serves no such model.
     """
-    actors = _actors(name)
-    if not actors:
+    served = _served()
+    if name not in served:
         raise ModelLoadError(
             f"asked for the served model {name!r}; this cluster serves "
-            f"{', '.join(map(repr, _names())) or 'none'}. `genlm serve` serves one; to load a "
+            f"{', '.join(map(repr, served)) or 'none'}. `genlm serve` serves one; to load a "
             f"model in replicas of your own pass engine=, such as engine='hf'"
         )
-    return actors
+    return _actors(name, served[name])
 
 
-def check_versions(actors: list[Any], timeout_s: float) -> None:
-    """Compare the versions of replicas with those here.
+def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any]]:
+    """Wait until replicas have loaded their model; return their descriptions.
 
     Raises:
-        ModelLoadError: They differ, or a replica cannot start.
+        ModelLoadError: A replica cannot be loaded, or not in time; or it has other versions of
+            what it and this program must have in common.
     """
     for found in _ask_all(actors, "versions", timeout_s):
         own = {name: version_of(name) for name in found}
@@ -176,35 +171,7 @@ def check_versions(actors: list[Any], timeout_s: float) -> None:
                 f"the replicas and this program have different versions: {differ}; install "
                 f"the same ones on every machine"
             )
-
-
-def check_spec(spec: ReplicaSpec) -> None:
-    """Refuse arguments that no replica can load.
-
-    Raises:
-        TypeError: The model is an object, which cannot be sent.
-        ValueError: Fewer than one replica.
-        PluginError: The backend is not installed.
-    """
-    if not isinstance(spec.model, str):
-        raise TypeError(
-            f"asked for replicas of a {type(spec.model).__name__}; replicas load models "
-            f"themselves: pass a folder or a name"
-        )
-    if spec.replicas < 1:
-        raise ValueError(f"replicas={spec.replicas}: expected at least 1")
-    if find_backend(spec.engine).name == "ray":
-        raise ModelLoadError("asked for replicas of engine='ray'; name the engine to replicate")
-
-
-def refuse_loading_options(name: str, **options: object) -> None:
-    """Refuse options that only count when replicas are loaded."""
-    given = [option for option, value in options.items() if value is not None]
-    if given:
-        raise TypeError(
-            f"{', '.join(given)}= for the served model {name!r}, which is loaded already; to "
-            f"load replicas of your own also pass engine="
-        )
+    return _ask_all(actors, "describe", timeout_s)
 
 
 def kill(actor: Any, *, restart: bool = False) -> None:
@@ -232,20 +199,17 @@ def _ask_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
     return answers
 
 
-def _names() -> list[str]:
-    """The names of served models."""
-    found = ray.util.list_named_actors(all_namespaces=True)
-    names = [each["name"] for each in found if each["namespace"] == cluster.NAMESPACE]
-    return sorted({name.rpartition("/")[0] for name in names})
+def _served() -> dict[str, list[int]]:
+    """The names of served models, and the indices of their replicas."""
+    found: dict[str, list[int]] = {}
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        if each["namespace"] == cluster.NAMESPACE:
+            name, _, index = each["name"].rpartition("/")
+            found.setdefault(name, []).append(int(index))
+    return {name: sorted(found[name]) for name in sorted(found)}
 
 
-def _actors(name: str) -> list[Any]:
-    found = ray.util.list_named_actors(all_namespaces=True)
-    indices = sorted(
-        int(each["name"].rpartition("/")[2])
-        for each in found
-        if each["namespace"] == cluster.NAMESPACE and each["name"].rpartition("/")[0] == name
-    )
+def _actors(name: str, indices: Iterable[int]) -> list[Any]:
     return [ray.get_actor(f"{name}/{index}", cluster.NAMESPACE) for index in indices]
 
 

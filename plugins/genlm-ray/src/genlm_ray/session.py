@@ -27,7 +27,6 @@ from genlm.plugin import (
     GroupQuery,
     Query,
     Reduced,
-    SampledGroup,
     Scheduler,
     with_groups,
 )
@@ -132,8 +131,6 @@ class Session:
         self.running: Running = {}
         self.tokens = 0.0
         self._shared = shared
-        # Numbers of the generations of results, and their queries.
-        self._sampled: dict[int, tuple[int, GroupQuery]] = {}
         self._reduction_s = reduction_s
         self._reducer: Scheduler[Any] | None = None  # has the driver's own reductions
         self._reducing: Running = {}
@@ -144,16 +141,9 @@ class Session:
         """Number of the driver's queries that are not finished."""
         return len(self.waiting) + len(self.running) + len(self._reducing)
 
-    def submit(self, queries: Sequence[AnyQuery], sampled: dict[int, int]) -> None:
-        """Accept queries.
-
-        Args:
-            queries: The queries.
-            sampled: The number of the generation of a result, by the id of its query.
-        """
+    def submit(self, queries: Sequence[AnyQuery]) -> None:
+        """Accept queries."""
         for query in queries:
-            if isinstance(query, GroupQuery) and query.query_id in sampled:
-                self._sampled[query.query_id] = sampled[query.query_id], query
             if has_client_code(query):
                 self._reduce(query)
             else:
@@ -163,7 +153,7 @@ class Session:
     def abort(self, query_ids: Sequence[int]) -> None:
         """Drop queries."""
         for query_id in query_ids:
-            self._sampled.pop(query_id, None)
+            self.generations.finish(query_id)
             if self.waiting.pop(query_id, None) is None:
                 for running in (self.running, self._reducing):
                     if query_id in running:
@@ -208,9 +198,7 @@ class Session:
 
     def _finish(self, query_id: int, result: Any) -> None:
         """Deliver a result or an exception."""
-        sampled = self._sampled.pop(query_id, None)
-        if sampled is not None and isinstance(result, SampledGroup):
-            result = self.generations.store_sample(*sampled, result)
+        result = self.generations.finish(query_id, result)
         has_failed = isinstance(result, Exception)
         self.finished.append(
             Completion(query_id, error=result) if has_failed else Completion(query_id, result)

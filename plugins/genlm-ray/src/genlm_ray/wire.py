@@ -66,10 +66,10 @@ class PackedGroup(NamedTuple):
         steps: Ancestors and token ids of each lineage after the known one, or the first, int32.
         wanted: As `GroupQuery.wanted`, int32.
         row_of: As `GroupQuery.row_of`, int32.
-        reduction: The packed reduction; empty with `sampling`.
+        requested: The packed reduction, or the pickled `GroupQuery.sampling`.
         adapter: As `GroupQuery.adapter`.
-        sampling: The pickled `GroupQuery.sampling`; empty for none.
-        sampled: Number of the generation of its result, which the replica then stores.
+        sampled: Number of the generation of its result, which the replica then stores; -1
+            without `sampling`.
     """
 
     query_id: int
@@ -79,9 +79,8 @@ class PackedGroup(NamedTuple):
     steps: list[tuple[_Ints, _Ints]]
     wanted: _Ints
     row_of: _Ints
-    reduction: bytes
+    requested: bytes
     adapter: str | None
-    sampling: bytes
     sampled: int
 
     @property
@@ -96,8 +95,8 @@ class ReplicaRequest:
 
     Attributes:
         queries: Pickled columns of single queries: their ids and sequences, the number of
-            outputs of each, and by place the adapter and targets of those that have any.
-        outputs: Outputs of the queries, one after the other, packed.
+            outputs of each, all outputs, packed, and by place the adapter and targets of those
+            that have any.
         count: Number of these queries.
         groups: Queries of populations.
         aborted: Ids of queries to drop.
@@ -106,7 +105,6 @@ class ReplicaRequest:
     """
 
     queries: bytes = b""
-    outputs: bytes = b""
     count: int = 0
     groups: list[PackedGroup] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
@@ -144,19 +142,18 @@ def packed_queries(queries: Sequence[Query]) -> ReplicaRequest:
     }
     sequences = pack_sequences(query.sequence for query in queries)
     # Few objects are faster to pickle than many.
-    columns = [query.query_id for query in queries], sequences, counts, others
-    data = pickle.dumps(columns, pickle.HIGHEST_PROTOCOL)
-    return ReplicaRequest(data, packed, len(queries))
+    columns = [query.query_id for query in queries], sequences, counts, packed, others
+    return ReplicaRequest(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL), len(queries))
 
 
 def unpacked_queries(message: ReplicaRequest) -> list[Query]:
     """Unpack the queries for single sequences."""
     if not message.queries:
         return []
-    query_ids, sequences, counts, others = pickle.loads(message.queries)  # noqa: S301 - Ray pickles all it sends
+    query_ids, sequences, counts, packed, others = pickle.loads(message.queries)  # noqa: S301 - Ray pickles all it sends
     outputs: list[Any] = [_ROW_ONLY] * len(query_ids)
     if counts:
-        flat = iter(TRANSPORT.unpack_outputs(message.outputs))
+        flat = iter(TRANSPORT.unpack_outputs(packed))
         outputs = [tuple(itertools.islice(flat, count)) for count in counts]
     queries = []
     unpacked = zip(query_ids, sequences.unpack(), outputs, strict=True)
@@ -207,7 +204,10 @@ def packed_group(
         each = each.parent
     first = range(0 if each is lineage else len(each))
     steps.reverse()
-    sampling = group.sampling
+    if group.sampling is None:
+        requested = TRANSPORT.pack_outputs([group.reduction])
+    else:
+        requested = pickle.dumps(group.sampling, pickle.HIGHEST_PROTOCOL)
     return PackedGroup(
         group.query_id,
         number,
@@ -216,9 +216,8 @@ def packed_group(
         steps,
         group.wanted.astype(np.int32),
         group.row_of.astype(np.int32),
-        TRANSPORT.pack_outputs([group.reduction]) if sampling is None else b"",
+        requested,
         group.adapter,
-        b"" if sampling is None else pickle.dumps(sampling, pickle.HIGHEST_PROTOCOL),
         sampled,
     )
 
@@ -239,6 +238,7 @@ class Generations:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Generation, int]] = {}
+        self._sampled: dict[int, tuple[int, GroupQuery]] = {}  # by query id
         self.sequences = 0
 
     def group(self, packed: PackedGroup, adapter: str | None, lease: Lease) -> GroupQuery:
@@ -251,11 +251,11 @@ class Generations:
             self._add(packed.number, self._generation(packed), packed.size)
         reduction: Any = None
         sampling: GroupSampling | None = None
-        if packed.sampling:
-            sampling = pickle.loads(packed.sampling)  # noqa: S301 - as above
+        if packed.sampled >= 0:
+            sampling = pickle.loads(packed.requested)  # noqa: S301 - as above
         else:
-            [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
-        return GroupQuery(
+            [reduction] = TRANSPORT.unpack_outputs(packed.requested)
+        group = GroupQuery(
             packed.query_id,
             self._known[packed.number][0],
             packed.wanted.astype(np.int64),
@@ -265,19 +265,25 @@ class Generations:
             lease,
             sampling,
         )
+        if packed.sampled >= 0:
+            self._sampled[packed.query_id] = packed.sampled, group
+        return group
 
-    def store_sample(self, number: int, group: GroupQuery, found: SampledGroup) -> SampledGroup:
-        """Store the generation of a group's result, and return the rest of the result."""
-        generation, lineage = found.generation, found.generation.lineage
+    def finish(self, query_id: int, result: Any = None) -> Any:
+        """Store the generation of a query's result, if any; return what is sent of it."""
+        number, group = self._sampled.pop(query_id, (0, None))
+        if group is None or not isinstance(result, SampledGroup):
+            return result
+        generation, lineage = result.generation, result.generation.lineage
         while lineage is not group.generation.lineage and lineage.parent is not None:
             lineage = lineage.parent
         if lineage is not group.generation.lineage:  # it does not extend the group's
             assert group.sampling is not None  # noqa: S101 - it has a result of this kind
-            ids = found.token_ids.numpy()
+            ids = result.token_ids.numpy()
             generation, _ = group.generation.extended(group.sampling.places, ids)
-        self._add(number, generation, found.token_ids.numel())
+        self._add(number, generation, result.token_ids.numel())
         nothing: Any = None  # the driver extends its generation in the same way
-        return found._replace(generation=nothing, places=nothing)
+        return result._replace(generation=nothing, places=nothing)
 
     def drop(self, number: int) -> None:
         """Drop a generation, if it is known; those that extend it do not need it."""

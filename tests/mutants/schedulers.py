@@ -26,8 +26,8 @@ def one_query_a_step(take):
 def event_loop_blocked(_ask):
     """Waits for the engine inside the coroutine and blocks the event loop meanwhile."""
 
-    async def broken(self, token_ids, *, lora_name=None):
-        return self.next_token_logprobs_sync(token_ids, lora_name=lora_name)
+    async def broken(self, token_ids, **options):
+        return self.next_token_logprobs_sync(token_ids, **options)
 
     return broken
 

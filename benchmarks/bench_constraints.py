@@ -16,9 +16,9 @@ adds, medians, and `loop_us` those of `advance` alone, repeated in a loop: withi
 instructions and arrays have left the processor's caches.
 
 The physical limits are `library_us`: the calls of xgrammar (a fork and an accepted token for
-each distinct history, and one call that fills all masks), which run on another thread, and the
-calls of the function of `python`, on the caller's. Model: a Llama of 31 million parameters
-with random weights, on hf with a second copy of the weights.
+each distinct history, and one call that fills all masks) and the calls of the function of
+`python`, both on other threads. Model: a Llama of 31 million parameters with random weights,
+on hf with a second copy of the weights.
 """
 
 from __future__ import annotations

@@ -47,11 +47,14 @@ def test_a_request_that_makes_evaluate_raise_fails_alone(start):
 
 def test_an_error_that_cannot_be_raised_fails_its_request_alone(start):
     class Wordy(ScriptedEngine):
+        def submit(self, query):
+            super().submit(query)
+            if tuple(query.token_ids) == (4,):
+                self.refused = query.query_id
+
         def step(self):
-            return [
-                Completion(each.query_id, error="out of memory") if not each.query_id else each
-                for each in super().step()
-            ]
+            error = Completion(self.refused, error="out of memory")
+            return [error if each.query_id == self.refused else each for each in super().step()]
 
     llm, _ = start(Wordy())
     answers = asyncio.run(ask_all(llm, [[4], [5]]))

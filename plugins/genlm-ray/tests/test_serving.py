@@ -395,10 +395,10 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
         await served.attach("driver", "first", {}, [])
         call, begun = served._call, asyncio.Event()
 
-        async def slow(function):
+        async def slow(method, *arguments):
             begun.set()
             await asyncio.sleep(0.05)
-            return await call(function)
+            return await call(method, *arguments)
 
         served._call = slow
         added = asyncio.create_task(served.configure("first", {"poet": path}, []))
@@ -421,9 +421,9 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
         served = replica.Replica(spec)
         call = served._call
 
-        async def slow(function):
+        async def slow(method, *arguments):
             await asyncio.sleep(0.5)
-            return await call(function)
+            return await call(method, *arguments)
 
         served._call = slow
         await served.attach("other", "first", {}, [])  # starts to watch

@@ -1,11 +1,11 @@
 """The Triton kernels of vLLM 0.26's second model runner as loops of numba, for CPUs.
 
-genlm-backend 0.3.1 needs that runner, and Triton has no CPU backend. `install` puts functions
-with the same inputs and outputs in place of the kernels that a greedy or sampled generation
-without speculation calls. Neither vLLM nor genlm-backend is changed.
+genlm-backend 0.3.1 requires that runner, and Triton has no CPU backend. `install` replaces the kernels
+that generation without speculative decoding calls by functions with the same inputs and outputs. The
+installed files of vLLM and genlm-backend are not changed.
 """
 
-# ruff: noqa: SLF001 - vLLM has no public place for kernels
+# ruff: noqa: SLF001 - kernels are private functions of vLLM
 from __future__ import annotations
 
 from collections.abc import Callable

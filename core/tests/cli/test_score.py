@@ -91,10 +91,10 @@ def test_long_files_are_shown_in_part() -> None:
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("", [], "has no text"),
+        ("", [], "contains no text"),
         ("a\n\nb\n", [], "line 2 is empty"),
         ("\na\n", [], "line 1 is empty"),
-        ("\n \n", [], "has no text"),
+        ("\n \n", [], "contains no text"),
         (b"a\nb\xff\n", [], "line 2: not UTF-8"),
         ('{"text": "a"}\nb\n', [], "line 2 is not a JSON object"),
         ("a\n", ["--format", "jsonl"], "line 1 is not a JSON object"),

@@ -60,7 +60,7 @@ def read_lines(file: str, hint: str = "FILE") -> list[str]:
         hint: The argument or option that names it.
 
     Raises:
-        typer.BadParameter: The file cannot be read, or has no text.
+        typer.BadParameter: The file cannot be read or contains no text.
     """
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -74,7 +74,7 @@ def read_lines(file: str, hint: str = "FILE") -> list[str]:
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise bad_file(f"{file!r} has no text", hint)
+        raise bad_file(f"{file!r} contains no text", hint)
     return lines
 
 

@@ -203,8 +203,8 @@ class _Tested(StateConstraint):
         Args:
             members: Members, shape `(m,)`.
             token_ids: Tokens of each of them, shape `(m, k)`; -1 for none.
-            is_cancelled: Called before each member: whether the result is no longer needed.
-                The functions are then not called again.
+            is_cancelled: Returns whether the draw was cancelled; called before each member. The
+                functions are not called after it.
         """
         pieces, (known, known_ends) = self.tokens.texts, self.known
         prefix, complete, flags = self.language.prefix, self.language.complete, []
@@ -284,7 +284,7 @@ class _Search:
 
     Attributes:
         is_over: Whether a member needs no further draw.
-        is_cancelled: Whether nobody waits for the result.
+        is_cancelled: Whether the draw was cancelled.
     """
 
     def __init__(self, constraint: _Tested, is_active: Flags) -> None:

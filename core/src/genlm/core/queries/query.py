@@ -175,7 +175,7 @@ def check_query(
 
     Raises:
         UnknownAdapterError: The adapter is not in `adapters`.
-        EmptySequenceError: The query has no tokens.
+        EmptySequenceError: The query contains no tokens.
         ContextLengthError: The query has more than `max_context` tokens.
         TokenIdError: A token id is not in `0 ... embedding_rows - 1`, or a target not in
             `0 ... vocab_size - 1`.

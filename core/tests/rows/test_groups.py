@@ -205,6 +205,22 @@ def test_a_row_that_is_no_distribution_fails_alone_beside_draws_from_logits() ->
         assert torch.allclose(one[[0, 3]], other[[0, 3]], atol=1e-6)
 
 
+def test_a_reduction_gets_logits_of_all_ids_or_rows() -> None:
+    widths = []
+
+    class Recorded(Rows):
+        def compute_from_logits(self, logits: torch.Tensor, row_of: Any, members: Any) -> Any:
+            widths.append(logits.shape[1])
+
+    each = np.arange(3)
+    for width in (SIZE - 2, SIZE, SIZE + 5):
+        query = GroupQuery(0, Generation(Lineage.of_sequences([])), each, each, Recorded())
+        work = groups.GroupWork(query, ids(SIZE))
+        work.reduce(each, GroupValues(torch.randn(3, width), are_logits=True))
+        assert work.result().columns[0].shape == (3, SIZE)
+    assert widths == [SIZE, SIZE]
+
+
 class Views(genlm.GroupReduction):
     """Returns views of the rows."""
 

@@ -286,7 +286,7 @@ class GroupReduction(abc.ABC):
         """Reduce logits, for a reduction that need not normalise them first.
 
         Args:
-            logits: As `rows` of `compute`, up to a number for each row, and not checked.
+            logits: As `rows` of `compute`, but not normalised and not checked.
             row_of: As `compute`.
             members: As `compute`.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genlm.core.base.forking import renew_in_forks
-from genlm.core.engine.engine import Halving, completions_of
+from genlm.core.engine.halving import Halving, completions_of
 from genlm.core.plugins.lookup import get_trie
 from genlm.core.queries.query import Completion
 from genlm.core.scheduler import Scheduler

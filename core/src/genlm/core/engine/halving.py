@@ -1,0 +1,101 @@
+"""`Halving`: finds the items of a batch whose evaluation raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from genlm.core.base.errors import described
+from genlm.core.queries.query import Completion
+
+if TYPE_CHECKING:
+    from genlm.core.queries.generations import Integers64
+
+__all__ = ["Halving", "completions_of"]
+
+Batch = TypeVar("Batch", "list[Any]", "Integers64")
+
+
+class Halving(Generic[Batch]):
+    """Evaluates a batch; if that raises, its halves, recursively, down to the items at fault.
+
+    Halving stops when it cannot isolate items: when the device has failed, or when both halves
+    of a batch raise the same error, their first and last items raise it alone, and no item of
+    the batch has been evaluated yet. All remaining items then fail.
+    """
+
+    def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
+        self._evaluate: Callable[[Batch], Sequence[Any]] = evaluate
+        self._has_succeeded = False
+        self._device_error: Exception | None = None
+
+    def results(self, batch: Batch) -> Sequence[Any]:
+        """Return the results or errors of the items."""
+        outcome = self._attempt(batch)
+        return self._divided(batch, outcome) if isinstance(outcome, Exception) else outcome
+
+    def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:
+        if self._device_error is not None:
+            return self._device_error
+        try:
+            results: Sequence[Any] = self._evaluate(batch)
+        except Exception as error:  # noqa: BLE001 - it fails the item that causes it
+            if _is_of_device(error):
+                self._device_error = error
+            return error
+        self._has_succeeded = True
+        return results
+
+    def _divided(self, batch: Batch, error: Exception) -> Sequence[Any]:
+        """Evaluate items that raised as one batch."""
+        if len(batch) == 1 or self._device_error is not None:
+            return [error] * len(batch)
+        middle = len(batch) // 2
+        halves = [batch[:middle], batch[middle:]]
+        outcomes = [self._attempt(half) for half in halves]
+        is_alike = self._all_fail_alike(halves, outcomes)
+        results: list[Any] = []
+        for half, outcome in zip(halves, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                results += outcome
+            else:
+                results += [outcome] * len(half) if is_alike else self._divided(half, outcome)
+        return results
+
+    def _all_fail_alike(
+        self, halves: list[Batch], outcomes: list[Sequence[Any] | Exception]
+    ) -> bool:
+        """Whether both halves and the items at their ends raise the same error."""
+        if self._has_succeeded:
+            return False
+        expected = _kind_of(outcomes[0])
+        if _kind_of(outcomes[1]) != expected:
+            return False
+        ends = [end for half in halves if len(half) > 1 for end in (half[:1], half[-1:])]
+        return all(_kind_of(self._attempt(end)) == expected for end in ends)
+
+
+def _kind_of(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
+    return type(outcome), described(outcome) if isinstance(outcome, Exception) else ""
+
+
+def completions_of(queries: Sequence[Any], results: Sequence[Any]) -> list[Completion]:
+    """Return the result or the error of each query as its completion."""
+    return [
+        Completion(query.query_id, error=result)
+        if isinstance(result, Exception)
+        else Completion(query.query_id, result)
+        for query, result in zip(queries, results, strict=True)
+    ]
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the accelerator has failed, so that no later computation on it succeeds."""
+    import torch
+
+    accelerator_errors = getattr(torch, "AcceleratorError", ())  # torch 2.8
+    message = str(error)
+    is_failure = isinstance(error, accelerator_errors) or (
+        isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
+    )
+    return is_failure and "out of memory" not in message

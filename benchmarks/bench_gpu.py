@@ -9,6 +9,9 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
   with `cuda_graphs=True` (graphs) and without. All contestants
   give float32 log-probabilities of the whole vocabulary for every particle, and the rows after
   the last step are compared;
+- population: a `Population` whose members are extended by the tokens that are drawn for them,
+  and one that is resampled after every fourth step too. The peer is static with
+  `torch.multinomial` on its rows; resampling selects its cache by member;
 - outside: the share of a step that is not the model's forward pass, by CUDA events around it;
 - trie: sums over 415,907 prefixes as a share of the bandwidth of a copy of as many bytes as any
   method must move;
@@ -30,9 +33,9 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ from bench_hf_particles import genlm, lockstep
 from bench_trie_cuda import captured
 from gpu_model import SHAPES, device_clock, random_llama
 from particle_model import tokenizer
-from particle_population import Clock, Population
+from particle_population import Clock, Particles, Population
 from peer import Peer
 from trie_traffic import floor_bytes
 from trie_vocabulary import words
@@ -56,6 +59,8 @@ from genlm_trie_cuda.trie import DeviceTrie
 
 STEPS = 24
 CASES = ((50, 64), (50, 512), (200, 512), (1000, 512))
+Ask = Callable[[AsyncLM, Particles], Awaitable[None]]
+
 FLUSHED = 2**28
 """Bytes that are overwritten between rounds of the trie: more than any cache holds."""
 
@@ -140,11 +145,15 @@ class StaticLockstep:
         model: A Llama.
         population: What is decoded.
         way: `"graph"`, `"compile"` or `"eager"`.
+        draws: Whether the next token of each member is drawn from its row, and members are
+            resampled where the population says so; else tokens are given.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Any, population: Population, way: str) -> None:
-        self._model, self._population = model, population
+    def __init__(
+        self, model: Any, population: Population, way: str, *, draws: bool = False
+    ) -> None:
+        self._model, self._population, self._draws = model, population, draws
         count, device = population.count, model.device
         dynamic = transformers.DynamicCache(config=model.config)
         prompt = torch.tensor([population.prompt], device=device)
@@ -177,7 +186,7 @@ class StaticLockstep:
 
     def _step(self) -> torch.Tensor:
         logits = self._forward(input_ids=self._ids, position_ids=self._place).logits[:, -1]
-        return logits.float().log_softmax(-1)
+        return logits.float().softmax(-1) if self._draws else logits.float().log_softmax(-1)
 
     def _rewind(self) -> None:
         for layer in self._past.layers:
@@ -186,21 +195,37 @@ class StaticLockstep:
 
     @torch.inference_mode()
     def __call__(self, clock: Clock) -> float:
-        """Milliseconds a step; `rows` are those after the last one."""
+        """Milliseconds a step; `rows` are those after the last one, or probabilities."""
         particles, seconds = self._population.start(), 0.0
         self._rewind()
-        for _ in range(self._population.steps):
+        for step in range(self._population.steps):
             particles.grow()
+            particles.resample(step)
             last = torch.tensor([context[-1:] for context in particles.contexts])
             start = clock()
-            self._ids.copy_(last)
+            if not self._draws:
+                self._ids.copy_(last)
             if self._replay is not None:
                 self._replay()
             else:
                 self.rows = self._step()
             self._place += 1
+            if self._draws:
+                self._draw(particles.parents)
             seconds += clock() - start
         return seconds / self._population.steps * 1e3
+
+    def _draw(self, parents: list[int] | None) -> None:
+        """Draw the next tokens, which a sampler reads, and resample the members."""
+        drawn = torch.multinomial(self.rows, 1)
+        drawn.cpu()
+        if parents is not None:
+            chosen = torch.tensor(parents, device=drawn.device)
+            drawn = drawn[chosen]
+            for layer in self._past.layers:
+                for states in (layer.keys, layer.values):
+                    states.copy_(states.index_select(0, chosen))
+        self._ids.copy_(drawn)
 
 
 def particles(line: Line, shape: str, way: str, cases: slice = slice(None)) -> None:
@@ -294,6 +319,67 @@ def budget(line: Line) -> int:
     return 2**24 if line.tiny or not line.on_gpu else torch.cuda.mem_get_info()[0] // 4
 
 
+# -- populations ----------------------------------------------------------------------
+
+
+def populations(line: Line) -> None:
+    """Populations that draw their tokens, with and without graphs and resampling."""
+    clock = device_clock(line.device)
+    model = random_llama(line.shape("1b"), line.device)
+    vocabulary = tokenizer(model.config.vocab_size)
+
+    def served(*, cuda_graphs: bool) -> AsyncLM:
+        load = functools.partial(
+            HFEngine.from_model, kv_budget_bytes=budget(line), cuda_graphs=cuda_graphs
+        )
+        return AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0))
+
+    with served(cuda_graphs=False) as lm, served(cuda_graphs=line.on_gpu) as graphed:
+        gc.freeze()  # as the guide recommends
+        for case in line.cases():
+            for every in (0, 4):
+                resampled = replace(case, every=every)
+                label = f"population {resampled}"
+                made: list[StaticLockstep] = []
+
+                def static(case: Population = resampled, made: Any = made) -> float:
+                    if not made:  # captured once
+                        way = "graph" if line.on_gpu else "eager"
+                        made.append(StaticLockstep(model, case, way, draws=True))
+                    return made[0](clock)
+
+                contestants = {
+                    "static graph": static,
+                    "genlm": functools.partial(decode, lm, resampled, clock),
+                    "genlm graphs": functools.partial(decode, graphed, resampled, clock),
+                }
+                line.measure(contestants, label)
+                for option in ("", " graphs"):
+                    row = f"{label} genlm{option}"
+                    line.ratio(f"{label}{option} static graph", f"{label} static graph", row)
+
+
+def decode(lm: AsyncLM, case: Population, clock: Clock) -> float:
+    """Milliseconds a step; the prompt is computed before."""
+
+    async def run() -> float:
+        random = np.random.default_rng(0)
+        members = lm.population(case.prompt, case.count)
+        await members.draw(seed=0)
+        seconds = 0.0
+        for step in range(case.steps):
+            parents = np.sort(random.integers(0, case.count, case.count))
+            start = clock()
+            members = members.extend((await members.draw(seed=0)).token_ids)
+            if case.every and step % case.every == case.every - 1:
+                members = members[parents]
+            seconds += clock() - start
+        return seconds / case.steps * 1e3
+
+    lm.clear_kv_cache()
+    return asyncio.run(run())
+
+
 # -- outside the forward pass ---------------------------------------------------------
 
 
@@ -341,23 +427,30 @@ def timed_forward(model: Any, *, on_gpu: bool) -> Iterator[ForwardTime]:
 
 
 def outside(line: Line) -> None:
-    """Share of a step of 1,000 particles that is not the forward pass, for both ways to ask."""
+    """Share of a step of 1,000 particles that is not the forward pass, by the way to ask."""
     clock = device_clock(line.device)
     model = random_llama(line.shape("1b"), line.device)
     vocabulary = tokenizer(model.config.vocab_size)
     case = line.cases()[-1]
 
-    async def run(lm: AsyncLM, timer: ForwardTime, *, one_call: bool) -> tuple[float, float]:
+    async def each(lm: AsyncLM, particles: Particles) -> None:
+        await asyncio.gather(*map(lm.next_token_logprobs, particles.asked))
+
+    async def one_call(lm: AsyncLM, particles: Particles) -> None:
+        await lm.batch_next_token_logprobs(particles.asked)
+
+    async def run(lm: AsyncLM, timer: ForwardTime, ask: Ask | None) -> tuple[float, float]:
         particles, steps, forwards = case.start(), 0.0, 0.0
-        await lm.batch_next_token_logprobs(particles.contexts)
+        members = lm.population(case.prompt, case.count)
+        await members.draw(seed=0)
         for _ in range(case.steps):
             particles.grow()
             start = clock()
             timer.taken()
-            if one_call:
-                await lm.batch_next_token_logprobs(particles.asked)
+            if ask is None:
+                members = members.extend((await members.draw(seed=0)).token_ids)
             else:
-                await asyncio.gather(*map(lm.next_token_logprobs, particles.asked))
+                await ask(lm, particles)
             steps += (clock() - start) * 1e3
             forwards += timer.taken()
         return steps / case.steps, forwards / case.steps
@@ -370,11 +463,12 @@ def outside(line: Line) -> None:
         ) as lm,
     ):
         gc.freeze()  # as the guide recommends
-        for name, one_call in (("a coroutine each", False), ("one call", True)):
+        ways = {"a coroutine each": each, "one call": one_call, "a population": None}
+        for name, ask in ways.items():
             shares = []
             for number in range(line.rounds + 1):
                 lm.clear_kv_cache()
-                step, forward = asyncio.run(run(lm, timer, one_call=one_call))
+                step, forward = asyncio.run(run(lm, timer, ask))
                 if number:
                     line.samples.setdefault(f"{case} {name}: step", []).append(step)
                     line.samples.setdefault(f"{case} {name}: forward", []).append(forward)
@@ -509,6 +603,7 @@ LINES: dict[str, Callable[[Line], None]] = {
     "trie": trie,
     "draws": draws,
     "particles-1b": functools.partial(particles, shape="1b", way="graph"),
+    "population": populations,
     "outside": outside,
     "peer": published,
     "particles-8b": functools.partial(particles, shape="8b", way="graph"),

@@ -6,8 +6,9 @@
 
 Runs from a tree of sources with the Python that starts it: nothing is installed, built or
 downloaded, and no PYTHONPATH is needed (see `source_tree`). Each step is a process of its own
-with a limit of time; its result is in the JSON file before the next one starts, so an
-interrupted run goes on where it was. What passed or failed is finished; what ran out of time,
+with a limit of time: tests and checks side by side, then one benchmark after the other. Each
+result is written to the JSON file at once, so an interrupted run goes on where it was. What
+passed or failed is finished; what ran out of time,
 or lacked a package, is tried again. A step that could not run says why. Exit code 0: every
 step passed, except those of engines that are not installed.
 
@@ -26,6 +27,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +41,7 @@ FINISHED = {"passed", "failed"}
 LINES_KEPT = 40
 
 _TINY_CHECKS = {
-    "cuda": "sums-are-exact",
+    "cuda": "values-are-exact",
     "hf": "rows-are-right",
     "vllm": "rows-are-right",
     "sgl": "rows-are-right",
@@ -116,20 +118,21 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
 
     hf, trie = "plugins/genlm-hf/tests", "plugins/genlm-trie-cuda/tests"
     return [
-        tests("trie", 90, trie),
-        tests("hf", 120, hf, also=("transformers", "peft", "accelerate")),
-        bench("trie", 120),
+        tests("trie", 240, trie),
+        tests("hf", 240, hf, also=("transformers", "peft", "accelerate")),
+        tests("core", 120, "core/tests", "tests/test_documents.py"),
+        checks("cuda", 240, "triton"),
+        checks("hf", 240, "transformers"),
+        checks("vllm", 240, "vllm", optional=True),
+        checks("sgl", 240, "sglang", optional=True),
+        bench("population", 120),
+        bench("trie", 90),
         bench("draws", 60),
-        bench("particles-1b", 150),
-        bench("outside", 90),
-        tests("core", 60, "core/tests", "tests/test_documents.py"),
-        checks("cuda", 90, "triton"),
+        bench("outside", 60),
+        bench("particles-1b", 120),
         bench("peer", 90),
         bench("particles-8b", 150),
-        checks("hf", 240, "transformers"),
         bench("compile", 150),
-        checks("vllm", 150, "vllm", optional=True),
-        checks("sgl", 150, "sglang", optional=True),
     ]
 
 
@@ -290,6 +293,8 @@ def run(
 ) -> None:
     """Run steps, each with what is left of the total; write the file after each.
 
+    Tests and checks run side by side, and before all benchmarks, which run alone.
+
     Args:
         chosen: The steps.
         path: The file.
@@ -300,14 +305,17 @@ def run(
     """
     ends = time.monotonic() + total_s
     packages = results["machine"]["packages"]
-    for step in chosen:
+
+    def result_of(step: Step) -> dict[str, Any]:
+        if (result := absent(step, packages)) is not None:
+            return result
         left = ends - time.monotonic()
-        result = absent(step, packages)
-        if result is None and left < min(20, step.limit_s):
+        if left < min(20, step.limit_s):
             reason = f"the run's {total_s:.0f} s were over; run it again to go on"
-            result = {"status": "not run", "seconds": 0.0, "reason": reason}
-        if result is None:
-            result = run_step(step, variables, min(step.limit_s * patience, left))
+            return {"status": "not run", "seconds": 0.0, "reason": reason}
+        return run_step(step, variables, min(step.limit_s * patience, left))
+
+    def record(step: Step, result: dict[str, Any]) -> None:
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
         results["steps"][step.name] = {**result, "date": date}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,6 +324,14 @@ def run(
         part.replace(path)
         said = f"{step.name:14} {result['status']:8} {result['seconds']:6.1f} s"
         print(said, result.get("reason", ""), flush=True)
+
+    measured = [step for step in chosen if step.kind == "bench"]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        begun = {pool.submit(result_of, step): step for step in chosen if step not in measured}
+        for done in as_completed(begun):
+            record(begun[done], done.result())
+    for step in measured:
+        record(step, result_of(step))
 
 
 def main() -> None:

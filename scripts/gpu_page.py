@@ -48,10 +48,10 @@ python scripts/gpu.py         # the same, without make
 ```
 
 The program runs from a clone with whatever torch, Triton and transformers the machine has: it
-installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU,
-the conformance suite on the device and the benchmarks, each in a process of its own with a
-limit of time, ten minutes in all, and writes `benchmarks/results/gpu.json` after each and this
-page at the end. Run it again to go on after an interruption; `--fresh` begins anew, and names
+installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU and
+the conformance suite on the device, side by side, and then one benchmark after the other, each
+in a process of its own with a limit of time, ten minutes in all. It writes
+`benchmarks/results/gpu.json` after each and this page at the end. Run it again to go on after an interruption; `--fresh` begins anew, and names
 of steps (`python scripts/gpu.py trie outside`) run these again. A step that fails, runs out of
 time or lacks a package says so; none is left out silently. `--device cpu --tiny` reaches every
 step on a machine without a GPU.
@@ -122,7 +122,18 @@ def _particles() -> Iterator[Goal]:
 
 
 def _others() -> Iterator[Goal]:
-    for value, how in (("a coroutine each", "a coroutine each"), ("one call", "in one call")):
+    for case in ("50/64", "50/512", "200/512", "1000/512"):
+        for resampled in ("", " resampled"):
+            for option, graphs in (("", ""), (" graphs", ", `cuda_graphs`")):
+                what = (
+                    f"a population of 1B{graphs}, members/prompt {case}{resampled}: times as "
+                )
+                what += "fast as StaticCache as a CUDA graph with `torch.multinomial`"
+                value = f"population {case}{resampled}{option} static graph"
+                yield Goal("population", value, what, 1.0)
+    ways = {"a coroutine each": "a coroutine each", "one call": "in one call"}
+    ways["a population"] = "a population that draws"
+    for value, how in ways.items():
         what = f"share of a step outside the forward pass, 1,000 particles, {how}"
         yield Goal("outside", f"outside {value}", what, 0.1, at_least=False)
     for rows in (32, 512):

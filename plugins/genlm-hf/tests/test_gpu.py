@@ -6,22 +6,24 @@ With `GENLM_TEST_DEVICE=cpu` those that do not need one run on the CPU, which te
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from genlm import AsyncLM, OutputCache
+from genlm import AsyncLM, GroupReduction, OutputCache, Population
 from genlm_hf.engine import HFEngine
 
 from .families import FAMILIES
 from .population import Oracle, particles, unique, used
 from .test_adapters import make_adapter, oracles_of
-from .tiny import answers, build_model, ids_of_lengths, llama_settings
+from .tiny import VOCAB_SIZE, answers, build_model, ids_of_lengths, llama_settings
 
 DEVICE = os.environ.get("GENLM_TEST_DEVICE", "cuda")
 HAS_GPU = torch.cuda.is_available()
@@ -127,6 +129,86 @@ def test_cancelled_requests_leave_the_rows_of_the_others_right(
 
     with AsyncLM(build, output_cache=OutputCache(0)) as lm:
         asyncio.run(run(lm))
+
+
+class TwoLargest(GroupReduction):
+    """The two largest log-probabilities of each member, computed where the rows are."""
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        del members
+        assert rows.device.type == DEVICE or rows.device.type == "cpu"
+        return tuple(rows.topk(2).values[row_of.to(rows.device)].T)
+
+
+async def answers_of(population: Population, device: str) -> dict[str, Any]:
+    """What each method of a population returns, its arguments on a device."""
+    count, size = len(population), VOCAB_SIZE
+    numbers = torch.Generator().manual_seed(3)
+    allowed = torch.rand(count, size, generator=numbers) < 0.5
+    allowed[1] = False  # a member that may not go on
+    bits = allowed.numpy()
+    packed = np.zeros((count, -(-size // 32) * 4), np.uint8)
+    packed[:, : -(-size // 8)] = np.packbits(bits, axis=1, bitorder="little")
+    words = torch.from_numpy(packed).view(torch.int32).to(device)
+    index = torch.tensor([0, 2, 2, 0, 4, 5], device=device)[:count]
+    bias = torch.randn(count, size, generator=numbers).to(device)
+    warm = (0.5 + torch.rand(count, generator=numbers)).to(device)
+    ids = torch.randint(3, 9, (count, 3), generator=numbers)
+    sampled = await population.sample(5, seed=5, stop=())
+    return {
+        "draw": await population.draw(seed=1),
+        "draw booleans": await population.draw(allowed.to(device), seed=2),
+        "draw packed": await population.draw(words, mask_index=index, seed=3),
+        "draw a list": await population.draw([range(5), None] * (count // 2), seed=4),
+        "draw limited": await population.draw(seed=5, top_k=7, top_p=0.8, temperature=warm),
+        "draw biased": await population.draw(words, seed=6, bias=bias, temperature=0.7),
+        "draw likeliest": await population.draw(temperature=0.0, bias=bias[0], seed=7),
+        "several": await population.draw_without_replacement(4, words, seed=8, bias=bias),
+        "mass": await population.log_mass(allowed.to(device), bias=bias[:, 0]),
+        "tokens": await population.token_logprobs(ids.to(device)),
+        "top": await population.top_tokens(4),
+        "reduced": await population.reduce(TwoLargest()),
+        "score": await population.score(ids),
+        "sample": (sampled.token_ids, sampled.logprobs, sampled.population.tokens),
+    }
+
+
+def test_every_method_of_a_population_gives_what_it_gives_on_the_cpu(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HFEngine, "smallest_group", 2)
+    found = []
+    for device in ("cpu", DEVICE):
+        engine = HFEngine.from_model(copy.deepcopy(llama).to(device), tokenizer)
+        with AsyncLM(lambda engine=engine: engine) as lm:
+            population, answers_at = lm.population(ids_of_lengths(20)[0], 6), []
+            for step in range(3):
+                answers_at.append(asyncio.run(answers_of(population, device)))
+                tokens = population.draw_sync(seed=9).token_ids.to(device)
+                population = population.extend(tokens)
+                population = population[torch.tensor([0, 0, 3, 2, 5, step], device=device)]
+            found.append(answers_at)
+    for on_host, there in zip(*found, strict=True):
+        for name, expected in on_host.items():
+            columns = (expected, there[name])
+            if isinstance(expected, torch.Tensor):
+                columns = ((expected,), (there[name],))
+            for before, after in zip(*columns, strict=True):
+                torch.testing.assert_close(after, before, rtol=0, atol=1e-4, msg=name)
+
+
+def test_rows_of_a_population_stay_on_its_device(llama: Any, tokenizer: Any) -> None:
+    oracle = Oracle(llama)
+    with AsyncLM(lambda: HFEngine.from_model(llama.to(DEVICE), tokenizer)) as lm:
+        for count in (1, 5, 80):
+            population = lm.population(ids_of_lengths(20)[0], count)
+            population = population.extend([3 + member % 7 for member in range(count)])
+            rows = asyncio.run(population.next_token_logprobs())
+            assert rows.device.type == DEVICE
+            sequences = [context.token_ids for context in population]
+            assert oracle.largest_error(sequences, list(rows.cpu())) <= 1e-4
 
 
 @pytest.mark.parametrize("memory", [None, {0: 2**17, "cpu": 2**30}], ids=["fits", "offloaded"])

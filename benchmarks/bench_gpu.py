@@ -353,10 +353,16 @@ def populations(line: Line) -> None:
                     "genlm": functools.partial(decode, lm, resampled, clock),
                     "genlm graphs": functools.partial(decode, graphed, resampled, clock),
                 }
+                if not line.on_gpu:
+                    del contestants["genlm graphs"]
                 line.measure(contestants, label)
                 for option in ("", " graphs"):
                     row = f"{label} genlm{option}"
                     line.ratio(f"{label}{option} static graph", f"{label} static graph", row)
+                if why := why_without_graphs(graphed):
+                    goal = f"{label} graphs static graph"
+                    line.values.pop(goal, None)
+                    line.notes[goal] = why
 
 
 def decode(lm: AsyncLM, case: Population, clock: Clock) -> float:

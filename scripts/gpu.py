@@ -8,9 +8,9 @@ Runs from a tree of sources with the Python that starts it: nothing is installed
 downloaded, and no PYTHONPATH is needed (see `source_tree`). Each step is a process of its own
 with a limit of time: tests and checks side by side, then one benchmark after the other. Each
 result is written to the JSON file at once, so an interrupted run goes on where it was. What
-passed or failed is finished; what ran out of time,
-or lacked a package, is tried again. A step that could not run says why. Exit code 0: every
-step passed, except those of engines that are not installed.
+passed or failed is finished; what ran out of time, or lacked a package, is tried again. A step
+that could not run says why, and `build/gpu/NAME.log` has everything that a step printed. Exit
+code 0: every step passed, except those of engines that are not installed.
 
 `--device cpu --tiny` reaches every step without a GPU: tests that need one are reported as
 skipped, and benchmarks compute small sizes.
@@ -163,6 +163,7 @@ def run_step(step: Step, variables: Mapping[str, str], seconds: float) -> dict[s
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         status = "timeout"
+    (BUILD / f"{step.name}.log").write_text(out + err)
     result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     if status == "timeout":
         result["reason"] = f"not finished after {seconds:.0f} s"

@@ -50,7 +50,16 @@ _TINY_CHECKS = {
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "numpy", "peft", "accelerate"),
     *("bitsandbytes", "vllm", "sglang", "numba", "cachetools", "pluggy", "typer", "rich"),
-    *("tqdm", "safetensors", "pytest", "pytest_timeout", "hypothesis", "scipy", "matplotlib"),
+    *(
+        "tqdm",
+        "safetensors",
+        "pytest",
+        "pytest_timeout",
+        "hypothesis",
+        "scipy",
+        "matplotlib",
+        "opentelemetry",
+    ),
 )
 
 _DESCRIBE = """
@@ -120,7 +129,9 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
     return [
         tests("trie", 240, trie),
         tests("hf", 240, hf, also=("transformers", "peft", "accelerate")),
-        tests("core", 120, "core/tests", "tests/test_documents.py"),
+        tests(
+            "core", 120, "core/tests/rows", "tests/test_documents.py", also=("opentelemetry",)
+        ),
         checks("cuda", 240, "triton"),
         checks("hf", 240, "transformers"),
         checks("vllm", 240, "vllm", optional=True),

@@ -93,11 +93,12 @@ def follow(
     contexts: list[list[int]],
     steps: int,
     adapter: str | None = None,
+    tolerance: float = 1e-4,
 ) -> list[list[int]]:
     """Check the rows of contexts that grow by a token a step; return them after the last."""
     for _ in range(steps):
         found = rows(engine, [(ids, adapter) for ids in contexts])
-        assert oracle.largest_error(contexts, found) <= 1e-4
+        assert oracle.largest_error(contexts, found) <= tolerance
         contexts = grown(contexts)
     return contexts
 
@@ -107,10 +108,14 @@ def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) 
     random.seed(3)
     model = build_model(SETTINGS[name][0], **SETTINGS[name][1])
     oracle = Oracle(model)
+    # transformers computes experts one by one in float32, which a graph cannot contain.
+    is_bfloat16 = name == "gpt_oss" and not INTERPRETED
+    model = model.bfloat16() if is_bfloat16 else model
     engine = captured(model, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(FEW)]
-    follow(engine, oracle, contexts, STEPS)
+    follow(engine, oracle, contexts, STEPS, tolerance=0.3 if is_bfloat16 else 1e-4)
     assert engine.statistics()["kernels_refused"] == ""
+    assert engine.statistics()["graphs_refused"] == ""
     assert used(engine, "graphs_captured") >= 1
     assert used(engine, "graphs_replayed") >= 2
 
@@ -272,7 +277,7 @@ def test_a_graph_with_wrong_rows_never_answers(
     follow(engine, oracle, contexts, 5)
     assert used(engine, "graphs_replayed") == 0
     assert "differed by" in str(engine.statistics()["kernels_refused"])
-    assert "runs without kernels and CUDA graphs" in caplog.text
+    assert "runs steps without kernels and CUDA graphs" in caplog.text
 
 
 def test_what_capturing_raises_is_logged_and_the_engine_goes_on(
@@ -287,3 +292,21 @@ def test_what_capturing_raises_is_logged_and_the_engine_goes_on(
     follow(engine, oracle, contexts, 4)
     assert used(engine, "graphs_captured") == 0
     assert "not permitted" in caplog.text
+
+
+def test_a_step_that_cannot_be_captured_runs_by_kernels(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(kernel_steps.KernelSteps, "_captured_graph", broken)
+    random.seed(3)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    follow(engine, oracle, contexts, 5)
+    assert used(engine, "graphs_captured") == used(engine, "graphs_replayed") == 0
+    assert used(engine, "kernel_steps") >= 3
+    assert engine.statistics()["kernels_refused"] == ""
+    assert "not permitted" in str(engine.statistics()["graphs_refused"])
+    assert "runs steps without CUDA graphs" in caplog.text

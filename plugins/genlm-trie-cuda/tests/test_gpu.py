@@ -39,7 +39,7 @@ def test_a_large_vocabulary_agrees_with_the_core(tokens, operation, kernels) -> 
         ws = ws.log() if operation == "logsumexp" else ws
         values = getattr(trie, f"batch_weight_{operation}")(ws)
         expected = getattr(core, f"batch_weight_{operation}")(ws)
-        np.testing.assert_allclose(values, expected, rtol=4e-6, atol=4e-6 * (ws.min() < 0))
+        np.testing.assert_allclose(values, expected, rtol=4e-6, atol=4e-6 * float(ws.min() < 0))
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])

@@ -69,7 +69,9 @@ class HFEngine(PrefixEngine):
         cuda_graphs: Whether steps of up to 1,024 tokens are replayed from CUDA graphs. Each
             padded number of tokens is captured when it occurs for the second time and compared
             once with the step without a graph. Hooks of the model do not run in replayed
-            steps. This requires Triton and the execution path `"packed"` on one CUDA device.
+            steps. This requires Triton and the execution path `"packed"` on one CUDA device;
+            None replays steps where that is so, True raises an error where it is not. By
+            default False for `from_model`.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -106,7 +108,7 @@ class HFEngine(PrefixEngine):
         execution_path: str | None = None,
         self_test: bool = True,
         prepack: bool = True,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
     ) -> None:
         serving = ServeOptions(
             paths=PATHS,
@@ -188,7 +190,7 @@ class HFEngine(PrefixEngine):
         options: ServeOptions,
         *,
         prepack: bool,
-        cuda_graphs: bool,
+        cuda_graphs: bool | None,
     ) -> None:
         adapters = Adapters(model)
         model = adapters.model

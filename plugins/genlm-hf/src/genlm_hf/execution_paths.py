@@ -78,12 +78,12 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     return choice
 
 
-def use_kernels(choice: PathChoice, *, graphs: bool) -> KernelSteps | None:
+def use_kernels(choice: PathChoice, *, graphs: bool | None) -> KernelSteps | None:
     """Return kernels that compute steps of the chosen execution path, if possible.
 
     Args:
         choice: The execution path.
-        graphs: Whether steps must be replayed from CUDA graphs.
+        graphs: Whether steps are replayed from CUDA graphs; None where they can be.
 
     Returns:
         The kernels, None if they cannot compute steps of the model.
@@ -98,7 +98,7 @@ def use_kernels(choice: PathChoice, *, graphs: bool) -> KernelSteps | None:
                 f"it is served by the execution path {choice.name!r} ({choice.reason}), and "
                 f"only 'packed' has graphs"
             )
-        return forward.use_kernels(graphs=graphs)
+        return forward.use_kernels(graphs=graphs is not False)
     except UnsupportedModelError as error:
         if not graphs:
             return None

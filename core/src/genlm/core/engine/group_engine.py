@@ -79,10 +79,11 @@ class MemberColumns(Reduction):
             own = rows
             if len(places) < len(rows):
                 own = rows[moved(torch.tensor(places), rows.device)]
-            columns = requests[places[0]].reduction.compute(
-                own, row_of, torch.from_numpy(members)
-            )
-            divided = zip(*(torch.split(each.cpu(), counts) for each in columns), strict=True)
+            reduction = requests[places[0]].reduction
+            columns = reduction.compute(own, row_of, torch.from_numpy(members))
+            if not reduction.stays_on_device:
+                columns = tuple(each.cpu() for each in columns)
+            divided = zip(*(torch.split(each, counts) for each in columns), strict=True)
             for place, values in zip(places, divided, strict=True):
                 results[place] = values
         return results

@@ -85,7 +85,7 @@ class KernelSteps:
         self._graphs = LRUCache(_MOST_GRAPHS) if graphs else None
         self._logits: torch.Tensor | None = None
         self._captured = self._replayed = self._steps = 0
-        self._refused = ""
+        self._refused = self._graphs_refused = ""
         on_cuda = served.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_cuda and graphs else None
 
@@ -110,12 +110,14 @@ class KernelSteps:
             key = adapter, size.tokens
             if key not in self._graphs:
                 self._graphs[key] = None
-            elif (graph := self._graphs[key]) is None:
-                return self._verified(plan, run, lambda: self._capture(key, size, plan, items))
-            elif self._fill(plan, items, size):
-                graph.replay()
-                self._replayed += 1
-                return graph.logits[: len(plan.results)]
+            elif (graph := self._graphs[key]) is not None:
+                if self._fill(plan, items, size):
+                    graph.replay()
+                    self._replayed += 1
+                    return graph.logits[: len(plan.results)]
+            elif not self._graphs_refused:
+                capture = functools.partial(self._capture, key, size, plan, items)
+                return self._verified(plan, run, capture, self._refuse_graphs)
         return self._step(plan, items, run)
 
     def clear(self) -> None:
@@ -124,11 +126,12 @@ class KernelSteps:
             self._graphs.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of kernel steps, captures and replays, and why graphs are off."""
+        """Return counts of kernel steps, captures and replays, and why any of them are off."""
         counts: dict[str, int | float | str]
         counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
         if self._graphs is not None:
             counts |= {"graphs_captured": self._captured, "graphs_replayed": self._replayed}
+            counts["graphs_refused"] = self._refused or self._graphs_refused
         return counts
 
     def _step(self, plan: PackedPlan, items: WorkItems, run: Run) -> torch.Tensor:
@@ -141,23 +144,30 @@ class KernelSteps:
             self._steps += 1
             return found
 
-        return compute() if self._steps else self._verified(plan, run, compute)
+        return compute() if self._steps else self._verified(plan, run, compute, self._refuse)
 
     def _verified(
-        self, plan: PackedPlan, run: Run, compute: Callable[[], torch.Tensor]
+        self,
+        plan: PackedPlan,
+        run: Run,
+        compute: Callable[[], torch.Tensor],
+        refuse: Callable[[str], None],
     ) -> torch.Tensor:
-        """Compare what `compute` returns with the pass without kernels; return the latter."""
+        """Compare what `compute` returns with the pass without kernels; return the latter.
+
+        `refuse` gets the reason if `compute` raises. Wrong results end all kernels.
+        """
         found: torch.Tensor | None = None
         try:
             found = compute().clone()
         except Exception as error:  # noqa: BLE001 - the pass without kernels is right
-            self._refuse_all(f"one raised {type(error).__name__}: {error}")
+            refuse(f"one raised {type(error).__name__}: {error}")
         # Runs last, so that the keys and values that remain stored are right.
         expected = run(plan)
         if found is not None:
             difference = _difference(found, expected)
             if not difference <= self._served.row_tolerance:
-                self._refuse_all(f"rows of one differed by {difference:.3g}")
+                self._refuse(f"rows of one differed by {difference:.3g}")
         return expected
 
     def _fill(self, plan: PackedPlan, items: WorkItems, size: StepSize) -> bool:
@@ -220,13 +230,20 @@ class KernelSteps:
                 self._served.model, arguments, lambda states: states[:, found.results]
             )[0]
 
-    def _refuse_all(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
+        """Compute all further steps without kernels."""
         self._refused = reason
+        self._refuse_graphs(reason, "kernels and CUDA graphs")
+
+    def _refuse_graphs(self, reason: str, what: str = "CUDA graphs") -> None:
+        """Capture no further steps."""
+        self._graphs_refused = reason
         self.clear()
         self._logits = None
         _logger.warning(
-            "%s runs without kernels and CUDA graphs for steps: %s. Rows are right; report it",
+            "%s runs steps without %s: %s. Rows are right",
             type(self._served.model).__name__,
+            what,
             reason,
         )
 

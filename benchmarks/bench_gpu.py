@@ -15,7 +15,8 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
 - outside: the share of a step that is not the model's forward pass, by CUDA events around it;
 - trie: sums over 415,907 prefixes as a share of the bandwidth of a copy of as many bytes as any
   method must move;
-- draws: a token under a mask for each of 1,000 rows, masks shared and distinct;
+- draws: a token under a mask for each of 1,000 rows: as a population draws, masks shared and
+  distinct, in main memory and on the device; and as 1,000 separate requests of one batch;
 - peer: genlm-backend 0.3.1 on the loop of particles, in a process of its own.
 
 The limit of a step is reading the weights once, which is printed beside it. Every figure is a
@@ -33,7 +34,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,12 +53,14 @@ from trie_traffic import floor_bytes
 from trie_vocabulary import words
 
 from genlm import AsyncLM, Mask, OutputCache, Token
+from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.reductions import Draw, reduce_rows
+from genlm.core.rows.row_weights import RowWeights
 from genlm_hf.engine import HFEngine
 from genlm_trie_cuda.plan import TreePlan
 from genlm_trie_cuda.trie import DeviceTrie
 
-STEPS = 24
+STEPS = 12
 CASES = ((50, 64), (50, 512), (200, 512), (1000, 512))
 Ask = Callable[[AsyncLM, Particles], Awaitable[None]]
 
@@ -538,29 +541,41 @@ def milliseconds(call: Callable[[], object], line: Line) -> float:
 
 
 def draws(line: Line) -> None:
-    """A token for each row, without masks, with one for all, with one for each."""
+    """A token for each row: without masks, with one for all, with one for each."""
     count, size = (8, 8000) if line.tiny else (1000, 128_000)
     rows = torch.randn((count, size), device=line.device).log_softmax(-1)
     random = np.random.default_rng(0)
-    masks = [Mask(random.random(size) < 0.5, size) for _ in range(count)]
-    uniforms = random.random(count).tolist()
+    allowed = random.random((count, size)) < 0.5
+    masks = [Mask(each, size) for each in allowed]
+    packed = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little")).view(torch.int32)
+    uniforms = random.random(count)
     clock = device_clock(line.device)
-    for name, chosen in (
-        ("no masks", [None] * count),
-        ("one mask", masks[:1] * count),
-        ("a mask each", masks),
+
+    def timed(draw: Callable[[], Sequence[int]], wanted: Any) -> float:
+        start = clock()
+        drawn = draw()
+        elapsed = clock() - start
+        assert wanted is None or all(wanted[i, token] for i, token in enumerate(drawn))
+        return elapsed * 1e3
+
+    def of_population(masks: Any) -> Sequence[int]:
+        weights = RowWeights(rows.shape, masks)
+        found: list[int] = batch_draw(rows, uniforms, weights).token_ids.tolist()
+        return found
+
+    def of_requests() -> Sequence[int]:
+        requests = [(Draw(u, mask=m),) for u, m in zip(uniforms.tolist(), masks, strict=True)]
+        return [each.values[0].token_id for each in reduce_rows(rows, requests)]
+
+    one = np.broadcast_to(allowed[0], allowed.shape)
+    for name, draw, wanted in (
+        ("no masks", functools.partial(of_population, None), None),
+        ("one mask", functools.partial(of_population, masks[0]), one),
+        ("a mask each", functools.partial(of_population, packed), allowed),
+        ("masks on it", functools.partial(of_population, packed.to(line.device)), allowed),
+        ("separate requests", of_requests, allowed),
     ):
-        requests = [(Draw(u, mask=mask),) for u, mask in zip(uniforms, chosen, strict=True)]
-
-        def run(requests: Any = requests, chosen: Any = chosen) -> float:
-            start = clock()
-            found = reduce_rows(rows, requests)
-            elapsed = clock() - start
-            drawn = [each.values[0].token_id for each in found]
-            assert all(m is None or token in m for m, token in zip(chosen, drawn, strict=True))
-            return elapsed * 1e3
-
-        line.measure({name: run}, "draws")
+        line.measure({name: functools.partial(timed, draw, wanted)}, "draws")
         if (median := line.median(f"draws {name}")) is not None:
             line.values[f"draws {name}"] = median
 

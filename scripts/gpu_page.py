@@ -51,18 +51,20 @@ The program runs from a clone with whatever torch, Triton and transformers the m
 installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU and
 the conformance suite on the device, side by side, and then one benchmark after the other, each
 in a process of its own with a limit of time, ten minutes in all. It writes
-`benchmarks/results/gpu.json` after each and this page at the end. Run it again to go on after an interruption; `--fresh` begins anew, and names
-of steps (`python scripts/gpu.py trie outside`) run these again. A step that fails, runs out of
-time or lacks a package says so; none is left out silently. `--device cpu --tiny` reaches every
-step on a machine without a GPU.
+`benchmarks/results/gpu.json` after each and this page at the end. Run it again to go on after
+an interruption; `--fresh` begins anew, and names of steps (`python scripts/gpu.py trie
+outside`) run these again. A step that fails, runs out of time or lacks a package says so; none
+is left out silently. `--device cpu --tiny` reaches every step on a machine without a GPU.
 
 It needs Python 3.11 to 3.13, torch from 2.7, transformers from 5.17, pytest, pytest-timeout,
-hypothesis, pluggy, cachetools, typer, rich, tqdm, peft and accelerate. What a machine without a
-network lacks, and genlm-backend 0.3.1 for the comparison with it, can be carried as wheels in
-`.cache/gpu-wheels/`, or the folder that `--wheels` names; they are unpacked, not installed:
+hypothesis, pluggy, cachetools, typer, rich, tqdm, peft, accelerate and opentelemetry-sdk. What
+a machine without a network lacks, and genlm-backend 0.3.1 for the comparison with it, can be
+carried as wheels in `.cache/gpu-wheels/`, or the folder that `--wheels` names; they are
+unpacked, not installed:
 
 ```bash
-pip download --no-deps -d .cache/gpu-wheels cachetools genlm-backend==0.3.1
+pip download --no-deps -d .cache/gpu-wheels cachetools genlm-backend==0.3.1 \\
+    opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions
 python benchmarks/trie_vocabulary.py     # .cache/trie_vocabulary_128000.npz; a minute, once
 ```
 
@@ -142,9 +144,11 @@ def _others() -> Iterator[Goal]:
                 f"trie, {operation}, {rows} rows x 128,000 tokens: share of a copy's bandwidth"
             )
             yield Goal("trie", f"trie {rows} {operation}", what, 0.6)
-    for masks in ("one mask", "a mask each"):
-        what = f"draws for 1,000 particles, 128,000 ids, {masks}"
-        yield Goal("draws", f"draws {masks}", what, 1.0, at_least=False, unit=" ms")
+    masks = {"no masks": "no masks", "one mask": "one mask", "a mask each": "a mask each"}
+    masks["masks on it"] = "a mask each, on the device"
+    for value, how in masks.items():
+        what = f"draws for a population of 1,000, 128,000 ids, {how}"
+        yield Goal("draws", f"draws {value}", what, 1.0, at_least=False, unit=" ms")
     for mode, name in (("cached", "with `cache_kv`"), ("uncached", "without it")):
         what = f"times as fast as genlm-backend 0.3.1 {name}, 1B, 50/64"
         yield Goal("peer", f"peer {mode}", what, 6.0)

@@ -14,14 +14,15 @@ from triton_compiler import NVIDIA_AND_AMD, compiled, stack_bytes
 
 from genlm_trie_cuda import kernels
 from genlm_trie_cuda.plan import BLOCK
+from genlm_trie_cuda.triton_path import ROWS_OF_A_TREE
 
 INDICES = {"place", "piece", "piece_offset", "piece_count", "source"}
 CONSTANTS = {
-    "GROUP": 8,
+    "GROUP": 32,
     "TOKENS": 64,
     "INTERVALS": 64,
     "PREFIXES": 64,
-    "ROWS": 8,
+    "ROWS": ROWS_OF_A_TREE,
     "BLOCK": BLOCK,
     "LEVELS": BLOCK.bit_length() - 1,
 }

@@ -19,8 +19,9 @@ from genlm_trie_cuda.torch_path import Operation
 
 __all__ = ["reduce_rows"]
 
-ROWS_OF_A_TREE = 8
-"""Rows of one program of `build_trees`; a memory sector holds 8 float32."""
+ROWS_OF_A_TREE = 16
+"""Rows of one program of `build_trees`. On an H100, sums of 32 rows of 128,000 float32 take
+112 us with 16, 120 with 8 and 147 with 4, as a CUDA graph."""
 
 TILE = 1024
 """Values of a tile, unless it has many rows."""

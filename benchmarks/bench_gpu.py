@@ -600,10 +600,10 @@ def published(line: Line) -> None:
     other = Peer(
         sys.executable, "particle_peer.py", "wall", shape, line.device, environment=environment
     )
-    with AsyncLM(
-        lambda: HFEngine.from_model(model, vocabulary, kv_budget_bytes=budget(line)),
-        output_cache=OutputCache(0),
-    ) as lm:
+    load = functools.partial(  # as a model is loaded by its name
+        HFEngine.from_model, kv_budget_bytes=budget(line), cuda_graphs=line.on_gpu
+    )
+    with AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0)) as lm:
         contestants = {
             "genlm": functools.partial(genlm, lm, case, clock),
             **{

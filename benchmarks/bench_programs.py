@@ -91,8 +91,8 @@ def seconds(run: Callable[[], Any], clock: Clock) -> float:
 def generated(model: Any, width: int, tokens: int) -> torch.Tensor:
     """The scores of the beams of transformers, best first."""
     found = model.generate(
-        torch.tensor([prompt_of(PROMPT)]),
-        attention_mask=torch.ones(1, PROMPT, dtype=torch.long),
+        torch.tensor([prompt_of(PROMPT)], device=model.device),
+        attention_mask=torch.ones(1, PROMPT, dtype=torch.long, device=model.device),
         num_beams=width,
         num_return_sequences=width,
         max_new_tokens=tokens,

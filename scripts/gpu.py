@@ -140,6 +140,8 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         bench("trie", 90),
         bench("draws", 60),
         bench("outside", 60),
+        bench("beams", 60),
+        bench("scores", 60),
         bench("particles-1b", 120),
         bench("peer", 90),
         bench("particles-8b", 150),

@@ -138,6 +138,11 @@ def _others() -> Iterator[Goal]:
     for value, how in ways.items():
         what = f"share of a step outside the forward pass, 1,000 particles, {how}"
         yield Goal("outside", f"outside {value}", what, 0.1, at_least=False)
+    for width in (10, 100):
+        what = f"`beam_search` of 1B, {width} beams: times as fast as transformers' `generate`"
+        yield Goal("beams", f"beams {width}", what, 1.0)
+    what = "`batch_score` of 1B, 16 texts of 512 tokens: times as fast as a padded forward pass"
+    yield Goal("scores", "scores", what, 0.8)
     for rows in (32, 512):
         for operation in ("sum", "logsumexp"):
             what = (

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 from genlm_sgl.exclusive import ExclusiveEngine
 
@@ -78,8 +80,9 @@ class TinyLlama(TinyModel):
         )
 
     def engine(self, options: Mapping[str, Any], **more: Any) -> Any:
-        """Serve the model, on the CPU in float32."""
+        """Serve the model in float32, on a CUDA device if there is one."""
         from genlm_sgl.engine import SGLEngine
 
-        wanted = {"device": "cpu", "dtype": "float32", **options, **more}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = {"device": device, "dtype": "float32", **options, **more}
         return SGLEngine(self.path, engine_opts=wanted)

@@ -27,17 +27,20 @@ export HF_HUB_OFFLINE := 1
 # Runs may go on at once, so each has a cache of its own.
 PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
 
-.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
+.PHONY: demo test newest newest-issue test-core test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 # The longest first, so that two cores are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-main test-sgl
+	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-core test-main test-sgl
 
-test-main: $(READY)  ## the tests of the core and those across packages
-	$(BIN)/$(PYTEST) core/tests tests plugins/genlm-sgl/tests/without_sglang
+test-core: $(READY)  ## the tests of the core
+	$(BIN)/$(PYTEST) core/tests
+
+test-main: $(READY)  ## the tests across packages
+	$(BIN)/$(PYTEST) tests plugins/genlm-sgl/tests/without_sglang
 
 test-plugins: $(READY)  ## the tests of the plugins that need neither vLLM's processes nor SGLang
 	$(BIN)/$(PYTEST) $(patsubst %,%/tests,$(filter plugins/%,$(PACKAGES)))

@@ -151,6 +151,7 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
 
 def run_step(step: Step, variables: Mapping[str, str], seconds: float) -> dict[str, Any]:
     """Run one step; end it and all its processes when its time is over."""
+    BUILD.mkdir(parents=True, exist_ok=True)
     report = BUILD / f"{step.name}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, *step.arguments]

@@ -46,6 +46,7 @@ import numpy as np
 import torch
 import transformers
 from bench_hf_particles import genlm, lockstep
+from bench_populations import decode
 from bench_programs import generated, program
 from bench_trie_cuda import captured
 from gpu_model import SHAPES, device_clock, random_llama
@@ -65,7 +66,9 @@ from genlm_trie_cuda.trie import DeviceTrie
 
 STEPS = 12
 CASES = ((50, 64), (50, 512), (200, 512), (1000, 512))
-Ask = Callable[[AsyncLM, Particles], Awaitable[None]]
+Step = Callable[[], Awaitable[object]]
+Way = Callable[[AsyncLM, Particles], Step]
+"""Returns what a step awaits, of particles that grow between steps."""
 
 FLUSHED = 2**28
 """Bytes that are overwritten between rounds of the trie: more than any cache holds."""
@@ -238,16 +241,9 @@ def particles(line: Line, shape: str, way: str, cases: slice = slice(None)) -> N
     """genlm, lockstep and one kind of static over the cases, from one model."""
     clock = device_clock(line.device)
     model = random_llama(line.shape(shape), line.device)
-    vocabulary = tokenizer(model.config.vocab_size)
     line.notes["bytes of weights"] = sum(p.nbytes for p in model.parameters())
 
-    def served(*, cuda_graphs: bool) -> AsyncLM:
-        load = functools.partial(
-            HFEngine.from_model, kv_budget_bytes=budget(line), cuda_graphs=cuda_graphs
-        )
-        return AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0))
-
-    with served(cuda_graphs=False) as lm, served(cuda_graphs=line.on_gpu) as graphed:
+    with served(line, model, cuda_graphs=False) as lm, served(line, model) as graphed:
         line.notes["execution path"] = lm.statistics().engine["execution_path"]
         gc.freeze()  # as the guide recommends once models are loaded; for all contestants
         for case in line.cases()[cases]:
@@ -297,7 +293,7 @@ def why_without_graphs(lm: AsyncLM) -> str:
     statistics = lm.statistics().engine
     if statistics.get("graphs_replayed"):
         return ""
-    return str(statistics.get("kernels_refused") or "needs a CUDA device")
+    return str(statistics.get("graphs_refused") or "needs a CUDA device")
 
 
 def in_one_call(
@@ -320,6 +316,17 @@ def in_one_call(
     return asyncio.run(run())
 
 
+def served(line: Line, model: Any, *, cuda_graphs: bool | None = None) -> AsyncLM:
+    """Serve a model without an output cache, by default as one that is loaded by its name."""
+    load = functools.partial(
+        HFEngine.from_model,
+        kv_budget_bytes=budget(line),
+        cuda_graphs=line.on_gpu if cuda_graphs is None else cuda_graphs,
+    )
+    vocabulary = tokenizer(model.config.vocab_size)
+    return AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0))
+
+
 def budget(line: Line) -> int:
     """Bytes of keys and values: room for lockstep's caches beside them."""
     return 2**24 if line.tiny or not line.on_gpu else torch.cuda.mem_get_info()[0] // 4
@@ -332,15 +339,8 @@ def populations(line: Line) -> None:
     """Populations that draw their tokens, with and without graphs and resampling."""
     clock = device_clock(line.device)
     model = random_llama(line.shape("1b"), line.device)
-    vocabulary = tokenizer(model.config.vocab_size)
 
-    def served(*, cuda_graphs: bool) -> AsyncLM:
-        load = functools.partial(
-            HFEngine.from_model, kv_budget_bytes=budget(line), cuda_graphs=cuda_graphs
-        )
-        return AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0))
-
-    with served(cuda_graphs=False) as lm, served(cuda_graphs=line.on_gpu) as graphed:
+    with served(line, model, cuda_graphs=False) as lm, served(line, model) as graphed:
         gc.freeze()  # as the guide recommends
         for case in line.cases():
             for every in (0, 4):
@@ -356,8 +356,8 @@ def populations(line: Line) -> None:
 
                 contestants = {
                     "static graph": static,
-                    "genlm": functools.partial(decode, lm, resampled, clock),
-                    "genlm graphs": functools.partial(decode, graphed, resampled, clock),
+                    "genlm": functools.partial(drawn, lm, resampled, clock),
+                    "genlm graphs": functools.partial(drawn, graphed, resampled, clock),
                 }
                 if not line.on_gpu:
                     del contestants["genlm graphs"]
@@ -371,26 +371,9 @@ def populations(line: Line) -> None:
                     line.notes[goal] = why
 
 
-def decode(lm: AsyncLM, case: Population, clock: Clock) -> float:
-    """Milliseconds a step; the prompt is computed before."""
-
-    async def run() -> float:
-        random = np.random.default_rng(0)
-        members = lm.population(case.prompt, case.count)
-        for _ in range(2):  # computes the prompt; allocates
-            members = members.extend((await members.draw(seed=0)).token_ids)
-        seconds = 0.0
-        for step in range(case.steps):
-            parents = np.sort(random.integers(0, case.count, case.count))
-            start = clock()
-            members = members.extend((await members.draw(seed=0)).token_ids)
-            if case.every and step % case.every == case.every - 1:
-                members = members[parents]
-            seconds += clock() - start
-        return seconds / case.steps * 1e3
-
-    lm.clear_kv_cache()
-    return asyncio.run(run())
+def drawn(lm: AsyncLM, case: Population, clock: Clock) -> float:
+    """Milliseconds a step of a population that draws."""
+    return decode(lm, case, clock, draws=True) * 1e3
 
 
 # -- outside the forward pass ---------------------------------------------------------
@@ -443,45 +426,51 @@ def outside(line: Line) -> None:
     """Share of a step of 1,000 particles that is not the forward pass, by the way to ask."""
     clock = device_clock(line.device)
     model = random_llama(line.shape("1b"), line.device)
-    vocabulary = tokenizer(model.config.vocab_size)
     case = line.cases()[-1]
 
-    async def each(lm: AsyncLM, particles: Particles) -> None:
-        await asyncio.gather(*map(lm.next_token_logprobs, particles.asked))
+    def each(lm: AsyncLM, particles: Particles) -> Step:
+        return lambda: asyncio.gather(*map(lm.next_token_logprobs, particles.asked))
 
-    async def one_call(lm: AsyncLM, particles: Particles) -> None:
-        await lm.batch_next_token_logprobs(particles.asked)
+    def one_call(lm: AsyncLM, particles: Particles) -> Step:
+        return lambda: lm.batch_next_token_logprobs(particles.asked)
 
-    async def run(lm: AsyncLM, timer: ForwardTime, ask: Ask | None) -> tuple[float, float]:
-        particles, steps, forwards = case.start(), 0.0, 0.0
+    def a_population(lm: AsyncLM, _: Particles) -> Step:
         members = lm.population(case.prompt, case.count)
-        await members.draw(seed=0)
+
+        async def step() -> None:
+            nonlocal members
+            members = members.extend((await members.draw(seed=0)).token_ids)
+
+        return step
+
+    async def run(lm: AsyncLM, timer: ForwardTime, way: Way) -> tuple[float, float]:
+        particles, steps, forwards = case.start(), 0.0, 0.0
+        step = way(lm, particles)
+        await step()  # computes the prompt
         for _ in range(case.steps):
             particles.grow()
             start = clock()
             timer.taken()
-            if ask is None:
-                members = members.extend((await members.draw(seed=0)).token_ids)
-            else:
-                await ask(lm, particles)
+            await step()
             steps += (clock() - start) * 1e3
             forwards += timer.taken()
         return steps / case.steps, forwards / case.steps
 
     with (
         timed_forward(model, on_gpu=line.on_gpu) as timer,
-        AsyncLM(
-            lambda: HFEngine.from_model(model, vocabulary, kv_budget_bytes=budget(line)),
-            output_cache=OutputCache(0),
-        ) as lm,
+        served(line, model, cuda_graphs=False) as lm,  # hooks do not run in graphs
     ):
         gc.freeze()  # as the guide recommends
-        ways = {"a coroutine each": each, "one call": one_call, "a population": None}
-        for name, ask in ways.items():
+        ways = {
+            "a coroutine each": each,
+            "one call": one_call,
+            "a population": a_population,
+        }
+        for name, way in ways.items():
             shares = []
             for number in range(line.rounds + 1):
                 lm.clear_kv_cache()
-                step, forward = asyncio.run(run(lm, timer, ask))
+                step, forward = asyncio.run(run(lm, timer, way))
                 if number:
                     line.samples.setdefault(f"{case} {name}: step", []).append(step)
                     line.samples.setdefault(f"{case} {name}: forward", []).append(forward)
@@ -492,26 +481,13 @@ def outside(line: Line) -> None:
 # -- beams and scores -----------------------------------------------------------------
 
 
-@contextmanager
-def loaded(line: Line) -> Iterator[tuple[Any, AsyncLM]]:
-    """Serve the 1B shape as a model that is loaded by its name."""
-    model = random_llama(line.shape("1b"), line.device)
-    load = functools.partial(
-        HFEngine.from_model,
-        kv_budget_bytes=budget(line),
-        cuda_graphs=line.on_gpu,
-    )
-    vocabulary = tokenizer(model.config.vocab_size)
-    with AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0)) as lm:
-        gc.freeze()  # as the guide recommends
-        yield model, lm
-
-
 def beams(line: Line) -> None:
     """A search by each, of as many tokens; milliseconds a token."""
     clock, search = device_clock(line.device), program("beam_search")["beam_search"]
     tokens = 4 if line.tiny else 24
-    with loaded(line) as (model, lm):
+    model = random_llama(line.shape("1b"), line.device)
+    with served(line, model) as lm:
+        gc.freeze()  # as the guide recommends
         for width in (10, 100):
             found: dict[str, torch.Tensor] = {}
 
@@ -544,7 +520,9 @@ def scores(line: Line) -> None:
     """Milliseconds for the log-probability of every token of 16 texts."""
     clock = device_clock(line.device)
     count, length = (2, 12) if line.tiny else (16, 512)
-    with loaded(line) as (model, lm):
+    model = random_llama(line.shape("1b"), line.device)
+    with served(line, model) as lm:
+        gc.freeze()  # as the guide recommends
         generator = torch.Generator().manual_seed(0)
         texts = torch.randint(0, 8000, (count, length), generator=generator)
 
@@ -685,14 +663,10 @@ def published(line: Line) -> None:
     case = line.cases()[0]
     shape = line.shape("1b")
     model = random_llama(shape, line.device)
-    vocabulary = tokenizer(model.config.vocab_size)
     other = Peer(
         sys.executable, "particle_peer.py", "wall", shape, line.device, environment=environment
     )
-    load = functools.partial(  # as a model is loaded by its name
-        HFEngine.from_model, kv_budget_bytes=budget(line), cuda_graphs=line.on_gpu
-    )
-    with AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0)) as lm:
+    with served(line, model) as lm:
         contestants = {
             "genlm": functools.partial(genlm, lm, case, clock),
             **{

@@ -87,6 +87,8 @@ def decode(
         prompt = [token % lm.vocabulary.size for token in case.prompt]
         members = lm.population(prompt, case.count)
         await members.reduce(FirstColumn())
+        if draws:  # allocates
+            members = members.extend((await members.draw(seed=SEED)).token_ids)
         seconds = 0.0
         for step in range(case.steps):
             token_ids = None if draws else random.integers(0, tokens, case.count)

@@ -1,8 +1,8 @@
 """The Triton kernels of vLLM 0.26's second model runner as loops of numba, for CPUs.
 
-genlm-backend 0.3.1 requires that runner, and Triton has no CPU backend. `install` replaces the
-kernels that generation without speculative decoding calls by functions with the same inputs and
-outputs. The installed files of vLLM and genlm-backend are not changed.
+genlm-backend 0.3.1 requires this runner, and Triton does not compile for CPUs. `install`
+replaces the kernels of generation without speculative decoding with functions that have the
+same inputs and outputs. The installed files of vLLM and genlm-backend are not changed.
 """
 
 # ruff: noqa: SLF001 - kernels are private functions of vLLM

@@ -49,12 +49,13 @@ python scripts/gpu.py         # the same, without make
 
 The program runs from a clone with whatever torch, Triton and transformers the machine has: it
 installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU and
-the conformance suite on the device, side by side, and then one benchmark after the other, each
-in a process of its own with a limit of time, ten minutes in all. It writes
-`benchmarks/results/gpu.json` after each and this page at the end. Run it again to go on after
-an interruption; `--fresh` begins anew, and names of steps (`python scripts/gpu.py trie
-outside`) run these again. A step that fails, runs out of time or lacks a package says so; none
-is left out silently. `--device cpu --tiny` reaches every step on a machine without a GPU.
+the conformance suite on the device, side by side, and then one benchmark after the other. Each
+runs in a separate process with a time limit; the whole run takes at most ten minutes. Results
+are written to `benchmarks/results/gpu.json` after each step, and this page at the end. Run it
+again to go on after an interruption; `--fresh` begins anew, and names of steps (`python
+scripts/gpu.py trie outside`) run these again. A step that fails, runs out of time or lacks a
+package says so; none is left out silently. `--device cpu --tiny` reaches every step on a
+machine without a GPU.
 
 It needs Python 3.11 to 3.13, torch from 2.7, transformers from 5.17, pytest, pytest-timeout,
 hypothesis, pluggy, cachetools, typer, rich, tqdm, peft, accelerate and opentelemetry-sdk. What

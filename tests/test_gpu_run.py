@@ -13,6 +13,8 @@ import pytest
 from documents import REPOSITORY
 from programs import run_program
 
+from genlm.testing.checks import all_checks
+
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]
 import bench_gpu  # noqa: E402
 import gpu as script  # noqa: E402
@@ -64,6 +66,20 @@ def test_each_step_ends_in_its_own_way_and_says_why(tmp_path):
     assert found["bad"]["output"][-1] == "ValueError: the cause"
     assert "1 s" in found["endless"]["reason"]
     assert found["lacking"]["reason"] == "not installed: no_such_module"
+
+
+def test_tests_run_before_benchmarks_and_everything_printed_is_kept(tmp_path):
+    (tmp_path / "test_it.py").write_text("def test_it(): print('seen')\n")
+    arguments = ("-m", "pytest", "-s", "-c", os.devnull, str(tmp_path / "test_it.py"))
+    tests = script.Step("first", "tests", arguments, 60)
+    found = run(tmp_path / "gpu.json", bench("second", "print('{}')"), tests)
+    assert list(found) == ["first", "second"]
+    assert "seen" in (script.BUILD / "first.log").read_text()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cuda", "trie"), ("hf", "engine")])
+def test_the_checks_of_a_short_run_exist(name, kind):
+    assert script._TINY_CHECKS[name] in {check.id for check in all_checks(kind)}
 
 
 def test_a_run_out_of_time_leaves_the_rest_for_the_next(tmp_path):

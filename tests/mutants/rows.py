@@ -99,7 +99,7 @@ class WindowTooShort(CachedEngine):
 class ViewsOfTheBatch(CachedEngine):
     """Returns rows that are views, each of which keeps the whole batch alive."""
 
-    def _own_rows(self, rows):
+    def _separate_rows(self, rows):
         return list(rows)
 
 

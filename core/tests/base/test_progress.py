@@ -11,7 +11,7 @@ import pytest
 import genlm
 from genlm import ModelLoadError
 from genlm.core.base import progress
-from genlm.core.base.progress import Stages, stages_shown
+from genlm.core.base.progress import Stages, show_stages
 from genlm.plugin import loading_stage
 
 
@@ -67,9 +67,9 @@ def test_the_time_of_a_long_stage_goes_on(monkeypatch):
 
 
 def test_stages_of_two_models_do_not_mix():
-    with stages_shown(shown=True):
+    with show_stages(enabled=True):
         in_first = contextvars.copy_context()
-    with stages_shown(shown=True):
+    with show_stages(enabled=True):
         assert in_first.run(loading_stage, "first")
         assert loading_stage("second")
         first, second = in_first[progress._current], progress._current.get()

@@ -228,9 +228,9 @@ def test_halving_is_of_what_was_chosen() -> None:
 @pytest.mark.parametrize(
     ("pick", "found"),
     [
-        (lambda pending: [], "ChoosyEngine.choose picked none of 2 pending queries"),
-        (lambda pending: [Query(7, (1,))], "picked query 7, which is not pending"),
-        (lambda pending: [pending[1], pending[1]], "query 101, .* or picked it twice"),
+        (lambda pending: [], "ChoosyEngine.choose returned none of 2 pending queries"),
+        (lambda pending: [Query(7, (1,))], "returned query 7, which is not pending"),
+        (lambda pending: [pending[1], pending[1]], "query 101, .* or returned it twice"),
     ],
 )
 def test_a_choice_that_cannot_be_evaluated_is_an_error(

@@ -14,7 +14,7 @@ import typer
 from genlm.cli.arguments import JsonOption
 from genlm.cli.output import print_json
 from genlm.cli.tested_versions import installed_version, tested_versions
-from genlm.core.base.errors import described
+from genlm.core.base.errors import describe_error
 from genlm.core.plugins.lookup import list_backends
 
 __all__ = ["env", "environment"]
@@ -123,7 +123,7 @@ def _devices() -> dict[str, str]:
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
-        return {"torch": f"cannot be imported: {described(error)}"}
+        return {"torch": f"cannot be imported: {describe_error(error)}"}
     found = {"torch built for": torch.version.cuda or torch.version.hip or "the CPU only"}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import required
+from genlm.core.base.errors import import_required
 
 __all__ = [
     "NO_STATE",
@@ -62,7 +62,9 @@ def regex_table(pattern: str) -> ByteTable:
         MissingRequirementError: outlines-core is not installed.
         ValueError: The syntax of the pattern is invalid.
     """
-    outlines = required("outlines_core", "regular expressions", "'genlm-core[constraints]'")
+    outlines = import_required(
+        "outlines_core", "regular expressions", "'genlm-core[constraints]'"
+    )
     if _BEGINNING.match(pattern):
         raise ValueError(
             f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "

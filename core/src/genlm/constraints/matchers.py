@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import required
+from genlm.core.base.errors import import_required
 
 __all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "XGrammar"]
 
@@ -57,7 +57,7 @@ class MatcherLibrary(ABC):
 
 def imported(name: str) -> Any:
     """Import a grammar library."""
-    return required(name, "this grammar", f"'genlm-core[{name}]'")
+    return import_required(name, "this grammar", f"'genlm-core[{name}]'")
 
 
 class XGrammar(MatcherLibrary):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import required
+from genlm.core.base.errors import import_required
 from genlm.smc.resampling import Floats, effective_size, log_mean, normalised_weights
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class History(Sequence[Step]):
             for step in self._steps
         ]
         index = range(1, len(rows) + 1)
-        table = required("pandas", "to_pandas").DataFrame(rows, index=index)
+        table = import_required("pandas", "to_pandas").DataFrame(rows, index=index)
         return table.rename_axis("step")
 
     def plot(self) -> Figure:
@@ -127,7 +127,7 @@ class History(Sequence[Step]):
         Raises:
             MissingRequirementError: matplotlib is not installed.
         """
-        required("matplotlib", "plot")
+        import_required("matplotlib", "plot")
         from genlm.smc.plots import history_figure
 
         return history_figure(self)
@@ -211,7 +211,7 @@ class Particles:
             "finished": self.population.finished.numpy(),
             "ancestor": self.ancestors,
         }
-        return required("pandas", "to_pandas").DataFrame(columns).rename_axis("particle")
+        return import_required("pandas", "to_pandas").DataFrame(columns).rename_axis("particle")
 
     def plot(self) -> Figure:
         """Plot the genealogy of the particles; see `History.plot`.

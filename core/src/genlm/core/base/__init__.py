@@ -1,1 +1,1 @@
-"""What every other part uses: errors, checks of arguments, statistics, synchronous twins."""
+"""Errors, checks of arguments, statistics and blocking methods, used by all other packages."""

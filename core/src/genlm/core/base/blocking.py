@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 _thread = threading.local()
-"""Its `is_blocking` is whether the thread runs the coroutine of a blocking twin."""
+"""Has the attribute `is_blocking` on threads that run or have run a blocking twin."""
 
 
 def blocking(
@@ -51,16 +51,18 @@ def blocking(
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that awaits only requests and `off_loop`, on the calling thread."""
-    before, _thread.is_blocking = is_blocking(), True
+    was_blocking, _thread.is_blocking = is_blocking(), True
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
     finally:
-        _thread.is_blocking = before
+        _thread.is_blocking = was_blocking
     coroutine.close()
-    raise RuntimeError("the coroutine of a blocking method awaits something else than genlm")
+    raise RuntimeError(
+        "the coroutine of a blocking method awaits something other than a request"
+    )
 
 
 def is_blocking() -> bool:
@@ -69,14 +71,14 @@ def is_blocking() -> bool:
 
 
 async def off_loop(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that takes long: on another thread, or here in a blocking twin."""
+    """Call a slow function on another thread; in a blocking twin, on the calling thread."""
     if is_blocking():
         return function(*args, **kwargs)
 
     def call() -> T:
         try:
             return function(*args, **kwargs)
-        except StopIteration as error:  # a future cannot have it: the caller would wait forever
+        except StopIteration as error:  # futures reject it: the caller would wait forever
             raise RuntimeError(f"{function!r} raised StopIteration") from error
 
     return await asyncio.to_thread(call)

@@ -17,7 +17,7 @@
     │   └── QueryResetError                 `cancel_all` dropped the request
     ├── ModelLoadError (ValueError)         a model that cannot be served
     ├── VocabularyError (ValueError)        a tokenizer that cannot be decoded, or
-    │                                       items that make no token trie
+    │                                       invalid items of a token trie
     ├── TokenizerError (TypeError)          a tokenizer without a required method
     ├── WeightsError (ValueError)           not one weight for each token of a trie
     └── PluginError (RuntimeError)          see below
@@ -69,10 +69,10 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-_SHOWN_PLACES = 20
+_MAX_LISTED_PLACES = 20
+"""Maximum number of places of a batch in a message."""
 
-
-_MEMBERS_SHOWN = 8
+_MAX_LISTED_MEMBERS = 8
 """Maximum number of members of a population in a message."""
 
 
@@ -80,8 +80,8 @@ class GenlmError(Exception):
     """Base class of the exceptions of genlm.
 
     Attributes:
-        places: Indices of the sequences that failed, if a method with `batch` in its name
-            raised the error, which is that of the first of them. Otherwise empty.
+        places: Indices of all failed sequences, if a method with `batch` in its name raised the
+            error of the first of them; otherwise empty.
     """
 
     places: tuple[int, ...] = ()
@@ -96,8 +96,8 @@ class EmptySequenceError(QueryError):
 
     def __str__(self) -> str:
         return (
-            "asked for the tokens that follow an empty sequence; pass at least one "
-            "token id (a beginning-of-sequence token, for example)"
+            "an empty sequence has no next-token distribution; pass at least one token id (a "
+            "beginning-of-sequence token, for example)"
         )
 
 
@@ -215,11 +215,11 @@ class PopulationError(QueryError):
         self.__cause__ = error
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.members[:_MEMBERS_SHOWN]))
-        more = ", ..." if len(self.members) > _MEMBERS_SHOWN else ""
+        indices = ", ".join(map(str, self.members[:_MAX_LISTED_MEMBERS]))
+        more = ", ..." if len(self.members) > _MAX_LISTED_MEMBERS else ""
         return (
             f"{len(self.members)} of {self.size} members of the population failed: member "
-            f"{shown}{more}: {described(self.error)}"
+            f"{indices}{more}: {describe_error(self.error)}"
         )
 
 
@@ -272,7 +272,7 @@ class ModelLoadError(GenlmError, ValueError):
 
 
 class VocabularyError(GenlmError, ValueError):
-    """Tokens without exact bytes, or items that cannot make a token trie."""
+    """Tokens without exact bytes, or items from which no token trie can be built."""
 
 
 class TokenizerError(GenlmError, TypeError):
@@ -356,7 +356,7 @@ class AmbiguousBackendError(PluginError, LookupError):
     def __str__(self) -> str:
         return (
             f"{len(self.providers)} distributions provide the {self.kind} {self.name!r}; "
-            f"ask for one by its full name: {' or '.join(map(repr, self.providers))}"
+            f"request one by its full name: {' or '.join(map(repr, self.providers))}"
         )
 
 
@@ -423,7 +423,7 @@ class PluginApiError(PluginError):
         )
 
 
-def required(module: str, purpose: str, install: str | None = None) -> Any:
+def import_required(module: str, purpose: str, install: str | None = None) -> Any:
     """Import an optional library; raise `MissingRequirementError` if it is not installed."""
     try:
         return import_module(module)
@@ -433,7 +433,7 @@ def required(module: str, purpose: str, install: str | None = None) -> Any:
         raise MissingRequirementError(purpose, (name,), command) from error
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception's class and message; `str` of a plugin's exception may raise."""
     name = type(error).__name__
     try:
@@ -444,12 +444,12 @@ def described(error: BaseException) -> str:
 
 
 def as_genlm_error(error: BaseException) -> GenlmError:
-    """Return an error of an engine as an error that callers expect, with its cause."""
+    """Return a `GenlmError` unchanged, another error as the cause of an `EvaluationError`."""
     if isinstance(error, GenlmError):
         return error
-    own = EvaluationError(f"the engine raised {described(error)}")
-    own.__cause__ = error
-    return own
+    wrapper = EvaluationError(f"the engine raised {describe_error(error)}")
+    wrapper.__cause__ = error
+    return wrapper
 
 
 def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
@@ -457,24 +457,22 @@ def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
     if len(places) == 1:
         note = f"Sequence {places[0]} of the batch failed."
     else:
-        shown = ", ".join(map(str, places[:_SHOWN_PLACES]))
-        more = len(places) - _SHOWN_PLACES
-        shown += f" and {more} more" if more > 0 else ""
-        note = f"Sequences {shown} of the batch failed; this is the error of {places[0]}."
+        indices = ", ".join(map(str, places[:_MAX_LISTED_PLACES]))
+        omitted = len(places) - _MAX_LISTED_PLACES
+        indices += f" and {omitted} more" if omitted > 0 else ""
+        note = f"Sequences {indices} of the batch failed; this is the error of {places[0]}."
     error.add_note(note)
     if isinstance(error, GenlmError):
         error.places = tuple(places)
     return error
 
 
-def each_in_batch(
-    function: Callable[[ItemT], ResultT], items: Iterable[ItemT]
-) -> list[ResultT]:
-    """Apply a check to every item of a batch; the first error names the item's place."""
+def map_batch(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> list[ResultT]:
+    """Apply a check to every item of a batch; an error gets the place of the item."""
     results: list[ResultT] = []
     try:
         for item in items:
-            results.append(function(item))  # noqa: PERF401 - the length names the place
+            results.append(function(item))  # noqa: PERF401 - the length is the place
     except Exception as error:
         with_places(error, [len(results)])
         raise

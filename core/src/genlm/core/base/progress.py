@@ -1,4 +1,4 @@
-"""Stages of loading a model: engines report them, and `load_model` shows them on request."""
+"""Stages of loading a model, which engines report and `load_model` can show."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["Stages", "loading_stage", "stages_shown"]
+__all__ = ["Stages", "loading_stage", "show_stages"]
 
 TICK_S = 1.0
-"""Between two refreshes of the time that a stage has taken."""
+"""Seconds between two refreshes of the elapsed time of a stage."""
 
 _current: ContextVar[Stages | None] = ContextVar("genlm_loading_stages", default=None)
 
@@ -24,7 +24,7 @@ def loading_stage(text: str) -> bool:
         text: Short description, such as `"weights"`.
 
     Returns:
-        Whether stages are shown. The bars of an engine's library may then be shown, too.
+        Whether stages are shown. If so, the engine may also show its library's progress bars.
     """
     stages = _current.get()
     if stages is None:
@@ -34,9 +34,9 @@ def loading_stage(text: str) -> bool:
 
 
 @contextmanager
-def stages_shown(*, shown: bool) -> Iterator[None]:
+def show_stages(*, enabled: bool) -> Iterator[None]:
     """Show the stages that are reported in this context, on standard error."""
-    if not shown:
+    if not enabled:
         yield
         return
     with Stages() as stages:
@@ -48,16 +48,16 @@ def stages_shown(*, shown: bool) -> Iterator[None]:
 
 
 class Stages:
-    """A line for each stage, with the time that it takes; the last one sums up.
+    """Prints a line for each stage with its elapsed time, and a last line with the total time.
 
-    Lines are bars of tqdm, which keeps them apart from other bars and works in notebooks.
+    Lines are bars of tqdm, which do not overwrite other bars and work in notebooks.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bar: Any = None
         self._ended = threading.Event()
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
 
     def __enter__(self) -> Stages:
         threading.Thread(target=self._tick, name="genlm-progress", daemon=True).start()
@@ -67,12 +67,12 @@ class Stages:
         self._ended.set()
         with self._lock:
             self._close()
-            took = f"{time.monotonic() - self._began_s:.1f} s"
-            self._bar = _line("failed" if error else "ready", f"after {took}")
+            elapsed = f"{time.monotonic() - self._start_s:.1f} s"
+            self._bar = _line("failed" if error else "ready", f"after {elapsed}")
             self._close()
 
     def begin(self, text: str) -> None:
-        """End the stage before and begin one."""
+        """End the current stage, if any, and begin a new one."""
         with self._lock:
             self._close()
             self._bar = _line(text, "{elapsed}")

@@ -13,15 +13,15 @@ from genlm.core.base.forking import renew_in_forks
 
 __all__ = ["RequestCounters", "SchedulerStatistics", "Statistics"]
 
-_NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
-"""Fields that are not cumulative: the difference of two snapshots has the later value."""
+_GAUGES = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
+"""Fields that are not cumulative; the difference of two snapshots contains the later value."""
 
-_COUNTED_BY_ENGINES = {
+_ENGINE_COUNTERS = {
     *("tokens_evaluated", "tokens_computed", "tokens_evicted"),
     *("tokens_recomputed", "targets_scored", "forwards", "steps", "batches", "rows"),
     *("sequences_evicted", "contexts_continued", "contexts_ended", "contexts_without_cache"),
 }
-"""Names of cumulative statistics of engines, also with a replica's name as a prefix."""
+"""Cumulative statistics of engines; a name may have a replica's name as a prefix."""
 
 
 class RequestCounters:
@@ -30,7 +30,7 @@ class RequestCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests = self._cache_hits = self._tokens_asked = 0
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
         renew_in_forks(self)
 
     def count(self, tokens: int, *, requests: int = 1, hits: int = 0) -> None:
@@ -41,13 +41,13 @@ class RequestCounters:
             self._tokens_asked += tokens
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the counters, and the seconds since they began."""
+        """Return the counters, and the seconds since the start."""
         with self._lock:
             return {
                 "requests": self._requests,
                 "cache_hits": self._cache_hits,
                 "tokens_asked": self._tokens_asked,
-                "seconds": time.monotonic() - self._began_s,
+                "seconds": time.monotonic() - self._start_s,
             }
 
 
@@ -66,8 +66,8 @@ class SchedulerStatistics:
             evaluation per distinct sequence.
         queue_seconds: Time from arrival to the engine, summed over `dispatched`; the mean is
             `mean_queue_s`.
-        pending: Accepted evaluations that are unfinished now.
-        waiting: Requests that wait because of `max_pending` now.
+        pending: Current number of accepted, unfinished evaluations.
+        waiting: Current number of requests that wait because of `max_pending`.
     """
 
     joined: int
@@ -103,7 +103,7 @@ class Statistics(SchedulerStatistics):
     """Counters of a language model since it was loaded.
 
     `print` and notebooks show the counters as a table. The difference `after - before` of two
-    snapshots of one model has the counts and rates of the time between them.
+    snapshots of one model contains the counts and rates of the period between them.
 
     Attributes:
         requests: Requests for rows and continuations; a population makes one request per
@@ -152,35 +152,41 @@ class Statistics(SchedulerStatistics):
     def __sub__(self, before: Statistics) -> Statistics:
         """Return the counts since an earlier snapshot of the same model.
 
-        Current values (pending requests, entries of caches, sizes of the engine) are those of
-        the later snapshot.
+        Current values (pending requests, cache entries, sizes of the engine) are those of the
+        later snapshot.
         """
         if not isinstance(before, Statistics):
             return NotImplemented
-        summed = [each.name for each in fields(self) if each.name not in _NOW]
-        differences = {name: getattr(self, name) - getattr(before, name) for name in summed}
+        counters = {counter.name for counter in fields(self)} - _GAUGES
+        differences = {name: getattr(self, name) - getattr(before, name) for name in counters}
         sizes = {
             size: count - before.batch_sizes.get(size, 0)
             for size, count in self.batch_sizes.items()
             if count != before.batch_sizes.get(size, 0)
         }
         engine = dict(self.engine)
-        for name, now in self.engine.items():
-            then = before.engine.get(name)
-            is_count = name.rpartition(": ")[2] in _COUNTED_BY_ENGINES
-            if is_count and isinstance(now, (int, float)) and isinstance(then, (int, float)):
-                engine[name] = now - then
+        for name, count in self.engine.items():
+            earlier = before.engine.get(name)
+            is_count = name.rpartition(": ")[2] in _ENGINE_COUNTERS
+            if (
+                is_count
+                and isinstance(count, (int, float))
+                and isinstance(earlier, (int, float))
+            ):
+                engine[name] = count - earlier
         return replace(self, **differences, batch_sizes=sizes, engine=engine)
 
     def __str__(self) -> str:
         """Format the table as text."""
         rows = list(self._rows())
         width = max(len(label) for label, _, _ in rows)
-        figures = max((len(value) for _, value, note in rows if note is not None), default=0)
+        value_width = max(
+            (len(value) for _, value, note in rows if note is not None), default=0
+        )
         lines = []
         for label, value, note in rows:
-            shown = value if note is None else f"{value:>{figures}}  {note}"
-            lines.append(f"{label:<{width}}  {shown}".rstrip())
+            cell = value if note is None else f"{value:>{value_width}}  {note}"
+            lines.append(f"{label:<{width}}  {cell}".rstrip())
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -194,16 +200,16 @@ class Statistics(SchedulerStatistics):
         return f"<table>{cells}</table>"
 
     def _rows(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield label, value and note of each figure; figures of the engine have no note."""
+        """Yield the label, value and note of each row; rows of the engine have no note."""
         rate = f"{self.requests_per_s:,.1f} a second over {self.seconds:,.1f} s"
         yield "requests", f"{self.requests:,}", rate
         yield "  from the output cache", f"{self.cache_hits:,}", f"{self.cache_hit_ratio:.1%}"
         yield "  joined a pending one", f"{self.joined:,}", f"{self.joined_ratio:.1%}"
-        yield "tokens asked", f"{self.tokens_asked:,}", ""
+        yield "tokens requested", f"{self.tokens_asked:,}", ""
         yield "evaluations answered", f"{self.answered:,}", ""
         yield "  failed", f"{self.failed:,}", ""
         yield "  abandoned", f"{self.abandoned:,}", ""
-        yield "  pending now", f"{self.pending:,}", f"{self.waiting:,} more held back"
+        yield "  pending now", f"{self.pending:,}", f"{self.waiting:,} more waiting"
         yield "  mean time in the queue", f"{1000 * self.mean_queue_s:,.2f}", "ms"
         sizes = f"of {self.mean_batch_size:,.1f} on average, {self.largest_batch:,} at most"
         yield "batches", f"{self.batches:,}", sizes
@@ -211,7 +217,7 @@ class Statistics(SchedulerStatistics):
         if self.tokens_reused_ratio is not None:
             yield "tokens reused by engine", f"{self.tokens_reused_ratio:.1%}", ""
         for name, value in self.engine.items():
-            yield f"engine: {name}", _shown(value), None
+            yield f"engine: {name}", _formatted(value), None
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -222,7 +228,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _shown(value: float | str) -> str:
+def _formatted(value: float | str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Checks of arguments and queries."""
+"""Checks of arguments and token ids."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
     "checked_stop",
     "checked_token_ids",
     "is_model_object",
-    "is_several",
+    "is_sequence_like",
 ]
 
 
@@ -59,7 +59,7 @@ def checked_token_ids(
     if max_context is not None and len(token_ids) > max_context:
         raise ContextLengthError(len(token_ids), max_context)
     try:
-        packed = array("I", token_ids)  # refuses what is no integer, and negative numbers
+        packed = array("I", token_ids)  # rejects non-integers and negative numbers
     except (OverflowError, TypeError):
         ids = _integers(token_ids, "token ids")
         raise outside_vocabulary(ids, vocab_size) from None
@@ -68,7 +68,7 @@ def checked_token_ids(
     if largest >= vocab_size:
         raise outside_vocabulary(ids, vocab_size)
     if largest <= 1:
-        _refuse_booleans(token_ids, "token ids")
+        _reject_booleans(token_ids, "token ids")
     return ids, packed.tobytes()
 
 
@@ -77,22 +77,25 @@ def checked_stop(
 ) -> tuple[frozenset[int], tuple[bytes, ...]]:
     """Return the token ids and the texts, as bytes, that end a continuation.
 
-    They are one or several; None stands for `eos_token_id` if the vocabulary has one.
+    Args:
+        stop: One or several token ids or texts; None for `eos_token_id`.
+        vocab_size: Number of token ids.
+        eos_token_id: End-of-text id of the vocabulary, None if it has none.
     """
     if stop is None:
         return frozenset(() if eos_token_id is None else (eos_token_id,)), ()
-    several: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
-    if not isinstance(several, Iterable):
+    items: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
+    if not isinstance(items, Iterable):
         raise TypeError(f"stop={_shortened(stop)}; expected texts or token ids")
     texts: list[bytes] = []
     ids: list[int] = []
-    for each in several:
-        if isinstance(each, (str, bytes)):
-            texts.append(each.encode() if isinstance(each, str) else bytes(each))
-        elif _is_integer(each):
-            ids.append(index(each))
+    for item in items:
+        if isinstance(item, (str, bytes)):
+            texts.append(item.encode() if isinstance(item, str) else bytes(item))
+        elif _is_integer(item):
+            ids.append(index(item))
         else:
-            raise TypeError(f"stop has {_shortened(each)}; expected str or bytes, or token ids")
+            raise TypeError(f"stop has {_shortened(item)}; expected str or bytes, or token ids")
     if b"" in texts:
         raise ValueError("stop has an empty text, which would end every continuation at once")
     return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
@@ -110,10 +113,7 @@ def checked_count(name: str, value: Any, vocab_size: int) -> int:
 
 
 def checked_limits(top_k: Any, top_p: Any, vocab_size: int) -> tuple[int | None, float]:
-    """Return a number of most likely tokens, and a share of the probability.
-
-    They are None and 1 for no limit.
-    """
+    """Check top-k and top-p; without a limit, return None and 1."""
     k = None if top_k is None else checked_count("top_k", top_k, vocab_size)
     share = 1.0 if top_p is None else checked_number("top_p", top_p)
     if not 0 < share <= 1:
@@ -122,7 +122,7 @@ def checked_limits(top_k: Any, top_p: Any, vocab_size: int) -> tuple[int | None,
 
 
 def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:
-    """Return any number of token ids, none included, as a tuple of Python integers."""
+    """Return token ids, possibly none, as a tuple of Python integers."""
     ids = checked_integers(values, argument or "token ids")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise outside_vocabulary(ids, vocab_size, argument)
@@ -132,8 +132,8 @@ def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[
 def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int, ...]:
     """Return a flat sequence of integers as a tuple of Python integers.
 
-    Sets, mappings and generators are refused: their order is undefined, or they can be
-    read only once. Arrays of booleans are masks and refused too.
+    Sets, mappings and generators are rejected: their order is undefined, or they can be
+    read only once. Arrays of booleans are masks and are also rejected.
     """
     if type(values) is list or type(values) is tuple:  # most frequent
         return _integers(values, argument)
@@ -141,24 +141,24 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
     if array_values is None and (
         isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
     ):
-        raise TokenTypeError(_no_sequence(values), argument)
+        raise TokenTypeError(_describe_non_sequence(values), argument)
     if str(getattr(values, "dtype", "")) in _BOOLEAN_DTYPES:
         raise TokenTypeError(
             "an array of booleans, a mask; its ids are mask.nonzero()", argument
         )
     if getattr(values, "ndim", 1) > 1:
         shape = tuple(getattr(values, "shape", ()))
-        one = " Of the only row: array[0]" if shape[:1] == (1,) else ""
+        hint = " For a single row, pass array[0]" if shape[:1] == (1,) else ""
         raise TokenTypeError(
             f"an array of shape {shape}; methods with `batch` in their name take several "
-            f"sequences.{one}",
+            f"sequences.{hint}",
             argument,
         )
     return _integers(values if array_values is None else array_values(), argument)
 
 
 def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) -> Iterable[T]:
-    """Return several sequences unchanged; refuse a single one."""
+    """Return a batch of sequences unchanged; reject a single sequence."""
     if hasattr(sequences, "input_ids"):
         raise TypeError(
             f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
@@ -180,46 +180,46 @@ def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) 
 
 
 def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
-    """Return a function unchanged; refuse what cannot be called."""
+    """Return a function unchanged; reject other objects."""
     if is_model_object(build_engine):
         raise TypeError(
             f"found the model {type(build_engine).__name__}; expected a function without "
-            f'arguments that makes an engine. To serve a model: genlm.load_model(model, "hf", '
-            f"tokenizer=tokenizer), with the name of an engine"
+            f"arguments that returns an engine. To serve a model: "
+            f'genlm.load_model(model, "hf", tokenizer=tokenizer), with the name of an engine'
         )
     if not callable(build_engine):
         raise TypeError(
             f"build_engine={_shortened(build_engine)}; expected a function without arguments "
-            f"that makes the engine. genlm.load_model loads a model by its name"
+            f"that returns the engine. genlm.load_model loads a model by its name"
         )
     return build_engine
 
 
-def is_several(value: object) -> bool:
-    """Whether an argument is a sequence or an array of values, not an array that is one."""
+def is_sequence_like(value: object) -> bool:
+    """Whether an argument has a length and, if it is an array, at least one dimension."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
 def is_model_object(value: object) -> bool:
-    """Whether it is a model of torch or MLX, not the name of one or a function."""
+    """Whether an argument is a model of torch or MLX, not a model name or a function."""
     return callable(getattr(value, "parameters", None)) and not isinstance(value, type)
 
 
-def checked_integer(name: str, value: Any, least: int) -> int:
-    """Return an argument, an integer of any kind that is not below `least`, as an `int`."""
+def checked_integer(name: str, value: Any, minimum: int) -> int:
+    """Return an integer of any kind as an `int`; reject values below `minimum`."""
     if type(value) is int:  # most frequent
         number = value
     elif _is_integer(value):
         number = index(value)
     else:
-        raise TypeError(f"{name}={_shortened(value)}; expected an integer, {least} or more")
-    if number < least:
-        raise ValueError(f"{name}={number}; it must be {least} or more")
+        raise TypeError(f"{name}={_shortened(value)}; expected an integer, {minimum} or more")
+    if number < minimum:
+        raise ValueError(f"{name}={number}; it must be {minimum} or more")
     return number
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return an argument, a finite number that is not negative, as a float."""
+    """Return a finite, non-negative number as a float."""
     if type(value) is float:  # most frequent
         number: float | None = value
     else:
@@ -246,18 +246,16 @@ def _integers(values: Any, argument: str) -> tuple[int, ...]:
     try:
         ids = tuple(map(index, values))
     except TypeError:
-        raise TokenTypeError(_first_wrong(values), argument) from None
+        raise TokenTypeError(_describe_non_integers(values), argument) from None
     if ids and max(ids) <= 1:
-        _refuse_booleans(values, argument)
+        _reject_booleans(values, argument)
     return ids
 
 
-def _refuse_booleans(values: Iterable[Any], argument: str) -> None:
-    """Refuse a mask, which Python takes for the integers 0 and 1."""
+def _reject_booleans(values: Iterable[Any], argument: str) -> None:
+    """Reject a mask, whose booleans are the integers 0 and 1 in Python."""
     if bool in map(type, values):
-        hint = (
-            "a mask; the ids that it marks are [i for i, marked in enumerate(mask) if marked]"
-        )
+        hint = "a mask; its ids are [i for i, allowed in enumerate(mask) if allowed]"
         raise TokenTypeError(f"booleans, {hint}", argument)
 
 
@@ -268,43 +266,45 @@ def outside_vocabulary(
     return TokenIdError(ids[position], position, vocab_size, argument)
 
 
-def _no_sequence(values: object) -> str:
+def _describe_non_sequence(values: object) -> str:
     hint = (
-        "; llm.encode makes ids of text" if isinstance(values, str) else _id_attribute(values)
+        "; llm.encode converts text to ids"
+        if isinstance(values, str)
+        else _id_attribute_hint(values)
     )
     if hasattr(values, "input_ids"):
         return f"{type(values).__name__}; pass its input_ids, or llm.encode(text)"
     if hasattr(values, "ids"):
         return f"{type(values).__name__}; pass its ids, or llm.encode(text)"
     if _is_integer(values):
-        hint = f"; a sequence of this one is [{values}]"
+        hint = f"; a sequence of this id is [{values}]"
     return f"{type(values).__name__} {_shortened(values)}{hint}"
 
 
-def _id_attribute(value: object) -> str:
-    """Say which attribute of an object, such as a draw, has the ids."""
+def _id_attribute_hint(value: object) -> str:
+    """Return a hint at the attribute of an object, such as a draw, that contains ids."""
     for name in ("token_id", "token_ids"):
         if hasattr(value, name):
             return f"; pass its {name}"
     return ""
 
 
-def _first_wrong(values: Any) -> str:
-    if hint := _id_attribute(values):
+def _describe_non_integers(values: Any) -> str:
+    if hint := _id_attribute_hint(values):
         return f"{type(values).__name__} {_shortened(values)}{hint}"
     if not isinstance(values, Iterable):
         return f"a single {type(values).__name__}, {_shortened(values)}"
     position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
-    found = f"{type(value).__name__} {_shortened(value)} at position {position}"
-    if hint := _id_attribute(value):
-        found += hint
+    description = f"{type(value).__name__} {_shortened(value)} at position {position}"
+    if hint := _id_attribute_hint(value):
+        description += hint
     elif isinstance(value, (list, tuple)):
-        found += "; methods with `batch` in their name take several sequences"
-    return found
+        description += "; methods with `batch` in their name take several sequences"
+    return description
 
 
 def _is_integer(value: Any) -> bool:
-    """Whether it is an integer of any kind; booleans are none."""
+    """Whether a value is an integer of any kind, but not a boolean."""
     if _is_boolean(value):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The version of genlm-core that is installed."""
+"""Version of the installed genlm-core."""
 
 from importlib.metadata import version
 

@@ -66,18 +66,17 @@ class Engine(Protocol):
     An engine may also have `capability_hints`, a mapping from missing capabilities to
     instructions such as `"load the model with enable_lora=True"`.
 
-    An engine whose `step` waits for other processes may also have a method `wake()`, which is
-    called from any thread when the engine has new queries, aborts or calls. `step` then returns
-    soon, with the completions that are ready, if any.
+    An engine whose `step` waits for other processes may also have a method `wake()`, which any
+    thread calls when there are new queries, aborts or calls for the engine. `step` should then
+    return soon, with the completions that are ready, if any.
 
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
-    its place, receive one query per distinct sequence; so do engines with the method for groups
-    with fewer members than their attribute `smallest_group`, by default 2. An
-    engine that forwards queries to other processes may have an attribute `samples_groups`: it
-    then accepts group queries with `sampling`, of which a call for several continuations makes
-    as many as have this number of them. For other engines the core submits queries for each
-    token.
+    its place, receive one query per distinct sequence. Engines with the method also receive
+    single queries for groups with fewer members than their attribute `smallest_group`, by
+    default 2. An engine that forwards queries to other processes may have an attribute
+    `samples_groups`, the maximum number of continuations in a query: it then accepts group
+    queries with `sampling`. For other engines, the core submits queries for every token.
 
     Attributes:
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
@@ -126,11 +125,11 @@ _MEMBERS = (
 
 
 def checked_engine(engine: Engine) -> Engine:
-    """Return an engine unchanged; refuse an object that lacks a member of `Engine`."""
+    """Return an engine unchanged; reject an object that lacks a member of `Engine`."""
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
-            f"build_engine made {engine!r}, which is not an engine: it lacks "
+            f"build_engine returned {engine!r}, which is not an engine: it lacks "
             f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
         )
     return engine
@@ -188,9 +187,9 @@ class BatchEngine(abc.ABC):
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
         max_context: Maximum number of tokens of a query, None for no limit.
         capabilities: Abilities beyond next-token rows.
-        smallest_group: Groups with fewer members are evaluated as separate queries, with those
-            of other callers, unless the engine has state of them as arrays. Larger ones take
-            turns.
+        smallest_group: Groups with fewer members are evaluated as separate queries, in batches
+            with the queries of other callers, unless the engine stores their state as arrays.
+            Steps alternate between larger groups and other queries.
     """
 
     vocabulary: Vocabulary
@@ -236,7 +235,7 @@ class BatchEngine(abc.ABC):
         raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
-        """Reduce the rows that predict the targets of queries; by default a few rows at a time.
+        """Reduce the rows that predict the targets of queries, by default a few rows at a time.
 
         Engines that compute all positions of a text in one pass override this method, and add
         their logits to a `genlm.prefix.PieceScores`.
@@ -245,7 +244,7 @@ class BatchEngine(abc.ABC):
             queries: At least one query, all with targets and a `GroupReduction`.
 
         Returns:
-            The columns of the reduction, or the error, of each query.
+            The columns of the reduction, or the error, for each query.
         """
         import numpy as np
 
@@ -253,17 +252,17 @@ class BatchEngine(abc.ABC):
 
         texts = [ScoredText.of(query) for query in queries]
         scores = PieceScores(texts, self.vocabulary)
-        for query, text, number in zip(queries, texts, scores.ends.tolist(), strict=False):
+        step = max(1, _GROUP_VALUES // self.vocabulary.size)
+        for query, text, end in zip(queries, texts, scores.ends.tolist(), strict=False):
             ids, count = query.token_ids, len(text.targets)
-            step = max(1, _GROUP_VALUES // self.vocabulary.size)
             for begin in range(0, count, step):
-                places = range(begin, min(begin + step, count))
-                parts = [
-                    Query(query.query_id, ids[: text.first + 1 + place], query.adapter)
-                    for place in places
+                positions = range(begin, min(begin + step, count))
+                prefixes = [
+                    Query(query.query_id, ids[: text.first + 1 + position], query.adapter)
+                    for position in positions
                 ]
-                scores.add(number + np.array(places), self._evaluated(parts))
-        return scores.results()  # type: ignore[return-value]  # each has a reduction
+                scores.add(end + np.array(positions), self._evaluate_checked(prefixes))
+        return scores.results()  # type: ignore[return-value]  # all have reductions
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose the queries that the next step evaluates; all by default.
@@ -285,23 +284,23 @@ class BatchEngine(abc.ABC):
         return max(1, _GROUP_VALUES // self.vocabulary.size)
 
     def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute some of the sequences of a group; by default as separate queries.
+        """Compute rows of a group's sequences, by default as separate queries.
 
-        Engines that compute populations on arrays override this.
+        Engines that compute populations on arrays override this method.
 
         Args:
             group: Query of the population; its `generation` may hold the engine's state.
-            places: Consecutive places in `group.wanted`, at least one.
+            places: Consecutive indices into `group.wanted`, at least one.
 
         Returns:
-            Logits or rows, one per place.
+            Logits or rows, one for each entry of `places`.
         """
         lineage = group.generation.lineage
         queries = [
             Query(group.query_id, lineage.sequence(place), group.adapter)
             for place in group.wanted[places].tolist()
         ]
-        return GroupValues(self._evaluated(queries), are_logits=False)
+        return GroupValues(self._evaluate_checked(queries), are_logits=False)
 
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
@@ -324,13 +323,18 @@ class BatchEngine(abc.ABC):
             return self._group_step()
         if not self._pending:
             return []
-        chosen = self._take_chosen()
-        scored = [query for query in chosen if query.targets]
-        asked = [query for query in chosen if not query.targets] if scored else chosen
+        batch = self._take_batch()
+        score_queries = [query for query in batch if query.targets]
+        row_queries = (
+            [query for query in batch if not query.targets] if score_queries else batch
+        )
         completions: list[Completion] = []
-        for own, compute in ((scored, self._score_batch), (asked, self._evaluate_batch)):
-            if own:
-                completions += completions_of(own, Halving(compute).results(own))
+        for queries, compute in (
+            (score_queries, self._score_batch),
+            (row_queries, self._evaluate_batch),
+        ):
+            if queries:
+                completions += completions_of(queries, Halving(compute).results(queries))
         return completions
 
     def abort(self, query_id: int) -> None:
@@ -346,7 +350,7 @@ class BatchEngine(abc.ABC):
         return {}
 
     def _group_step(self) -> list[Completion]:
-        """Compute a part of one group; the groups take turns."""
+        """Compute a part of one group; further steps continue with the other groups in turn."""
         query_id, work = next(iter(self._groups.items()))
         del self._groups[query_id]
         part = work.next_part(self.group_limit(work.query))
@@ -369,68 +373,75 @@ class BatchEngine(abc.ABC):
             if error is not None:
                 work.errors[place] = error
 
-    def _take_chosen(self) -> list[Query]:
+    def _take_batch(self) -> list[Query]:
         pending = list(self._pending.values())
         batch = list(self.choose(pending))
         for query in batch:
             if self._pending.pop(query.query_id, None) is None:
                 raise EvaluationError(
-                    f"{type(self).__name__}.choose picked query {query.query_id}, which is "
-                    f"not pending, or picked it twice; return queries that it was given"
+                    f"{type(self).__name__}.choose returned query {query.query_id}, which is "
+                    f"not pending, or returned it twice; return pending queries, without "
+                    f"repetition"
                 )
         if not batch:
             raise EvaluationError(
-                f"{type(self).__name__}.choose picked none of {len(pending)} pending "
+                f"{type(self).__name__}.choose returned none of {len(pending)} pending "
                 f"queries; return at least one"
             )
         return batch
 
     def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
-        scored = [query for query in queries if query.outputs == ROW_ONLY]
+        plain = [query for query in queries if query.outputs == ROW_ONLY]
         reduced = [query for query in queries if query.outputs != ROW_ONLY]
         results: dict[int, Any] = {}
-        for own, compute in ((scored, self.score), (reduced, self.reduce_texts)):
-            found: Any = compute(own) if own else []
-            if not isinstance(found, Sequence) or len(found) != len(own):
-                shown = f"{len(found)} results" if isinstance(found, Sequence) else repr(found)
+        for part, compute in ((plain, self.score), (reduced, self.reduce_texts)):
+            values: Any = compute(part) if part else []
+            if not isinstance(values, Sequence) or len(values) != len(part):
+                is_list = isinstance(values, Sequence)
+                description = f"{len(values)} results" if is_list else repr(values)
                 raise EvaluationError(
-                    f"{type(self).__name__}.{compute.__name__} returned {shown} for {len(own)} "
-                    f"queries; expected a list with one result for each query"
+                    f"{type(self).__name__}.{compute.__name__} returned {description} for "
+                    f"{len(part)} queries; expected a list with one result for each query"
                 )
-            results |= {query.query_id: each for query, each in zip(own, found, strict=True)}
+            results |= {
+                query.query_id: value for query, value in zip(part, values, strict=True)
+            }
         return [results[query.query_id] for query in queries]
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate queries and return their rows, or their requested outputs."""
-        # A batch can contain several queries of one sequence: for different outputs, or
-        # submitted when the first one could no longer be joined.
-        known: dict[tuple[str | None, bytes], int] = {}
+        # A batch can contain several queries of one sequence, which request different outputs
+        # or were submitted when the first one could no longer be joined.
+        row_of_key: dict[tuple[str | None, bytes], int] = {}
         distinct: list[Query] = []
-        places: list[int] = []
+        row_of: list[int] = []
         for query in queries:
-            place = known.setdefault((query.adapter, query.sequence.key), len(known))
-            if place == len(distinct):
+            row = row_of_key.setdefault((query.adapter, query.sequence.key), len(row_of_key))
+            if row == len(distinct):
                 distinct.append(query)
-            places.append(place)
-        rows = self._evaluated(distinct)
+            row_of.append(row)
+        rows = self._evaluate_checked(distinct)
         if all(query.outputs == ROW_ONLY for query in queries):
-            own = self._own_rows(rows)
+            separate = self._separate_rows(rows)
             return [
-                own[place] if distinct[place] is query else own[place].clone()
-                for query, place in zip(queries, places, strict=True)
+                separate[row] if distinct[row] is query else separate[row].clone()
+                for query, row in zip(queries, row_of, strict=True)
             ]
         from genlm.core.rows.reductions import reduce_rows  # loads torch
 
-        reduced = reduce_rows(rows, [query.outputs for query in queries], row_of=places)
+        results = reduce_rows(rows, [query.outputs for query in queries], row_of=row_of)
         return [
-            each.values[0] if query.outputs == ROW_ONLY and isinstance(each, Reduced) else each
-            for query, each in zip(queries, reduced, strict=True)
+            result.values[0]
+            if query.outputs == ROW_ONLY and isinstance(result, Reduced)
+            else result
+            for query, result in zip(queries, results, strict=True)
         ]
 
-    def _evaluated(self, queries: list[Query]) -> torch.Tensor:
+    def _evaluate_checked(self, queries: list[Query]) -> torch.Tensor:
+        """Evaluate distinct queries and check the shape and dtype of the rows."""
         import torch
 
-        rows = self.evaluate(queries).detach()  # else rows keep the autograd graph alive
+        rows = self.evaluate(queries).detach()  # otherwise rows keep the autograd graph alive
         expected = (len(queries), self.vocabulary.size)
         if tuple(rows.shape) != expected or rows.dtype != torch.float32:
             raise EvaluationError(
@@ -441,8 +452,8 @@ class BatchEngine(abc.ABC):
         return rows
 
     @staticmethod
-    def _own_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return rows that share no memory, for changes in place."""
+    def _separate_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return rows that share no memory, so that callers can change them in place."""
         from genlm.core.rows.logits import copied_rows  # loads torch
 
         # A slice would keep the whole tensor alive; an expanded row aliases itself.

@@ -1,10 +1,10 @@
-"""Group queries as the queries that an engine accepts.
+"""Conversion of group queries into queries that an engine accepts.
 
-A group query for continuations becomes one group query per token, which is submitted when the
-one before is complete, without the scheduler and event loops between. A group query of few
-members, or for an engine that accepts none, becomes one query per distinct sequence. The
-reduction of the group is computed like other reductions: every query requests the entries of
-the group's columns for the members that have its sequence.
+A group query for continuations becomes one group query per token. Each of them is submitted
+when the previous one is complete, without passing through the scheduler or an event loop. A
+group query of few members, or for an engine that accepts no group queries, becomes one query
+per distinct sequence, which requests the entries of the group's columns for the members that
+have this sequence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from genlm.core.engine.group_sampling import (
     MemberRuns,
+    RowRequest,
     SamplingRun,
-    Single,
-    unexpected_answer,
+    result_error,
 )
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import (
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 __all__ = ["GroupEngine", "MemberColumns", "with_groups"]
 
 _FIRST_QUERY_ID = 2**48
-"""Ids of the queries of groups, which are distinct from those of the scheduler's queries."""
+"""First id of the queries of divided groups, above the ids of the scheduler's queries."""
 
 _SMALLEST_GROUP = 2
-"""A group of one member is a query like any other, and shares passes with these."""
+"""A group of one member becomes a single query, which shares passes with other queries."""
 
 
 class MemberColumns(Reduction):
@@ -56,7 +56,7 @@ class MemberColumns(Reduction):
 
     Args:
         reduction: Reduction of the group.
-        members: Members that the row belongs to, shape `(m,)`.
+        members: Indices of the members that share the row, shape `(m,)`.
     """
 
     is_cacheable = False
@@ -76,42 +76,42 @@ class MemberColumns(Reduction):
             counts = [len(requests[place].members) for place in places]
             row_of = torch.arange(len(places)).repeat_interleave(torch.tensor(counts))
             members = np.concatenate([requests[place].members for place in places])
-            own = rows
+            group_rows = rows
             if len(places) < len(rows):
-                own = rows[moved(torch.tensor(places), rows.device)]
+                group_rows = rows[moved(torch.tensor(places), rows.device)]
             reduction = requests[places[0]].reduction
-            columns = reduction.compute(own, row_of, torch.from_numpy(members))
+            columns = reduction.compute(group_rows, row_of, torch.from_numpy(members))
             if not reduction.stays_on_device:
-                columns = tuple(each.cpu() for each in columns)
-            divided = zip(*(torch.split(each, counts) for each in columns), strict=True)
-            for place, values in zip(places, divided, strict=True):
-                results[place] = values
+                columns = tuple(column.cpu() for column in columns)
+            parts = zip(*(torch.split(column, counts) for column in columns), strict=True)
+            for place, part in zip(places, parts, strict=True):
+                results[place] = part
         return results
 
 
-class _Parts(GroupWork):
-    """A group query whose distinct sequences are computed by one query each."""
+class _DividedGroup(GroupWork):
+    """A group query that is computed by one query per distinct sequence."""
 
     has_failed = False
-    """The errors of sequences are part of the result."""
+    """Always False: the errors of sequences are part of the result."""
 
     def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
         super().__init__(query, vocabulary)
-        self.unanswered: set[int] = set()
+        self.pending_ids: set[int] = set()
 
-    def singles(self) -> Iterator[Single]:
+    def row_requests(self) -> Iterator[RowRequest]:
         """Yield the distinct sequences, with the reduction for their members."""
         sequence_of = self.query.generation.lineage.sequence
         for place, index in enumerate(self.query.wanted.tolist()):
             members = MemberColumns(self.query.reduction, self.members_of(place))
             yield place, sequence_of(index), members
 
-    def add(self, place: int, answer: Any) -> None:
+    def add(self, place: int, result: Any) -> None:
         """Add the columns of the members of a sequence, or its error."""
         try:
-            if not isinstance(answer, tuple):
-                raise unexpected_answer(answer)
-            self._columns.add(self.members_of(place), answer)
+            if not isinstance(result, tuple):
+                raise result_error(result)
+            self._columns.add(self.members_of(place), result)
         except Exception as error:  # noqa: BLE001 - it fails this sequence alone
             self.errors[place] = error
 
@@ -122,15 +122,15 @@ class _Parts(GroupWork):
 
 
 class GroupEngine:
-    """Adds the group queries that an engine does not accept.
+    """Adds support for all group queries to an engine; other attributes are the engine's.
 
-    Engines compute queries of different callers in one pass, but most compute groups one after
-    the other. Groups with fewer members than the engine's `smallest_group` are therefore
-    divided, unless the engine has state of their sequences as arrays. Other attributes are
-    those of the engine.
+    Engines compute queries of different callers in one pass, but most of them compute groups
+    one after the other. Groups with fewer members than the engine's `smallest_group` are
+    therefore divided into single queries, unless the engine stores the state of their sequences
+    as arrays.
     """
 
-    _query_ids = itertools.count(_FIRST_QUERY_ID)  # of all models, as in `Requests`
+    _query_ids = itertools.count(_FIRST_QUERY_ID)  # shared by all models, as in `Requests`
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -138,16 +138,16 @@ class GroupEngine:
         if getattr(engine, "submit_group", None) is not None:
             self._smallest_group = getattr(engine, "smallest_group", _SMALLEST_GROUP)
         self._runs: dict[int, SamplingRun] = {}  # by query id
-        self._divided: dict[int, _Parts | MemberRuns] = {}  # by query id
-        # Of each query for a single sequence: id of the group, place, requested reduction.
-        self._singles: dict[int, tuple[int, int, Reduction]] = {}
-        self._refused: list[Completion] = []
+        self._divided: dict[int, _DividedGroup | MemberRuns] = {}  # by query id
+        # By id of a query for one sequence: id of the group, place, requested reduction.
+        self._row_requests: dict[int, tuple[int, int, Reduction]] = {}
+        self._rejected: list[Completion] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
     def submit_group(self, group: GroupQuery) -> None:
-        """Submit a group query; of one with `sampling`, the queries for the first tokens."""
+        """Submit a group query, or the queries for its first tokens if it has `sampling`."""
         vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
         if group.sampling is None:
             self._submit(group)
@@ -160,97 +160,102 @@ class GroupEngine:
 
     def step(self) -> Iterable[Completion]:
         """Step the engine, and submit the queries for next tokens."""
-        found: Iterable[Completion] = self._refused
-        if found:
-            self._refused = []
+        step_completions: Iterable[Completion] = self._rejected
+        if step_completions:
+            self._rejected = []
         else:
-            found = self.engine.step()
+            step_completions = self.engine.step()
         if not self._runs and not self._divided:
-            return found
+            return step_completions
         completions: list[Completion] = []
-        answered: dict[int, None] = {}  # groups, in order
-        for completion in found:
-            single = self._singles.pop(completion.query_id, None)
-            if single is None:
+        group_ids: dict[int, None] = {}  # groups with completed queries, in order
+        for completion in step_completions:
+            row_request = self._row_requests.pop(completion.query_id, None)
+            if row_request is None:
                 completions.append(completion)
                 continue
-            group_id, place, wanted = single
-            answered[group_id] = None
+            group_id, place, reduction = row_request
+            group_ids[group_id] = None
             group = self._divided[group_id]
-            group.unanswered.remove(completion.query_id)
-            following = group.add(place, self._value(completion, wanted))
-            if following is not None and not group.has_failed:
-                self._submit_single(group, *following)
-        for group_id in answered:
+            group.pending_ids.remove(completion.query_id)
+            next_request = group.add(place, self._reduced(completion, reduction))
+            if next_request is not None and not group.has_failed:
+                self._submit_row_request(group, *next_request)
+        for group_id in group_ids:
             group = self._divided[group_id]
-            if group.has_failed or not group.unanswered:
-                completions.append(self._combined(group_id))
-        continued = map(self._continued, completions)
-        return [each for each in continued if each is not None]
+            if group.has_failed or not group.pending_ids:
+                completions.append(self._finish_group(group_id))
+        advanced = map(self._advance, completions)
+        return [completion for completion in advanced if completion is not None]
 
     def abort(self, query_id: int) -> None:
         """Drop a query."""
         self._runs.pop(query_id, None)
-        divided = self._divided.pop(query_id, None)
-        for each in [query_id] if divided is None else divided.unanswered:
-            self._singles.pop(each, None)
-            self.engine.abort(each)
+        group = self._divided.pop(query_id, None)
+        for aborted_id in [query_id] if group is None else group.pending_ids:
+            self._row_requests.pop(aborted_id, None)
+            self.engine.abort(aborted_id)
 
     def _is_divided(self, group: GroupQuery) -> bool:
         is_small = len(group.row_of) < self._smallest_group
-        return is_small and group.generation.is_of_contexts
+        return is_small and group.generation.has_only_contexts
 
     def _submit(self, group: GroupQuery) -> None:
         """Submit a group query, or a query for each of its distinct sequences."""
         if self._is_divided(group):
-            self._divide(_Parts(group, self.engine.vocabulary))
+            self._divide(_DividedGroup(group, self.engine.vocabulary))
         else:
             engine: Any = self.engine
             engine.submit_group(group)
 
-    def _divide(self, group: _Parts | MemberRuns) -> None:
-        singles = list(group.singles())
+    def _divide(self, group: _DividedGroup | MemberRuns) -> None:
+        """Submit the first queries of a divided group."""
+        row_requests = list(group.row_requests())
         if group.has_failed:
             group.result()  # raises
         self._divided[group.query.query_id] = group
-        for single in singles:
-            self._submit_single(group, *single)
+        for row_request in row_requests:
+            self._submit_row_request(group, *row_request)
 
-    def _submit_single(
-        self, group: _Parts | MemberRuns, place: int, sequence: TokenSequence, wanted: Reduction
+    def _submit_row_request(
+        self,
+        group: _DividedGroup | MemberRuns,
+        place: int,
+        sequence: TokenSequence,
+        reduction: Reduction,
     ) -> None:
         group_id, query_id = group.query.query_id, next(self._query_ids)
-        group.unanswered.add(query_id)
-        self._singles[query_id] = group_id, place, wanted
-        query = Query(query_id, sequence, group.query.adapter, outputs=(wanted,))
+        group.pending_ids.add(query_id)
+        self._row_requests[query_id] = group_id, place, reduction
+        query = Query(query_id, sequence, group.query.adapter, outputs=(reduction,))
         try:
             self.engine.submit(query)
         except Exception as error:  # noqa: BLE001 - it fails this sequence alone
-            self._refused.append(Completion(query_id, error=error))
+            self._rejected.append(Completion(query_id, error=error))
 
-    def _value(self, completion: Completion, wanted: Reduction) -> Any:
-        """Return the result of a reduction, or an exception."""
-        answer: Any = completion.error or completion.result
-        if isinstance(answer, torch.Tensor):  # an engine that leaves reductions to the core
-            invalid = invalid_rows([answer], self.engine.vocabulary.size)
-            answer = invalid[0] if invalid else reduce_rows(answer[None], [(wanted,)])[0]
-        if isinstance(answer, Reduced) and len(answer.values) == 1:
-            [answer] = answer.values
-        return answer
+    def _reduced(self, completion: Completion, reduction: Reduction) -> Any:
+        """Return the result of a query's reduction, or its error."""
+        result: Any = completion.error or completion.result
+        if isinstance(result, torch.Tensor):  # a row: the core computes the reduction
+            invalid = invalid_rows([result], self.engine.vocabulary.size)
+            result = invalid[0] if invalid else reduce_rows(result[None], [(reduction,)])[0]
+        if isinstance(result, Reduced) and len(result.values) == 1:
+            [result] = result.values
+        return result
 
-    def _combined(self, group_id: int) -> Completion:
-        """Return the completion of a divided group."""
+    def _finish_group(self, group_id: int) -> Completion:
+        """Return the completion of a divided group; abort its pending queries."""
         group = self._divided.pop(group_id)
-        for each in group.unanswered:
-            del self._singles[each]
-            self.engine.abort(each)
+        for query_id in group.pending_ids:
+            del self._row_requests[query_id]
+            self.engine.abort(query_id)
         try:
             return Completion(group_id, group.result())
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(group_id, error=error)
 
-    def _continued(self, completion: Completion) -> Completion | None:
-        """Submit the query for the next token of a run, if any; else return the completion."""
+    def _advance(self, completion: Completion) -> Completion | None:
+        """Submit the next query of a run and return None, or return the completion."""
         query_id, result, error = completion
         run = self._runs.get(query_id)
         if run is None:
@@ -269,7 +274,7 @@ class GroupEngine:
 
 
 def with_groups(engine: Engine) -> Engine:
-    """Return an engine that accepts all group queries: this one, or one that adds them."""
+    """Return an engine that accepts all group queries: the same one, or a `GroupEngine`."""
     takes_groups = getattr(engine, "submit_group", None) is not None
     if takes_groups and getattr(engine, "samples_groups", None):
         return engine

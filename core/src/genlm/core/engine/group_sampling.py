@@ -1,8 +1,8 @@
-"""Continuations: draws and extensions of the members of a group on the engine's thread.
+"""Continuations of the members of a group, drawn and extended on the engine's thread.
 
-`SamplingRun` turns a group query with `sampling` into one group query per token, `MemberRuns`
-turns that of few members into a query per member and token. `GroupEngine` runs them for engines
-that do not forward such queries to other processes.
+`SamplingRun` converts a group query with `sampling` into one group query per token. For few
+members, `MemberRuns` converts it into one query per member and token. `GroupEngine` runs them
+for engines that do not forward such queries to other processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from genlm.core.queries.generations import (
     Generation,
     Integers64,
     distinct_sequences,
-    raise_failed,
+    raise_member_errors,
 )
 from genlm.core.queries.query import GroupQuery, GroupResult, Reduction
 from genlm.core.queries.sequence import TokenSequence
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupSampling",
     "MemberRuns",
+    "RowRequest",
     "SampledGroup",
     "SamplingRun",
-    "Single",
-    "unexpected_answer",
+    "result_error",
 ]
 
-Single = tuple[int, TokenSequence, Reduction]
-"""A place in a group, its sequence, and the reduction of the row that is requested."""
+RowRequest = tuple[int, TokenSequence, Reduction]
+"""A place in a group, its sequence, and the requested reduction of its row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +58,15 @@ class GroupSampling:
     `stream_uniform(seeds[i], step + t)`.
 
     Attributes:
-        places: The sequence of the query's generation that each member has, shape `(n,)`.
-        finished: Members that draw nothing, shape `(n,)`.
+        places: Index of each member's sequence in the query's generation, shape `(n,)`.
+        finished: Flags of the members that draw no token, shape `(n,)`.
         max_tokens: Maximum number of tokens of each member, shape `(n,)`.
         weights: Temperature, top-k and top-p, the last two the same for all members.
         seeds: Seed of each member's random numbers, shape `(n,)`.
         step: Position of the first token in the streams of random numbers.
-        stop_ids: A member is finished with a token of these ids.
-        stop_texts: A member is finished with the token that completes one of these texts among
-            the tokens that were drawn.
+        stop_ids: Ids of tokens that finish a member.
+        stop_texts: Texts that finish a member, with the token that completes one of them among
+            the drawn tokens.
     """
 
     places: Integers64
@@ -79,7 +79,7 @@ class GroupSampling:
     stop_texts: tuple[bytes, ...]
 
     def draws(self, members: Integers64, token: int) -> DrawColumns:
-        """Return the reduction that draws a token, counted from 0, of some members."""
+        """Return the reduction that draws the token with index `token` for some members."""
         numbers = stream_uniforms(self.seeds[members], [self.step + token])
         return DrawColumns(self.weights.of(members), numbers)
 
@@ -93,10 +93,10 @@ class SampledGroup(NamedTuple):
         logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
         draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
             float32; 0 for -1.
-        generation: Generation with the extended sequences of the members, as
-            `Generation.extended` makes it of that of the query.
-        places: The sequence of the generation that each member has, shape `(n,)`.
-        finished: Members that are finished, shape `(n,)`.
+        generation: Generation with the extended sequences of the members, the result of
+            `Generation.extended` of the query's generation.
+        places: Index of each member's sequence in the generation, shape `(n,)`.
+        finished: Flags of the finished members, shape `(n,)`.
     """
 
     token_ids: torch.Tensor
@@ -132,12 +132,12 @@ class _Continuations:
     def _has_stop_text(self, member: int, token_id: int) -> bool:
         """Whether a drawn token completes a text that finishes the member."""
         text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_id])
-        found, self._tails[member] = search_stop(text, self._sampling.stop_texts)
-        return found
+        is_complete, self._tails[member] = search_stop(text, self._sampling.stop_texts)
+        return is_complete
 
 
 class SamplingRun(_Continuations):
-    """Continuations of which every token of all members is one group query."""
+    """Continuations with one group query per token, for all members."""
 
     def __init__(
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
@@ -157,10 +157,10 @@ class SamplingRun(_Continuations):
         return not len(self._active)
 
     def next_query(self) -> GroupQuery:
-        """Return the query for the next token of the members that draw one.
+        """Return the query for the next token of the unfinished members.
 
         Raises:
-            PopulationError: Members whose contexts are full.
+            PopulationError: The contexts of members are full.
         """
         lineage, members = self._generation.lineage, self._active
         wanted, row_of = distinct_sequences(
@@ -180,9 +180,9 @@ class SamplingRun(_Continuations):
         """Add the tokens that the last query drew.
 
         Raises:
-            PopulationError: Members that failed.
+            PopulationError: Members failed.
         """
-        raise_failed(result.errors, self._row_of, self._active, len(self._places))
+        raise_member_errors(result.errors, self._row_of, self._active, len(self._places))
         token_ids, logprobs, _, draw_logprob = result.columns
         count = len(self._places)
         if len(self._active) < count:
@@ -191,12 +191,14 @@ class SamplingRun(_Continuations):
             logprobs = torch.zeros(count).index_copy_(0, active, logprobs)
             draw_logprob = torch.zeros(count).index_copy_(0, active, draw_logprob)
         self._columns.append((token_ids, logprobs, draw_logprob))
-        new = token_ids.numpy()
-        self._generation, self._places = self._generation.extended(self._places, new[:, None])
-        ends = np.isin(new, self._stop_ids)
+        new_ids = token_ids.numpy()
+        self._generation, self._places = self._generation.extended(
+            self._places, new_ids[:, None]
+        )
+        ends = np.isin(new_ids, self._stop_ids)
         if self._sampling.stop_texts:
-            for member in np.flatnonzero(new >= 0).tolist():
-                ends[member] |= self._has_stop_text(member, int(new[member]))
+            for member in np.flatnonzero(new_ids >= 0).tolist():
+                ends[member] |= self._has_stop_text(member, int(new_ids[member]))
         self._finished = self._finished | ends
         self._active = self._unfinished()
 
@@ -223,14 +225,14 @@ class MemberRuns(_Continuations):
 
     Attributes:
         query: The query.
-        unanswered: Ids of the unanswered queries for single sequences.
+        pending_ids: Ids of the pending queries of members.
     """
 
     def __init__(
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
     ) -> None:
         super().__init__(query, vocabulary, max_context)
-        self.unanswered: set[int] = set()
+        self.pending_ids: set[int] = set()
         sampling = self._sampling
         sequence_of = query.generation.lineage.sequence
         self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
@@ -247,22 +249,22 @@ class MemberRuns(_Continuations):
         """Whether a member failed, which ends the run."""
         return bool(self._errors)
 
-    def singles(self) -> Iterator[Single]:
+    def row_requests(self) -> Iterator[RowRequest]:
         """Yield the draws of the first tokens."""
         for member, is_finished in enumerate(self._finished):
             if not is_finished and self._limits[member]:
-                single = self._next_draw(member)
-                if single is not None:
-                    yield single
+                row_request = self._next_draw(member)
+                if row_request is not None:
+                    yield row_request
 
-    def add(self, member: int, answer: Any) -> Single | None:
+    def add(self, member: int, result: Any) -> RowRequest | None:
         """Add a token, or an error; return the draw of the next token if there is one."""
-        if not isinstance(answer, DrawnToken):
-            self._errors[member] = unexpected_answer(answer)
+        if not isinstance(result, DrawnToken):
+            self._errors[member] = result_error(result)
             return None
         drawn, sampling = self._drawn[member], self._sampling
-        drawn.append(answer)
-        token_id = answer.token_id
+        drawn.append(result)
+        token_id = result.token_id
         self._sequences[member] = TokenSequence.of([token_id], self._sequences[member])
         is_finished = token_id in sampling.stop_ids
         if sampling.stop_texts:
@@ -275,10 +277,10 @@ class MemberRuns(_Continuations):
         """Return the tokens of all members.
 
         Raises:
-            PopulationError: Members that failed.
+            PopulationError: Members failed.
         """
         count = len(self._sequences)
-        raise_failed(self._errors, np.arange(count), None, count)
+        raise_member_errors(self._errors, np.arange(count), None, count)
         longest = max(map(len, self._drawn))
         token_ids = torch.full((count, longest), NO_TOKEN)
         numbers = torch.zeros(2, count, longest)
@@ -287,13 +289,14 @@ class MemberRuns(_Continuations):
                 ids, logprobs, _, draw_logprobs = zip(*drawn, strict=True)
                 token_ids[member, : len(drawn)] = torch.tensor(ids)
                 numbers[:, member, : len(drawn)] = torch.tensor([logprobs, draw_logprobs])
-        added = token_ids.numpy()
-        generation, places = self._computed().extended(self._sampling.places, added)
+        generation, places = self._leased_generation().extended(
+            self._sampling.places, token_ids.numpy()
+        )
         return SampledGroup(
             token_ids, numbers[0], numbers[1], generation, places, np.array(self._finished)
         )
 
-    def _next_draw(self, member: int) -> Single | None:
+    def _next_draw(self, member: int) -> RowRequest | None:
         sequence, sampling = self._sequences[member], self._sampling
         if self._max_context is not None and len(sequence) > self._max_context:
             self._errors[member] = ContextLengthError(len(sequence), self._max_context)
@@ -303,8 +306,8 @@ class MemberRuns(_Continuations):
         draw = Draw(uniform, self._temperatures[member], None, *self._top_k_and_p)
         return member, sequence, draw
 
-    def _computed(self) -> Generation:
-        """Return a generation with a lease of the contexts that the engine has computed."""
+    def _leased_generation(self) -> Generation:
+        """Return the query's sequences with a lease of the contexts that were computed."""
         lease = None
         if self.query.lease is not None:
             keys = [
@@ -313,15 +316,15 @@ class MemberRuns(_Continuations):
                 if drawn
             ]
             lease = self.query.lease(keys)
-        computed = Generation(self.query.generation.lineage)
-        computed.keep(Contexts(lease))
-        return computed
+        generation = Generation(self.query.generation.lineage)
+        generation.keep(Contexts(lease))
+        return generation
 
 
-def unexpected_answer(answer: object) -> Exception:
-    """Return an error for an answer to a query for a reduction, which may be an exception."""
-    if isinstance(answer, Exception):
-        return answer
+def result_error(result: object) -> Exception:
+    """Return the error of a failed query, or an error that describes an unexpected result."""
+    if isinstance(result, Exception):
+        return result
     return EvaluationError(
-        f"the engine answered a query for a reduction of a row with {answer!r}"
+        f"the engine returned {result!r} for a query that requests a reduction of a row"
     )

@@ -1,11 +1,11 @@
-"""`Halving`: finds the items of a batch whose evaluation raises."""
+"""`Halving`: isolates the items of a batch whose evaluation raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from genlm.core.base.errors import described
+from genlm.core.base.errors import describe_error
 from genlm.core.queries.query import Completion
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ Batch = TypeVar("Batch", "list[Any]", "Integers64")
 
 
 class Halving(Generic[Batch]):
-    """Evaluates a batch; if that raises, its halves, recursively, down to the items at fault.
+    """Evaluates a batch and, if that raises, its halves recursively, to isolate failing items.
 
     Halving stops when it cannot isolate items: when the device has failed, or when both halves
     of a batch raise the same error, their first and last items raise it alone, and no item of
@@ -32,7 +32,9 @@ class Halving(Generic[Batch]):
     def results(self, batch: Batch) -> Sequence[Any]:
         """Return the results or errors of the items."""
         outcome = self._attempt(batch)
-        return self._divided(batch, outcome) if isinstance(outcome, Exception) else outcome
+        return (
+            self._evaluate_halves(batch, outcome) if isinstance(outcome, Exception) else outcome
+        )
 
     def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:
         if self._device_error is not None:
@@ -40,43 +42,47 @@ class Halving(Generic[Batch]):
         try:
             results: Sequence[Any] = self._evaluate(batch)
         except Exception as error:  # noqa: BLE001 - it fails the item that causes it
-            if _is_of_device(error):
+            if _is_device_failure(error):
                 self._device_error = error
             return error
         self._has_succeeded = True
         return results
 
-    def _divided(self, batch: Batch, error: Exception) -> Sequence[Any]:
-        """Evaluate items that raised as one batch."""
+    def _evaluate_halves(self, batch: Batch, error: Exception) -> Sequence[Any]:
+        """Evaluate the halves of a batch whose evaluation raised `error`."""
         if len(batch) == 1 or self._device_error is not None:
             return [error] * len(batch)
         middle = len(batch) // 2
         halves = [batch[:middle], batch[middle:]]
         outcomes = [self._attempt(half) for half in halves]
-        is_alike = self._all_fail_alike(halves, outcomes)
+        have_one_cause = self._have_same_error(halves, outcomes)
         results: list[Any] = []
         for half, outcome in zip(halves, outcomes, strict=True):
             if not isinstance(outcome, Exception):
                 results += outcome
             else:
-                results += [outcome] * len(half) if is_alike else self._divided(half, outcome)
+                results += (
+                    [outcome] * len(half)
+                    if have_one_cause
+                    else self._evaluate_halves(half, outcome)
+                )
         return results
 
-    def _all_fail_alike(
+    def _have_same_error(
         self, halves: list[Batch], outcomes: list[Sequence[Any] | Exception]
     ) -> bool:
         """Whether both halves and the items at their ends raise the same error."""
         if self._has_succeeded:
             return False
-        expected = _kind_of(outcomes[0])
-        if _kind_of(outcomes[1]) != expected:
+        expected = _error_kind(outcomes[0])
+        if _error_kind(outcomes[1]) != expected:
             return False
         ends = [end for half in halves if len(half) > 1 for end in (half[:1], half[-1:])]
-        return all(_kind_of(self._attempt(end)) == expected for end in ends)
+        return all(_error_kind(self._attempt(end)) == expected for end in ends)
 
 
-def _kind_of(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
-    return type(outcome), described(outcome) if isinstance(outcome, Exception) else ""
+def _error_kind(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
+    return type(outcome), describe_error(outcome) if isinstance(outcome, Exception) else ""
 
 
 def completions_of(queries: Sequence[Any], results: Sequence[Any]) -> list[Completion]:
@@ -89,7 +95,7 @@ def completions_of(queries: Sequence[Any], results: Sequence[Any]) -> list[Compl
     ]
 
 
-def _is_of_device(error: Exception) -> bool:
+def _is_device_failure(error: Exception) -> bool:
     """Whether the accelerator has failed, so that no later computation on it succeeds."""
     import torch
 

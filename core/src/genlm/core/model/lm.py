@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
-from genlm.core.base.progress import stages_shown
+from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import RequestCounters, Statistics
 from genlm.core.base.validation import (
     checked_batch,
@@ -177,7 +177,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ValueError: A limit is below 1.
         """
         common = ("output_cache", "max_batch_size", "max_pending", "progress")
-        with stages_shown(shown=progress):
+        with show_stages(enabled=progress):
             name, build = engine_builder(model, backend, engine_options, common)
             llm = cls(
                 functools.partial(contextvars.copy_context().run, build),

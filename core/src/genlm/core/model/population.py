@@ -19,7 +19,7 @@ from genlm.core.base.validation import (
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.members import ArrayLike, Members, checked_array
-from genlm.core.queries.generations import NO_TOKEN, Integers64, raise_failed
+from genlm.core.queries.generations import NO_TOKEN, Integers64, raise_member_errors
 from genlm.core.queries.query import GroupReduction, GroupResult, Reduction
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
@@ -453,7 +453,7 @@ class Population(Members):
         )
         answer = await requests.group(query)
         if sampling is None:
-            raise_failed(answer.errors, query.row_of, members, len(self))
+            raise_member_errors(answer.errors, query.row_of, members, len(self))
         return answer
 
     def _settings(

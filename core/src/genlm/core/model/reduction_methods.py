@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import each_in_batch
+from genlm.core.base.errors import map_batch
 from genlm.core.base.validation import (
     checked_batch,
     checked_count,
@@ -22,7 +22,7 @@ from genlm.core.base.validation import (
     checked_integer,
     checked_limits,
     checked_number,
-    is_several,
+    is_sequence_like,
 )
 from genlm.core.queries.query import Reduction
 from genlm.core.rows.masks import Mask
@@ -110,7 +110,7 @@ class ReductionMethods:
             GenlmError: As `reduce`, for the first context that fails; its `places` are the
                 indices of all contexts that fail.
         """
-        wanted = each_in_batch(_checked_reduction, reductions)
+        wanted = map_batch(_checked_reduction, reductions)
         return await self._requests.batch(contexts, wanted, lora_name)
 
     batch_reduce_sync = blocking(batch_reduce)
@@ -149,7 +149,7 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the log-probabilities of given next tokens of each context."""
-        wanted = each_in_batch(self._token_logprobs, token_ids)
+        wanted = map_batch(self._token_logprobs, token_ids)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     batch_token_logprobs_sync = blocking(batch_token_logprobs)
@@ -233,7 +233,7 @@ class ReductionMethods:
         """Return the log-probability of a set of next tokens for each context."""
         contexts = list(checked_batch(contexts))
         listed = self._listed(masks, len(contexts))
-        wanted = each_in_batch(lambda mask: LogMass(self._mask(mask)), listed)
+        wanted = map_batch(lambda mask: LogMass(self._mask(mask)), listed)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     batch_log_mass_sync = blocking(batch_log_mass)
@@ -334,9 +334,7 @@ class ReductionMethods:
         temperature = checked_number("temperature", temperature)
         top_k, share = checked_limits(top_k, top_p, self.vocabulary.size)
         listed = [None] * count if masks is None else self._listed(masks, count)
-        allowed = (
-            each_in_batch(self._allowed, listed) if count > 1 else map(self._allowed, listed)
-        )
+        allowed = map_batch(self._allowed, listed) if count > 1 else map(self._allowed, listed)
         uniforms = _uniforms(contexts, seed)
         return [
             Draw(uniform, temperature, mask, top_k, share)
@@ -371,13 +369,13 @@ def _uniforms(
 ) -> Sequence[float]:
     if seed is None:
         return [secrets.randbits(53) / 2**53 for _ in contexts]
-    if is_several(seed):
+    if is_sequence_like(seed):
         seeds = [checked_integer("seed", each, 0) for each in cast("Sequence[int]", seed)]
         _check_count("seeds", seeds, len(contexts))
     else:
         seeds = stream_seeds(checked_seed(seed), len(contexts))
     # The check of the request rejects an object without a length.
-    lengths = [len(context) if is_several(context) else 0 for context in contexts]
+    lengths = [len(context) if is_sequence_like(context) else 0 for context in contexts]
     found: list[float] = stream_uniforms(seeds, lengths).tolist()
     return found
 

@@ -18,7 +18,7 @@ from genlm.core.base.errors import (
     ContextLengthError,
     UnknownAdapterError,
     as_genlm_error,
-    each_in_batch,
+    map_batch,
     with_places,
 )
 from genlm.core.base.validation import checked_batch, checked_integer, checked_token_ids
@@ -237,7 +237,7 @@ class Requests:
             raise ValueError(
                 f"{len(wanted)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
+        queries = map_batch(lambda each: self.build_query(each, lora_name), sequences)
         items = [(*query, each) for query, each in zip(queries, wanted, strict=True)]
         return await self.answer(items, sequences, range(len(items)))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import PopulationError, as_genlm_error, each_in_batch, with_places
+from genlm.core.base.errors import PopulationError, as_genlm_error, map_batch, with_places
 from genlm.core.base.validation import (
     checked_batch,
     checked_integer,
@@ -128,7 +128,7 @@ class SampleMethods:
         """
         prompts = list(checked_batch(prompts))
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
-        queries = each_in_batch(
+        queries = map_batch(
             lambda prompt: self._requests.build_query(prompt, lora_name)[0], prompts
         )
         return await self._sampled(queries, options, seed, is_batch=True)

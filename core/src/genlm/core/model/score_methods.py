@@ -15,8 +15,8 @@ import torch
 from tqdm.auto import tqdm
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import each_in_batch
-from genlm.core.base.validation import checked_batch, is_several
+from genlm.core.base.errors import map_batch
+from genlm.core.base.validation import checked_batch, is_sequence_like
 from genlm.core.queries.query import TokenScores
 from genlm.core.rows.group_reductions import checked_reduction
 
@@ -114,10 +114,10 @@ class ScoreMethods:
             The scores of the texts, in order.
         """
         listed = list(checked_batch(texts))
-        starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
+        starts: list[Any] = list(start) if is_sequence_like(start) else [start] * len(listed)  # type: ignore[arg-type]
         if len(starts) != len(listed):
             raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
-        requested = each_in_batch(
+        requested = map_batch(
             lambda each: self._requests.scores(*each, lora_name),
             zip(listed, starts, strict=True),
         )

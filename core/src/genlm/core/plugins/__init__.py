@@ -1,4 +1,4 @@
-"""Plugin discovery: `spec` describes backends, `registry` reads plugins, `lookup` chooses.
+"""Plugin discovery: `spec` describes backends, `registry` reads plugins, `lookup` selects one.
 
-This package uses only specs: it imports an engine's module only to return the engine.
+The package reads specs only; it imports an engine's module only to return the engine.
 """

@@ -1,6 +1,6 @@
 """Resolution of backend names, and the public functions that find and import backends.
 
-Order of choice: the argument, the innermost `use_backend` block, the environment variable
+Order of precedence: the argument, the innermost `use_backend` block, the environment variable
 `GENLM_BACKEND` or `GENLM_TRIE`, the only usable installed backend. The core's backends are
 considered only if no other plugin of the kind is installed.
 """
@@ -25,9 +25,15 @@ from genlm.core.base.errors import (
     BrokenPluginError,
     GenlmError,
     UnknownBackendError,
-    described,
+    describe_error,
 )
-from genlm.core.plugins.registry import CORE, PUBLISHED, Registry, find_plugins, listed
+from genlm.core.plugins.registry import (
+    CORE,
+    PUBLISHED,
+    Registry,
+    find_plugins,
+    variable_entries,
+)
 from genlm.core.plugins.spec import BackendInfo, Kind
 
 if TYPE_CHECKING:
@@ -44,7 +50,7 @@ __all__ = [
     "use_backend",
 ]
 
-_CHOSEN: ContextVar[Mapping[Kind, str]] = ContextVar(
+_SELECTED_NAMES: ContextVar[Mapping[Kind, str]] = ContextVar(
     "genlm_backends", default=MappingProxyType({})
 )
 _VARIABLES: dict[Kind, str] = {"engine": "GENLM_BACKEND", "trie": "GENLM_TRIE"}
@@ -65,14 +71,14 @@ def refresh() -> None:
     files at startup.
     """
     importlib.invalidate_caches()
-    # Python 3.11 omits this one.
+    # Python 3.11 does not clear this cache.
     importlib.metadata.MetadataPathFinder().invalidate_caches()
     _registry.cache_clear()
 
 
 @contextmanager
 def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator[None]:
-    """Choose the engine, the trie or both for the calls inside a `with` block.
+    """Select the engine, the trie or both for the calls inside a `with` block.
 
         with genlm.use_backend("hf"):
             llm = genlm.load_model("demo")
@@ -89,15 +95,15 @@ def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator
     Raises:
         TypeError: No name is given, or a name is not a string.
     """
-    given: dict[Kind, str | None] = {"engine": name, "trie": trie}
-    chosen = {kind: _checked(choice) for kind, choice in given.items() if choice is not None}
-    if not chosen:
+    arguments: dict[Kind, str | None] = {"engine": name, "trie": trie}
+    names = {kind: _checked(value) for kind, value in arguments.items() if value is not None}
+    if not names:
         raise TypeError('use_backend needs an engine\'s name, trie="name", or both')
-    token = _CHOSEN.set({**_CHOSEN.get(), **chosen})
+    token = _SELECTED_NAMES.set({**_SELECTED_NAMES.get(), **names})
     try:
         yield
     finally:
-        _CHOSEN.reset(token)
+        _SELECTED_NAMES.reset(token)
 
 
 def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
@@ -125,7 +131,7 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
     """Return the description of the backend that `get_backend` or `get_trie` would import.
 
     Args:
-        name: Backend name or `"distribution:name"`; None follows the order of choice.
+        name: Backend name or `"distribution:name"`; None follows the order of precedence.
         kind: `"engine"` or `"trie"`.
 
     Returns:
@@ -143,32 +149,32 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
     _check_kind(kind)
     source = None
     if name is None:
-        name, source = _CHOSEN.get().get(kind), "use_backend"
+        name, source = _SELECTED_NAMES.get().get(kind), "use_backend"
     if name is None:
         source = _VARIABLES[kind]
         name = os.environ.get(source, "").strip() or None
     if name is None:
-        return _only_one(kind)
+        return _only_usable(kind)
     infos = [info for info in _backends(_checked(name), kind) if info.status != "disabled"]
     providers = [info.provider for info in infos if info.status == "ambiguous"]
     if providers:
         raise AmbiguousBackendError(name, kind, providers)
     if not infos:
-        everything = _registry().backends()
-        offered = [i for i in everything if i.status not in {"disabled", "broken"}]
-        installed = [info.name for info in offered if info.kind == kind]
-        raise UnknownBackendError(name, kind, installed, _hint(kind, name, everything), source)
-    found, *others = sorted(infos, key=lambda info: info.status not in {"ok", "missing"})
-    _report_ignored(others)
-    _raise_fault(found)
-    return found
+        all_infos = _registry().backends()
+        enabled = [i for i in all_infos if i.status not in {"disabled", "broken"}]
+        installed = [info.name for info in enabled if info.kind == kind]
+        raise UnknownBackendError(name, kind, installed, _hint(kind, name, all_infos), source)
+    info, *ignored = sorted(infos, key=lambda info: info.status not in {"ok", "missing"})
+    _report_ignored(ignored)
+    _raise_fault(info)
+    return info
 
 
 def get_backend(name: str | None = None) -> Callable[..., Engine]:
     """Import an engine and return the callable that builds it.
 
     Args:
-        name: Engine name or `"distribution:name"`; None follows the order of choice.
+        name: Engine name or `"distribution:name"`; None follows the order of precedence.
 
     Returns:
         A callable `target(model, **options) -> Engine`.
@@ -188,15 +194,15 @@ def get_trie(name: str | None = None) -> Callable[..., TokenCharacterTrie]:
 def _target(info: BackendInfo) -> Any:
     """Import the target of a spec; errors of genlm are raised unchanged."""
     try:
-        found = pkgutil.resolve_name(info.target)
+        target = pkgutil.resolve_name(info.target)
     except GenlmError:
         raise
     except (Exception, SystemExit) as error:
-        reason = f"importing {info.target!r} failed: {described(error)}"
+        reason = f"importing {info.target!r} failed: {describe_error(error)}"
         raise BrokenPluginError(info.provider, reason) from error
-    if not callable(found):
+    if not callable(target):
         raise BrokenPluginError(info.provider, f"{info.target!r} is not callable")
-    return found
+    return target
 
 
 def _backends(name: str | None, kind: Kind | None) -> list[BackendInfo]:
@@ -205,29 +211,29 @@ def _backends(name: str | None, kind: Kind | None) -> list[BackendInfo]:
     A misspelt `GENLM_PLUGINS` is an error, because it would disable all plugins.
     """
     plugins = _registry().plugins
-    for entry in listed("GENLM_PLUGINS"):
+    for entry in variable_entries("GENLM_PLUGINS"):
         if not any(plugin.is_listed([entry]) for plugin in plugins):
-            known = {each for p in plugins for each in (p.name, p.distribution, p.id)}
-            near = _nearest(entry, known)
-            hint = f"Did you mean {near!r}?" if near else "Unset it to allow every plugin"
-            raise UnknownBackendError(entry, "plugin", known, hint, "GENLM_PLUGINS")
+            names = {name for p in plugins for name in (p.name, p.distribution, p.id)}
+            match = _closest_match(entry, names)
+            hint = f"Did you mean {match!r}?" if match else "Unset it to allow every plugin"
+            raise UnknownBackendError(entry, "plugin", names, hint, "GENLM_PLUGINS")
     infos = _registry().backends(name)
     return [info for info in infos if kind is None or info.kind in {kind, None}]
 
 
-def _only_one(kind: Kind) -> BackendInfo:
+def _only_usable(kind: Kind) -> BackendInfo:
     infos = [info for info in list_backends(kind) if info.status != "disabled"]
-    known = [info for info in infos if info.kind == kind]
-    others = [info for info in known if info.distribution != CORE]
-    usable = [info for info in others or known if info.status == "ok"]
+    of_kind = [info for info in infos if info.kind == kind]
+    external = [info for info in of_kind if info.distribution != CORE]
+    usable = [info for info in external or of_kind if info.status == "ok"]
     # One backend may have several names.
     if len({(info.distribution, info.target) for info in usable}) == 1:
         _report_ignored(info for info in infos if info.error() is not None)
         return usable[0]
-    if len({(info.distribution, info.target) for info in others}) == 1:
-        _raise_fault(others[0])
-    installed = [info.name for info in known]
-    raise UnknownBackendError(None, kind, installed, _how_to_choose(kind, known))
+    if len({(info.distribution, info.target) for info in external}) == 1:
+        _raise_fault(external[0])
+    installed = [info.name for info in of_kind]
+    raise UnknownBackendError(None, kind, installed, _selection_hint(kind, of_kind))
 
 
 def _check_kind(kind: Kind) -> None:
@@ -264,42 +270,54 @@ def _report_ignored(infos: Iterable[BackendInfo]) -> None:
         _log.warning("ignored the plugin %s: %s", info.provider, info.reason)
 
 
-def _hint(kind: Kind, name: str, everything: list[BackendInfo]) -> str:
-    """Return advice for a name of this kind that no plugin provides."""
-    for info in everything:
+def _hint(kind: Kind, name: str, infos: list[BackendInfo]) -> str:
+    """Return advice for the name of a backend that no plugin provides."""
+    for info in infos:
         if name in {info.name, info.provider}:
             if info.status in {"disabled", "broken"}:
                 return f"{info.provider} is installed, but {info.status}: {info.reason}"
             if info.kind != kind:
                 call = "get_backend" if info.kind == "engine" else "get_trie"
                 return f"{name!r} is of kind {info.kind}: genlm.{call}({name!r})"
-    published = {each: source for each, (of, source) in PUBLISHED.items() if of == kind}
-    distribution, _, bare = name.rpartition(":")
-    if bare in published and distribution in {"", published[bare]}:
-        return _provided_by(published[bare])
-    known = {
-        each for i in everything if i.kind in {kind, None} for each in (i.name, i.provider)
+    published = _published(kind)
+    distribution, _, short_name = name.rpartition(":")
+    if short_name in published and distribution in {"", published[short_name]}:
+        return _provided_by(published[short_name])
+    installed = {
+        installed_name
+        for info in infos
+        if info.kind in {kind, None}
+        for installed_name in (info.name, info.provider)
     }
-    near = _nearest(name.lower(), known | set(published))
-    if near is None:
+    match = _closest_match(name.lower(), installed | set(published))
+    if match is None:
         return f"`genlm plugins` shows every installed {kind}"
-    provided = "" if near in known else f" {_provided_by(published[near])}"
-    return f"Did you mean {near!r}?{provided}"
+    provider = "" if match in installed else f" {_provided_by(published[match])}"
+    return f"Did you mean {match!r}?{provider}"
 
 
-def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
+def _selection_hint(kind: Kind, infos: list[BackendInfo]) -> str:
     """Return advice to select one of several backends, or to install one."""
     if not infos:
-        distributions = sorted({source for of, source in PUBLISHED.values() if of == kind})
+        distributions = sorted(set(_published(kind).values()))
         return f"Install one of {', '.join(distributions)}: {_install(distributions[0])}"
-    choice = min(info.provider if info.status == "ambiguous" else info.name for info in infos)
+    name = min(info.provider if info.status == "ambiguous" else info.name for info in infos)
     if kind == "trie":
-        return f"Name one: get_trie({choice!r}), use_backend(trie={choice!r}) or GENLM_TRIE"
-    return f"Name one: backend={choice!r}, use_backend({choice!r}) or GENLM_BACKEND"
+        return f"Name one: get_trie({name!r}), use_backend(trie={name!r}) or GENLM_TRIE"
+    return f"Name one: backend={name!r}, use_backend({name!r}) or GENLM_BACKEND"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+def _published(kind: Kind) -> dict[str, str]:
+    """Return the distributions of this project's backends of a kind, by backend name."""
+    return {
+        name: distribution
+        for name, (backend_kind, distribution) in PUBLISHED.items()
+        if backend_kind == kind
+    }
+
+
+def _closest_match(name: str, candidates: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, sorted(candidates), n=1)), None)
 
 
 def _provided_by(distribution: str) -> str:
@@ -307,5 +325,5 @@ def _provided_by(distribution: str) -> str:
 
 
 def _install(distribution: str) -> str:
-    """Return both commands, because a clone may be newer than the index, or the only source."""
+    """Return both commands: a clone may be newer than the index, or the only source."""
     return f"pip install {distribution}, or pip install ./plugins/{distribution} in a clone"

@@ -1,4 +1,4 @@
-"""The installed plugins, which are found in metadata and imported on first use.
+"""The installed plugins, discovered in package metadata and imported on first use.
 
 A plugin is one entry point of the group `genlm` in one distribution. An error in a plugin's
 code determines the status of that plugin.
@@ -19,11 +19,11 @@ from typing import Any
 
 import pluggy
 
-from genlm.core.base.errors import BrokenPluginError, described
+from genlm.core.base.errors import BrokenPluginError, describe_error
 from genlm.core.plugins import spec as hookspecs
 from genlm.core.plugins.spec import API_VERSION, PROJECT, BackendInfo, BackendSpec, Kind, Status
 
-__all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins", "listed"]
+__all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins", "variable_entries"]
 
 CORE = "genlm-core"
 """The distribution of the core, whose backends are always installed."""
@@ -38,7 +38,7 @@ PUBLISHED: dict[str, tuple[Kind, str]] = {
     "cuda": ("trie", "genlm-trie-cuda"),
     "parallel": ("trie", "genlm-trie-cuda"),
 }
-"""Kind and distribution of the backends of this project, for messages about missing ones."""
+"""Kind and distribution of this project's backends, for messages about missing backends."""
 
 _log = logging.getLogger("genlm.plugins")
 
@@ -66,7 +66,9 @@ class Plugin:
 
     def is_listed(self, entries: Iterable[str]) -> bool:
         """Whether an entry of an environment variable selects this plugin."""
-        return any(self.provides(e) or _normalized(e) == self.distribution for e in entries)
+        return any(
+            self.provides(entry) or _normalized(entry) == self.distribution for entry in entries
+        )
 
     def why_disabled(self) -> str | None:
         """Return the environment variable that disables the plugin, None if it is enabled.
@@ -75,17 +77,18 @@ class Plugin:
         `GENLM_DISABLE_PLUGINS` the disabled ones: names of backends or distributions, or
         `distribution:name`, separated by commas.
         """
-        if self.is_listed(listed("GENLM_DISABLE_PLUGINS")):
+        if self.is_listed(variable_entries("GENLM_DISABLE_PLUGINS")):
             return "GENLM_DISABLE_PLUGINS lists it"
-        allowed = listed("GENLM_PLUGINS")
+        allowed = variable_entries("GENLM_PLUGINS")
         if allowed and self.distribution != CORE and not self.is_listed(allowed):
             return "GENLM_PLUGINS does not list it"
         return None
 
 
-def listed(variable: str) -> list[str]:
-    """Return the entries of an environment variable."""
-    return [each for each in map(str.strip, os.environ.get(variable, "").split(",")) if each]
+def variable_entries(variable: str) -> list[str]:
+    """Return the comma-separated entries of an environment variable."""
+    entries = map(str.strip, os.environ.get(variable, "").split(","))
+    return [entry for entry in entries if entry]
 
 
 def _normalized(distribution: str) -> str:
@@ -99,10 +102,10 @@ def find_plugins() -> tuple[Plugin, ...]:
     If a distribution is on `sys.path` several times, the first one is used, as by `import`.
     Unreadable metadata is logged and skipped.
     """
-    found: dict[tuple[str, str], Plugin] = {}
+    plugins: dict[tuple[str, str], Plugin] = {}
     for candidate in importlib.metadata.distributions():
         try:
-            # Parsing metadata is slow (torch's is long), so the text is searched first.
+            # Parsing metadata is slow (torch's is long), so the raw text is searched first.
             if f"[{PROJECT}]" not in (candidate.read_text("entry_points.txt") or ""):
                 continue
             first = importlib.metadata.distribution(candidate.metadata["Name"])
@@ -114,20 +117,20 @@ def find_plugins() -> tuple[Plugin, ...]:
             continue
         for entry_point in entry_points:
             plugin = Plugin(entry_point.name, name, version, entry_point)
-            found.setdefault((plugin.name, name), plugin)
-    return tuple(found[key] for key in sorted(found))
+            plugins.setdefault((plugin.name, name), plugin)
+    return tuple(plugins[key] for key in sorted(plugins))
 
 
 class Registry:
     """The plugins of one scan.
 
-    The registry may be used from several threads, which may read the same plugin concurrently,
-    with the same result.
+    The registry may be used from several threads. Two threads may read the same plugin
+    concurrently, with the same result.
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         self.plugins = tuple(plugins)
-        self._read: dict[str, tuple[BackendSpec, ...] | BrokenPluginError] = {}
+        self._outcomes: dict[str, tuple[BackendSpec, ...] | BrokenPluginError] = {}
 
     def backends(self, name: str | None = None) -> list[BackendInfo]:
         """Return descriptions of the backends of a name or `"distribution:name"`, or of all.
@@ -137,24 +140,24 @@ class Registry:
         infos: dict[tuple[Kind | None, str], BackendInfo] = {}
         for plugin in self.plugins:
             if name is None or plugin.provides(name):
-                for info in self._described(plugin):
+                for info in self._infos(plugin):
                     if name is None or info.name == plugin.name:
                         infos.setdefault((info.kind, info.provider), info)
         usable = [info for info in infos.values() if info.status in {"ok", "missing"}]
         providers = Counter((info.kind, info.name) for info in usable)
         return [
-            replace(info, status="ambiguous", reason=f"ask for {info.provider}")
+            replace(info, status="ambiguous", reason=f"use the full name {info.provider}")
             if info in usable and providers[info.kind, info.name] > 1
             else info
-            for info in sorted(infos.values(), key=lambda each: (each.name, each.provider))
+            for info in sorted(infos.values(), key=lambda info: (info.name, info.provider))
         ]
 
     def cause(self, provider: str) -> BaseException | None:
         """Return the exception of a broken plugin, None if it raised none."""
-        return getattr(self._read.get(provider), "__cause__", None)
+        return getattr(self._outcomes.get(provider), "__cause__", None)
 
-    def _described(self, plugin: Plugin) -> Iterator[BackendInfo]:
-        """Return descriptions of a plugin's backends of its name and without entry points."""
+    def _infos(self, plugin: Plugin) -> Iterator[BackendInfo]:
+        """Yield descriptions of a plugin's backend, and of specs that lack an entry point."""
         if disabled := plugin.why_disabled():
             yield _info(plugin, "disabled", disabled)
             return
@@ -166,81 +169,82 @@ class Registry:
             provider = f"{plugin.distribution}:{spec.name}"
             if spec.name == plugin.name:
                 yield _info_of_spec(plugin, spec)
-            elif all(each.id != provider for each in self.plugins):
+            elif all(other.id != provider for other in self.plugins):
                 reason = f"{plugin.id} yields it, but no entry point is named {spec.name!r}"
                 identity = {"name": spec.name, "kind": spec.kind, "provider": provider}
                 yield _info(plugin, "broken", reason, **identity)
 
     def _specs(self, plugin: Plugin) -> tuple[BackendSpec, ...] | BrokenPluginError:
-        """Import a plugin's module and collect the specs that its hook yields."""
-        if plugin.id not in self._read:
+        """Return the specs of a plugin, or its error; import the plugin on first use."""
+        if plugin.id not in self._outcomes:
             outcome: tuple[BackendSpec, ...] | BrokenPluginError
             try:
-                outcome = tuple(_yielded(plugin))
-                if problem := _contradiction(plugin.name, outcome):
+                outcome = tuple(_load_specs(plugin))
+                if problem := _conflict(plugin.name, outcome):
                     outcome = BrokenPluginError(plugin.id, problem)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - status of the plugin
                 is_plain = isinstance(error, pluggy.PluginValidationError)
-                reason = str(error).strip() if is_plain else described(error)
+                reason = str(error).strip() if is_plain else describe_error(error)
                 outcome = BrokenPluginError(plugin.id, reason)
                 outcome.__cause__ = error
-            self._read.setdefault(plugin.id, outcome)
-        return self._read[plugin.id]
+            self._outcomes.setdefault(plugin.id, outcome)
+        return self._outcomes[plugin.id]
 
 
-def _yielded(plugin: Plugin) -> Iterator[BackendSpec]:
-    """Import a plugin's module and call its hook, alone in a manager of pluggy."""
+def _load_specs(plugin: Plugin) -> Iterator[BackendSpec]:
+    """Import a plugin's module, call its hook in a separate manager, and yield the specs."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin.entry_point.load(), plugin.id)
     manager.check_pending()
-    for answer in manager.hook.genlm_backends():
-        if not isinstance(answer, Iterable):
-            found = type(answer).__name__
-            raise TypeError(f"genlm_backends returned {found}; yield BackendSpec objects")
-        for spec in answer:
+    for specs in manager.hook.genlm_backends():
+        if not isinstance(specs, Iterable):
+            type_name = type(specs).__name__
+            raise TypeError(f"genlm_backends returned {type_name}; yield BackendSpec objects")
+        for spec in specs:
             if not isinstance(spec, BackendSpec):
-                found = type(spec).__name__
-                raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
+                type_name = type(spec).__name__
+                raise TypeError(f"genlm_backends yielded {type_name}, expected BackendSpec")
             yield spec
 
 
-def _contradiction(name: str, specs: tuple[BackendSpec, ...]) -> str:
+def _conflict(name: str, specs: tuple[BackendSpec, ...]) -> str:
     """Describe a conflict of specs with each other or with the entry point; `""` if none."""
     if not specs:
         return "it yields no BackendSpec; implement genlm_backends with @hookimpl"
-    [((kind, most), count)] = Counter((spec.kind, spec.name) for spec in specs).most_common(1)
+    counts = Counter((spec.kind, spec.name) for spec in specs)
+    [((kind, frequent_name), count)] = counts.most_common(1)
     if count > 1:
-        return f"it yields the {kind} {most!r} twice"
+        return f"it yields the {kind} {frequent_name!r} twice"
     if name not in (names := sorted({spec.name for spec in specs})):
-        shown = ", ".join(map(repr, names))
-        return f"its entry point is named {name!r} but it yields {shown}"
+        listing = ", ".join(map(repr, names))
+        return f"its entry point is named {name!r} but it yields {listing}"
     return ""
 
 
 def _info_of_spec(plugin: Plugin, spec: BackendSpec) -> BackendInfo:
-    known = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    install = known.pop("install") or f"pip install {plugin.distribution}"
+    attributes = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    install = attributes.pop("install") or f"pip install {plugin.distribution}"
     if spec.api != API_VERSION:
         reason = f"plugin interface {spec.api}, this genlm-core implements {API_VERSION}"
-        return _info(plugin, "incompatible", reason, **known)
+        return _info(plugin, "incompatible", reason, **attributes)
     missing = tuple(module for module in spec.requires if not _is_installed(module))
     if not missing:
-        return _info(plugin, "ok", **known)
+        return _info(plugin, "ok", **attributes)
     reason = f"needs {', '.join(missing)}"
-    return _info(plugin, "missing", reason, missing=missing, install=install, **known)
+    return _info(plugin, "missing", reason, missing=missing, install=install, **attributes)
 
 
-def _info(plugin: Plugin, status: Status, reason: str = "", **known: Any) -> BackendInfo:
+def _info(plugin: Plugin, status: Status, reason: str = "", **attributes: Any) -> BackendInfo:
     kind, distribution = PUBLISHED.get(plugin.name, (None, ""))
-    unread = {
+    defaults = {
         "name": plugin.name,
         "kind": kind if distribution == plugin.distribution else None,
         "provider": plugin.id,
         "distribution": plugin.distribution,
         "version": plugin.version,
     }
-    return BackendInfo(status=status, reason=reason, **(unread | known))
+    return BackendInfo(status=status, reason=reason, **(defaults | attributes))
 
 
 def _is_installed(module: str) -> bool:

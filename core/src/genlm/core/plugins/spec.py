@@ -93,7 +93,7 @@ class BackendSpec:
 
     def __post_init__(self) -> None:
         if self.api != API_VERSION:
-            return  # the registry rejects other interfaces, with other rules
+            return  # rejected by the registry; its attributes may have other rules
         name: object = self.name
         if not isinstance(name, str) or not name or ":" in name:
             raise ValueError(f"name={name!r}: expected a name without ':'")
@@ -119,7 +119,7 @@ class BackendSpec:
 
 
 def _are_strings(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

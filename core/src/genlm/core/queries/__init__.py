@@ -1,1 +1,1 @@
-"""What an engine receives: token sequences, populations as arrays, queries."""
+"""Input of engines: token sequences, generations of populations, queries."""

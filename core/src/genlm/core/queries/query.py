@@ -45,11 +45,11 @@ __all__ = [
 Outputs: TypeAlias = "tuple[Reduction | GroupReduction | None, ...]"
 
 ROW_ONLY: tuple[None] = (None,)
-"""The outputs of a query for a row only."""
+"""The outputs of a query that requests only the row."""
 
 
 class Query:
-    """One request to an engine, validated against its vocabulary and context.
+    """One request to an engine, validated against its vocabulary and context size.
 
     Two queries are equal if all their attributes are equal. Attributes must not be changed;
     `replace` returns a new query.
@@ -104,15 +104,15 @@ class Query:
     def token_ids(self) -> tuple[int, ...]:
         """The token ids, assembled on first access."""
         if self._token_ids is None:
-            assert self._sequence is not None  # noqa: S101 - one of the two is there
+            assert self._sequence is not None  # noqa: S101 - set by the constructor
             self._token_ids = self._sequence.token_ids
         return self._token_ids
 
     @property
     def sequence(self) -> TokenSequence:
-        """The token ids as a `TokenSequence`, with key and last ids in constant time."""
+        """The token ids as a `TokenSequence`, whose key and last ids are available in O(1)."""
         if self._sequence is None:
-            assert self._token_ids is not None  # noqa: S101 - one of the two is there
+            assert self._token_ids is not None  # noqa: S101 - set by the constructor
             self._sequence = TokenSequence.of(self._token_ids)
         return self._sequence
 
@@ -161,17 +161,17 @@ def check_query(
     adapters: Collection[str] = (),
     vocab_size: int | None = None,
 ) -> None:
-    """Check what only an engine knows about a query; for `Engine.submit`.
+    """Check a query against the limits of an engine, in `Engine.submit`.
 
     `AsyncLM` has checked the token ids against the vocabulary and `max_context`. Engines that
-    are driven without it, or fail as a whole on a wrong query, check the rest.
+    are used without `AsyncLM`, or fail as a whole on an invalid query, repeat these checks.
 
     Args:
         query: The query.
-        embedding_rows: Number of ids that the model embeds; None if those of the vocabulary.
+        embedding_rows: Number of ids that the model embeds; None if it embeds all.
         max_context: Maximum number of tokens, None for no limit.
         adapters: Names of the loaded adapters.
-        vocab_size: Number of ids that can be targets; None if they are checked elsewhere.
+        vocab_size: Number of ids that can be targets; None to skip the check of targets.
 
     Raises:
         UnknownAdapterError: The adapter is not in `adapters`.
@@ -187,7 +187,7 @@ def check_query(
         raise EmptySequenceError
     if max_context is not None and length > max_context:
         raise ContextLengthError(length, max_context)
-    if embedding_rows is not None:  # reads all ids, so not for engines that embed them all
+    if embedding_rows is not None:  # reads all ids, so engines that embed every id pass None
         ids = query.token_ids
         if min(ids) < 0 or max(ids) >= embedding_rows:
             raise outside_vocabulary(ids, embedding_rows)
@@ -238,7 +238,7 @@ class Reduction(abc.ABC):
         """Reduce one row for each request.
 
         If `compute` raises, the requests are computed one by one, and only the requests that
-        cause the error fail.
+        raise again fail.
 
         Args:
             rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on
@@ -270,7 +270,8 @@ class GroupReduction(abc.ABC):
 
         Args:
             rows: Natural-log probabilities of distinct sequences, shape `(d, vocab_size)`,
-                float32, on the engine's device. They must not be changed or kept.
+                float32, on the engine's device. They must not be changed, or used after the
+                call.
             row_of: Index of each member's row, shape `(m,)`, int64, in main memory.
             members: Indices of these members in the columns of this object, shape `(m,)`,
                 int64, in main memory.
@@ -283,7 +284,7 @@ class GroupReduction(abc.ABC):
     def compute_from_logits(
         self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...] | None:
-        """Reduce logits, for a reduction that need not normalise them first.
+        """Reduce logits, for reductions that do not need normalised rows.
 
         Args:
             logits: As `rows` of `compute`, but not normalised and not checked.
@@ -291,8 +292,8 @@ class GroupReduction(abc.ABC):
             members: As `compute`.
 
         Returns:
-            As `compute`; None, as here, if it must be called with rows: the reduction needs
-            them, or a row is not a distribution.
+            As `compute`; None if `compute` must be called instead, because the reduction needs
+            rows, or because a row is not a distribution. The default returns None.
         """
         del logits, row_of, members
         return None
@@ -305,14 +306,15 @@ class GroupQuery:
     Attributes:
         query_id: Id of the query and of its completion, unique within the scheduler.
         generation: The sequences.
-        wanted: Indices of the sequences of the generation whose rows are needed, without
+        wanted: Indices of the sequences of the generation whose rows are requested, without
             repetition, shape `(d,)`.
-        row_of: Place of each member's sequence in `wanted`, shape `(n,)`.
+        row_of: Index in `wanted` of the sequence of each member, shape `(n,)`.
         reduction: Reduction that computes the columns of the result.
         adapter: Name of a loaded LoRA adapter, None for the base model.
-        lease: Function that keeps the engine's state of contexts, given as pairs of adapter
-            and sequence key, alive until its result is dropped; None if the engine has no state
-            of contexts. An engine that keeps the generation by other means need not call it.
+        lease: Function of a list of pairs of adapter and sequence key, which keeps the engine's
+            state of these contexts alive until its result is dropped; None if the engine has no
+            state of contexts. An engine that stores the state of the generation itself need not
+            call it.
         sampling: Parameters of continuations that are computed instead of `reduction`, else
             None: `wanted` and `row_of` then belong to the members that draw a first token, and
             the result is a `SampledGroup`. Only engines with an attribute `samples_groups`
@@ -329,7 +331,7 @@ class GroupQuery:
     sampling: GroupSampling | None = None
 
     def keep_contexts(self) -> None:
-        """Lease the engine's state of the sequences for the generation."""
+        """Lease the contexts of the sequences for the generation, unless it has a state."""
         if self.generation.state is not None:
             return
         lease = None
@@ -349,7 +351,7 @@ class GroupResult(NamedTuple):
     Attributes:
         columns: Results of the reduction, one entry per member; entries of failed members are
             undefined. Empty if all members failed.
-        errors: Errors of failed sequences, by their place in `wanted`.
+        errors: Errors of failed sequences, by their index in `wanted`.
     """
 
     columns: tuple[torch.Tensor, ...]

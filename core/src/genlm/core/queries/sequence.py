@@ -16,7 +16,7 @@ from typing import NamedTuple
 __all__ = ["BLOCK_TOKENS", "PackedSequences", "TokenSequence", "pack_sequences"]
 
 BLOCK_TOKENS = 128
-"""Ids in a full block. Extending a sequence copies the tail, 4 bytes for each of its ids."""
+"""Number of ids in a full block. Extending a sequence copies its tail, 4 bytes per id."""
 
 _BLOCK_BYTES = 4 * BLOCK_TOKENS
 
@@ -47,16 +47,16 @@ class _Block:
 class TokenSequence:
     """Immutable token ids, at least one.
 
-    Sequences of equal ids are equal, however they were made.
+    Sequences of equal ids are equal.
 
     Args:
         packed: The ids, oldest first, 32 bits each.
-        extends: The sequence that the ids continue; None for a new one.
+        extends: The sequence that the ids extend; None if they are a whole sequence.
 
     Attributes:
-        key: Equal for sequences of equal ids, and different for others; at most 529 bytes. Up
-            to 128 ids these are the packed ids, beyond that a digest of 136 bits takes the
-            place of full blocks. Different in every process.
+        key: Equal if and only if the ids are equal; at most 529 bytes. For up to 128 ids, the
+            key is the packed ids; for more, a digest of 136 bits replaces the full blocks. The
+            digests differ between processes.
     """
 
     __slots__ = ("_block", "_length", "_tail", "key")
@@ -72,7 +72,7 @@ class TokenSequence:
         else:
             block, tail, length = extends._parts  # noqa: SLF001 - of the same class
             tail += packed
-        if len(tail) > _BLOCK_BYTES:  # the tail has an id at least
+        if len(tail) > _BLOCK_BYTES:  # the tail keeps at least one id
             full = (len(tail) - 1) // _BLOCK_BYTES * _BLOCK_BYTES
             for begin in range(0, full, _BLOCK_BYTES):
                 block = _Block(block, tail[begin : begin + _BLOCK_BYTES])
@@ -108,15 +108,15 @@ class TokenSequence:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All ids, put together in time proportional to their number."""
+        """All ids, assembled in time proportional to their number."""
         return self.ids_from(0)
 
     def ids_from(self, start: int) -> tuple[int, ...]:
-        """Return the ids from a position on, in time proportional to their number."""
+        """Return the ids from position `start` on, in time proportional to their number."""
         parts, block, data = [], self._block, self._tail
         first = self._length - len(data) // 4
         while first > start:
-            assert block is not None  # noqa: S101 - our own mistake
+            assert block is not None  # noqa: S101 - a defect of this module
             parts.append(data)
             data, block = block.data, block.before
             first -= BLOCK_TOKENS
@@ -133,7 +133,7 @@ class TokenSequence:
         block, tail = self._block, self._tail
         first = self._length - len(tail) // 4
         while first >= length:
-            assert block is not None  # noqa: S101 - our own mistake
+            assert block is not None  # noqa: S101 - a defect of this module
             tail, block = block.data, block.before
             first -= BLOCK_TOKENS
         tail = tail[: 4 * (length - first)]
@@ -141,11 +141,11 @@ class TokenSequence:
 
 
 class PackedSequences(NamedTuple):
-    """Sequences in the form in which they are sent to other processes; each block once.
+    """Sequences for transfer to other processes; shared blocks are stored once.
 
     Attributes:
-        blocks: For each block the place of the one before it, -1 for none, and its packed ids.
-        tails: For each sequence the place of its last block, -1 for none, its packed tail.
+        blocks: Index of the preceding block, -1 for none, and packed ids of every block.
+        tails: Index of the last block, -1 for none, and packed tail of every sequence.
     """
 
     blocks: list[tuple[int, bytes]]
@@ -170,9 +170,9 @@ class PackedSequences(NamedTuple):
 
 
 def pack_sequences(sequences: Iterable[TokenSequence]) -> PackedSequences:
-    """Pack sequences, of which many may begin with the same blocks."""
+    """Pack sequences; blocks that several sequences share are packed once."""
     packed = PackedSequences([], [])
-    places: dict[int, int] = {}  # by the block's id; the sequences keep the blocks alive
+    places: dict[int, int] = {}  # by `id` of the block; the sequences keep the blocks alive
     for sequence in sequences:
         last, tail, _ = sequence._parts  # noqa: SLF001 - a part of this module
         new, block = [], last

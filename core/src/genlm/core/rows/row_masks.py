@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import each_in_batch
-from genlm.core.base.validation import is_several
+from genlm.core.base.errors import map_batch
+from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.masks import Mask
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
     if getattr(masks, "ndim", 0) == 2:
         return _array_table(masks, size), None
     is_list = isinstance(masks, (list, tuple)) and len(masks) > 0
-    if not is_list or not (masks[0] is None or is_several(masks[0])):  # ids or booleans
+    if not is_list or not (masks[0] is None or is_sequence_like(masks[0])):  # ids or booleans
         masks = [masks]
     every = np.full(-(-size // 8), 255, np.uint8)
     place_of: dict[int, int] = {}
@@ -247,7 +247,7 @@ def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
             made.append(every if mask is None else Mask(mask, size).packed)
         return found
 
-    places = torch.tensor(each_in_batch(place, masks))
+    places = torch.tensor(map_batch(place, masks))
     full = torch.tensor([each is every for each in made])
     table = _MaskTable(
         torch.from_numpy(np.stack(made)),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.validation import is_several
+from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 
@@ -218,7 +218,7 @@ def _biases(
 
 def _limits(values: Any, unlimited: float, dtype: type) -> npt.NDArray[Any]:
     """Return a limit, or one per row; None stands for `unlimited`."""
-    if is_several(values):
+    if is_sequence_like(values):
         return np.array([unlimited if each is None else each for each in values], dtype)
     return np.array(unlimited if values is None else values, dtype)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError, described
+from genlm.core.base.errors import EvaluationError, describe_error
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.queries.sequence import TokenSequence
@@ -234,7 +234,9 @@ class ReducedText:
         try:
             self._columns.reduce(rows, np.arange(len(rows)), places)
         except Exception as error:  # noqa: BLE001 - it fails this text alone
-            self._error = EvaluationError(f"{self._kind}.compute raised {described(error)}")
+            self._error = EvaluationError(
+                f"{self._kind}.compute raised {describe_error(error)}"
+            )
             self._error.__cause__ = error
 
     @property

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from genlm.core.base.errors import EvaluationError, GenlmError, as_genlm_error, described
+from genlm.core.base.errors import EvaluationError, GenlmError, as_genlm_error, describe_error
 from genlm.core.rows.output_cache import copied
 from genlm.core.scheduler.request_table import Evaluation, Request
 
@@ -117,7 +117,7 @@ def _copy_error(error: BaseException) -> BaseException:
         try:
             own = copy.copy(error)
         except Exception:  # noqa: BLE001 - a plugin's class may not be copyable
-            own = EvaluationError(f"the engine raised {described(error)}")
+            own = EvaluationError(f"the engine raised {describe_error(error)}")
         own.__cause__ = error.__cause__ if type(own) is type(error) else error
         if notes := getattr(error, "__notes__", None):
             own.__notes__ = list(notes)

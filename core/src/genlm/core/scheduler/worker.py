@@ -25,7 +25,7 @@ from genlm.core.base.errors import (
     EngineDiedError,
     EngineError,
     EvaluationError,
-    described,
+    describe_error,
 )
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.statistics import SchedulerStatistics
@@ -305,7 +305,7 @@ class Worker:
     def _die(self, cause: BaseException) -> None:
         logger.error("the engine's thread ended", exc_info=cause)
         error = EngineDiedError(
-            f"the engine's thread ended: {described(cause)}. Load the model again"
+            f"the engine's thread ended: {describe_error(cause)}. Load the model again"
         )
         error.__cause__ = cause
         self.stop(error)

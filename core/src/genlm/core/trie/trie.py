@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import VocabularyError, required
+from genlm.core.base.errors import VocabularyError, import_required
 from genlm.core.base.forking import cached_property
 from genlm.core.trie.compiled import compiled_take, use_compiled
 from genlm.core.trie.layout import TrieLayout
@@ -96,7 +96,7 @@ class TokenCharacterTrie(Navigation):
         """
         values = node_values(self, ws)
         source = dot_source(self, values, visible_nodes(self, values, max_nodes))
-        graphviz = required("graphviz", "visualize", "genlm-core[draw]")
+        graphviz = import_required("graphviz", "visualize", "genlm-core[draw]")
         return graphviz.Source(source, format="svg")
 
     # -- all nodes ----------------------------------------------------------------------

@@ -208,7 +208,9 @@ def test_of_what_makes_an_engine(caplog) -> None:
     found = r"found the model Linear; .* genlm.load_model\(model, \"hf\", tokenizer=tokenizer\)"
     with pytest.raises(TypeError, match=found):
         AsyncLM(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="made None, which is not an engine: it lacks vocab"):
+    with pytest.raises(
+        TypeError, match="returned None, which is not an engine: it lacks vocab"
+    ):
         AsyncLM(lambda: None)  # type: ignore[arg-type, return-value]
     assert not caplog.records
 

@@ -101,7 +101,7 @@ def test_a_mask_is_left_to_another_check(places: Any) -> None:
 
 
 def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_sequences, "_MOST_IDS", 2000)
+    monkeypatch.setattr(recent_sequences, "_MAX_IDS", 2000)
     recent, used = RecentSequences(), ids_of(100, seed=-1)
     recent.add(list(used), TokenSequence.of(used))
     for seed in range(300):

@@ -165,7 +165,7 @@ def test_a_text_that_the_engine_cannot_compute_is_an_error(
 
 def test_an_engine_that_knows_nothing_of_them_is_named(make_model: MakeModel) -> None:
     llm = make_model(IgnoresOutputs())
-    with pytest.raises(EvaluationError, match="TokenScores for a query that asks for Reduced"):
+    with pytest.raises(EvaluationError, match="TokenScores for a query that requests Reduced"):
         llm.reduce_text_sync([1, 2, 3], Entropy())
 
 

@@ -59,7 +59,7 @@ def test_an_error_that_cannot_be_raised_fails_its_request_alone(start):
     llm, _ = start(Wordy())
     answers = asyncio.run(ask_all(llm, [[4], [5]]))
     assert isinstance(answers[0], EvaluationError)
-    assert "as an error 'out of memory'" in str(answers[0])
+    assert "'out of memory' as an error" in str(answers[0])
     torch.testing.assert_close(answers[1], oracle_row([5], None, 16))
 
 
@@ -216,7 +216,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_is_answered(max_pending):
         waiting = asyncio.create_task(scheduler.answer(Query(2, (2,))))
         await asyncio.sleep(0)
         for query_id in (1, 2):
-            with pytest.raises(ValueError, match=f"query id {query_id} is that of an unanswer"):
+            with pytest.raises(ValueError, match=f"query id {query_id} belongs to an unfin"):
                 await scheduler.answer(Query(query_id, (3,)))
         engine.release()
         rows = [

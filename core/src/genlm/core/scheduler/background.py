@@ -1,4 +1,4 @@
-"""A thread for functions that finalizers must not call."""
+"""A background thread for functions that finalizers must not call themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Background:
         renew_in_forks(self)
 
     def _after_fork(self) -> None:
-        """Forget the thread, which a forked process does not inherit."""
+        """Reset the state: a forked process does not inherit the thread."""
         self.functions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.is_started = False
 
@@ -32,16 +32,16 @@ _background = _Background()
 
 
 def start_background_thread() -> None:
-    """Start the thread unless it runs. Finalizers must not start threads, nor call this."""
+    """Start the thread unless it is running. Finalizers, which cannot, must not call this."""
     if not _background.is_started:
         _background.is_started = True
         threading.Thread(target=_background.run, name="genlm-reaper", daemon=True).start()
 
 
 def run_in_background(function: Callable[[], object]) -> None:
-    """Run a function on the background thread, after those passed before.
+    """Run a function on the background thread, in order of the calls.
 
-    A finalizer may run on a thread that holds a lock which the function acquires.
-    `SimpleQueue.put` is safe there.
+    Finalizers may call this on a thread that holds a lock which the function acquires:
+    `SimpleQueue.put` is reentrant.
     """
     _background.functions.put(function)

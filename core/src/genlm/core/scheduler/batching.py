@@ -1,14 +1,15 @@
 """The batching policy: when the requests in the inbox are dispatched to the engine.
 
-An idle engine receives a batch when the event loop has run all ready callbacks, not by a timer.
+No timer is used: an idle engine receives a batch when the event loop has run ready callbacks.
 Coroutines that are ready in the same iteration of the event loop as a request are likely to
 submit requests, too. The first request of an iteration therefore schedules a callback at the
-end of the loop's queue. When a whole iteration has added no request, that callback flushes the
-inbox; while requests keep arriving it is rescheduled, a bounded number of times.
+end of the loop's queue. The callback flushes the inbox if the last iteration has added no
+request; otherwise it is rescheduled, a bounded number of times.
 
 After a step, the callers that received results are likely to submit their next requests. A
-request that arrived during the step waits for them: until the event loop has run them, or for
-a grace period that is a small share of the step's duration, whichever is shorter.
+request that arrived during the step is therefore held until the event loop has run these
+callers, or for a grace period that is a small share of the step's duration, whichever is
+shorter.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ MAX_ITERATIONS = 8
 """Maximum number of event-loop iterations for which a growing batch is delayed."""
 
 GRACE_SHARE = 0.1
-"""Longest grace period, as a share of the last step. It costs at most this share of the
-throughput; without it one late request can split a population into two batches permanently."""
+"""Maximum grace period, as a share of the last step. It costs at most this share of the
+throughput; without it, one late request can split a population into two batches permanently."""
 
 MIN_GRACE_S = 1e-4
-"""Shortest grace period; for less, thread switches cost more than a split batch."""
+"""Minimum grace period; for shorter ones, thread switches cost more than a split batch."""
 
 
 class BatchingPolicy:
-    """Decides when the inbox of an idle engine is dispatched; guarded by the worker's lock."""
+    """Decides when the inbox is dispatched; guarded by the worker's lock."""
 
     def __init__(self, max_batch_size: int | None) -> None:
         self._max_batch_size = max_batch_size
@@ -41,12 +42,12 @@ class BatchingPolicy:
         self._grace_until_s: float | None = None
 
     def flush(self, table: RequestTable) -> None:
-        """Dispatch the inbox; a later request needs another flush."""
+        """Dispatch the inbox; later requests need another flush."""
         self._grace_until_s = None
         self._is_flushed = bool(table.inbox)
 
     def joins_running_batch(self, table: RequestTable) -> bool:
-        """Whether the inbox is complete, for an engine that already has queries."""
+        """Whether an engine that already has queries receives the inbox now."""
         return self._is_flushed or table.needs_flush
 
     def hold(self) -> None:
@@ -55,10 +56,10 @@ class BatchingPolicy:
         self._is_flushed = False
 
     def begin_grace_period(self, step_s: float) -> bool:
-        """Hold late requests until the callers with results of this step have run.
+        """Hold late requests until the callers with results of the last step have run.
 
         Returns:
-            Whether requests are held, so that the event loops of those callers should flush.
+            Whether requests are held; the event loops of the callers must then flush.
         """
         if GRACE_SHARE * step_s <= MIN_GRACE_S:
             return False
@@ -84,22 +85,25 @@ class IdleFlush:
     def __init__(self, flush: Callable[[], None], count_inbox: Callable[[], int]) -> None:
         self._flush = flush
         self._count_inbox = count_inbox
-        # Used by several threads, one per loop, with atomic operations only.
+        # Event loops with a pending callback. Several threads use the set, without a lock, by
+        # atomic operations only.
         self._scheduled: set[asyncio.AbstractEventLoop] = set()
 
     def schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Flush after the running event loop has run the callbacks that are ready now."""
+        """Flush after the running event loop has run its ready callbacks."""
         if loop not in self._scheduled:
-            for other in list(self._scheduled):
-                if other.is_closed():  # its callback never runs
-                    self._scheduled.discard(other)
+            for scheduled_loop in list(self._scheduled):
+                if scheduled_loop.is_closed():  # its callback never runs
+                    self._scheduled.discard(scheduled_loop)
             self._scheduled.add(loop)
-            loop.call_soon(self._iteration, loop, 0, MAX_ITERATIONS)
+            loop.call_soon(self._flush_or_reschedule, loop, 0, MAX_ITERATIONS)
 
-    def _iteration(self, loop: asyncio.AbstractEventLoop, before: int, left: int) -> None:
+    def _flush_or_reschedule(
+        self, loop: asyncio.AbstractEventLoop, last_count: int, iterations: int
+    ) -> None:
         count = self._count_inbox()
-        if count > before and left:
-            loop.call_soon(self._iteration, loop, count, left - 1)
+        if count > last_count and iterations:
+            loop.call_soon(self._flush_or_reschedule, loop, count, iterations - 1)
             return
         self._scheduled.discard(loop)
         self._flush()

@@ -18,17 +18,17 @@ from genlm.core.scheduler.request_table import Evaluation, Request
 __all__ = ["Delivery", "Outcome", "distribute"]
 
 Outcome = Sequence[Any] | Exception
-"""Results (or exceptions) of an evaluation by the place of the output; or its error."""
+"""Results or exceptions of an evaluation, indexed by the place of the output; or its error."""
 
 
 def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
     """Write the results of an evaluation into its requests.
 
-    The first consumer of a result receives the result itself, and all others receive copies.
-    Exception objects are separate for all consumers. If copying raises, the exception is the
-    result of this consumer.
+    The first consumer of a result receives the result itself, further consumers receive copies.
+    Every consumer receives its own exception object. If copying raises, the consumer receives
+    the exception.
     """
-    given: set[int] = set()
+    delivered: set[int] = set()
     for request, place, output in evaluation.consumers:
         if request.is_abandoned:
             continue
@@ -36,16 +36,16 @@ def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
         try:
             if isinstance(value, Exception):
                 value = _copy_error(value)
-            elif output in given:
+            elif output in delivered:
                 value = copied(value)
-            given.add(output)
+            delivered.add(output)
         except Exception as error:  # noqa: BLE001 - out of memory
             value = _copy_error(error)
         request.values[place] = value
 
 
 class Delivery:
-    """Finished requests, grouped by event loop so that each loop is woken once.
+    """Finished requests, grouped by event loop, so that a delivery wakes each loop once.
 
     Used by one thread; callers may cancel the futures concurrently.
     """
@@ -56,38 +56,39 @@ class Delivery:
 
     def add(self, request: Request, error: BaseException | None = None) -> None:
         """Add a request that finishes with its values, or with a copy of an error."""
-        own = None if error is None else _copy_error(error)
+        error_copy = None if error is None else _copy_error(error)
         future = request.future
         if isinstance(future, concurrent.futures.Future):
-            self._by_thread.append((request, own))
+            self._by_thread.append((request, error_copy))
         else:
             loop = future.get_loop()
             if loop not in self._by_loop:
                 self._by_loop[loop] = []
-            self._by_loop[loop].append((request, own))
+            self._by_loop[loop].append((request, error_copy))
 
     @property
     def reaches_loops(self) -> bool:
-        """Whether a coroutine waits for one of the requests."""
+        """Whether one of the requests is that of a coroutine."""
         return bool(self._by_loop)
 
     def send(
         self, afterwards: Callable[[asyncio.AbstractEventLoop], None] | None = None
     ) -> None:
-        """Finish all futures, those of coroutines on the threads of their event loops.
+        """Finish all futures; the futures of coroutines on the threads of their event loops.
 
-        Then call `afterwards` with each of these loops, on its thread.
+        Args:
+            afterwards: Function that is then called with every event loop, on its thread.
         """
         for loop, finished in self._by_loop.items():
             try:
                 loop.call_soon_threadsafe(_finish_on_loop, finished, loop, afterwards)
             except RuntimeError:
-                # The loop is closed: its futures can never be awaited again.
+                # The loop is closed, so its futures can no longer be awaited.
                 continue
         for request, error in self._by_thread:
             future = request.future
             assert isinstance(future, concurrent.futures.Future)  # noqa: S101 - see `add`
-            if future.set_running_or_notify_cancel():  # not cancellable afterwards
+            if future.set_running_or_notify_cancel():  # cannot be cancelled afterwards
                 _finish(request, error)
 
 
@@ -112,14 +113,14 @@ def _finish(request: Request, error: BaseException | None) -> None:
 
 def _copy_error(error: BaseException) -> BaseException:
     """Return a separate exception object, which one caller can raise and change."""
-    own: BaseException
-    if isinstance(error, GenlmError):
-        try:
-            own = copy.copy(error)
-        except Exception:  # noqa: BLE001 - a plugin's class may not be copyable
-            own = EvaluationError(f"the engine raised {describe_error(error)}")
-        own.__cause__ = error.__cause__ if type(own) is type(error) else error
-        if notes := getattr(error, "__notes__", None):
-            own.__notes__ = list(notes)
-        return own
-    return as_genlm_error(error)
+    if not isinstance(error, GenlmError):
+        return as_genlm_error(error)
+    error_copy: GenlmError
+    try:
+        error_copy = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a plugin's class may not be copyable
+        error_copy = EvaluationError(f"the engine raised {describe_error(error)}")
+    error_copy.__cause__ = error.__cause__ if type(error_copy) is type(error) else error
+    if notes := getattr(error, "__notes__", None):
+        error_copy.__notes__ = list(notes)
+    return error_copy

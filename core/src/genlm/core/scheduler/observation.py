@@ -1,8 +1,8 @@
 """Step logging and tracing: log records and OpenTelemetry spans.
 
-Logger `genlm.batches` has a DEBUG record per step, and a WARNING for slow steps. A program that
-has set a tracer provider of OpenTelemetry also gets a span per step. This module does not
-import OpenTelemetry unless the program has imported it.
+The logger `genlm.batches` receives a DEBUG record per step and a WARNING for slow steps. If the
+program has set an OpenTelemetry tracer provider, it receives a span per step. This module
+imports OpenTelemetry only if the program has imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SLOW_STEP_S", "Finished", "StepObserver"]
 logger = logging.getLogger("genlm.batches")
 
 Finished = list[tuple[Evaluation, Outcome]]
-"""Finished evaluations with their completions."""
+"""Finished evaluations with their outcomes."""
 
 Step = Callable[[Any], Finished]
 """Function that performs one step of an engine."""
@@ -32,7 +32,7 @@ SLOW_STEP_S = 10.0
 a full batch of a model that suits its machine takes a fraction of this time."""
 
 WARNING_INTERVAL_S = 60.0
-"""Shortest time between two warnings of an engine."""
+"""Minimum time between two warnings of an engine."""
 
 
 class StepObserver:
@@ -48,22 +48,22 @@ class StepObserver:
         """Call `step(engine)` with `queries` queries, report it, and return its seconds."""
         if self._tracer is None and "opentelemetry.trace" in sys.modules:
             self._tracer = _configured_tracer()
-        traced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        span_context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._tracer is not None:
-            traced = self._tracer.start_as_current_span("genlm.batch")
-        with traced as span:  # current, so that spans of the engine are its children
+            span_context = self._tracer.start_as_current_span("genlm.batch")
+        with span_context as span:  # current, so that spans of the engine are its children
             is_traced = span is not None and span.is_recording()
             is_reported = is_traced or logger.isEnabledFor(logging.DEBUG)
-            before = _tokens_computed(engine) if is_reported else None
+            tokens_before = _tokens_computed(engine) if is_reported else None
             start_s = time.perf_counter()
             finished = step(engine)
             step_s = time.perf_counter() - start_s
             if is_reported:
                 failed = sum(isinstance(outcome, Exception) for _, outcome in finished)
                 counts = {"queries": queries, "finished": len(finished), "failed": failed}
-                after = _tokens_computed(engine)
-                if before is not None and after is not None:
-                    counts["tokens_computed"] = after - before
+                tokens_after = _tokens_computed(engine)
+                if tokens_before is not None and tokens_after is not None:
+                    counts["tokens_computed"] = tokens_after - tokens_before
                 self._log(counts, step_s)
             if is_traced:
                 span.set_attribute("genlm.engine", self._name)
@@ -85,17 +85,17 @@ class StepObserver:
         if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
             self._unreported += 1
             return
-        others = f"; {self._unreported} more since the last warning" if self._unreported else ""
+        suffix = f"; {self._unreported} more since the last warning" if self._unreported else ""
         self._warned_s, self._unreported = now_s, 0
         logger.warning(
-            "%s: a step of %d queries took %.1f s%s. Callers wait for it: max_batch_size "
-            "makes steps shorter",
-            *(self._name, queries, step_s, others),
+            "%s: a step of %d queries took %.1f s%s. A smaller max_batch_size makes "
+            "steps shorter",
+            *(self._name, queries, step_s, suffix),
         )
 
 
 def _configured_tracer() -> Any:
-    """Return a tracer; None while the program has set no provider."""
+    """Return a tracer, None if the program has set no tracer provider."""
     from opentelemetry import trace
 
     provider = trace.get_tracer_provider()
@@ -105,10 +105,10 @@ def _configured_tracer() -> Any:
 
 
 def _tokens_computed(engine: Any) -> int | None:
-    """Return the engine's counter; None if it has none."""
+    """Return the engine's counter of computed tokens, None if it does not count them."""
     statistics = getattr(engine, "statistics", None)
     try:
-        counted = statistics().get("tokens_computed") if statistics is not None else None
+        count = statistics().get("tokens_computed") if statistics is not None else None
     except Exception:  # noqa: BLE001 - must not end the engine's thread
         return None
-    return counted if isinstance(counted, int) else None
+    return count if isinstance(count, int) else None

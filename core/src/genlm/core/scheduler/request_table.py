@@ -1,4 +1,4 @@
-"""The request table: unfinished evaluations, their queues, and the waiting requests.
+"""The request table: unfinished evaluations in their queues, and the requests for them.
 
 This module uses no threads, event loops or engines; the worker guards the table with its lock.
 All operations except `has_query` and `clear` take O(1) time per evaluation.
@@ -17,11 +17,11 @@ from genlm.core.base.statistics import SchedulerStatistics
 __all__ = ["Evaluation", "Future", "Identified", "Request", "RequestTable"]
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
-"""The future of a coroutine or a thread."""
+"""Future on which a coroutine or a thread waits."""
 
 
 _ROW_ONLY: dict[Hashable, int] = {None: 0}
-"""The outputs of most evaluations; must not be changed."""
+"""`Evaluation.outputs` for the row only; shared, so it must not be changed."""
 
 
 class Identified(Protocol):
@@ -59,10 +59,10 @@ class Evaluation:
     Attributes:
         query: The query for the engine.
         key: Requests with equal keys share an evaluation; None is never shared.
-        consumers: Requests, with the place of the evaluation in the request and the place of
-            the requested output in `outputs`.
+        consumers: Triples of a request, the place of the evaluation in the request, and the
+            place of the requested output.
         waiting: Number of consumers that are not abandoned; 0 after the evaluation has ended.
-        outputs: Requested outputs and their places; None is the whole result.
+        outputs: Places of the requested outputs; None stands for the whole result.
         arrived_s: `time.perf_counter()` at arrival.
     """
 
@@ -77,30 +77,29 @@ class Evaluation:
         self.arrived_s = arrived_s
 
     def add(self, request: Request, place: int, output: Hashable) -> None:
-        """Add a consumer, and its output if that is new."""
+        """Add a consumer, and its output if no other consumer has requested it."""
         if output not in self.outputs:
             if self.outputs is _ROW_ONLY:
                 self.outputs = _ROW_ONLY.copy()
             self.outputs[output] = len(self.outputs)
-        wanted = self.outputs[output]
-        self.consumers.append((request, place, wanted))
+        self.consumers.append((request, place, self.outputs[output]))
         self.waiting += 1
         request.values[place] = self
 
-    def drop_unwanted(self) -> None:
+    def drop_abandoned_outputs(self) -> None:
         """Remove the outputs of abandoned requests."""
         if len(self.outputs) == 1:
             return
-        consumers = [each for each in self.consumers if not each[0].is_abandoned]
-        wanted = {output for _, _, output in consumers}
-        kept = [output for output, place in self.outputs.items() if place in wanted]
-        if len(kept) < len(self.outputs):
-            moved = {self.outputs[output]: place for place, output in enumerate(kept)}
-            self.outputs = {output: place for place, output in enumerate(kept)}
-            self.consumers = [(r, place, moved[output]) for r, place, output in consumers]
+        consumers = [consumer for consumer in self.consumers if not consumer[0].is_abandoned]
+        used_places = {output_place for _, _, output_place in consumers}
+        outputs = [output for output, place in self.outputs.items() if place in used_places]
+        if len(outputs) < len(self.outputs):
+            new_places = {self.outputs[output]: place for place, output in enumerate(outputs)}
+            self.outputs = {output: place for place, output in enumerate(outputs)}
+            self.consumers = [(r, place, new_places[old]) for r, place, old in consumers]
 
     def end(self) -> None:
-        """Remove the consumers, which refer to the evaluation."""
+        """Remove the consumers, whose requests refer to this evaluation."""
         self.waiting = 0
         self.consumers = []
 
@@ -111,12 +110,13 @@ class Evaluation:
 
 
 class RequestTable:
-    """All unfinished evaluations, in order of arrival, and their counters.
+    """All unfinished evaluations, in order of arrival, and the counters of the scheduler.
 
-    An evaluation passes from the backlog of `max_pending` to the inbox, then to the engine.
+    An evaluation moves from the backlog, if `max_pending` is reached, to the inbox and then to
+    the engine.
 
     Attributes:
-        inbox: Admitted evaluations that are not yet in the engine, by query id.
+        inbox: Accepted evaluations that are not yet in the engine, by query id.
         in_engine: Evaluations in the engine, by query id.
         needs_flush: Whether the inbox contains evaluations from the backlog, for which no
             caller will flush the inbox.
@@ -143,7 +143,7 @@ class RequestTable:
         output: Hashable,
         arrived_s: float,
     ) -> None:
-        """Add a query, or let the request join the unfinished evaluation with the same key.
+        """Add a query, or add the request to the unfinished evaluation with the same key.
 
         The outputs of a query are fixed once it is in the engine: a request that joins later
         can only share one of them.
@@ -158,21 +158,21 @@ class RequestTable:
         query_id = query.query_id
         if query_id in self.inbox or query_id in self.in_engine or query_id in self._backlog:
             raise ValueError(
-                f"query id {query_id} is that of an unanswered request; every query of a "
-                f"scheduler needs an id of its own (itertools.count, for example)"
+                f"query id {query_id} belongs to an unfinished request; every query of a "
+                f"scheduler needs a unique id (from itertools.count, for example)"
             )
         evaluation = Evaluation(query, key, output, arrived_s)
         evaluation.add(request, place, output)
         queue = self._backlog if self._backlog or self._is_full else self.inbox
         queue[query_id] = evaluation
-        if key is not None:  # last: no request may join before it is queued
+        if key is not None:  # last: no request may join an evaluation that is not queued
             self._joinable[key] = evaluation
 
     def leave(self, request: Request) -> list[int]:
         """Remove an abandoned request.
 
         Returns:
-            Ids of the queries without other requests, which the engine must abort.
+            Ids of the queries that no other request needs, which the engine must abort.
         """
         if request.is_abandoned:
             return []
@@ -192,17 +192,17 @@ class RequestTable:
     def take(self, limit: int | None, now_s: float) -> list[Evaluation]:
         """Move up to `limit` evaluations from the inbox to the engine, oldest first."""
         if limit is None or limit >= len(self.inbox):
-            taken = list(self.inbox.values())
+            evaluations = list(self.inbox.values())
             self.inbox.clear()
         else:
-            taken = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
+            evaluations = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
         self.needs_flush = self.needs_flush and bool(self.inbox)
-        for evaluation in taken:
-            evaluation.drop_unwanted()
+        for evaluation in evaluations:
+            evaluation.drop_abandoned_outputs()
             self.in_engine[evaluation.query.query_id] = evaluation
             self._queue_seconds += now_s - evaluation.arrived_s
-        self._dispatched += len(taken)
-        return taken
+        self._dispatched += len(evaluations)
+        return evaluations
 
     def close_to_joiners(self, evaluation: Evaluation) -> None:
         """Prevent further requests from joining an evaluation."""
@@ -210,10 +210,12 @@ class RequestTable:
             del self._joinable[evaluation.key]
 
     def finish(self, evaluation: Evaluation, *, failed: bool) -> list[Request]:
-        """Remove an evaluation whose results are in its requests, unless it has ended.
+        """Remove an evaluation whose results have been written into its requests.
+
+        An evaluation that has ended is ignored.
 
         Returns:
-            The requests of which this was the last evaluation.
+            The requests without further unfinished evaluations.
         """
         if not evaluation.waiting:
             return []
@@ -222,13 +224,13 @@ class RequestTable:
             self._failed += 1
         else:
             self._answered += 1
-        finished = []
+        finished_requests = []
         for request, _, _ in evaluation.consumers:
             request.unfinished -= 1
             if not request.unfinished and not request.is_abandoned:
-                finished.append(request)
+                finished_requests.append(request)
         evaluation.end()
-        return finished
+        return finished_requests
 
     def drop(self, evaluation: Evaluation) -> None:
         """Remove an evaluation whose results are lost, unless it has ended."""
@@ -239,25 +241,25 @@ class RequestTable:
     def has_query(self, matches: Callable[[Any], bool]) -> bool:
         """Whether `matches` is true for the query of an unfinished evaluation."""
         queues = (self.in_engine, self.inbox, self._backlog)
-        return any(matches(each.query) for queue in queues for each in queue.values())
+        return any(matches(item.query) for queue in queues for item in queue.values())
 
     def count_batch(self, size: int) -> None:
-        """Record that one step finished `size` evaluations."""
+        """Count a step that finished `size` evaluations."""
         self._batch_sizes[size] += 1
 
     def clear(self) -> list[Request]:
         """Remove all evaluations and return their requests; the caller fails them."""
         queues = (self.in_engine, self.inbox, self._backlog)
-        evaluations = [each for queue in queues for each in queue.values()]
+        evaluations = [item for queue in queues for item in queue.values()]
         for table in (*queues, self._joinable):
             table.clear()
         self.needs_flush = False
         self._failed += len(evaluations)
-        consumers = [each for evaluation in evaluations for each in evaluation.consumers]
+        requests: dict[Request, None] = {}
         for evaluation in evaluations:
+            requests |= dict.fromkeys(request for request, _, _ in evaluation.consumers)
             evaluation.end()
-        waiting = (request for request, _, _ in consumers if not request.is_abandoned)
-        return list(dict.fromkeys(waiting))
+        return [request for request in requests if not request.is_abandoned]
 
     def statistics(self) -> SchedulerStatistics:
         """Return a snapshot of the counters."""
@@ -290,6 +292,6 @@ class RequestTable:
         if not finished:
             evaluation.end()
         while self._backlog and not self._is_full:
-            query_id, admitted = self._backlog.popitem(last=False)
-            self.inbox[query_id] = admitted
+            query_id, accepted = self._backlog.popitem(last=False)
+            self.inbox[query_id] = accepted
             self.needs_flush = True

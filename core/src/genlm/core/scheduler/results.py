@@ -27,7 +27,7 @@ from genlm.core.rows.reductions import reduce_rows
 from genlm.core.scheduler.delivery import Outcome
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["outcomes_of", "stored"]
+__all__ = ["outcomes_of", "store_outcome"]
 
 Finished = Sequence[tuple[Evaluation, Completion]]
 
@@ -47,9 +47,9 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
     rows: list[tuple[Evaluation, torch.Tensor]] = []
     for evaluation, completion in finished:
         result = completion.result
-        problem = _problem(evaluation, completion)
-        if problem is not None:
-            outcomes[evaluation] = problem
+        error = _error_of(evaluation, completion)
+        if error is not None:
+            outcomes[evaluation] = error
         elif isinstance(result, Reduced):
             outcomes[evaluation] = result.values
         elif isinstance(result, torch.Tensor) and type(evaluation.query) is Query:
@@ -64,14 +64,14 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
     outcomes |= {evaluation: (row,) for evaluation, row in valid if evaluation.is_whole}
     reduced = [pair for pair in valid if not pair[0].is_whole]
     if reduced:
-        wanted: list[Any] = [tuple(evaluation.outputs) for evaluation, _ in reduced]
-        answers = reduce_rows(torch.stack([row for _, row in reduced]), wanted)
-        for (evaluation, _), answer in zip(reduced, answers, strict=True):
-            outcomes[evaluation] = answer if isinstance(answer, Exception) else answer.values
+        outputs: list[Any] = [tuple(evaluation.outputs) for evaluation, _ in reduced]
+        results = reduce_rows(torch.stack([row for _, row in reduced]), outputs)
+        for (evaluation, _), values in zip(reduced, results, strict=True):
+            outcomes[evaluation] = values if isinstance(values, Exception) else values.values
 
 
-def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outcome:
-    """Store and return the results of an evaluation, or return the error of storing them."""
+def store_outcome(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outcome:
+    """Store the results of an evaluation and return them, or the error of storing them."""
     if isinstance(outcome, Exception) or evaluation.key is None:
         return outcome
     try:
@@ -85,14 +85,14 @@ def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outc
     return outcome
 
 
-def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None:
+def _error_of(evaluation: Evaluation, completion: Completion) -> Exception | None:
     """Return the error of a completion, or an error that describes an invalid result."""
     result: Any = completion.result
     error: Any = completion.error
     if error is not None:
         if isinstance(error, Exception):
             return error
-        return EvaluationError(f"the engine returned as an error {error!r}")
+        return EvaluationError(f"the engine returned {error!r} as an error")
     if result is None:
         return EvaluationError("the engine returned neither a result nor an error")
     if isinstance(result, Reduced) and len(result.values) != len(evaluation.outputs):
@@ -100,22 +100,22 @@ def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None
             f"the engine returned {len(result.values)} values for a query with "
             f"{len(evaluation.outputs)} outputs"
         )
-    kinds = _expected(evaluation.query)
-    if isinstance(result, kinds):
-        return _wrong_shape(evaluation.query, result)
-    names = " or ".join(kind.__name__ for kind in kinds)
+    types = _result_types(evaluation.query)
+    if isinstance(result, types):
+        return _shape_error(evaluation.query, result)
+    names = " or ".join(result_type.__name__ for result_type in types)
     return EvaluationError(
-        f"the engine returned an object of type {type(result).__name__} for a query that asks "
-        f"for {names}"
+        f"the engine returned an object of type {type(result).__name__} for a query that "
+        f"requests {names}"
     )
 
 
-def _wrong_shape(query: Any, result: Any) -> Exception | None:
-    """Return an error if the result has scores of another number of targets."""
+def _shape_error(query: Any, result: Any) -> Exception | None:
+    """Return an error if the shapes of scores do not match the targets of the query."""
     if not isinstance(result, TokenScores):
         return None
     expected = (len(query.targets),)
-    shapes = [tuple(getattr(each, "shape", ())) for each in result]
+    shapes = [tuple(getattr(field, "shape", ())) for field in result]
     if shapes == [expected, expected]:
         return None
     return EvaluationError(
@@ -124,7 +124,7 @@ def _wrong_shape(query: Any, result: Any) -> Exception | None:
     )
 
 
-def _expected(query: Any) -> tuple[type, ...]:
+def _result_types(query: Any) -> tuple[type, ...]:
     if type(query) is not Query:
         return (object,)
     if query.targets:

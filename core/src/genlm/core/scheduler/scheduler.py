@@ -49,8 +49,8 @@ class Scheduler(Generic[EngineT]):
             engine has `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for queries
             of any class with a `query_id`.
         cache: Cache for the results of queries with a key; None for no cache.
-        release: Function of the engine and the items that were passed to `Scheduler.release`;
-            its errors are logged.
+        release: Function of the engine and a list of items that were passed to
+            `Scheduler.release`; its errors are logged.
         max_batch_size: Maximum number of queries in the engine, None for no limit.
         max_pending: Maximum number of accepted queries, None for no limit; further requests
             wait in order of arrival.
@@ -87,12 +87,12 @@ class Scheduler(Generic[EngineT]):
         start_background_thread()  # not possible in a finalizer
         try:
             self._worker.wait_until_built()
-        except BaseException:  # interrupted: the engine is closed when it is built
+        except BaseException:  # interrupted: the engine is closed once it is built
             self._worker.stop(_closed())
             raise
         _live_workers.add(self._worker)
         self.release: Callable[[Any], None] = self._worker.release
-        # The thread must end when the scheduler is dropped without `close`.
+        # If the scheduler is dropped without `close`, the thread must end.
         stop = functools.partial(self._worker.stop, _closed())
         weakref.finalize(self, run_in_background, stop).atexit = False
 
@@ -113,7 +113,7 @@ class Scheduler(Generic[EngineT]):
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's statistics; after closing, the last ones."""
+        """Return the engine's statistics; after closing, the last statistics."""
         return self._worker.engine_statistics()
 
     async def answer(
@@ -146,14 +146,15 @@ class Scheduler(Generic[EngineT]):
         return value
 
     def submit(self, submissions: Sequence[Submission]) -> Request:
-        """Submit several queries, given as the arguments of `answer`.
+        """Submit several queries; the caller must await `results`, or call `abandon`.
 
-        The caller must await `results`, or call `abandon`.
+        Args:
+            submissions: Triples of the arguments of `answer`.
         """
         if not submissions:
             return Request(concurrent.futures.Future(), 0)
         if is_blocking():
-            self.refuse_own_thread()
+            self.reject_engine_thread()
             request = Request(concurrent.futures.Future(), len(submissions))
         else:
             request = Request(asyncio.get_running_loop().create_future(), len(submissions))
@@ -208,7 +209,7 @@ class Scheduler(Generic[EngineT]):
             RuntimeError: This method was called on the engine's thread.
             Exception: The error that the function raised.
         """
-        self.refuse_own_thread()
+        self.reject_engine_thread()
         result: T = self._worker.call(function).result()
         return result
 
@@ -244,15 +245,15 @@ class Scheduler(Generic[EngineT]):
         return self._worker.stopped is not None
 
     def statistics(self) -> SchedulerStatistics:
-        """Counters since the start."""
+        """Return the counters since the start."""
         return self._worker.statistics()
 
-    def refuse_own_thread(self) -> None:
+    def reject_engine_thread(self) -> None:
         """Raise `RuntimeError` on the engine's thread, where the call would deadlock."""
         if self._worker.runs_here:
             raise RuntimeError(
-                "called from the engine's own thread, which would wait for itself; "
-                "call from another thread"
+                "called on the engine's own thread, which would wait for itself; "
+                "call it on another thread"
             )
 
 
@@ -267,7 +268,7 @@ def _log_failure(future: concurrent.futures.Future[Any]) -> None:
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("the engine was closed; load the model again to go on")
+    return EngineClosedError("the engine was closed; load the model again")
 
 
 _live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -36,7 +36,7 @@ from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
 from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import Finished, StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
-from genlm.core.scheduler.results import outcomes_of, stored
+from genlm.core.scheduler.results import outcomes_of, store_outcome
 
 __all__ = ["Submission", "Worker"]
 
@@ -46,14 +46,14 @@ Submission = tuple[Identified, Hashable, Hashable]
 """A query, its key, and the requested output."""
 
 RELEASE_DELAY_S = 0.01
-"""Time for which items to release are collected before an idle engine is woken."""
+"""Period in which released items are collected before an idle engine is woken."""
 
 
 @dataclass
 class Call:
     """A function to run on the engine's thread and the future of its result.
 
-    A call with `wait_for` runs when no unfinished query satisfies it and the engine has
+    A call with `wait_for` runs when no unfinished query satisfies `wait_for` and the engine has
     received all aborts.
     """
 
@@ -77,11 +77,11 @@ class Worker:
     """Runs one engine on one thread; see `Scheduler` for the arguments.
 
     Attributes:
-        stopped: Why requests are rejected permanently; None while they are accepted.
-        ended: Set when the engine is closed, whether or not the thread remains.
+        stopped: The error with which requests are rejected; None while they are accepted.
+        ended: Event that is set when the engine is closed, even if the thread remains.
         is_exiting: Whether the thread, after closing the engine, waits for the end of the
-            process: destructors of native thread-local variables, of which MLX has some, may
-            need the interpreter, and would abort the process while that is being finalised.
+            process. Destructors of native thread-local variables, for example in MLX, may need
+            the interpreter, and would abort the process during its finalisation.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Worker:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is the engine's thread."""
+        """Whether the engine's thread is the calling thread."""
         return threading.current_thread() is self._thread
 
     def wait_until_built(self) -> None:
@@ -137,14 +137,14 @@ class Worker:
 
     @property
     def engine(self) -> Any:
-        """The engine; after it was closed, raises the error that stopped the worker."""
+        """The engine; raises the error that stopped the worker if the engine is closed."""
         engine = self._engine
         if engine is None:
             self._raise_if_stopped()
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's statistics; after closing, the last ones."""
+        """Return the engine's statistics; after closing, the last statistics."""
         engine = self._engine
         return self._final_statistics if engine is None else engine.statistics()
 
@@ -190,7 +190,7 @@ class Worker:
     def release(self, item: Any) -> None:
         """Schedule the release of an item between two steps; safe in finalizers.
 
-        An idle engine is woken once for all items of a short period.
+        An idle engine is woken once for all items of `RELEASE_DELAY_S`.
         """
         if self.stopped is not None:
             return
@@ -284,7 +284,7 @@ class Worker:
         del built
         try:
             self._serve(engine)
-        except BaseException as error:  # noqa: BLE001 - every waiter gets it
+        except BaseException as error:  # noqa: BLE001 - it fails every unfinished request
             self._die(error)
         with self._lock:
             self._wake_engine = None
@@ -323,10 +323,10 @@ class Worker:
         for query_id in aborts:
             engine.abort(query_id)
         self._run_calls(engine)
-        refused = self._submit(engine, evaluations)
-        if refused:
-            self._hand_over(refused)
-        # After the submissions, which may use items to release.
+        rejected = self._submit(engine, evaluations)
+        if rejected:
+            self._hand_over(rejected)
+        # After the submissions, which may use the state to be released.
         if self._released or self._release_due:
             self._release(engine)
         if self._table.in_engine:
@@ -353,7 +353,7 @@ class Worker:
         try:
             self._release_items(engine, items)
         except Exception:
-            logger.exception("releasing what %s keeps raised", type(engine).__name__)
+            logger.exception("releasing state of %s raised", type(engine).__name__)
 
     def _run_calls(self, engine: Any) -> None:
         # One at a time: if the thread dies, `stop` fails the remaining calls.
@@ -395,17 +395,17 @@ class Worker:
             wait_s = self._policy.seconds_to_dispatch(self._table)
             if wait_s is None or wait_s > 0:
                 return []
-        room = None
+        limit = None
         if self._max_batch_size is not None:
-            room = self._max_batch_size - len(self._table.in_engine)
-        evaluations = self._table.take(room, time.perf_counter())
+            limit = self._max_batch_size - len(self._table.in_engine)
+        evaluations = self._table.take(limit, time.perf_counter())
         if not self._table.inbox:
             self._policy.hold()
         return evaluations
 
     def _submit(self, engine: Any, evaluations: list[Evaluation]) -> Finished:
         """Submit the queries to the engine; return the rejected evaluations."""
-        refused: Finished = []
+        rejected: Finished = []
         for evaluation in evaluations:
             try:
                 query = evaluation.query
@@ -416,8 +416,8 @@ class Worker:
                     query = query.replace(outputs=tuple(evaluation.outputs))
                 engine.submit(query)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
-                refused.append((evaluation, error))
-        return refused
+                rejected.append((evaluation, error))
+        return rejected
 
     def _step(self, engine: Any) -> list[tuple[Evaluation, Completion]]:
         """Step the engine; return the finished evaluations, all of them if the step raises."""
@@ -430,7 +430,7 @@ class Worker:
                         f"expected genlm.Completion objects"
                     )
                 evaluation = self._table.in_engine.get(completion.query_id)
-                if evaluation is not None:  # else it was aborted
+                if evaluation is not None:  # otherwise it was aborted
                     finished.setdefault(evaluation, completion)
             return list(finished.items())
         except Exception as error:  # noqa: BLE001 - fails every query in the engine
@@ -439,18 +439,22 @@ class Worker:
             for evaluation in evaluations:
                 engine.abort(evaluation.query.query_id)
             return [
-                (each, Completion(each.query.query_id, error=error)) for each in evaluations
+                (evaluation, Completion(evaluation.query.query_id, error=error))
+                for evaluation in evaluations
             ]
 
     def _hand_over(
         self, finished: Finished, *, step_s: float = 0.0, is_step: bool = False
     ) -> None:
         """Store the results, write them into their requests, and wake the callers."""
-        requests: list[Request] = []  # of the evaluations; all are finished here
+        requests: list[Request] = []  # all requests of the evaluations, which must finish here
         try:
-            # Stored before the evaluations end: otherwise a repeated request in between would
-            # be evaluated again.
-            finished = [(each, stored(self._cache, each, end)) for each, end in finished]
+            # Results are stored before the evaluations end. Otherwise an equal request that
+            # arrives in between would be evaluated again.
+            finished = [
+                (evaluation, store_outcome(self._cache, evaluation, outcome))
+                for evaluation, outcome in finished
+            ]
             with self._lock:
                 for evaluation, _ in finished:
                     self._table.close_to_joiners(evaluation)
@@ -460,16 +464,16 @@ class Worker:
             delivery = Delivery()
             with self._lock:
                 self._finish(finished, delivery, is_step=is_step)
-                idle = delivery.reaches_loops and not self._table.in_engine
-                waits = idle and self._policy.begin_grace_period(step_s)
-            delivery.send(afterwards=self._idle_flush.schedule if waits else None)
+                is_idle = delivery.reaches_loops and not self._table.in_engine
+                holds_requests = is_idle and self._policy.begin_grace_period(step_s)
+            delivery.send(afterwards=self._idle_flush.schedule if holds_requests else None)
         except BaseException as error:
             self._fail(finished, requests, error)
             if not isinstance(error, Exception):
                 raise
 
     def _finish(self, finished: Finished, delivery: Delivery, *, is_step: bool) -> None:
-        size = sum(_sequences(each.query) for each, _ in finished if each.waiting > 0)
+        size = sum(_sequence_count(item.query) for item, _ in finished if item.waiting > 0)
         for evaluation, outcome in finished:
             failed = isinstance(outcome, Exception)
             for request in self._table.finish(evaluation, failed=failed):
@@ -492,5 +496,5 @@ class Worker:
         delivery.send()
 
 
-def _sequences(query: Any) -> int:
+def _sequence_count(query: Any) -> int:
     return len(query.wanted) if isinstance(query, GroupQuery) else 1

@@ -282,7 +282,7 @@ def test_rows_of_several_lengths_and_kinds_are_drawn_together_by_length():
 
 def test_very_many_rows_are_drawn_in_parts(monkeypatch):
     shapes = spied()
-    monkeypatch.setattr(draw, "MOST_VALUES", 12)
+    monkeypatch.setattr(draw, "MAX_VALUES", 12)
     table = rows(5)
     found = gathered(*[lambda row=row: draw_from(row) for row in table])
     assert shapes == [(2, 5), (2, 5), (1, 5)]

@@ -45,12 +45,12 @@ def test_what_is_not_a_model_is_refused_with_the_reason(tmp_path):
 
 def test_a_context_that_is_not_as_asked_is_refused(llama, monkeypatch):
     """As when a field of the struct is in another place: what was asked is not what is."""
-    created = LlamaContext._created
+    created = LlamaContext._create
 
     def another(self, options):
         return created(self, replace(options, kv_unified=False))
 
-    monkeypatch.setattr(LlamaContext, "_created", another)
+    monkeypatch.setattr(LlamaContext, "_create", another)
     with pytest.raises(ModelLoadError, match="n_ctx for each sequence"):
         LlamaCppEngine(llama.file, n_ctx=1024, n_seq_max=4, threads=1)
 

@@ -1,4 +1,4 @@
-"""Populations by numbers of sequences, against transformers' unbatched forward passes."""
+"""Populations on sequences of llama.cpp, against unbatched forward passes of transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
     """What llama.cpp holds, and what is counted for it, is what the states say."""
     sequences = engine._sequences
     sequences.collect()
-    held = [engine._context.held(number) for number in range(sequences._count)]
+    held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
     assert held == sequences._lengths.tolist()
     states = {
         id(base.state): (base, base.state)
@@ -52,14 +52,14 @@ def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
     holders: Counter[int] = Counter()
     for base, rows in states.values():
         assert rows.owner is sequences
-        for row, number in enumerate(rows.numbers.tolist()):
-            if number < 0 or rows._versions[row] != sequences._versions[number]:
+        for row, seq_id in enumerate(rows.seq_ids.tolist()):
+            if seq_id < 0 or rows._versions[row] != sequences._versions[seq_id]:
                 continue
-            holders[number] += 1
+            holders[seq_id] += 1
             ids = base.lineage.sequence(row).token_ids[: rows.lengths[row]]
-            assert sequences._lengths[number] >= len(ids)
-            assert tuple(sequences._ids[number, : len(ids)].tolist()) == ids
-    expected = [holders[number] for number in range(sequences._count)]
+            assert sequences._lengths[seq_id] >= len(ids)
+            assert tuple(sequences._ids[seq_id, : len(ids)].tolist()) == ids
+    expected = [holders[seq_id] for seq_id in range(sequences._count)]
     assert sequences._holders.tolist() == expected
 
 

@@ -12,7 +12,7 @@ from genlm import AsyncLM, EvaluationError, ModelLoadError, OutputCache
 from genlm.plugin import Query, TokenSequence
 from genlm_llamacpp.batch import Extensions, build_batch
 from genlm_llamacpp.context import LlamaContext
-from genlm_llamacpp.division import parts_for
+from genlm_llamacpp.division import choose_parts
 
 SETTINGS = {
     "few sequences": ("llama", {"n_seq_max": 8}),
@@ -58,7 +58,7 @@ def _continued(generator: random.Random, known: list[list[int]]) -> list[int]:
 def _check_memory(engine) -> None:
     """llama.cpp holds what the table says."""
     sequences = engine._sequences
-    held = [engine._context.held(number) for number in range(sequences._count)]
+    held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
     assert held == sequences._lengths.tolist()
     assert sorted([*sequences._free, *sequences._idle, *sequences._pinned]) == list(
         range(sequences._count)
@@ -117,7 +117,7 @@ def test_a_cache_is_divided_among_sequences_that_share_little(shared, own, count
     generator = random.Random(0)
     common = list(range(shared))
     tails = [[generator.randrange(300) for _ in range(own)] for _ in range(count)]
-    assert parts_for([[*common, *tail] for tail in tails], cells, 256) == parts
+    assert choose_parts([[*common, *tail] for tail in tails], cells, 256) == parts
 
 
 def test_what_the_population_shares_decides_about_the_cache(llama):
@@ -154,20 +154,20 @@ def test_what_the_population_shares_decides_about_the_cache(llama):
         check([*distinct, [*longer, 3]], 0)
 
 
-def extensions(added, numbers, sources=None, first=2):
+def extensions(added, seq_ids, sources=None, first=2):
     """Sequences that held two tokens before."""
     counts = np.array([len(ids) for ids in added])
     twos = np.full(len(added), 2)
     token_ids = np.concatenate(added)
-    sources = np.array(numbers if sources is None else sources)
+    sources = np.array(seq_ids if sources is None else sources)
     rows = Extensions(sources, twos, twos, token_ids, counts, np.full(len(added), first))
-    rows.numbers = np.array(numbers)
+    rows.seq_ids = np.array(seq_ids)
     return rows
 
 
 def test_a_batch_of_a_divided_cache_is_in_the_order_of_its_sequences():
-    """llama.cpp computes those at once whose numbers follow each other."""
-    rows = extensions([(5,), (6,), (7,)], numbers=[2, 0, 1])
+    """llama.cpp computes sequences with consecutive ids at once."""
+    rows = extensions([(5,), (6,), (7,)], seq_ids=[2, 0, 1])
     batch = build_batch(rows, shared=False)
     assert batch.tokens.tolist() == [6, 7, 5]
     assert batch.results.tolist() == [2, 0, 1]
@@ -176,16 +176,16 @@ def test_a_batch_of_a_divided_cache_is_in_the_order_of_its_sequences():
 def test_tokens_that_sequences_lack_in_common_are_in_the_batch_once():
     """Only of those that held equal tokens before; logits are requested from position 3 on."""
     added = [(5, 6, 7), (5, 6), (5, 8), (9,), (9, 6)]
-    rows = extensions(added, numbers=[3, 1, 4, 2, 0], sources=[3, 3, 3, 3, 6], first=3)
+    rows = extensions(added, seq_ids=[3, 1, 4, 2, 0], sources=[3, 3, 3, 3, 6], first=3)
     batch = build_batch(rows, shared=True)
-    owners: dict[int, list[tuple[int, int]]] = {number: [] for number in rows.numbers.tolist()}
+    owners: dict[int, list[tuple[int, int]]] = {seq_id: [] for seq_id in rows.seq_ids.tolist()}
     places = np.cumsum(batch.counts) - batch.counts
     for entry, (place, count) in enumerate(zip(places, batch.counts, strict=True)):
-        assert batch.addresses[entry] == batch.numbers.ctypes.data + 4 * place
-        for number in batch.numbers[place : place + count].tolist():
-            owners[number].append((int(batch.positions[entry]), int(batch.tokens[entry])))
-    for number, ids in zip(rows.numbers.tolist(), added, strict=True):
-        assert owners[number] == list(enumerate(ids, 2))
+        assert batch.addresses[entry] == batch.seq_ids.ctypes.data + 4 * place
+        for seq_id in batch.seq_ids[place : place + count].tolist():
+            owners[seq_id].append((int(batch.positions[entry]), int(batch.tokens[entry])))
+    for seq_id, ids in zip(rows.seq_ids.tolist(), added, strict=True):
+        assert owners[seq_id] == list(enumerate(ids, 2))
     assert len(batch.tokens) == 5 + 2
     wanted = list(
         zip(
@@ -213,7 +213,7 @@ def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch):
     distinct = [[i, *range(20)] for i in range(4)]
     queries = [Query(i, ids) for i, ids in enumerate(distinct)]
     expected = torch.stack([llama.logprobs(ids) for ids in distinct])
-    created = LlamaContext._created
+    created = LlamaContext._create
     engine = llama.engine(n_ctx=1024)
     refused = {True, False}
 
@@ -222,7 +222,7 @@ def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch):
             raise ModelLoadError("no memory")
         return created(self, options)
 
-    monkeypatch.setattr(LlamaContext, "_created", without_memory)
+    monkeypatch.setattr(LlamaContext, "_create", without_memory)
     try:
         with pytest.raises(EvaluationError, match="no memory"):
             engine.evaluate(queries)
@@ -281,10 +281,10 @@ def test_a_context_of_a_recurrent_model_is_continued_when_it_is_asked_again(make
     engine = model.engine()
     ids = tuple(range(3, 43))
     computed = []
-    for number, asked in enumerate([ids[:-1], ids, ids]):
+    for query_id, sequence in enumerate([ids[:-1], ids, ids]):
         before = engine.statistics()["tokens_computed"]
-        engine.submit(Query(number, asked))
+        engine.submit(Query(query_id, sequence))
         [answer] = engine.step()
-        assert float((answer.result - model.logprobs(asked)).abs().max()) <= 1e-4
+        assert float((answer.result - model.logprobs(sequence)).abs().max()) <= 1e-4
         computed.append(engine.statistics()["tokens_computed"] - before)
     assert computed == [39, 1, 1]

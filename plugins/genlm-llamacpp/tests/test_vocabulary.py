@@ -97,7 +97,7 @@ def test_wordpiece(tmp_path):
 
 def test_bytes_that_llama_cpp_decodes_otherwise_are_refused(tmp_path, monkeypatch):
     tokenizer = written(tmp_path / "spm.gguf", "llama", SENTENCEPIECE, unk_token_id=0)
-    monkeypatch.setattr(vocabulary, "_spelling", lambda _: lambda text: text.upper())
+    monkeypatch.setattr(vocabulary, "_spelling_decoder", lambda _: lambda text: text.upper())
     with pytest.raises(VocabularyError, match="decodes the ids"):
         read_vocabulary(tokenizer)
 

@@ -242,7 +242,7 @@ def test_a_context_makes_room_for_what_is_generated(lm, caplog):
     while len(ids) < 60 and (not ids or ids[-1] != lm.eot_token_id):
         ids.append(lm.llm.draw_sync(context + ids, temperature=0).token_id)
     assert found == lm.tok_decode(ids).split("</s>")[0]
-    assert "cut to its last 4" in caplog.text
+    assert "truncated to its last 4" in caplog.text
     with pytest.raises(ValueError, match="max_gen_toks=64 leaves no room"):
         lm.generate_until(requests("generate_until", ("a", {"max_gen_toks": 64})))
 
@@ -269,7 +269,7 @@ def test_thoughts_are_dropped(as_text, lm):
     else:
         assert answer == lm.tok_decode(ids[last + 1 :]).lstrip()
     assert answer != whole
-    with pytest.raises(ValueError, match="these score"):
+    with pytest.raises(ValueError, match="requires tasks that generate"):
         thinking.loglikelihood(requests("loglikelihood", ("a", "b")))
 
 
@@ -300,12 +300,12 @@ def test_ids_that_end_a_text_are_those_of_the_checkpoint(folder, lm, tmp_path):
 def test_options_that_contradict_each_other_are_refused(lm):
     with pytest.raises(ValueError, match="max_length=65; the engine takes 1 to 64"):
         GenlmLM(lm.llm, max_length=65)
-    with pytest.raises(ValueError, match="needs think_end_token"):
+    with pytest.raises(ValueError, match="requires think_end_token"):
         GenlmLM(lm.llm, enable_thinking=True)
-    with pytest.raises(TypeError, match=r"\['dtype'\] are options of models"):
+    with pytest.raises(TypeError, match=r"\['dtype'\] cannot be set"):
         GenlmLM(lm.llm, dtype="float32")
     with pytest.raises(
-        TypeError, match=r"\['device', 'max_batch_size'\] are options of models"
+        TypeError, match=r"\['device', 'max_batch_size'\] cannot be set"
     ):
         GenlmLM(lm.llm, device="cpu", max_batch_size=3)
     nameless = tiny_tokenizer()

@@ -14,7 +14,7 @@ class Adapters(AdapterTable[int]):
     """The loaded adapters and llama.cpp's pointers to them.
 
     Args:
-        context: Loads and frees them.
+        context: The context that loads, activates and frees adapters.
     """
 
     def __init__(self, context: LlamaContext) -> None:
@@ -22,7 +22,7 @@ class Adapters(AdapterTable[int]):
         self._context = context
 
     def activate(self, name: str | None) -> None:
-        """Compute with a loaded adapter from now on, None for none."""
+        """Activate a loaded adapter, or the base model alone for None."""
         self._context.activate(None if name is None else self.loaded[name])
 
     def _load(self, name: str, path: Path) -> int:
@@ -30,7 +30,7 @@ class Adapters(AdapterTable[int]):
         if len(files) != 1 or not files[0].is_file():
             raise AdapterError(
                 f"adapter {name!r}: {str(path)!r} is not a GGUF file, nor a folder with one; "
-                f"llama.cpp's convert_lora_to_gguf.py makes one of an adapter of peft"
+                f"llama.cpp's convert_lora_to_gguf.py converts adapters of peft"
             )
         return self._context.load_adapter(name, files[0])
 

@@ -1,7 +1,7 @@
-"""Sequences to extend by uncached tokens, their batch for `llama_decode`, and its logits.
+"""Uncached tokens of sequences, their batch for `llama_decode`, and its logits.
 
-Tokens that several sequences lack are in the batch once and belong to all of them, if their
-cache is shared. All arrays are filled by numpy.
+In a shared cache, an uncached token that several sequences have in common is in the batch once
+and belongs to all of them. numpy fills all arrays.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ _Ints = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class Extensions:
-    """Token sequences to compute, each after tokens that a sequence of llama.cpp holds.
+    """Rows of tokens to compute, each after a prefix that a sequence of llama.cpp holds.
+
+    All arrays except `token_ids` have shape `(n,)`.
 
     Attributes:
-        sources: The sequence that holds the first tokens of each, -1 for none, shape `(n,)`.
-        starts: Number of these tokens, shape `(n,)`.
-        common: Number of tokens that the source has in common with each, shape `(n,)`; those
-            after `starts` are computed again.
-        token_ids: The tokens after the first ones, one sequence after the other.
-        counts: Number of these tokens of each, at least one, shape `(n,)`.
-        firsts: First position of each whose logits are requested, shape `(n,)`; those of all
-            later ones are requested too.
-        numbers: The sequence that will hold each; `Sequences.claim` sets it.
+        sources: Sequence that holds the prefix of each row, -1 for an empty prefix.
+        starts: Length of the prefix.
+        common: Length of the common prefix of row and source; tokens between `starts` and
+            `common` are computed again.
+        token_ids: Tokens after the prefixes, one row after the other.
+        counts: Number of tokens after each prefix, at least one.
+        firsts: First position whose logits are requested; the logits of all later positions
+            are requested too.
+        seq_ids: Sequence that will hold the row; `Sequences.claim` sets it.
         is_new: Whether this sequence was empty before; `Sequences.claim` sets it.
     """
 
@@ -53,28 +55,28 @@ class Extensions:
     token_ids: Integers
     counts: Integers
     firsts: Integers
-    numbers: Integers = field(init=False)
+    seq_ids: Integers = field(init=False)
     is_new: NDArray[np.bool_] = field(init=False)
 
     @property
     def lengths(self) -> Integers:
-        """Number of all tokens of each, shape `(n,)`."""
+        """Total number of tokens of each row, shape `(n,)`."""
         return self.starts + self.counts
 
     @property
     def positions(self) -> Integers:
-        """The position of each of `token_ids` in its sequence."""
+        """Position of each entry of `token_ids` in its row."""
         return ranges(self.starts, self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries of a batch that are decoded at once.
+    """Range of entries of a batch for one call of `llama_decode`.
 
     Attributes:
-        first: The first entry.
-        end: The entry after the last.
-        outputs: The entries whose logits are wanted, in order.
+        first: First entry.
+        end: Index after the last entry.
+        outputs: Entries whose logits are requested, in order.
     """
 
     first: int
@@ -87,13 +89,13 @@ class TokenBatch:
     """Arrays of `llama_batch`, and the entries of the requested logits.
 
     Attributes:
-        tokens: Ids.
-        positions: Their positions.
-        counts: Number of sequences of each token.
-        addresses: Memory addresses of these sequences' numbers.
+        tokens: Token ids.
+        positions: Position of each token.
+        counts: Number of sequences to which each token belongs.
+        addresses: Memory address of the ids of these sequences.
         outputs: Whether the token's logits are requested.
-        results: The entry of each requested position, one sequence after the other.
-        numbers: The array that `addresses` point into.
+        results: Entry of each requested position, one sequence after the other.
+        seq_ids: Array that `addresses` point into.
     """
 
     tokens: _Ints
@@ -102,52 +104,52 @@ class TokenBatch:
     addresses: NDArray[np.uintp]
     outputs: NDArray[np.int8]
     results: Integers
-    numbers: _Ints
+    seq_ids: _Ints
 
-    def parts(self, most_tokens: int, most_outputs: int) -> Iterator[Part]:
-        """Yield parts with limited numbers of tokens and outputs."""
+    def parts(self, max_tokens: int, max_outputs: int) -> Iterator[Part]:
+        """Yield parts of at most `max_tokens` tokens and `max_outputs` outputs."""
         total = len(self.tokens)
-        where = np.flatnonzero(self.outputs)
+        outputs = np.flatnonzero(self.outputs)
         first = 0
         while first < total:
-            end = min(total, first + most_tokens)
-            begin = int(np.searchsorted(where, first))
-            if begin + most_outputs < len(where):
-                end = min(end, int(where[begin + most_outputs]))
-            yield Part(first, end, where[begin : np.searchsorted(where, end)])
+            end = min(total, first + max_tokens)
+            begin = int(np.searchsorted(outputs, first))
+            if begin + max_outputs < len(outputs):
+                end = min(end, int(outputs[begin + max_outputs]))
+            yield Part(first, end, outputs[begin : np.searchsorted(outputs, end)])
             first = end
 
 
 def build_batch(rows: Extensions, *, shared: bool) -> TokenBatch:
-    """Lay out the tokens that claimed sequences lack.
+    """Build the batch of claimed rows.
 
     Args:
-        rows: Claimed sequences, at least one.
+        rows: Claimed rows, at least one.
         shared: Whether a token may belong to several sequences.
     """
-    entries, places = _entries(rows, shared=shared), rows.positions
-    owners = np.repeat(rows.numbers, rows.counts)[np.argsort(entries, kind="stable")]
-    numbers = owners.astype(np.int32)
+    entries, row_positions = _entries(rows, shared=shared), rows.positions
+    owners = np.repeat(rows.seq_ids, rows.counts)[np.argsort(entries, kind="stable")]
+    seq_ids = owners.astype(np.int32)
     counts = np.bincount(entries).astype(np.int32)
     tokens, positions = np.empty((2, len(counts)), np.int32)
-    tokens[entries], positions[entries] = rows.token_ids, places
-    results = entries[places >= np.repeat(rows.firsts, rows.counts)]
+    tokens[entries], positions[entries] = rows.token_ids, row_positions
+    results = entries[row_positions >= np.repeat(rows.firsts, rows.counts)]
     outputs = np.zeros(len(counts), np.int8)
     outputs[results] = 1
-    addresses = (numbers.ctypes.data + 4 * (np.cumsum(counts) - counts)).astype(np.uintp)
-    return TokenBatch(tokens, positions, counts, addresses, outputs, results, numbers)
+    addresses = (seq_ids.ctypes.data + 4 * (np.cumsum(counts) - counts)).astype(np.uintp)
+    return TokenBatch(tokens, positions, counts, addresses, outputs, results, seq_ids)
 
 
 def _entries(rows: Extensions, *, shared: bool) -> Integers:
-    """Return the entry of each token; those with equal entries are computed once."""
+    """Return the batch entry of each token; tokens with equal entries are computed once."""
     counts = rows.counts
     common = np.zeros(len(counts), np.int64)
-    if not shared:  # llama.cpp computes sequences at once whose numbers follow each other
-        order = np.argsort(rows.numbers).tolist()
+    if not shared:  # llama.cpp computes sequences with consecutive ids at once
+        order = np.argsort(rows.seq_ids).tolist()
     elif counts.max() == 1:
         order = list(range(len(counts)))
     else:
-        # Sequences that share tokens must have held equal ones before.
+        # Only rows with the same prefix of the same source can share tokens.
         parts = np.split(rows.token_ids, np.cumsum(counts)[:-1])
         columns = (rows.sources.tolist(), rows.starts.tolist(), map(np.ndarray.tolist, parts))
         keys = list(zip(*columns, strict=True))
@@ -161,16 +163,16 @@ def _entries(rows: Extensions, *, shared: bool) -> Integers:
     entries = ranges(begins - common, counts)
     offsets = np.cumsum(counts) - counts
     for before, row in itertools.pairwise(order) if common.any() else ():
-        own, source = offsets[row], offsets[before]
-        entries[own : own + common[row]] = entries[source : source + common[row]]
+        target, source = offsets[row], offsets[before]
+        entries[target : target + common[row]] = entries[source : source + common[row]]
     return entries
 
 
 def ranges(begins: Integers, counts: Integers) -> Integers:
-    """Return consecutive numbers from each of `begins` on, one range after the other."""
+    """Concatenate the ranges that begin at `begins` and have `counts` elements."""
     ends = np.cumsum(counts)
-    found: Integers = np.arange(ends[-1]) + np.repeat(begins - ends + counts, counts)
-    return found
+    indices: Integers = np.arange(ends[-1]) + np.repeat(begins - ends + counts, counts)
+    return indices
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -182,9 +184,7 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Logits:
-    """The logits of several sequences, which come in parts.
-
-    It takes them as `PieceScores` of the core takes those of texts.
+    """Buffer for the logits of several sequences, with the interface of `PieceScores`.
 
     Args:
         count: Number of sequences.
@@ -198,10 +198,10 @@ class Logits:
         self.values = np.empty((count, width), np.float32)
 
     def expect(self, keys: Integers, members: Integers) -> None:
-        """Set the sequence, a number below `count`, to which each entry of a batch belongs."""
+        """Set the row of `values`, below `count`, to which each entry of a batch belongs."""
         self._member_of = np.full(keys.max() + 1, -1)
         self._member_of[keys] = members
 
     def add(self, keys: Integers, logits: torch.Tensor) -> None:
-        """Copy the logits of some entries."""
+        """Copy the logits of the entries `keys` into their rows."""
         self.values[self._member_of[keys]] = logits.numpy()

@@ -1,8 +1,8 @@
 """Writes small checkpoints of transformers, and LoRA adapters of peft, as GGUF.
 
-For the demo model, `genlm check` and tests; llama.cpp's own `convert_hf_to_gguf.py` and
-`convert_lora_to_gguf.py` convert other models. Needs the package `gguf`, which names the
-tensors; what each architecture stores in another form follows that converter
+It is used for the demo model, `genlm check` and tests; llama.cpp's `convert_hf_to_gguf.py` and
+`convert_lora_to_gguf.py` convert other models. It requires the package `gguf`, which names the
+tensors. Tensors that GGUF stores in another form are changed as by llama.cpp's converters
 (https://github.com/ggml-org/llama.cpp/tree/master/conversion).
 """
 
@@ -31,7 +31,7 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-"""The architectures that are written, by the `model_type` of their configs."""
+"""Supported architectures by the `model_type` of their configs."""
 
 
 def write_model(
@@ -40,7 +40,7 @@ def write_model(
     """Write a checkpoint with a byte-level tokenizer as GGUF.
 
     Args:
-        folder: Has `config.json`, safetensors, and `tokenizer.json`.
+        folder: Folder with `config.json`, safetensors, and `tokenizer.json`.
         file: The file to write; parts of a split model are named after it.
         weights: Type of the matrices, such as `"F32"` or `"Q8_0"`; vectors are float32, and
             so are matrices whose rows cannot be divided into blocks.
@@ -50,19 +50,19 @@ def write_model(
     writer = gguf.GGUFWriter(
         file, _architecture_name(config), split_max_tensors=split_max_tensors
     )
-    kind = gguf.GGMLQuantizationType[weights]
+    quantization = gguf.GGMLQuantizationType[weights]
     writer.add_file_type(gguf.LlamaFileType[_file_type(weights)])
     for name, value in _settings(config).items():
         getattr(writer, f"add_{name}")(value)
     _add_tokenizer(writer, folder, config.vocab_size)
     for name, tensor in _tensors(folder, config):
         array = tensor.float().contiguous().numpy()
-        is_divisible = array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        is_divisible = array.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0
         is_matrix = array.ndim > 1 and "conv1d" not in name
         if weights == "F32" or not (is_matrix and is_divisible):
             writer.add_tensor(name, array)
         else:
-            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quantize(array, quantization), raw_dtype=quantization)
     _finish(writer)
 
 
@@ -70,9 +70,9 @@ def write_adapter(folder: Path, file: Path, config: Any) -> None:
     """Write a LoRA adapter of peft as GGUF.
 
     Args:
-        folder: Has `adapter_config.json` and `adapter_model.safetensors`.
+        folder: Folder with `adapter_config.json` and `adapter_model.safetensors`.
         file: The file to write.
-        config: Config of the model, of transformers.
+        config: transformers config of the model.
     """
     settings = json.loads((folder / "adapter_config.json").read_text())
     names = _names(config)
@@ -84,7 +84,7 @@ def write_adapter(folder: Path, file: Path, config: Any) -> None:
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         path, _, which = key.removeprefix("base_model.model.").rpartition(".lora_")
         permute = is_permuted and which == "B.weight"  # the rows of the product
-        factor = _of_llama(config, f"{path}.weight", tensor) if permute else tensor
+        factor = _convert_llama(config, f"{path}.weight", tensor) if permute else tensor
         name = f"{names(f'{path}.weight')}.lora_{which[0].lower()}"
         writer.add_tensor(name, factor.float().contiguous().numpy())
     _finish(writer)
@@ -109,42 +109,42 @@ def _names(config: Any) -> Callable[[str], str]:
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
 
     def name(key: str) -> str:
-        found = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        gguf_name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise ValueError(f"gguf has no name for the tensor {key!r}")
-        return str(found)
+        return str(gguf_name)
 
     return name
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     name = _names(config)
-    changes: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
-        "gemma2": _of_gemma,
-        "gpt2": _of_gpt2,
-        "llama": functools.partial(_of_llama, config),
-        "mamba": _of_mamba,
+    conversions: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
+        "gemma2": _convert_gemma,
+        "gpt2": _convert_gpt2,
+        "llama": functools.partial(_convert_llama, config),
+        "mamba": _convert_mamba,
     }
-    change = changes.get(config.model_type)
+    convert = conversions.get(config.model_type)
     for file in sorted(folder.glob("model*.safetensors")):
         for key, tensor in load_file(file).items():
             if key != "lm_head.weight" or not config.tie_word_embeddings:
-                yield name(key), tensor if change is None else change(key, tensor)
+                yield name(key), tensor if convert is None else convert(key, tensor)
 
 
-def _of_gemma(key: str, tensor: torch.Tensor) -> torch.Tensor:
+def _convert_gemma(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Store norm weights as factors, not as differences from one."""
     return tensor + 1 if key.endswith("norm.weight") else tensor
 
 
-def _of_gpt2(key: str, tensor: torch.Tensor) -> torch.Tensor:
+def _convert_gpt2(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Store matrices as (out, in)."""
     is_transposed = key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
     return tensor.T if is_transposed else tensor
 
 
-def _of_llama(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Put the two numbers that rotary embeddings rotate together next to each other."""
+def _convert_llama(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Make the two dimensions of each rotary pair adjacent."""
     if key.endswith("q_proj.weight"):
         heads = config.num_attention_heads
     elif key.endswith("k_proj.weight"):
@@ -155,7 +155,7 @@ def _of_llama(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape_as(tensor)
 
 
-def _of_mamba(key: str, tensor: torch.Tensor) -> torch.Tensor:
+def _convert_mamba(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Store A itself, and the convolution without its dimension of size one."""
     if key.endswith("A_log"):
         return -tensor.exp()
@@ -164,10 +164,10 @@ def _of_mamba(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _settings(config: Any) -> dict[str, Any]:
     """Return the metadata of an architecture, by the names of the writer's methods."""
-    kind, width = config.model_type, config.hidden_size
-    if kind == "mamba":
+    model_type, width = config.model_type, config.hidden_size
+    if model_type == "mamba":
         return {
-            "context_length": 2**20,  # it has no limit; the converter's value
+            "context_length": 2**20,  # Mamba has no limit; value of the converter
             "embedding_length": width,
             "feed_forward_length": 0,
             "head_count": 0,
@@ -180,19 +180,19 @@ def _settings(config: Any) -> dict[str, Any]:
             "ssm_dt_b_c_rms": False,
         }
     heads = config.num_attention_heads
-    found = {
+    settings = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": width,
     }
-    if kind == "gpt2":
-        return found | {
+    if model_type == "gpt2":
+        return settings | {
             "feed_forward_length": config.n_inner or 4 * width,
             "head_count": heads,
             "layer_norm_eps": config.layer_norm_epsilon,
         }
     head_dim = getattr(config, "head_dim", None) or width // heads
-    found |= {
+    settings |= {
         "feed_forward_length": config.intermediate_size,
         "head_count": heads,
         "head_count_kv": config.num_key_value_heads,
@@ -202,10 +202,10 @@ def _settings(config: Any) -> dict[str, Any]:
         "rope_freq_base": float(config.rope_parameters["rope_theta"]),
         "layer_norm_rms_eps": config.rms_norm_eps,
     }
-    if kind == "gemma2":
+    if model_type == "gemma2":
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
-            found[name] = getattr(config, name)
-    return found
+            settings[name] = getattr(config, name)
+    return settings
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
@@ -216,14 +216,14 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     if model["type"] != "BPE":
         raise ValueError(f"only byte-level BPE is written; found {model['type']}")
     texts = {index: text for text, index in model["vocab"].items()}
-    added = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
-    kinds = [
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    token_types = [
         _CONTROL if i in added else _NORMAL if i in texts else _UNUSED for i in range(size)
     ]
     texts = texts | added
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([texts.get(i, f"[PAD{i}]") for i in range(size)])
-    writer.add_token_types(kinds)
+    writer.add_token_types(token_types)
     special = gguf.SpecialVocab(folder, True, special_token_types=("bos", "eos", "pad"))
     special.add_to_gguf(writer, quiet=True)

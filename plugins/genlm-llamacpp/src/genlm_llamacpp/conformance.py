@@ -1,7 +1,7 @@
 """The targets of `genlm check llamacpp`.
 
-Tiny models with random weights, made by transformers, whose forward pass of one sequence is
-the oracle, and written as GGUF.
+The targets are tiny transformers models with random weights, written as GGUF. Their oracle is
+the forward pass of one sequence in transformers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _TIGHT = (
     {"n_seq_max": 3, "n_ctx": 256, "n_batch": 7},
     {"n_seq_max": 4, "kv_unified": False},
 )
-"""No cache; few sequences and small batches; separate keys and values per sequence."""
+"""Options without a cache, with few sequences and small batches, and with separate keys and
+values per sequence."""
 
 
 class _Adapted(NamedTuple):
-    """A family, the modules that its adapters change, and the dtype in which it is computed."""
+    """A family, the target modules of its adapters, and the dtype of its computation."""
 
     family: str
     lora: tuple[str, ...]
@@ -40,21 +41,22 @@ FAMILIES: Mapping[str, _Adapted] = {
     "gpt2": _Adapted("gpt2", ("c_attn",), "float16"),
     "mamba": _Adapted("mamba", ("x_proj",)),
 }
-"""Grouped-query attention, biases, norms of heads, windows and soft caps, learned positions, a
-recurrent state."""
+"""Models with grouped-query attention, biases, norms of heads, windows and soft caps, learned
+positions, and a recurrent state."""
 
 
 CERTIFIED = ("llama", "gemma2", "mamba")
-"""Full attention; windows, whose old keys llama.cpp frees; a recurrent state."""
+"""One family with full attention, one with windows, whose old keys llama.cpp frees, and one
+with a recurrent state."""
 
 
 class TinyGguf(TinyModel):
     """A tiny model in GGUF, its adapters, and its oracle.
 
     Args:
-        folder: Receives all files.
+        folder: Folder for all files.
         name: One of `FAMILIES`.
-        weights: Type of its matrices in the file.
+        weights: Type of the matrices in the file.
     """
 
     def __init__(self, folder: Path, name: str, *, weights: str = "F32") -> None:
@@ -96,7 +98,7 @@ class TinyGguf(TinyModel):
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield a target for each kind of memory; each is built when it is first used.
+    """Yield a target for each kind of memory; engines are built when they are first used.
 
     Args:
         folder: Folder for the models.

@@ -1,4 +1,4 @@
-"""A llama.cpp model with its context: weights, memory, adapters and `llama_decode`."""
+"""A model and a context of llama.cpp: weights, memory, adapters and `llama_decode`."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ CACHE_TYPES: Mapping[str, tuple[int, float]] = {
     "q4_1": (3, 20 / 32),
     "q4_0": (2, 18 / 32),
 }
-"""ggml's number of each type of keys and values, and its bytes for each value."""
+"""ggml's id of each type of keys and values, and its bytes per value."""
 
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 
 _DEFAULT_CELLS = 16_384
-"""llama.cpp allocates all cells at once, and looks at each when it copies a sequence."""
+"""llama.cpp allocates all cells at once, and iterates over all when it copies a sequence."""
 
 _SHARE = 0.25  # default share of free memory for the cells
-_FEWEST_CELLS = 256  # llama.cpp rounds up to this
+_MIN_CELLS = 256  # llama.cpp rounds up to a multiple of this
 
 _NO_ROOM = 1  # result of llama_decode without room
 
 
 class CacheFullError(Exception):
-    """llama.cpp found no room for a batch; its memory is as before."""
+    """The cache has no room for a batch; its content is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,33 +68,34 @@ class ContextOptions:
 
 
 class LlamaContext:
-    """Runs batches of tokens of a model, and moves sequences in its memory.
+    """Runs batches of tokens of a model, and copies and cuts sequences in its memory.
 
     Args:
-        file: A GGUF file, or the first of a split one.
-        options: Parameters; they are compared with those of the created context.
+        file: A GGUF file, or the first file of a split model.
+        options: Parameters, which are compared with those of the created context.
 
     Attributes:
         can_cut: Whether the end of a sequence can be removed.
         is_unified: Whether sequences share the cells of one cache.
         parts: Number of parts into which `divide` has divided the cells, 0 for none.
         max_context: Maximum length of a sequence.
-        n_batch: Maximum number of tokens in one call.
+        n_batch: Maximum number of tokens in one call of `decode`.
         n_cells: Number of cells of the cache.
         n_logits: Width of a row of logits.
 
     Raises:
-        ModelLoadError: llama.cpp cannot load it, or it has no next-token distributions.
+        ModelLoadError: llama.cpp cannot load the file, or the model does not predict the next
+            token.
     """
 
     def __init__(self, file: Path, options: ContextOptions) -> None:
         self._llama = llama()
         self._active: int | None = None
         self._context = None
-        self._model = self._loaded(file, options)
+        self._model = self._load_model(file, options)
         try:
             self._check_model(file)
-            self._context = self._created(options)
+            self._context = self._create(options)
             self._check_context(file, options)
         except BaseException:
             self.close()
@@ -108,7 +109,7 @@ class LlamaContext:
     # -- memory -----------------------------------------------------------------------
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make an empty sequence hold the first `length` tokens of another."""
+        """Copy the first `length` tokens of a sequence to an empty one."""
         if self.can_cut and self.is_unified:
             self._llama.llama_memory_seq_cp(self._memory, source, target, 0, length)
             return
@@ -117,17 +118,17 @@ class LlamaContext:
             self._llama.llama_memory_seq_rm(self._memory, target, length, -1)
 
     def can_continue(self, sequence: int, length: int, held: int) -> bool:
-        """Whether the cache has all keys that tokens after the first `length` attend to."""
+        """Whether the cache has all keys and values for tokens after the first `length`."""
         if not self.can_cut and length != held:
             return False
         if not self._window or length == held:
             return True
-        # Beyond the window of a sequence's end, llama.cpp reuses cells from the first on.
+        # llama.cpp reuses the cells of the first tokens, outside the window of the last one.
         first = self._llama.llama_memory_seq_pos_min(self._memory, sequence)
         return bool(0 <= first <= max(0, length - self._window))
 
     def cut(self, sequence: int, length: int) -> bool:
-        """Keep the first `length` tokens; False, without any change, if unsupported."""
+        """Remove the tokens after the first `length`; False if impossible, without a change."""
         if length and not self.can_continue(sequence, length, self.held(sequence)):
             return False
         first = length or -1
@@ -157,12 +158,13 @@ class LlamaContext:
     def divide(self, parts: int) -> None:
         """Create the context again, empty, with a part of the cells for each sequence.
 
+        If there is no memory for the parts, the sequences share all cells.
+
         Args:
-            parts: Number of sequences, 0 to share all cells again; also if there is no
-                memory for parts.
+            parts: Number of sequences, 0 to share all cells.
 
         Raises:
-            EvaluationError: The memory does not suffice for a shared cache.
+            EvaluationError: There is no memory for a shared cache either.
         """
         options = self._shared
         if parts:
@@ -173,7 +175,7 @@ class LlamaContext:
         self._context = self._active = None
         self.parts, self.is_unified = 0, True
         try:
-            self._context = self._created(options)
+            self._context = self._create(options)
         except ModelLoadError as error:
             if parts:
                 self.divide(0)
@@ -189,12 +191,12 @@ class LlamaContext:
         """Compute a part of a batch.
 
         Returns:
-            The logits of its outputs, shape `(outputs, n_logits)`, in llama.cpp's memory: valid
-            until the next call.
+            The logits of its outputs, shape `(outputs, n_logits)`, in memory of llama.cpp that
+            is valid until the next call.
 
         Raises:
-            CacheFullError: There is no room for it; the memory is unchanged.
-            EvaluationError: It failed; the memory of its sequences is undefined.
+            CacheFullError: The cache has no room for it; its content is unchanged.
+            EvaluationError: The call failed; the cache of its sequences is undefined.
         """
         first = part.first
         code = self._llama.llama_decode(
@@ -219,8 +221,8 @@ class LlamaContext:
         if not address:
             raise EvaluationError(f"llama.cpp returned no logits: {recent_messages()}")
         shape = (len(part.outputs), self.n_logits)
-        found = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(found, shape)
+        logits = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(logits, shape)
 
     # -- adapters ---------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class LlamaContext:
         """Load a LoRA adapter in GGUF; return llama.cpp's pointer to it.
 
         Raises:
-            AdapterError: It does not fit the model, or is not LoRA alone.
+            AdapterError: The file does not fit the model, or is not plain LoRA.
         """
         recent_messages()
         adapter = self._llama.llama_adapter_lora_init(self._model, bytes(file))
@@ -251,7 +253,7 @@ class LlamaContext:
         self._llama.llama_adapter_lora_free(adapter)
 
     def activate(self, adapter: int | None) -> None:
-        """Compute with an adapter from now on, None for none."""
+        """Activate an adapter for the next calls of `decode`; None deactivates it."""
         if adapter == self._active:
             return
         count = 0 if adapter is None else 1
@@ -286,20 +288,20 @@ class LlamaContext:
 
     # -- creation ---------------------------------------------------------------------
 
-    def _loaded(self, file: Path, options: ContextOptions) -> Any:
+    def _load_model(self, file: Path, options: ContextOptions) -> Any:
         params = self._llama.llama_model_default_params()
         params.n_gpu_layers = options.n_gpu_layers
         params.split_mode = _SPLIT_MODES[options.split_mode]
         params.main_gpu = options.main_gpu
         params.check_tensors = options.check_tensors
         if options.tensor_split:
-            most = self._llama.llama_max_devices()
-            if len(options.tensor_split) > most:
+            max_devices = self._llama.llama_max_devices()
+            if len(options.tensor_split) > max_devices:
                 raise ValueError(
                     f"tensor_split has {len(options.tensor_split)} shares; llama.cpp takes "
-                    f"{most}"
+                    f"{max_devices}"
                 )
-            shares = (ctypes.c_float * most)(*options.tensor_split)
+            shares = (ctypes.c_float * max_devices)(*options.tensor_split)
             params.tensor_split = shares
         recent_messages()
         model = self._llama.llama_model_load_from_file(bytes(file), params)
@@ -308,14 +310,15 @@ class LlamaContext:
         return model
 
     def _check_model(self, file: Path) -> None:
-        kind = None
+        unsupported = None
         if self._llama.llama_model_has_encoder(self._model):
-            kind = "a model with an encoder"
+            unsupported = "a model with an encoder"
         elif self._llama.llama_model_is_diffusion(self._model):
-            kind = "a diffusion model"
-        if kind is not None:
+            unsupported = "a diffusion model"
+        if unsupported is not None:
             raise ModelLoadError(
-                f"{str(file)!r} is {kind}; genlm serves models that predict the next token"
+                f"{str(file)!r} is {unsupported}; genlm serves models that predict the next "
+                f"token"
             )
         is_recurrent = self._llama.llama_model_is_recurrent(self._model)
         self.can_cut = not (is_recurrent or self._llama.llama_model_is_hybrid(self._model))
@@ -323,7 +326,7 @@ class LlamaContext:
         vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_logits = int(self._llama.llama_vocab_n_tokens(vocab))
 
-    def _created(self, options: ContextOptions) -> Any:
+    def _create(self, options: ContextOptions) -> Any:
         params = self._llama.llama_context_default_params()
         default = "f32" if self._metadata("general.file_type") == "0" else "f16"
         type_k, type_v = options.type_k or default, options.type_v or default
@@ -338,7 +341,7 @@ class LlamaContext:
         params.flash_attn_type = int(options.flash_attn)
         params.offload_kqv = options.offload_kqv
         params.kv_unified = options.kv_unified
-        params.swa_full = True  # as many cells for layers with windows as for others
+        params.swa_full = True  # layers with windows have as many cells as other layers
         recent_messages()
         context = self._llama.llama_init_from_model(self._model, params)
         if not context:
@@ -349,7 +352,7 @@ class LlamaContext:
         return context
 
     def _check_context(self, file: Path, options: ContextOptions) -> None:
-        """Compare the context with the parameters: ctypes does not check structs."""
+        """Compare the context with its parameters, because ctypes does not check structs."""
         library, context = self._llama, self._context
         self.n_cells = int(library.llama_n_ctx(context))
         longest = int(library.llama_n_ctx_seq(context))
@@ -362,22 +365,22 @@ class LlamaContext:
             "n_seq_max": (int(library.llama_n_seq_max(context)), options.n_seq_max),
             "threads": (int(library.llama_n_threads(context)), options.threads),
         }
-        for name, (found, asked) in compared.items():
-            if found != asked:
+        for name, (actual, requested) in compared.items():
+            if actual != requested:
                 raise ModelLoadError(
-                    f"asked llama.cpp for {name}={asked} for {str(file)!r}; the context "
-                    f"has {found}"
+                    f"requested {name}={requested} of llama.cpp for {str(file)!r}; the context "
+                    f"has {actual}"
                 )
         if not library.llama_get_memory(context):
             raise ModelLoadError(
-                f"{str(file)!r} keeps nothing of a sequence (an embedding model); genlm serves "
+                f"{str(file)!r} has no memory of sequences (an embedding model); genlm serves "
                 f"models that predict the next token"
             )
 
     def _default_cells(self, type_k: str, type_v: str, options: ContextOptions) -> int:
-        wanted = _DEFAULT_CELLS
+        cells = _DEFAULT_CELLS
         if not options.kv_unified:
-            wanted = max(wanted, options.n_seq_max * _FEWEST_CELLS)
+            cells = max(cells, options.n_seq_max * _MIN_CELLS)
         architecture = self._metadata("general.architecture")
         heads = max(1, int(self._llama.llama_model_n_head(self._model)))
         width = self._metadata(f"{architecture}.attention.key_length")
@@ -390,11 +393,11 @@ class LlamaContext:
         nbytes = int(values * (CACHE_TYPES[type_k][1] + CACHE_TYPES[type_v][1])) or 1
         budget = cache_budget_bytes(
             share=_SHARE,
-            at_least=nbytes * _FEWEST_CELLS,
-            at_most=nbytes * wanted,
+            at_least=nbytes * _MIN_CELLS,
+            at_most=nbytes * cells,
             option="n_ctx",
         )
-        return max(_FEWEST_CELLS, budget // nbytes // _FEWEST_CELLS * _FEWEST_CELLS)
+        return max(_MIN_CELLS, budget // nbytes // _MIN_CELLS * _MIN_CELLS)
 
 
 def _address(array: NDArray[Any], first: int) -> int:

@@ -35,7 +35,7 @@ from genlm_llamacpp.batch import (
     ranges,
 )
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
-from genlm_llamacpp.division import parts_for
+from genlm_llamacpp.division import choose_parts
 from genlm_llamacpp.populations import HeldRows, held_rows
 from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
@@ -46,41 +46,41 @@ _DEMO = Path(__file__).parent / "demo.gguf"
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
-_MOST_OUTPUT_BYTES = 128 * 2**20
-"""Maximum size of the logits of one call: 256 rows of 128,000."""
+_MAX_OUTPUT_BYTES = 128 * 2**20
+"""Maximum size of the logits of one call, such as 256 rows of 128,000 float32."""
 
-_MOST_NEW_TOKENS = 32
-"""Maximum number of new tokens of a row of a population. Rows with more are computed as single
-requests, which share the computation of common prefixes."""
+_MAX_NEW_TOKENS = 32
+"""Maximum number of new tokens of a member of a population. Members with more are computed as
+single requests, which share the computation of common prefixes."""
 
 
 class LlamaCppEngine(BatchEngine):
-    """Next-token rows of a GGUF file. Rows are on the CPU.
+    """Engine for GGUF files on llama.cpp. Rows are on the CPU.
 
-    Options are llama.cpp's, under its names.
+    Options have llama.cpp's names and meanings.
 
     Args:
-        model: `"demo"` (a small packaged model), a GGUF file, the first file of a split one,
+        model: `"demo"` (a small packaged model), a GGUF file, the first file of a split model,
             or a folder with one of them.
-        n_ctx: Cells of the cache of keys and values, one for each token, shared by all
-            sequences, or divided among them with `kv_unified=False`; by default 16,384, or as
-            many as fit into a quarter of the free memory.
+        n_ctx: Number of cells of the cache, one per token, which all sequences share, or which
+            are divided among them with `kv_unified=False`; by default 16,384, or as many as
+            fit into a quarter of the free memory.
         n_batch: Maximum number of tokens in one call of llama.cpp.
-        n_ubatch: Maximum number of tokens that it computes at once.
+        n_ubatch: Maximum number of tokens in one forward pass.
         n_seq_max: Maximum number of cached sequences, at most 256.
-        kv_unified: Whether sequences share cells: less work for those that begin alike, more
-            for those that share little. By default they do, except that while nothing else is
-            held, four or more that share little each get a part of the cells.
+        kv_unified: Whether sequences share cells, which is faster for sequences with long
+            common prefixes and slower for others. By default they share cells, except that four
+            or more sequences with short common prefixes divide an empty cache.
         type_k: Type of cached keys, such as `"f16"` or `"q8_0"`; by default `"f32"` for float32
             files and `"f16"` for others.
         type_v: Type of cached values, as `type_k`.
         flash_attn: Whether to compute attention by llama.cpp's flash attention, which rounds to
             float16 on the CPU.
         offload_kqv: Whether the cache is on the GPU.
-        threads: Threads that compute; by default as many as torch uses.
-        threads_batch: Threads for batches of several tokens; by default as `threads`.
-        n_gpu_layers: Layers on the GPU; -1 for all. Without effect where llama.cpp was built
-            for the CPU.
+        threads: Number of threads; by default as many as torch uses.
+        threads_batch: Number of threads for batches of several tokens; by default `threads`.
+        n_gpu_layers: Number of layers on the GPU; -1 for all. It has no effect if llama.cpp was
+            built for the CPU.
         split_mode: How several GPUs share the model: `"none"`, `"layer"` or `"row"`.
         main_gpu: The GPU with `split_mode="none"`.
         tensor_split: Share of each GPU.
@@ -88,10 +88,10 @@ class LlamaCppEngine(BatchEngine):
         max_context: Maximum length of a context, if shorter than the model's.
 
     Raises:
-        ModelLoadError: llama.cpp cannot load the file, or created another context than
-            requested.
-        VocabularyError: The file's tokens do not have exact bytes.
-        ValueError: An option out of its range.
+        ModelLoadError: llama.cpp cannot load the file, or created a context with other
+            parameters.
+        VocabularyError: The bytes of a token are unknown.
+        ValueError: An option is out of its range.
     """
 
     backend = "llamacpp"
@@ -150,10 +150,10 @@ class LlamaCppEngine(BatchEngine):
             self.max_context = min(max_context, self.max_context)
         self._sequences = Sequences(self._context, n_seq_max)
         self._n_cells, self._n_seq_max = self._context.n_cells, n_seq_max
-        self._most_outputs = max(1, _MOST_OUTPUT_BYTES // (4 * self._context.n_logits))
+        self._max_outputs = max(1, _MAX_OUTPUT_BYTES // (4 * self._context.n_logits))
         self._description = self._context.description()
         self._may_divide = kv_unified is None and self._context.can_divide
-        self._considered: Sequence[Query] = ()
+        self._pending_of_adapter: Sequence[Query] = ()
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
 
     # -- queries ----------------------------------------------------------------------
@@ -162,33 +162,33 @@ class LlamaCppEngine(BatchEngine):
         """Accept a query for one of the next steps.
 
         Raises:
-            UnknownAdapterError: Its adapter was not loaded.
+            UnknownAdapterError: The adapter is not loaded.
         """
         check_query(query, adapters=self._adapters.names)
         super().submit(query)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Choose about one batch: the oldest query and others of its adapter and kind."""
+        """Choose about one batch: the oldest query and others with its adapter and kind."""
         first = pending[0]
-        self._considered = [query for query in pending if query.adapter == first.adapter]
-        scored = bool(first.targets)
-        most = min(self._sequences.most_requests, self._most_outputs)
-        chosen: list[Query] = []
+        self._pending_of_adapter = [q for q in pending if q.adapter == first.adapter]
+        has_targets = bool(first.targets)
+        limit = min(self._sequences.max_requests, self._max_outputs)
+        batch: list[Query] = []
         room = self._context.n_batch
         for query in pending:
-            if query.adapter != first.adapter or bool(query.targets) != scored:
+            if query.adapter != first.adapter or bool(query.targets) != has_targets:
                 continue
-            is_step = not scored and self._sequences.is_next(query.adapter, query.sequence)
+            is_step = not has_targets and self._sequences.is_next(query.adapter, query.sequence)
             room -= 1 if is_step else len(query)
-            if chosen and room < 0:
+            if batch and room < 0:
                 break
-            chosen.append(query)
-            if len(chosen) == most:
+            batch.append(query)
+            if len(batch) == limit:
                 break
-        return chosen
+        return batch
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the row of each query; all have the same adapter.
+        """Compute the rows of queries of one adapter.
 
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32.
@@ -202,7 +202,7 @@ class LlamaCppEngine(BatchEngine):
         return rows_from_logits(torch.from_numpy(logits.values), self.vocabulary)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Score the targets of queries of one adapter, or reduce the rows before them."""
+        """Return the scores or reductions of the texts of queries of one adapter."""
         self._prepare(queries)
         texts = [ScoredText.of(query) for query in queries]
         scores = PieceScores(texts, self.vocabulary)
@@ -217,7 +217,7 @@ class LlamaCppEngine(BatchEngine):
         """Accept the query of a population.
 
         Raises:
-            UnknownAdapterError: Its adapter was not loaded.
+            UnknownAdapterError: The adapter is not loaded.
         """
         if group.adapter is not None:
             self._adapters.check_loaded(group.adapter)
@@ -225,37 +225,37 @@ class LlamaCppEngine(BatchEngine):
 
     def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
         """Return the maximum number of a population's sequences computed at once."""
-        return min(self._sequences.most_requests, self._most_outputs)
+        return min(self._sequences.max_requests, self._max_outputs)
 
     def evaluate_group(self, group: GroupQuery, places: Integers) -> GroupValues:
-        """Compute sequences of a population: each continues, or copies, that of its parent.
+        """Compute members of a population, which continue or copy their parents' sequences.
 
-        Sequences that llama.cpp does not hold are computed as requests.
+        Members without a cached sequence are computed as requests.
         """
         if not self._context.can_cut:  # a recurrent state cannot be rolled back
             return super().evaluate_group(group, places)
         lineage, wanted = group.generation.lineage, group.wanted[places]
         lengths = lineage.lengths[wanted]
         self._sequences.collect()
-        self._arrange(
+        self._maybe_divide(
             len(group.wanted),
             int(lengths.max()),
             map(lineage.sequence, group.wanted.tolist()),
         )
         held = held_rows(group, self._sequences)
         starts = np.minimum(held.lengths[wanted], lengths - 1)
-        found = held.can_continue(wanted, starts)
-        found = found[lengths[found] - starts[found] <= _MOST_NEW_TOKENS]
+        cached = held.can_continue(wanted, starts)
+        cached = cached[lengths[cached] - starts[cached] <= _MAX_NEW_TOKENS]
         logits = Logits(len(wanted), self._context.n_logits)
-        if not len(found) or not self._continue(group, held, wanted, found, logits):
-            found = found[:0]
-        others = np.delete(np.arange(len(wanted)), found)
-        if len(others):
-            sequences = [lineage.sequence(row) for row in wanted[others].tolist()]
-            numbers, versions = self._compute(
-                group.adapter, sequences, lengths[others] - 1, logits, others, marked=False
+        if not len(cached) or not self._continue(group, held, wanted, cached, logits):
+            cached = cached[:0]
+        rest = np.delete(np.arange(len(wanted)), cached)
+        if len(rest):
+            sequences = [lineage.sequence(row) for row in wanted[rest].tolist()]
+            seq_ids, versions = self._compute(
+                group.adapter, sequences, lengths[rest] - 1, logits, rest, marked=False
             )
-            held.set(wanted[others], numbers, versions, lengths[others])
+            held.set(wanted[rest], seq_ids, versions, lengths[rest])
         return GroupValues(torch.from_numpy(logits.values), are_logits=True)
 
     def _continue(
@@ -263,32 +263,32 @@ class LlamaCppEngine(BatchEngine):
         group: GroupQuery,
         held: HeldRows,
         wanted: Integers,
-        found: Integers,
+        cached: Integers,
         logits: Logits,
     ) -> bool:
-        """Compute the tokens after the cached prefixes of some sequences, in one batch.
+        """Compute the tokens after the cached prefixes of some members, in one batch.
 
         Args:
             group: The population.
             held: The sequences of llama.cpp that hold its members.
-            wanted: Sequences of the population.
-            found: Indices of the sequences to compute.
-            logits: Takes their logits.
+            wanted: Rows of the population's lineage.
+            cached: Indices of `wanted` to compute.
+            logits: Receives the logits.
 
         Returns:
-            False if there is no room for them; only evictions have changed the state.
+            False if there is no room for them; then sequences may have been evicted.
         """
-        lineage, own = group.generation.lineage, wanted[found]
-        lengths, common = lineage.lengths[own], held.lengths[own]
+        lineage, members = group.generation.lineage, wanted[cached]
+        lengths, common = lineage.lengths[members], held.lengths[members]
         starts = np.minimum(common, lengths - 1)
         counts = lengths - starts
-        tokens = lineage.last_tokens(own, counts)
+        tokens = lineage.last_tokens(members, counts)
         rows = Extensions(
-            held.numbers[own], starts, common, tokens[tokens >= 0], counts, lengths - 1
+            held.seq_ids[members], starts, common, tokens[tokens >= 0], counts, lengths - 1
         )
-        if not self._run(group.adapter, rows, logits, found):
+        if not self._run(group.adapter, rows, logits, cached):
             return False
-        held.set(own, rows.numbers, self._sequences.versions(rows.numbers), lengths)
+        held.set(members, rows.seq_ids, self._sequences.versions(rows.seq_ids), lengths)
         return True
 
     def close(self) -> None:
@@ -298,11 +298,11 @@ class LlamaCppEngine(BatchEngine):
     # -- caches -----------------------------------------------------------------------
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Compute a prefix and keep it until `clear_prefix_cache`.
+        """Compute a prefix and pin it until `clear_prefix_cache`.
 
         Raises:
-            EvaluationError: It does not fit, or no sequence would remain for others.
-            UnknownAdapterError: The adapter was not loaded.
+            EvaluationError: The prefix does not fit, or no sequence would remain for others.
+            UnknownAdapterError: The adapter is not loaded.
         """
         query = Query(0, tuple(token_ids), adapter)
         check_query(query, adapters=self._adapters.names)
@@ -311,17 +311,17 @@ class LlamaCppEngine(BatchEngine):
         self.evaluate([query])
         if not self._sequences.pin(adapter, query.sequence):
             raise EvaluationError(
-                f"asked to keep a prefix of {len(query)} tokens; {self._sequences.pinned} are "
-                f"kept, and no sequence would remain for others. Raise n_seq_max, or call "
-                f"clear_kv_cache"
+                f"a prefix of {len(query)} tokens cannot be pinned: {self._sequences.pinned} "
+                f"are pinned, and no sequence would remain for other requests. Raise "
+                f"n_seq_max, or call clear_kv_cache"
             )
 
     def clear_prefix_cache(self) -> None:
-        """Free everything computed, kept prefixes included. Rows do not change."""
+        """Free all cached sequences, pinned prefixes included. Rows do not change."""
         self._sequences.clear(all_adapters=True)
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Remove the sequence of a context without references."""
+        """Free the cached tokens of a context without references."""
         self._sequences.release(adapter, key)
 
     # -- adapters ---------------------------------------------------------------------
@@ -330,7 +330,7 @@ class LlamaCppEngine(BatchEngine):
         """Load a LoRA adapter: a GGUF file, or a folder with one.
 
         Raises:
-            AdapterError: The name is taken, there is no such file, or it does not fit the
+            AdapterError: The name is in use, the file does not exist, or it does not fit the
                 model.
         """
         self._adapters.load(name, path)
@@ -346,10 +346,10 @@ class LlamaCppEngine(BatchEngine):
         self._adapters.remove(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of work, of sequences, and facts about the model.
+        """Return counts of tokens and sequences, and the description of the model.
 
-        `tokens_evaluated` counts the tokens of all contexts, `tokens_computed` those that
-        went through the model.
+        `tokens_evaluated` counts the tokens of all contexts, `tokens_computed` the tokens of
+        all forward passes.
         """
         return {
             "tokens_evaluated": self._tokens_evaluated,
@@ -364,24 +364,27 @@ class LlamaCppEngine(BatchEngine):
     # -- computation ------------------------------------------------------------------
 
     def _prepare(self, queries: Sequence[Query]) -> None:
-        """Free dropped sequences, and arrange the cache for the queries of a step.
+        """Free dropped sequences, and divide or share the cache for the queries of a step.
 
-        Pending queries of the same adapter are considered too.
+        Pending queries of the same adapter are taken into account.
         """
         self._sequences.collect()
-        waiting, self._considered = self._considered or queries, ()
-        sequences = [query.sequence for query in waiting]
-        self._arrange(len(sequences), max(map(len, sequences)), sequences)
+        pending, self._pending_of_adapter = self._pending_of_adapter or queries, ()
+        sequences = [query.sequence for query in pending]
+        self._maybe_divide(len(sequences), max(map(len, sequences)), sequences)
 
-    def _arrange(self, count: int, longest: int, sequences: Iterable[TokenSequence]) -> None:
+    def _maybe_divide(
+        self, count: int, longest: int, sequences: Iterable[TokenSequence]
+    ) -> None:
         """Divide an empty cache among sequences with few common tokens.
 
-        A divided cache is shared again when sequences outnumber or outgrow its parts.
+        A divided cache is shared again if there are more sequences than parts, or if a sequence
+        is longer than a part.
 
         Args:
             count: Number of sequences.
-            longest: Length of the longest.
-            sequences: The sequences; read only if the cache is empty.
+            longest: Length of the longest sequence.
+            sequences: The sequences; iterated over only if the cache is empty.
         """
         if not self._may_divide:
             return
@@ -391,9 +394,9 @@ class LlamaCppEngine(BatchEngine):
                 self._divide(0)
             return
         token_ids = [sequence.token_ids for sequence in sequences]
-        wanted = parts_for(token_ids, self._n_cells, self._n_seq_max)
-        if wanted != parts or not self._context.is_open:
-            self._divide(wanted)
+        new_parts = choose_parts(token_ids, self._n_cells, self._n_seq_max)
+        if new_parts != parts or not self._context.is_open:
+            self._divide(new_parts)
 
     def _divide(self, parts: int) -> None:
         evicted = self._sequences.used + self._sequences.evicted
@@ -416,24 +419,24 @@ class LlamaCppEngine(BatchEngine):
         """Compute sequences in one batch, or in halves if there is no room for it.
 
         Args:
-            adapter: Adapter of all.
+            adapter: Adapter of all sequences.
             sequences: At least one sequence.
-            firsts: First position of each whose logits are requested; those of all later ones
-                are requested too.
-            receiver: Takes the logits.
-            members: The receiver's number of the first requested logits of each; the numbers of
-                the others follow it.
+            firsts: First position of each sequence whose logits are requested; the logits of
+                all later positions are requested too.
+            receiver: Receives the logits.
+            members: The receiver's index of the first requested logits of each sequence; later
+                positions have consecutive indices.
             marked: Whether the sequences are indexed by their keys.
 
         Returns:
-            The number of llama.cpp's sequence that held each after its batch, and the version
-            of that sequence at that time, shape `(2, len(sequences))`.
+            The `seq_id` that held each sequence after its batch, and its version at that time,
+            shape `(2, len(sequences))`.
         """
         rows = self._sequences.find(adapter, sequences, firsts)
         if self._run(adapter, rows, receiver, members):
             if marked:
-                self._sequences.mark(adapter, rows.numbers, sequences)
-            return np.stack([rows.numbers, self._sequences.versions(rows.numbers)])
+                self._sequences.mark(adapter, rows.seq_ids, sequences)
+            return np.stack([rows.seq_ids, self._sequences.versions(rows.seq_ids)])
         middle = len(sequences) // 2
         parts = [slice(middle), slice(middle, None)]
         if not middle:
@@ -443,13 +446,13 @@ class LlamaCppEngine(BatchEngine):
                     f"{self._context.n_cells} cells; raise n_ctx"
                 )
             parts = [slice(None)]
-        found = [
+        results = [
             self._compute(
                 adapter, sequences[part], firsts[part], receiver, members[part], marked=marked
             )
             for part in parts
         ]
-        return np.concatenate(found, axis=1)
+        return np.concatenate(results, axis=1)
 
     def _run(
         self,
@@ -458,16 +461,16 @@ class LlamaCppEngine(BatchEngine):
         receiver: Logits | PieceScores,
         members: Integers,
     ) -> bool:
-        """Compute the uncached tokens of sequences in one batch.
+        """Compute rows in one batch.
 
         Args:
-            adapter: Adapter of all.
-            rows: The sequences and their tokens.
-            receiver: Takes the logits.
+            adapter: Adapter of all rows.
+            rows: The rows.
+            receiver: Receives the logits.
             members: As in `_compute`.
 
         Returns:
-            False if there is no room for them; only evictions have changed the state.
+            False if there is no room for them; then sequences may have been evicted.
         """
         if not self._sequences.claim(rows):
             return False
@@ -486,7 +489,7 @@ class LlamaCppEngine(BatchEngine):
         return True
 
     def _decode(self, batch: TokenBatch, receiver: Logits | PieceScores) -> None:
-        for part in batch.parts(self._context.n_batch, self._most_outputs):
+        for part in batch.parts(self._context.n_batch, self._max_outputs):
             while True:
                 try:
                     logits = self._context.decode(batch, part)
@@ -511,27 +514,27 @@ def model_file(model: str | os.PathLike[str]) -> Path:
     path = Path(model_source(model))
     if not path.exists():
         raise ModelLoadError(
-            f"asked for the model {str(model)!r}; pass a GGUF file, or a folder with one. "
-            f"Nothing is downloaded here: fetch it first, for example with "
+            f"no model {str(model)!r}; pass a GGUF file, or a folder with one. Nothing is "
+            f"downloaded here: download it first, for example with "
             f"huggingface_hub.hf_hub_download"
         )
     if not path.is_dir():
         return path
-    found = [file for file in sorted(path.glob("*.gguf")) if not _LATER_PART.search(file.name)]
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
+    files = [file for file in sorted(path.glob("*.gguf")) if not _LATER_PART.search(file.name)]
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
         raise ModelLoadError(
-            f"folder {str(path)!r} has {len(found)} GGUF models ({names}); pass one of the "
+            f"folder {str(path)!r} has {len(files)} GGUF models ({names}); pass one of the "
             f"files"
         )
-    return found[0]
+    return files[0]
 
 
 def _check_options(options: ContextOptions, max_context: int | None) -> None:
     counts = ("n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch")
-    least = {name: getattr(options, name) for name in counts}
-    least |= {"n_ctx": options.n_ctx, "max_context": max_context}
-    for name, value in least.items():
+    values = {name: getattr(options, name) for name in counts}
+    values |= {"n_ctx": options.n_ctx, "max_context": max_context}
+    for name, value in values.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}; it must be 1 or more")
     if options.n_seq_max > 256:

@@ -1,9 +1,9 @@
 """The part of llama.cpp's C interface that the engine uses, declared for ctypes.
 
-llama.cpp comes with the wheel of `xllamacpp`, whose shared library exports it; its Python code
-is not imported. Structs are passed by value and change silently between versions: with a
-missing field, an option is read from the place of another. So `llama` compares the default
-values of both structs with those that the declared version sets.
+The shared library of the `xllamacpp` wheel exports llama.cpp; its Python code is not imported.
+Structs are passed by value and change silently between versions: if a field is missing, options
+are read from wrong offsets. `llama` therefore compares the default values of both structs with
+those of the declared version.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Batch(ctypes.Structure):
     )
 
 
-# Distinctive defaults; fields of other versions would have them in other places.
+# Distinctive defaults, which would be at other offsets in other versions.
 _MODEL_DEFAULTS: Mapping[str, object] = {
     "n_gpu_layers": -1,
     "split_mode": 1,
@@ -226,9 +226,9 @@ def _on_message(level: int, text: bytes | None, _: object) -> None:
 
 def recent_messages() -> str:
     """Return the last warnings and errors of llama.cpp, and forget them."""
-    found = "; ".join(dict.fromkeys(_messages))
+    messages = "; ".join(dict.fromkeys(_messages))
     _messages.clear()
-    return found or "llama.cpp gave no reason"
+    return messages or "llama.cpp gave no reason"
 
 
 @functools.cache
@@ -239,12 +239,12 @@ def llama() -> Any:
         A `ctypes.CDLL`; its functions release the interpreter's lock while they run.
 
     Raises:
-        ModelLoadError: Another version is installed, or the library is not as declared.
+        ModelLoadError: Another version is installed, or the library has other structs.
     """
-    found = version("xllamacpp")
-    if found.partition("+")[0] != VERSION:  # builds for GPUs have a suffix
+    installed = version("xllamacpp")
+    if installed.partition("+")[0] != VERSION:  # builds for GPUs have a suffix
         raise ModelLoadError(
-            f"xllamacpp {found} is installed; genlm-llamacpp declares the structs of "
+            f"xllamacpp {installed} is installed; genlm-llamacpp declares the structs of "
             f"llama.cpp as in version {VERSION}, and they change without notice: "
             f"pip install xllamacpp=={VERSION}"
         )
@@ -267,13 +267,15 @@ def check_defaults(params: ctypes.Structure, expected: Mapping[str, object]) -> 
         ModelLoadError: They differ, so the library has other structs.
     """
     for name, value in expected.items():
-        found = getattr(params, name)
-        if isinstance(found, ctypes._Pointer):  # noqa: SLF001 - the type of every pointer
-            found = found or None
-        same = math.isclose(found, value) if isinstance(value, float) else found == value
-        if not same:
+        default = getattr(params, name)
+        if isinstance(default, ctypes._Pointer):  # noqa: SLF001 - the type of every pointer
+            default = default or None
+        is_equal = (
+            math.isclose(default, value) if isinstance(value, float) else default == value
+        )
+        if not is_equal:
             raise ModelLoadError(
-                f"the library of xllamacpp sets {name}={found!r} in "
+                f"the library of xllamacpp sets {name}={default!r} in "
                 f"{type(params).__name__}, where version {VERSION} sets {value!r}: it was "
                 f"built from another llama.cpp. Install xllamacpp=={VERSION}"
             )

@@ -1,4 +1,4 @@
-"""Maps each sequence of a generation to the sequence of llama.cpp that holds it, as columns."""
+"""Sequences of llama.cpp that hold the rows of a generation."""
 
 from __future__ import annotations
 
@@ -12,76 +12,76 @@ __all__ = ["HeldRows", "held_rows"]
 
 
 class HeldRows:
-    """The sequences of llama.cpp that hold a generation's sequences, one row each.
+    """Table of the sequences of llama.cpp that hold the rows of a generation.
 
-    It is the generation's state: when the last population that refers to it is dropped, on any
-    thread, the sequences that nothing else needs are freed by the next `Sequences.collect`.
+    The table is the state of the generation. After the last population that refers to it is
+    dropped, on any thread, the next `Sequences.collect` frees the sequences without other uses.
 
     Args:
         owner: Owner of the sequences.
-        numbers: The sequence that begins with each row, -1 for none, shape `(n,)`.
-        versions: The version of each then, shape `(n,)`.
-        lengths: Number of tokens of each row that it holds, shape `(n,)`.
+        seq_ids: Sequence that begins with each row, -1 for none, shape `(n,)`.
+        versions: Version of this sequence when it held the row, shape `(n,)`.
+        lengths: Number of tokens of the row in the sequence, shape `(n,)`.
     """
 
-    __slots__ = ("_versions", "lengths", "numbers", "owner")
+    __slots__ = ("_versions", "lengths", "owner", "seq_ids")
 
     def __init__(
         self,
         owner: Sequences,
-        numbers: Integers,
+        seq_ids: Integers,
         versions: Integers,
         lengths: Integers,
     ) -> None:
         self.owner = owner
-        held = (numbers >= 0) & (owner.versions(numbers) == versions)
-        self.numbers = np.where(held, numbers, -1)
+        held = (seq_ids >= 0) & (owner.versions(seq_ids) == versions)
+        self.seq_ids = np.where(held, seq_ids, -1)
         self._versions, self.lengths = versions, lengths
-        owner.hold(numbers[held])
+        owner.hold(seq_ids[held])
 
     @classmethod
-    def of_nothing(cls, owner: Sequences, count: int) -> HeldRows:
-        """Return rows that no sequence holds."""
-        nothing = np.zeros(count, np.int64)
-        return cls(owner, nothing - 1, nothing, nothing.copy())
+    def empty(cls, owner: Sequences, count: int) -> HeldRows:
+        """Return a table of rows without sequences."""
+        zeros = np.zeros(count, np.int64)
+        return cls(owner, zeros - 1, zeros, zeros.copy())
 
-    def selected(self, rows: Integers) -> HeldRows:
-        """Return some rows, repeated or not."""
-        columns = (self.numbers[rows], self._versions[rows], self.lengths[rows])
+    def select(self, rows: Integers) -> HeldRows:
+        """Return the table of some rows, which may be repeated."""
+        columns = (self.seq_ids[rows], self._versions[rows], self.lengths[rows])
         return HeldRows(self.owner, *columns)
 
     def can_continue(self, rows: Integers, starts: Integers) -> Integers:
-        """Return the rows that can be continued after `starts` tokens, as indices of `rows`."""
+        """Return the indices of `rows` that can be continued after `starts` tokens."""
         versions = self._versions[rows]
-        return np.flatnonzero(self.owner.still_hold(self.numbers[rows], versions, starts))
+        return np.flatnonzero(self.owner.still_hold(self.seq_ids[rows], versions, starts))
 
     def set(
-        self, rows: Integers, numbers: Integers, versions: Integers, lengths: Integers
+        self, rows: Integers, seq_ids: Integers, versions: Integers, lengths: Integers
     ) -> None:
-        """Record the sequences that hold some rows, if they still have these versions."""
-        before = self.numbers[rows], self._versions[rows]
-        held = self.owner.versions(numbers) == versions
-        self.owner.hold(numbers[held])
-        self.numbers[rows] = np.where(held, numbers, -1)
+        """Record the sequences that hold some rows, unless their versions have changed."""
+        previous = self.seq_ids[rows], self._versions[rows]
+        held = self.owner.versions(seq_ids) == versions
+        self.owner.hold(seq_ids[held])
+        self.seq_ids[rows] = np.where(held, seq_ids, -1)
         self._versions[rows], self.lengths[rows] = versions, lengths
-        self.owner.unhold(*before)
+        self.owner.unhold(*previous)
 
     def __del__(self) -> None:
-        self.owner.dropped.append((self.numbers, self._versions))
+        self.owner.dropped.append((self.seq_ids, self._versions))
 
 
 def held_rows(group: GroupQuery, owner: Sequences) -> HeldRows:
-    """Return the rows of a generation; at first they are those that it extends."""
+    """Return the table of a generation, initially that of the generation which it extends."""
     generation = group.generation
     base = generation.with_state()
     state = None if base is None else base.state
     count = len(generation.lineage)
     if base is None or not isinstance(state, HeldRows) or state.owner is not owner:
-        rows = HeldRows.of_nothing(owner, count)
+        rows = HeldRows.empty(owner, count)
     elif base is generation:
         return state
     else:
         places = generation.lineage.suffixes(np.arange(count), base.lineage).places
-        rows = state.selected(places)
+        rows = state.select(places)
     generation.keep(rows)
     return rows

@@ -1,10 +1,10 @@
 """Bookkeeping of the sequences in llama.cpp's memory and their tokens.
 
-llama.cpp numbers its sequences; a sequence holds the keys and values, or the recurrent state,
-of one token sequence. A new sequence copies another up to where both are equal, which with
-a unified cache takes no memory. The least recently used one is evicted when a number or
-room is needed. The tree of `genlm.prefix` does not serve here: it allocates slots, of which
-llama.cpp shows none, holds any number of branches, and cuts them anywhere.
+llama.cpp identifies sequences by integers (`seq_id`). A sequence holds the keys and values, or
+the recurrent state, of one token sequence. A new sequence copies the common prefix of another
+one, which takes no memory in a unified cache. The least recently used sequence is evicted if an
+id or cells are needed. The tree of `genlm.prefix` is not used: it allocates slots, which
+llama.cpp does not expose, has any number of branches, and cuts them anywhere.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from genlm_llamacpp.context import LlamaContext
 
 __all__ = ["Sequences"]
 
-_MOST_MARKS = 64
-"""Sequences that end within one of llama.cpp's and are found by key; others by comparison."""
+_MAX_MARKS = 64
+"""Maximum number of requests per sequence that are indexed by key; `_compare` finds others."""
 
 
 class Sequences:
-    """The sequences of one context, by number.
+    """The sequences of one context, by `seq_id`.
 
-    Invariant: between requests a sequence is free, idle or pinned, and llama.cpp's memory
+    Invariant: between requests, a sequence is free, idle or pinned, and llama.cpp's memory
     holds exactly its tokens.
 
     Args:
-        memory: The context, of whose memory this class is in charge.
+        memory: The context, whose memory this class manages.
         count: Number of sequences.
 
     Attributes:
         evicted: Number of sequences that were removed to make room.
-        dropped: Sequences that populations held, and their versions then; the next `collect`
-            counts a holder less for each. Populations are dropped on any thread.
+        dropped: Sequences that dropped populations held, with the versions that they had. The
+            next `collect` decrements their counts. Any thread may append.
     """
 
     def __init__(self, memory: LlamaContext, count: int) -> None:
@@ -48,12 +48,12 @@ class Sequences:
         self._ids = np.empty((count, memory.max_context), np.int32)
         self._lengths = np.zeros(count, np.int64)
         self._adapters: list[str | None] = [None] * count
-        # Ends of requests within each sequence; those that programs still refer to.
+        # Length by key of the requests that a sequence holds and programs still refer to.
         self._marks: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(count)]
-        self._places: dict[tuple[str | None, bytes], int] = {}
-        # Changes when a sequence no longer begins with all tokens that it held before.
+        self._seq_id_by_key: dict[tuple[str | None, bytes], int] = {}
+        # Incremented when a sequence loses tokens.
         self._versions = np.zeros(count, np.int64)
-        self._holders = np.zeros(count, np.int64)  # rows of populations that it holds
+        self._holders = np.zeros(count, np.int64)  # number of rows of populations
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pinned: list[int] = []
@@ -62,23 +62,23 @@ class Sequences:
 
     @property
     def used(self) -> int:
-        """Number of sequences that hold tokens."""
+        """Number of sequences with tokens."""
         return self._count - len(self._free)
 
     @property
-    def most_requests(self) -> int:
-        """Maximum number of sequences in one call of `claim`."""
+    def max_requests(self) -> int:
+        """Maximum number of rows in one call of `claim`."""
         return self._count - len(self._pinned)
 
     @property
     def pinned(self) -> int:
-        """Number of sequences that are kept."""
+        """Number of pinned sequences."""
         return len(self._pinned)
 
     def is_next(self, adapter: str | None, tokens: TokenSequence) -> bool:
-        """Whether a sequence is known by key to hold all tokens but the last."""
-        before = len(tokens) - 1
-        return before > 0 and (adapter, tokens.prefix_key(before)) in self._places
+        """Whether the index has a sequence with all tokens except the last."""
+        length = len(tokens) - 1
+        return length > 0 and (adapter, tokens.prefix_key(length)) in self._seq_id_by_key
 
     def find(
         self, adapter: str | None, requests: Sequence[TokenSequence], firsts: Integers
@@ -87,12 +87,12 @@ class Sequences:
 
         Args:
             adapter: Adapter of all requests.
-            requests: Their tokens.
-            firsts: First position of each whose logits are requested.
+            requests: Token sequences.
+            firsts: First position of each request whose logits are requested.
         """
         limits = zip(requests, firsts.tolist(), strict=True)
-        found = [self._find(adapter, tokens, limit) for tokens, limit in limits]
-        sources, starts, common = np.array(found, np.int64).T
+        matches = [self._find(adapter, tokens, limit) for tokens, limit in limits]
+        sources, starts, common = np.array(matches, np.int64).T
         pairs = zip(requests, starts.tolist(), strict=True)
         token_ids = [tokens.ids_from(start) for tokens, start in pairs]
         joined = np.fromiter(itertools.chain.from_iterable(token_ids), np.int64)
@@ -100,106 +100,107 @@ class Sequences:
         return Extensions(sources, starts, common, joined, counts, firsts)
 
     def claim(self, rows: Extensions) -> bool:
-        """Assign each row a sequence that holds its first tokens.
+        """Assign each row a sequence that holds its prefix.
 
-        A sequence all of whose tokens are the row's is continued by the first such row; for the
-        other rows, their first tokens are copied. End with `commit` or `roll_back`.
+        If a row begins with all tokens of its source, the first such row continues the source
+        in place. The prefixes of the other rows are copied. Call `commit` or `roll_back`
+        afterwards.
 
         Returns:
             False, without any change, if there are too few sequences for several rows.
         """
         sources, starts = rows.sources, rows.starts
-        takes = self._takers(rows)
-        used = dict.fromkeys(sources.tolist())
-        others = [number for number in self._idle if number not in used]
-        needed = len(sources) - len(takes)
-        if needed > len(self._free) + len(others):
+        in_place = self._rows_in_place(rows)
+        in_use = dict.fromkeys(sources.tolist())
+        evictable = [seq_id for seq_id in self._idle if seq_id not in in_use]
+        needed = len(sources) - len(in_place)
+        if needed > len(self._free) + len(evictable):
             if len(sources) > 1:
                 return False
             # The row continues its source, whose other tokens are lost.
-            takes, needed = np.zeros(1, np.int64), 0
+            in_place, needed = np.zeros(1, np.int64), 0
             self._versions[sources] += 1
             self._holders[sources] = 0
-        for number in others[: max(0, needed - len(self._free))]:
-            self._evict(number)
-        for number in used:
-            if number in self._idle:
-                self._idle.move_to_end(number)
-        numbers, is_new = sources.copy(), np.ones(len(sources), bool)
-        is_new[takes] = False
-        numbers[is_new] = [self._free.pop() for _ in range(needed)]
+        for seq_id in evictable[: max(0, needed - len(self._free))]:
+            self._evict(seq_id)
+        for seq_id in in_use:
+            if seq_id in self._idle:
+                self._idle.move_to_end(seq_id)
+        seq_ids, is_new = sources.copy(), np.ones(len(sources), bool)
+        is_new[in_place] = False
+        seq_ids[is_new] = [self._free.pop() for _ in range(needed)]
         copies = np.flatnonzero(is_new & (starts > 0))
         longest = int(starts.max())
-        self._ids[numbers[copies], :longest] = self._ids[sources[copies], :longest]
-        for place in copies.tolist():
-            self._memory.copy(int(sources[place]), int(numbers[place]), int(starts[place]))
-        for place in takes.tolist():
-            self._truncate(int(numbers[place]), int(starts[place]))
-            del self._idle[int(numbers[place])]
-        self._lengths[numbers] = starts
-        rows.numbers, rows.is_new = numbers, is_new
+        self._ids[seq_ids[copies], :longest] = self._ids[sources[copies], :longest]
+        for row in copies.tolist():
+            self._memory.copy(int(sources[row]), int(seq_ids[row]), int(starts[row]))
+        for row in in_place.tolist():
+            self._truncate(int(seq_ids[row]), int(starts[row]))
+            del self._idle[int(seq_ids[row])]
+        self._lengths[seq_ids] = starts
+        rows.seq_ids, rows.is_new = seq_ids, is_new
         return True
 
     def commit(self, adapter: str | None, rows: Extensions) -> None:
-        """Record that the memory holds all tokens of claimed rows."""
-        self._ids[np.repeat(rows.numbers, rows.counts), rows.positions] = rows.token_ids
-        self._lengths[rows.numbers] = rows.lengths
-        for number in rows.numbers.tolist():
+        """Record that the memory holds all tokens of the claimed rows."""
+        self._ids[np.repeat(rows.seq_ids, rows.counts), rows.positions] = rows.token_ids
+        self._lengths[rows.seq_ids] = rows.lengths
+        for seq_id in rows.seq_ids.tolist():
             if not self._memory.can_cut:
-                self._forget(number)  # its state is no longer that of shorter requests
-            self._adapters[number] = adapter
-            self._idle[number] = None
+                self._forget(seq_id)  # the state of shorter requests is overwritten
+            self._adapters[seq_id] = adapter
+            self._idle[seq_id] = None
 
     def mark(
-        self, adapter: str | None, numbers: Integers, requests: Sequence[TokenSequence]
+        self, adapter: str | None, seq_ids: Integers, requests: Sequence[TokenSequence]
     ) -> None:
-        """Index the sequences that hold requests by the keys of these."""
-        for number, tokens in zip(numbers.tolist(), requests, strict=True):
-            self._mark(number, adapter, tokens.key, len(tokens))
+        """Index sequences by the keys of the requests that they hold."""
+        for seq_id, tokens in zip(seq_ids.tolist(), requests, strict=True):
+            self._mark(seq_id, adapter, tokens.key, len(tokens))
 
     def roll_back(self, rows: Extensions) -> None:
-        """Restore the state before `claim`, because some tokens may be missing."""
-        columns = (rows.numbers.tolist(), rows.starts.tolist(), rows.is_new.tolist())
-        for number, start, is_new in zip(*columns, strict=True):
-            self._restore(number, start, is_new=is_new)
+        """Restore the state before `claim` after a failure."""
+        columns = (rows.seq_ids.tolist(), rows.starts.tolist(), rows.is_new.tolist())
+        for seq_id, start, is_new in zip(*columns, strict=True):
+            self._restore(seq_id, start, is_new=is_new)
 
     # -- rows of populations ----------------------------------------------------------
 
-    def versions(self, numbers: Integers) -> Integers:
-        """Return the versions of sequences, which change when these lose tokens."""
-        return self._versions[numbers]
+    def versions(self, seq_ids: Integers) -> Integers:
+        """Return the versions of sequences, which change when sequences lose tokens."""
+        return self._versions[seq_ids]
 
     def still_hold(
-        self, numbers: Integers, versions: Integers, starts: Integers
+        self, seq_ids: Integers, versions: Integers, starts: Integers
     ) -> NDArray[np.bool_]:
-        """Return whether sequences can be continued after some of their first tokens.
+        """Return whether sequences can be continued after their first `starts` tokens.
 
         Args:
-            numbers: Sequences, -1 for none.
-            versions: Results of `versions` when they were held.
+            seq_ids: Sequences, -1 for none.
+            versions: Versions of the sequences when the tokens were computed.
             starts: Number of tokens before the continuation.
         """
-        held = self._lengths[numbers]
-        found: NDArray[np.bool_] = (numbers >= 0) & (starts > 0)
-        found &= self._versions[numbers] == versions
-        for place in np.flatnonzero(found & (held != starts)).tolist():
-            found[place] = self._memory.can_continue(
-                int(numbers[place]), int(starts[place]), int(held[place])
+        lengths = self._lengths[seq_ids]
+        result: NDArray[np.bool_] = (seq_ids >= 0) & (starts > 0)
+        result &= self._versions[seq_ids] == versions
+        for row in np.flatnonzero(result & (lengths != starts)).tolist():
+            result[row] = self._memory.can_continue(
+                int(seq_ids[row]), int(starts[row]), int(lengths[row])
             )
-        return found
+        return result
 
-    def hold(self, numbers: Integers) -> None:
-        """Count a row of a population for each sequence."""
-        np.add.at(self._holders, numbers, 1)
+    def hold(self, seq_ids: Integers) -> None:
+        """Increment the row count of each sequence."""
+        np.add.at(self._holders, seq_ids, 1)
 
-    def unhold(self, numbers: Integers, versions: Integers) -> None:
-        """Subtract a row for each sequence, -1 for none; free sequences without rows."""
-        held = (numbers >= 0) & (self._versions[numbers] == versions)
-        numbers = numbers[held]
-        np.subtract.at(self._holders, numbers, 1)
-        for number in np.unique(numbers[self._holders[numbers] == 0]).tolist():
-            if number in self._idle:
-                self._shorten(number)
+    def unhold(self, seq_ids: Integers, versions: Integers) -> None:
+        """Decrement the row count of each sequence, -1 for none, and free unused sequences."""
+        held = (seq_ids >= 0) & (self._versions[seq_ids] == versions)
+        seq_ids = seq_ids[held]
+        np.subtract.at(self._holders, seq_ids, 1)
+        for seq_id in np.unique(seq_ids[self._holders[seq_ids] == 0]).tolist():
+            if seq_id in self._idle:
+                self._shorten(seq_id)
 
     def collect(self) -> None:
         """Free the sequences of dropped populations."""
@@ -209,46 +210,46 @@ class Sequences:
     def make_room(self) -> bool:
         """Evict a quarter of the idle sequences; False if there are none."""
         oldest = list(self._idle)[: -(-len(self._idle) // 4)]
-        for number in oldest:
-            self._evict(number)
+        for seq_id in oldest:
+            self._evict(seq_id)
         return bool(oldest)
 
     def drop_pinned(self) -> bool:
         """Evict all pinned sequences; False if there are none."""
         pinned, self._pinned = self._pinned, []
-        for number in pinned:
-            self._remove(number)
+        for seq_id in pinned:
+            self._remove(seq_id)
         return bool(pinned)
 
     def pin(self, adapter: str | None, tokens: TokenSequence) -> bool:
-        """Keep a sequence that was just computed; False if no other one would remain."""
-        number = self._places[adapter, tokens.key]
-        if number in self._pinned:
+        """Pin a sequence that was just computed; False if it is the last unpinned one."""
+        seq_id = self._seq_id_by_key[adapter, tokens.key]
+        if seq_id in self._pinned:
             return True
         if len(self._pinned) + 1 >= self._count:
             return False
-        del self._idle[number]
-        self._pinned.append(number)
+        del self._idle[seq_id]
+        self._pinned.append(seq_id)
         return True
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Remove the sequence of a request that programs have dropped."""
-        number = self._places.get((adapter, key))
-        if number is None or number not in self._idle:
+        """Free the tokens of a request without references."""
+        seq_id = self._seq_id_by_key.get((adapter, key))
+        if seq_id is None or seq_id not in self._idle:
             return
-        length = self._marks[number].pop(key)
-        del self._places[adapter, key]
-        if length == self._lengths[number] and not self._holders[number]:
-            self._shorten(number)
+        length = self._marks[seq_id].pop(key)
+        del self._seq_id_by_key[adapter, key]
+        if length == self._lengths[seq_id] and not self._holders[seq_id]:
+            self._shorten(seq_id)
 
     def clear(self, adapter: str | None = None, *, all_adapters: bool = False) -> None:
-        """Remove all sequences, or those of one adapter; none may be claimed."""
-        for number in [*self._idle, *self._pinned]:
-            if all_adapters or self._adapters[number] == adapter:
-                self._idle.pop(number, None)
-                if number in self._pinned:
-                    self._pinned.remove(number)
-                self._remove(number)
+        """Remove all sequences, or those of one adapter. No sequence may be claimed."""
+        for seq_id in [*self._idle, *self._pinned]:
+            if all_adapters or self._adapters[seq_id] == adapter:
+                self._idle.pop(seq_id, None)
+                if seq_id in self._pinned:
+                    self._pinned.remove(seq_id)
+                self._remove(seq_id)
 
     # -- parts ------------------------------------------------------------------------
 
@@ -258,102 +259,102 @@ class Sequences:
         """Find a sequence with a long common prefix.
 
         Returns:
-            The sequence, -1 for none; how many of its tokens a request can use, at most
-            `limit`; and the length of the common prefix.
+            The sequence, -1 for none; the number of its tokens that the request can use, at
+            most `limit`; and the length of the common prefix.
         """
         length = len(tokens)
         for common in range(length, max(0, length - 2), -1):
-            number = self._places.get((adapter, tokens.prefix_key(common)), -1)
-            if number >= 0:
-                start = self._usable(number, common, limit)
-                if start:  # else its state cannot be cut; that of its beginning may be held
-                    return number, start, common
+            seq_id = self._seq_id_by_key.get((adapter, tokens.prefix_key(common)), -1)
+            if seq_id >= 0:
+                start = self._usable(seq_id, common, limit)
+                if start:  # else the state cannot be cut; a shorter sequence may be cached
+                    return seq_id, start, common
         return self._compare(adapter, tokens, limit)
 
-    def _usable(self, number: int, common: int, limit: int) -> int:
+    def _usable(self, seq_id: int, common: int, limit: int) -> int:
         start = min(common, limit)
-        held = int(self._lengths[number])
-        return start if start and self._memory.can_continue(number, start, held) else 0
+        length = int(self._lengths[seq_id])
+        return start if start and self._memory.can_continue(seq_id, start, length) else 0
 
     def _compare(
         self, adapter: str | None, tokens: TokenSequence, limit: int
     ) -> tuple[int, int, int]:
-        """Compare with the tokens of all sequences."""
-        numbers = [n for n in (*self._idle, *self._pinned) if self._adapters[n] == adapter]
-        if not numbers or not limit:
+        """Find the longest usable common prefix by comparison with all sequences."""
+        seq_ids = [n for n in (*self._idle, *self._pinned) if self._adapters[n] == adapter]
+        if not seq_ids or not limit:
             return -1, 0, 0
         ids = np.array(tokens.token_ids, np.int32)
-        lengths = np.minimum(self._lengths[numbers], len(ids))
-        same = self._ids[numbers, : len(ids)] == ids
+        lengths = np.minimum(self._lengths[seq_ids], len(ids))
+        same = self._ids[seq_ids, : len(ids)] == ids
         differs = ~same | (np.arange(len(ids)) >= lengths[:, None])
         common = np.where(differs.any(1), differs.argmax(1), len(ids))
         for best in np.argsort(-common, kind="stable"):
-            number, length = numbers[best], int(common[best])
-            start = self._usable(number, length, limit)
+            seq_id, length = seq_ids[best], int(common[best])
+            start = self._usable(seq_id, length, limit)
             if start:
-                return number, start, length
+                return seq_id, start, length
         return -1, 0, 0
 
-    def _takers(self, rows: Extensions) -> Integers:
-        """Return the rows that continue their sources in place, one for each source."""
-        if not self._memory.can_cut:  # a recurrent state is lost when it is continued
+    def _rows_in_place(self, rows: Extensions) -> Integers:
+        """Return the rows that continue their sources in place, one per source."""
+        if not self._memory.can_cut:  # the extension of a recurrent state overwrites it
             return np.empty(0, np.int64)
-        may_take = (rows.sources >= 0) & (self._lengths[rows.sources] == rows.common)
-        may_take &= ~np.isin(rows.sources, np.array(self._pinned, np.int64))
-        places = np.flatnonzero(may_take)
-        return places[np.unique(rows.sources[places], return_index=True)[1]]
+        is_candidate = (rows.sources >= 0) & (self._lengths[rows.sources] == rows.common)
+        is_candidate &= ~np.isin(rows.sources, np.array(self._pinned, np.int64))
+        candidates = np.flatnonzero(is_candidate)
+        return candidates[np.unique(rows.sources[candidates], return_index=True)[1]]
 
-    def _shorten(self, number: int) -> None:
-        """Remove the tokens of an idle sequence that no request ends after."""
-        longest = max(self._marks[number].values(), default=0)
-        if longest == self._lengths[number]:
+    def _shorten(self, seq_id: int) -> None:
+        """Remove the last tokens of an idle sequence that belong to no indexed request."""
+        longest = max(self._marks[seq_id].values(), default=0)
+        if longest == self._lengths[seq_id]:
             return
-        del self._idle[number]
-        self._restore(number, longest, is_new=not longest)
-        if number in self._idle:
-            self._lengths[number] = longest
-            self._idle.move_to_end(number, last=False)
+        del self._idle[seq_id]
+        self._restore(seq_id, longest, is_new=not longest)
+        if seq_id in self._idle:
+            self._lengths[seq_id] = longest
+            self._idle.move_to_end(seq_id, last=False)
 
-    def _restore(self, number: int, length: int, *, is_new: bool) -> None:
-        """Keep the first tokens of a sequence if they can be kept."""
-        if is_new or not self._memory.cut(number, length):
-            self._remove(number)
+    def _restore(self, seq_id: int, length: int, *, is_new: bool) -> None:
+        """Cut a sequence to its first tokens, or remove it if the memory cannot cut it."""
+        if is_new or not self._memory.cut(seq_id, length):
+            self._remove(seq_id)
             return
-        self._versions[number] += 1
-        self._holders[number] = 0
-        self._idle[number] = None
+        self._versions[seq_id] += 1
+        self._holders[seq_id] = 0
+        self._idle[seq_id] = None
 
-    def _truncate(self, number: int, length: int) -> None:
-        if self._lengths[number] > length:
-            self._memory.cut(number, length)
-            self._lengths[number] = length
-            self._forget(number, beyond=length)
+    def _truncate(self, seq_id: int, length: int) -> None:
+        if self._lengths[seq_id] > length:
+            self._memory.cut(seq_id, length)
+            self._lengths[seq_id] = length
+            self._forget(seq_id, beyond=length)
 
-    def _mark(self, number: int, adapter: str | None, key: bytes, length: int) -> None:
-        before = self._places.get((adapter, key), number)
-        if before != number:  # found in the younger one from now on
-            self._marks[before].pop(key, None)
-        self._places[adapter, key] = number
-        marks = self._marks[number]
+    def _mark(self, seq_id: int, adapter: str | None, key: bytes, length: int) -> None:
+        previous = self._seq_id_by_key.get((adapter, key), seq_id)
+        if previous != seq_id:  # the index refers to the newer sequence
+            self._marks[previous].pop(key, None)
+        self._seq_id_by_key[adapter, key] = seq_id
+        marks = self._marks[seq_id]
         marks[key] = length
-        if len(marks) > _MOST_MARKS:
-            del self._places[adapter, marks.popitem(last=False)[0]]
+        if len(marks) > _MAX_MARKS:
+            del self._seq_id_by_key[adapter, marks.popitem(last=False)[0]]
 
-    def _forget(self, number: int, beyond: int = 0) -> None:
-        """Forget the requests that end within a sequence, beyond a length."""
-        marks, adapter = self._marks[number], self._adapters[number]
+    def _forget(self, seq_id: int, beyond: int = 0) -> None:
+        """Remove the requests of a sequence that are longer than `beyond` from the index."""
+        marks, adapter = self._marks[seq_id], self._adapters[seq_id]
         for key in [key for key, length in marks.items() if length > beyond]:
-            del marks[key], self._places[adapter, key]
+            del marks[key], self._seq_id_by_key[adapter, key]
 
-    def _evict(self, number: int) -> None:
-        del self._idle[number]
-        self._remove(number)
+    def _evict(self, seq_id: int) -> None:
+        del self._idle[seq_id]
+        self._remove(seq_id)
         self.evicted += 1
 
-    def _remove(self, number: int) -> None:
-        self._memory.cut(number, 0)
-        self._forget(number)
-        self._lengths[number] = 0
-        self._versions[number] += 1
-        self._holders[number] = 0
-        self._free.append(number)
+    def _remove(self, seq_id: int) -> None:
+        self._memory.cut(seq_id, 0)
+        self._forget(seq_id)
+        self._lengths[seq_id] = 0
+        self._versions[seq_id] += 1
+        self._holders[seq_id] = 0
+        self._free.append(seq_id)

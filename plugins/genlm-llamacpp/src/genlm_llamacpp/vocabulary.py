@@ -21,22 +21,22 @@ _SENTENCEPIECE, _BYTE_LEVEL, _WORDPIECE, _UNIGRAM = 1, 2, 3, 4
 # llama_token_attr
 _UNKNOWN, _UNUSED, _NORMAL, _CONTROL, _BYTE = 1, 2, 4, 8, 32
 
-_LONG_TOKEN = 64  # bytes; longer ones take a second call
+_PIECE_BYTES = 64  # longer tokens take a second call
 
 _PADDING = re.compile(rb"\[PAD\d+\]")
-"""Names that llama.cpp's converter gives to ids that the tokenizer does not have."""
+"""Names that llama.cpp's converter assigns to ids without a token."""
 
 
 class GgufTokenizer:
     """llama.cpp's tokenizer of a GGUF file. Thread-safe; independent of the weights.
 
     Args:
-        file: A GGUF file, or the first of a split one.
+        file: A GGUF file, or the first file of a split model.
 
     Attributes:
         bos_token_id: The id that begins a text, or None.
         eos_token_id: The id that ends a text, or None.
-        init_kwargs: `add_bos_token`, if the file says whether `bos_token_id` begins a text.
+        init_kwargs: `add_bos_token`, if the file has this setting.
 
     Raises:
         ModelLoadError: llama.cpp cannot read the file.
@@ -62,17 +62,16 @@ class GgufTokenizer:
 
     @functools.cached_property
     def all_special_ids(self) -> tuple[int, ...]:
-        """Ids of control and unknown tokens, and of those that the file calls unused."""
-        apart = _UNKNOWN | _UNUSED | _CONTROL
-        return tuple(i for i in range(self.size) if self.attributes(i) & apart)
+        """Ids of control tokens, of unknown tokens, and of tokens marked as unused."""
+        special = _UNKNOWN | _UNUSED | _CONTROL
+        return tuple(i for i in range(self.size) if self.attributes(i) & special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; names of special tokens in it are read as such.
+        """Return the ids of a text; names of special tokens are parsed as these tokens.
 
         Args:
             text: Any text.
-            add_special_tokens: Whether to add the file's special tokens at the beginning and
-                end of a text.
+            add_special_tokens: Whether to add the file's BOS and EOS tokens, as it specifies.
         """
         data = text.encode()
         room = len(data) + 8
@@ -86,7 +85,7 @@ class GgufTokenizer:
             room = -count
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included; spaces are left as they are.
+        """Return the text of ids, with special tokens and without a change of spaces.
 
         Raises:
             IndexError: An id is outside the vocabulary.
@@ -100,7 +99,7 @@ class GgufTokenizer:
             IndexError: The id is outside the vocabulary.
         """
         self._check(token_id)
-        text = ctypes.create_string_buffer(_LONG_TOKEN)
+        text = ctypes.create_string_buffer(_PIECE_BYTES)
         length = self._llama.llama_token_to_piece(
             self._vocab, token_id, text, len(text), 0, True
         )
@@ -118,10 +117,10 @@ class GgufTokenizer:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tokenize: bool = True,
-        return_dict: bool = False,  # noqa: ARG002 - as transformers has it
+        return_dict: bool = False,  # noqa: ARG002 - argument of transformers
         **variables: Any,
     ) -> Any:
-        """Return the ids of messages, by the file's chat template."""
+        """Return the ids of messages, formatted by the file's chat template."""
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -140,8 +139,8 @@ class GgufTokenizer:
     def text(self, token_id: int) -> bytes:
         """Return a token as the file spells it; raises as `piece`."""
         self._check(token_id)
-        found: bytes = self._llama.llama_vocab_get_text(self._vocab, token_id)
-        return found
+        spelling: bytes = self._llama.llama_vocab_get_text(self._vocab, token_id)
+        return spelling
 
     def attributes(self, token_id: int) -> int:
         """Return llama.cpp's flags of a token; raises as `piece`."""
@@ -165,32 +164,32 @@ def _add_bos_setting(library: Any, model: int) -> dict[str, bool]:
 
 
 def read_vocabulary(tokenizer: GgufTokenizer) -> Vocabulary:
-    """Derive the exact bytes of every token, and compare them with llama.cpp's decoding.
+    """Derive the exact bytes of every token, and verify them against llama.cpp's decoding.
 
     Raises:
-        VocabularyError: The file's tokens do not have exact bytes, or are of a kind that is
-            not supported.
+        VocabularyError: The bytes of a token are unknown, or the type of the tokenizer is not
+            supported.
     """
-    spell = _spelling(tokenizer)
-    found: dict[int, bytes] = {}
+    decode = _spelling_decoder(tokenizer)
+    token_bytes: dict[int, bytes] = {}
     unused: set[int] = set()
     for token_id in range(tokenizer.size):
         text, attributes = tokenizer.text(token_id), tokenizer.attributes(token_id)
         if attributes & _UNUSED:
             if not _PADDING.fullmatch(text):
-                found[token_id] = text
+                token_bytes[token_id] = text
                 unused.add(token_id)
         elif attributes & _BYTE:
-            found[token_id] = bytes([int(text[3:5], 16)])  # <0x0A>
+            token_bytes[token_id] = bytes([int(text[3:5], 16)])  # <0x0A>
         elif attributes & _NORMAL:
-            found[token_id] = spell(text)
+            token_bytes[token_id] = decode(text)
         else:
-            found[token_id] = text
-    return Vocabulary.from_bytes(tokenizer, found, tokenizer.decode, names=unused)
+            token_bytes[token_id] = text
+    return Vocabulary.from_bytes(tokenizer, token_bytes, tokenizer.decode, names=unused)
 
 
-def _spelling(tokenizer: GgufTokenizer) -> Callable[[bytes], bytes]:
-    """Return how tokens that stand for text are spelled in the file."""
+def _spelling_decoder(tokenizer: GgufTokenizer) -> Callable[[bytes], bytes]:
+    """Return a function from the spelling of a text token to its bytes."""
     if tokenizer.kind in {_SENTENCEPIECE, _UNIGRAM, _WORDPIECE}:
         return lambda text: text.replace("\u2581".encode(), b" ")
     if tokenizer.kind != _BYTE_LEVEL:
@@ -205,8 +204,8 @@ def _spelling(tokenizer: GgufTokenizer) -> Callable[[bytes], bytes]:
             return bytes(byte_of[ord(character)] for character in text.decode())
         except (KeyError, UnicodeDecodeError) as error:
             raise VocabularyError(
-                f"the token {text!r} of a byte-level tokenizer is not written in the 256 "
-                f"characters that stand for bytes; its bytes are unknown"
+                f"the token {text!r} of a byte-level tokenizer has a character outside the 256 "
+                f"that represent bytes; its bytes are unknown"
             ) from error
 
     return from_characters
@@ -215,8 +214,8 @@ def _spelling(tokenizer: GgufTokenizer) -> Callable[[bytes], bytes]:
 def _byte_characters() -> list[str]:
     """Return the character for each byte in GPT-2's vocabulary (Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    substitutes = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def _raise(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Generation of many continuations token by token, each with its own stop condition."""
+"""Generation of many continuations token by token, with a stop condition per continuation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 
 _LOOKBACK_TOKENS = 2
 """Number of tokens that are searched for a stop text in addition to its usual encoding, since a
-text has several encodings; the same as in the harness's model `hf`."""
+text has several encodings; as in the harness's model `hf`."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class GenerationOptions:
             ValueError: An unsupported argument would change the continuation, or the maximum
                 number of tokens is less than 1.
         """
-        known = dict(normalize_gen_kwargs(dict(gen_kwargs), max_tokens))
-        until = handle_stop_sequences(known.pop("until"), eos=eos)
-        limit: int = known.pop("max_gen_toks")
-        draws: bool = known.pop("do_sample")
-        temperature = float(known.pop("temperature", 0.0))
-        top_k, top_p = known.pop("top_k", None), known.pop("top_p", None)
-        unknown = [
+        arguments = dict(normalize_gen_kwargs(dict(gen_kwargs), max_tokens))
+        until = handle_stop_sequences(arguments.pop("until"), eos=eos)
+        limit: int = arguments.pop("max_gen_toks")
+        draws: bool = arguments.pop("do_sample")
+        temperature = float(arguments.pop("temperature", 0.0))
+        top_k, top_p = arguments.pop("top_k", None), arguments.pop("top_p", None)
+        unsupported = [
             name
-            for name, value in known.items()
+            for name, value in arguments.items()
             if name not in _WITHOUT_EFFECT or value not in _WITHOUT_EFFECT[name]
         ]
-        if unknown:
+        if unsupported:
             raise ValueError(
-                f"generation arguments {sorted(unknown)} are not supported; supported are "
+                f"generation arguments {sorted(unsupported)} are not supported; supported are "
                 f"until, max_gen_toks, do_sample, temperature, top_k and top_p"
             )
         if limit < 1:
@@ -89,8 +89,8 @@ class GenerationOptions:
         )
 
     @property
-    def drawing(self) -> tuple[float, int | None, float | None]:
-        """Options that requests of one call must share."""
+    def sampling(self) -> tuple[float, int | None, float | None]:
+        """Sampling options, which must be equal for all continuations of `continue_all`."""
         return self.temperature, self.top_k, self.top_p
 
 
@@ -99,7 +99,7 @@ class Continuation:
     """A prompt and the ids generated after it.
 
     Attributes:
-        place: Index of the request.
+        place: Index of the request in the call of the harness.
         context: Prompt and generated ids.
         options: Generation options of the request.
         seed: Random seed of its draws.
@@ -134,16 +134,16 @@ def continue_all(
     *,
     at_once: int,
 ) -> Iterator[Continuation]:
-    """Generate continuations whose options draw in the same way.
+    """Generate continuations with equal sampling options.
 
-    Each step draws one token for each unfinished continuation in one call. A finished
-    continuation is replaced by the next one at once.
+    Each step draws one token for every unfinished continuation in one call. The next waiting
+    continuation replaces a finished one in the following step.
 
     Args:
         llm: The model.
         tokenizer: Decodes ids, to find stop texts.
         continuations: Continuations without generated ids.
-        ending: Ids that end a continuation, which includes them.
+        ending: Ids that end a continuation and are included in it.
         at_once: Maximum number of concurrent continuations.
 
     Yields:
@@ -154,23 +154,23 @@ def continue_all(
     while waiting or active:
         while waiting and len(active) < at_once:
             active.append(waiting.pop())
-        temperature, top_k, top_p = active[0].options.drawing
+        temperature, top_k, top_p = active[0].options.sampling
         drawn = llm.batch_draw_sync(
-            [each.context for each in active],
+            [continuation.context for continuation in active],
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=[each.seed for each in active],
+            seed=[continuation.seed for continuation in active],
         )
-        for each, token in zip(active, drawn, strict=True):
-            each.add(token.token_id)
-        tails = tokenizer.batch_decode([each.token_ids[-each.lookback :] for each in active])
+        for continuation, token in zip(active, drawn, strict=True):
+            continuation.add(token.token_id)
+        tails = tokenizer.batch_decode([c.token_ids[-c.lookback :] for c in active])
         unfinished = []
-        for each, tail in zip(active, tails, strict=True):
-            if _is_finished(each, tail, ending):
-                yield each
+        for continuation, tail in zip(active, tails, strict=True):
+            if _is_finished(continuation, tail, ending):
+                yield continuation
             else:
-                unfinished.append(each)
+                unfinished.append(continuation)
         active = unfinished
 
 

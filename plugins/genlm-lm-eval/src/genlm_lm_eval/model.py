@@ -1,7 +1,7 @@
 """`GenlmLM`: models of genlm for lm-evaluation-harness.
 
-Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that
-both compute the same numbers. It is independent of engines, which batch requests themselves.
+Encoding, windows, truncation and special tokens are those of the harness's model `hf`, so that
+both compute the same numbers. Engines batch the requests.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["GenlmLM"]
 _logger = logging.getLogger(__name__)
 
 _TEXTS_AT_ONCE = 512
-"""Number of texts per call of `batch_score`. The progress bar and the harness's cache of
-answers are updated between calls."""
+"""Number of texts per call of `batch_token_scores`. The progress bar and the harness's cache of
+results are updated between calls."""
 
 _DEFAULT_DEVICE = "cuda:0"
 """Device that the command of the harness passes by default."""
@@ -47,32 +47,32 @@ _DEFAULT_DEVICE = "cuda:0"
 _PEFT = "peft"
 """The name under which the adapter of the option `peft` is loaded."""
 
-Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""Texts of a request for the harness's cache, ids of the context, ids of the continuation."""
+ScoredRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+"""Cache key of a request in the harness, ids of the context, ids of the continuation."""
 
 
 class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     """A model of genlm for lm-evaluation-harness, under the name `genlm`.
 
-    One process evaluates everything (`rank` 0 of `world_size` 1): an engine distributes its
-    work by itself. All methods block, so do not call them from coroutines.
+    One process evaluates all requests (`rank` 0 of `world_size` 1), because engines distribute
+    their work themselves. All methods block, so do not call them from coroutines.
 
     Args:
         pretrained: Model id or path, or a loaded model.
-        backend: Name of an engine, see `genlm plugins`; by default that of
-            `genlm.load_model`.
+        backend: Name of an engine, see `genlm plugins`; by default the engine that
+            `genlm.load_model` chooses.
         tokenizer: Name, folder or object of a tokenizer of transformers; by default the
             engine's.
         max_length: Maximum context length in tokens; by default the engine's `max_context`, or
             2048 if it has no limit. Longer texts are truncated on the left.
-        max_gen_toks: Maximum number of generated tokens for tasks without this setting.
+        max_gen_toks: Maximum number of generated tokens of tasks without this setting.
         add_bos_token: Whether texts begin with the BOS token; the default is the tokenizer's
             setting.
         prefix_token_id: Id of the token before texts without a context; by default the BOS
             token of the tokenizer, or else its EOS token.
         peft: Folder of a LoRA adapter.
-        think_end_token: Text or id of the token after which an answer begins; the text
-            before it is dropped.
+        think_end_token: Text or id of the token at which reasoning ends; the text up to it is
+            removed from results.
         enable_thinking: Passed to the chat template.
         chat_template_args: Further arguments of the chat template.
         texts_at_once: Number of texts per scoring call, and of concurrent continuations.
@@ -84,11 +84,11 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         **engine_options: Options of `genlm.load_model`.
 
     Raises:
-        TypeError: Engine options were given for a loaded model, or the tokenizer lacks methods
-            that the harness needs.
-        ValueError: `max_length` exceeds the engine's maximum, `enable_thinking` was given
+        TypeError: Engine options were passed with a loaded model, or the tokenizer lacks
+            methods that the harness needs.
+        ValueError: `max_length` exceeds the engine's maximum, `enable_thinking` was passed
             without `think_end_token`, or there is no prefix token.
-        GenlmError: As `genlm.load_model`.
+        GenlmError: Errors of `genlm.load_model`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     ) -> None:
         super().__init__()
         if enable_thinking and think_end_token is None:
-            raise ValueError("enable_thinking=True needs think_end_token, where answers begin")
+            raise ValueError("enable_thinking=True requires think_end_token")
         if max_batch_size is not None:
             engine_options["max_batch_size"] = max_batch_size
         if device not in (None, _DEFAULT_DEVICE):
@@ -124,10 +124,10 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             self.llm = self.llm.with_lora(_PEFT)
         remote = {k: v for k, v in engine_options.items() if k == "trust_remote_code"}
         self.tokenizer = load_tokenizer(self.llm.tokenizer, tokenizer, add_bos_token, **remote)
-        self.max_length = _checked_length(max_length, self.llm.max_context)
+        self.max_length = _resolve_max_length(max_length, self.llm.max_context)
         self.max_gen_toks = int(max_gen_toks)
         self._add_bos_token = add_bos_token
-        self.think_end_token = _token(think_end_token)
+        self.think_end_token = _parse_token(think_end_token)
         self.enable_thinking = enable_thinking
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.chat_template_args = {**(chat_template_args or {}), **thinking}
@@ -167,7 +167,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         return name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the model information for the results of the harness."""
+        """Return model information for the harness's results file."""
         return {
             "genlm_version": genlm.__version__,
             "genlm_engine": self.llm.name,
@@ -193,7 +193,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         return ids
 
     def _ids(self, text: str, special: str | None) -> list[int]:
-        """Return the ids of a text, without a special token that the text begins with."""
+        """Return the ids of a text, without added tokens if the text begins with `special`."""
         options: dict[str, bool] = {}
         if special is not None and text.startswith(special):
             options["add_special_tokens"] = False
@@ -210,12 +210,12 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as text, by the tokenizer's template.
+        """Return a conversation as text, formatted by the tokenizer's template.
 
-        A template that refuses the role `system` gets the conversation without it.
+        If the template rejects the conversation, it is applied without the system messages.
         """
 
-        def applied(messages: list[dict[str, str]]) -> str:
+        def apply(messages: list[dict[str, str]]) -> str:
             text: str = self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
@@ -226,27 +226,29 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             return text
 
         try:
-            return applied(chat_history)
+            return apply(chat_history)
         except TemplateError:
-            _logger.warning("the chat template failed; applied again without the role system")
-            return applied([each for each in chat_history if each["role"] != "system"])
+            _logger.warning("the chat template failed; system messages are omitted")
+            return apply([message for message in chat_history if message["role"] != "system"])
 
     # -- log-likelihoods --------------------------------------------------------------
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return log-probability and greediness of each continuation after its context.
+        """Return the log-probability of each continuation and whether it is the greedy one.
 
         Raises:
             ValueError: The model was loaded with `enable_thinking`.
         """
         if self.enable_thinking:
-            raise ValueError("enable_thinking=True is for tasks that generate; these score")
-        found: list[tuple[float, bool]] = super().loglikelihood(
+            raise ValueError(
+                "enable_thinking=True requires tasks that generate; this one scores"
+            )
+        results: list[tuple[float, bool]] = super().loglikelihood(
             requests, disable_tqdm=disable_tqdm
         )
-        return found
+        return results
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -255,7 +257,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         windows = [list(self._windows(request.args[0])) for request in requests]
         scored = iter(
             self._loglikelihood_tokens(
-                [each for text in windows for each in text], disable_tqdm=disable_tqdm
+                [window for text in windows for window in text], disable_tqdm=disable_tqdm
             )
         )
         totals = []
@@ -265,7 +267,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             totals.append(total)
         return totals
 
-    def _windows(self, text: str) -> Iterator[Scored]:
+    def _windows(self, text: str) -> Iterator[ScoredRequest]:
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -276,29 +278,29 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             yield None, context, continuation
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[ScoredRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations; those with a common prefix are scored in one call."""
+        """Score continuations, sorted so that common prefixes are in one call."""
         texts = [(context + continuation) for _, context, continuation in requests]
         _warn_of_truncation(texts, self.max_length + 1)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = self._bar(len(requests), "Running loglikelihood requests", disable_tqdm)
         with bar:
-            for places in _parts(texts, self.texts_at_once):
-                kept = [texts[place][-(self.max_length + 1) :] for place in places]
-                counts = [self._checked_count(requests[place][2]) for place in places]
-                starts = [len(text) - count for text, count in zip(kept, counts, strict=True)]
-                scores = self.llm.batch_token_scores_sync(kept, starts)
+            for places in _batches(texts, self.texts_at_once):
+                batch = [texts[place][-(self.max_length + 1) :] for place in places]
+                counts = [self._check_length(requests[place][2]) for place in places]
+                starts = [len(text) - count for text, count in zip(batch, counts, strict=True)]
+                scores = self.llm.batch_token_scores_sync(batch, starts)
                 for place, score in zip(places, scores, strict=True):
                     answer = score.logprobs.double().sum().item(), bool(score.is_top.all())
                     answers[place] = answer
-                    if requests[place][0] is not None:
-                        asked = requests[place][0]
-                        self.cache_hook.add_partial("loglikelihood", asked, answer)
+                    key = requests[place][0]
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, answer)
                 bar.update(len(places))
         return answers
 
-    def _checked_count(self, continuation: Sequence[int]) -> int:
+    def _check_length(self, continuation: Sequence[int]) -> int:
         if len(continuation) > self.max_length:
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens cannot be scored with "
@@ -312,15 +314,17 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         """Return the continuation of each context, up to its first stop text.
 
         Raises:
-            ValueError: A generation argument is unsupported, or leaves no room for a context.
+            ValueError: A generation argument is unsupported, or leaves no tokens for a context.
         """
         pending = [
             self._continuation(place, *request.args) for place, request in enumerate(requests)
         ]
-        pending.sort(key=lambda each: repr(each.options.drawing))
+        pending.sort(key=lambda continuation: repr(continuation.options.sampling))
         texts = [""] * len(requests)
         with self._bar(len(requests), "Running generate_until requests", disable_tqdm) as bar:
-            for _, group in groupby(pending, lambda each: each.options.drawing):
+            for _, group in groupby(
+                pending, lambda continuation: continuation.options.sampling
+            ):
                 for done in continue_all(
                     self.llm,
                     self.tokenizer,
@@ -329,8 +333,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                     at_once=self.texts_at_once,
                 ):
                     text = texts[done.place] = self._text(done)
-                    asked = requests[done.place].args
-                    self.cache_hook.add_partial("generate_until", asked, text)
+                    key = requests[done.place].args
+                    self.cache_hook.add_partial("generate_until", key, text)
                     bar.update()
         return texts
 
@@ -349,7 +353,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         if not ids and self.prefix_token_id is not None:
             ids = [self.prefix_token_id]
         if len(ids) > room:
-            _logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
+            _logger.warning(
+                "a context of %d tokens is truncated to its last %d", len(ids), room
+            )
         # From the generator that the harness seeds, so that runs are reproducible.
         seed = int(torch.randint(2**62, ()).item()) if options.temperature else 0
         return Continuation(
@@ -361,13 +367,13 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         )
 
     def _text(self, done: Continuation) -> str:
-        ids, mark = done.token_ids, self.think_end_token
-        if isinstance(mark, int) and mark in ids:
-            ids = ids[len(ids) - ids[::-1].index(mark) :]
+        ids, end = done.token_ids, self.think_end_token
+        if isinstance(end, int) and end in ids:
+            ids = ids[len(ids) - ids[::-1].index(end) :]
         text = self.tok_decode(ids)
-        text = text.lstrip() if isinstance(mark, int) else text
+        text = text.lstrip() if isinstance(end, int) else text
         answer: str = postprocess_generated_text(
-            text, list(done.options.until), mark if isinstance(mark, str) else None
+            text, list(done.options.until), end if isinstance(end, str) else None
         )
         return answer
 
@@ -384,13 +390,12 @@ def _load(
         return genlm.load_model(pretrained, backend, **engine_options)
     if backend is not None or engine_options:
         raise TypeError(
-            f"backend and {sorted(engine_options)} are options of models that are loaded here; "
-            f"found a model that is loaded already"
+            f"pretrained is a loaded model; backend and {sorted(engine_options)} cannot be set"
         )
     return pretrained
 
 
-def _checked_length(max_length: int | None, max_context: int | None) -> int:
+def _resolve_max_length(max_length: int | None, max_context: int | None) -> int:
     if max_length is None:
         return int(DEFAULT_MAX_LENGTH) if max_context is None else max_context
     if max_length < 1 or (max_context is not None and max_length > max_context):
@@ -398,13 +403,13 @@ def _checked_length(max_length: int | None, max_context: int | None) -> int:
     return int(max_length)
 
 
-def _token(think_end_token: str | int | None) -> str | int | None:
+def _parse_token(think_end_token: str | int | None) -> str | int | None:
     is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
     return int(think_end_token) if is_id else think_end_token  # type: ignore[arg-type]
 
 
-def _parts(texts: Sequence[list[int]], size: int) -> Iterator[list[int]]:
-    """Yield the indices of the texts of each call, in lexicographic order of their ids."""
+def _batches(texts: Sequence[list[int]], size: int) -> Iterator[list[int]]:
+    """Yield the indices of the texts of each call, sorted by token ids."""
     places = sorted(range(len(texts)), key=lambda place: texts[place])
     for first in range(0, len(places), size):
         yield places[first : first + size]
@@ -420,5 +425,5 @@ def _warn_of_truncation(texts: Iterable[Sequence[int]], longest: int) -> None:
         )
 
 
-if "genlm" not in model_registry:  # a later harness may know the entry point
+if "genlm" not in model_registry:  # later versions of the harness may load the entry point
     register_model("genlm")(GenlmLM)

@@ -1,8 +1,8 @@
 """The published interface of genlm-backend 0.3, served by the genlm core.
 
-Programs written for that package run unchanged; `docs/migrating.md` says what each name
-maps to in `genlm`, which is where new programs should start. A namespace portion: the
-package `genlm` itself belongs to genlm-core.
+Programs written for that package run unchanged. New programs should use the names of `genlm`,
+to which `docs/migrating.md` maps the published ones. This is a portion of a namespace package;
+genlm-core provides the package `genlm` itself.
 """
 
 from genlm.backend.llm import AsyncTransformer, AsyncVirtualLM, load_model_by_name

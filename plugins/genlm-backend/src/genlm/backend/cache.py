@@ -1,4 +1,4 @@
-"""Caches as published: `OutputCache` on the core's, and the tree of rows `TokenTrie`."""
+"""Published caches: `OutputCache`, based on the core's, and the tree of rows `TokenTrie`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["OutputCache", "TokenTrie"]
 
 
 class OutputCache(genlm.OutputCache):
-    """Maps to `genlm.OutputCache`, with the published spelling and `cache[key]`.
+    """Maps to `genlm.OutputCache`, with the published argument names and `cache[key]`.
 
-    Rows go in and come out as copies; overwriting evicts no other row.
+    Rows are copied when they are stored and returned. Overwriting a row evicts no other row.
 
     Args:
         maxsize: Maximum number of rows; 0 disables the cache.
@@ -46,11 +46,11 @@ class OutputCache(genlm.OutputCache):
 class TokenTrie:
     """A tree of token sequences with a row of log-probabilities at each node.
 
-    Models do not use it: engines keep prefixes themselves. `AsyncTransformer.walk_cache`
-    shows what the output cache remembers in this form.
+    Models do not use it, because engines cache prefixes themselves.
+    `AsyncTransformer.walk_cache` returns cached rows in this form.
 
     Attributes:
-        children: The nodes one token further, by token id.
+        children: Nodes of the sequences that are one token longer, by token id.
         logprobs: Row of this sequence; None if unknown.
         past_key_values: Set by the caller.
     """
@@ -65,27 +65,27 @@ class TokenTrie:
         return f"{type(self).__name__}{mark}({', '.join(map(str, self.children))})"
 
     def clear_kv_cache(self) -> None:
-        """Forget `past_key_values` of this node and all below it."""
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
+        """Remove `past_key_values` of this node and all its descendants."""
+        pending = [self]
+        while pending:
+            node = pending.pop()
             node.past_key_values = None
-            waiting.extend(node.children.values())
+            pending.extend(node.children.values())
 
     def has_token(self, token_id: int) -> bool:
-        """Whether there is a node one token further."""
+        """Whether the node has a child for this token."""
         return token_id in self.children
 
     def get_token(self, token_id: int) -> TokenTrie:
-        """The node one token further.
+        """Return the child for a token.
 
         Raises:
-            KeyError: It does not exist.
+            KeyError: There is no such child.
         """
         return self.children[token_id]
 
     def add_token(self, token_id: int, logprobs: torch.Tensor | None = None) -> TokenTrie:
-        """The node one token further, made if need be; one that exists keeps its children."""
+        """Return the child for a token, which is added if it does not exist."""
         node = self.children.setdefault(token_id, TokenTrie())
         if logprobs is not None:
             node.logprobs = logprobs
@@ -97,10 +97,10 @@ class TokenTrie:
         """Add the nodes of `token_ids[next_token_index:]` with their rows.
 
         Args:
-            next_token_index: Number of tokens up to this node.
+            next_token_index: Length of this node's sequence.
             token_ids: The whole sequence.
-            logits: Those after token `base + i` in row `i`.
-            base: The token that row 0 belongs to.
+            logits: Logits; row `i` belongs to token `base + i`.
+            base: Index of the token of row 0.
 
         Returns:
             The last node.

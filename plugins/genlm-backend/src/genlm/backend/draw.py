@@ -1,9 +1,9 @@
-"""Draws, normalizers and entries of log-weight rows, concurrent calls in one reduction.
+"""Draws, log normalisers and entries of log-weight rows, for concurrent calls at once.
 
-Rows stay on their device, and one copy to the host brings the answers of all rows of a
-device and length. Computed in float64 (on Apple's GPUs, which lack it, in float32), on the
-thread of the event loop that asks. Draws take their randomness from torch's global generator
-in the order of the calls, so `torch.manual_seed` makes them reproducible.
+Rows remain on their device; the results of all rows of a device and length are copied to the
+host at once. The dtype is float64, or float32 on Apple GPUs, which do not support float64. The
+thread of the caller's event loop computes. Draws use torch's global generator in the order of
+the calls, so `torch.manual_seed` makes them reproducible.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ Row = torch.Tensor | npt.NDArray[Any] | Sequence[float]
 """Log-weights of one vocabulary, `(vocab,)`, not necessarily normalised."""
 
 Picker = Callable[[torch.Tensor], torch.Tensor]
-"""From rows of log-probabilities `(n, vocab)` to the index drawn from each, `(n,)`."""
+"""Function from rows of log-probabilities `(n, vocab)` to drawn indices `(n,)`."""
 
 MAX_ITERATIONS = 8
 """Maximum number of event loop iterations for which calls wait for further calls."""
 
-MOST_VALUES = 2**22
-"""Maximum number of entries in a reduction: 32 MiB in float64, 32 rows of 128,000 tokens."""
+MAX_VALUES = 2**22
+"""Maximum number of entries in a reduction; 32 MiB in float64, as 32 rows of 128,000 tokens."""
 
 
-# -- methods of drawing -------------------------------------------------------------------
+# -- draw methods --------------------------------------------------------------------------
 
 
 def gumbel_max(logps: torch.Tensor) -> torch.Tensor:
     """Draw the index of the largest sum of log-probability and Gumbel noise.
 
     Args:
-        logps: Log-probabilities, `(vocab,)` or `(n, vocab)`; they need not be normalised. An
-            arbitrary index is drawn from a row in which all are -inf.
+        logps: Log-probabilities, `(vocab,)` or `(n, vocab)`, not necessarily normalised. If all
+            entries of a row are -inf, an arbitrary index is drawn.
 
     Returns:
-        The index of each row, `()` or `(n,)`, int64.
+        Drawn indices, `()` or `(n,)`, int64.
     """
     logps = _wide(logps)
     noise = torch.rand(logps.shape, dtype=logps.dtype, device=logps.device)
-    # Noise of -inf, from 0, would make the only possible index as bad as the others.
+    # Noise of -inf, from 0, would make a possible index as unlikely as impossible ones.
     noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().neg_().log_()
     return torch.sub(logps, noise, out=noise).argmax(-1)
 
 
 def multinomial(logps: torch.Tensor) -> torch.Tensor:
-    """Draw an index by `torch.multinomial`; as `gumbel_max`."""
+    """Draw an index with `torch.multinomial`; see `gumbel_max`."""
     logps = _wide(logps)
     possible = logps.masked_fill(logps.amax(-1, keepdim=True).isneginf(), 0.0)
     return torch.multinomial(possible.softmax(-1), 1).squeeze(-1)
 
 
 def inverse_cdf(logps: torch.Tensor) -> torch.Tensor:
-    """Draw an index by inverting the cumulative distribution; as `gumbel_max`.
+    """Draw an index by inverting the cumulative distribution; see `gumbel_max`.
 
-    Takes one uniform number for each row, from which `genlm.plugin.draw_tokens` draws.
+    `genlm.plugin.draw_tokens` draws with one uniform number per row.
     """
     rows = _wide(logps).reshape(-1, logps.shape[-1])
     uniforms = torch.rand((len(rows),), dtype=rows.dtype, device=rows.device).tolist()
     drawn = draw_tokens(rows, [1.0] * len(rows), uniforms)
-    # Rows without support have -1; the other methods return an index of theirs too.
+    # Rows without support have -1; the other methods return an arbitrary index.
     return drawn.clamp_(min=0).reshape(logps.shape[:-1])
 
 
@@ -93,19 +93,19 @@ DRAW_METHODS: dict[str, Picker] = {
 }
 """Methods that `set_draw_method` accepts by name."""
 
-_chosen: dict[str, Picker] = {"picker": gumbel_max}
+_draw_method: dict[str, Picker] = {"picker": gumbel_max}
 
 
 def set_draw_method(method: str | Picker) -> None:
-    """Choose how `draw_from` draws, for this process; by default `"gumbel_max"`.
+    """Set the method of `draw_from` in this process; the default is `"gumbel_max"`.
 
     Args:
         method: A name in `DRAW_METHODS`, or a function from log-probabilities `(n, vocab)`
             to indices `(n,)`.
 
     Raises:
-        ValueError: Another name.
-        TypeError: It is neither a name nor callable.
+        ValueError: The name is unknown.
+        TypeError: The argument is neither a name nor callable.
     """
     if isinstance(method, str):
         if method not in DRAW_METHODS:
@@ -115,48 +115,48 @@ def set_draw_method(method: str | Picker) -> None:
         method = DRAW_METHODS[method]
     if not callable(method):
         raise TypeError(f"method={method!r}: expected a name in DRAW_METHODS or a callable")
-    _chosen["picker"] = method
+    _draw_method["picker"] = method
 
 
 # -- calls --------------------------------------------------------------------------------
 
 
 async def draw_from(weights: Row, target: Row | None = None) -> tuple[int, float, float]:
-    """Draw an index from a row of log-weights, and weigh it.
+    """Draw an index from a row of log-weights, and compute its importance weight.
 
     Args:
         weights: Log-weights to draw from, `(vocab,)`.
-        target: Log-weights of the same indices, which makes this a step of importance
-            sampling: `weights` is the proposal.
+        target: Log-weights of the target distribution for a step of importance sampling with
+            the proposal `weights`.
 
     Returns:
-        The index; the log of the row's sum, or with a target `target[index] - logp`; and
-        `logp`, the log-probability with which the index was drawn. From a row in which all
-        are -inf an arbitrary index, -inf and -inf.
+        The index; the log normaliser of the row, or `target[index] - logp` with a target; and
+        `logp`, the log-probability of the drawn index. If all entries are -inf: an arbitrary
+        index, -inf and -inf.
 
     Raises:
-        ValueError: A row that is not one-dimensional, holds no real numbers or NaN, or sums
-            to infinity, or a target of another length.
-        EvaluationError: The method given to `set_draw_method` raised.
+        ValueError: A row is not one-dimensional, is not real, has NaN or an infinite sum, or
+            the lengths differ.
+        EvaluationError: The method of `set_draw_method` raised.
     """
-    row = _checked(weights)
-    other = None if target is None else _checked(target).to(row.device)
-    if other is not None and len(other) != len(row):
+    row = _as_row(weights)
+    target_row = None if target is None else _as_row(target).to(row.device)
+    if target_row is not None and len(target_row) != len(row):
         raise ValueError(
-            f"a target of {len(other)} log-weights for a proposal of {len(row)}; both are over "
-            f"the same vocabulary"
+            f"a target of {len(target_row)} log-weights for a proposal of {len(row)}; both "
+            f"must have the same vocabulary"
         )
-    drawn: tuple[int, float, float] = await _answer(_draws, row, other)
+    drawn: tuple[int, float, float] = await _submit(_draws, row, target_row)
     return drawn
 
 
 async def logsumexp_from(weights: Row) -> float:
-    """Return the log of the sum of a row of log-weights.
+    """Return the log normaliser of a row of log-weights.
 
     Raises:
-        ValueError: As `draw_from`.
+        ValueError: The row is invalid; see `draw_from`.
     """
-    total: float = await _answer(_totals, _checked(weights))
+    total: float = await _submit(_totals, _as_row(weights))
     return total
 
 
@@ -169,17 +169,17 @@ async def logp_at(weights: Row, index: int) -> float:
 
     Raises:
         IndexError: The index is out of range.
-        ValueError: The row is not one-dimensional or holds no real numbers.
+        ValueError: The row is not one-dimensional or not real.
     """
-    row = _checked(weights)
+    row = _as_row(weights)
     index = operator.index(index)
     if not -len(row) <= index < len(row):
         raise IndexError(f"index {index} of a row of {len(row)} log-weights")
-    value: float = await _answer(_entries, row, index)
+    value: float = await _submit(_entries, row, index)
     return value
 
 
-def _checked(weights: Row) -> torch.Tensor:
+def _as_row(weights: Row) -> torch.Tensor:
     if not isinstance(weights, torch.Tensor):
         try:
             weights = torch.as_tensor(np.asarray(weights))
@@ -187,7 +187,7 @@ def _checked(weights: Row) -> torch.Tensor:
             raise ValueError(f"expected a row of log-weights; {error}") from error
     if weights.ndim != 1 or not len(weights) or weights.is_complex():
         raise ValueError(
-            f"expected a row of log-weights, real numbers of shape (vocab,); found shape "
+            f"expected a row of log-weights, real numbers of shape (vocab,); got shape "
             f"{tuple(weights.shape)} of {weights.dtype}"
         )
     return weights.detach()
@@ -198,7 +198,7 @@ def _checked(weights: Row) -> torch.Tensor:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call that waits for its answer; `detail` is the target or the index."""
+    """A pending call; `detail` is the target or the index."""
 
     reduce: Callable[[list[_Call]], list[Any]]
     row: torch.Tensor
@@ -209,10 +209,10 @@ class _Call:
 _waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Call]] = (
     weakref.WeakKeyDictionary()
 )
-"""The calls of each event loop that will be answered together."""
+"""Pending calls of each event loop."""
 
 
-async def _answer(
+async def _submit(
     reduce: Callable[[list[_Call]], list[Any]], row: torch.Tensor, detail: Any = None
 ) -> Any:
     loop = asyncio.get_running_loop()
@@ -220,39 +220,39 @@ async def _answer(
     calls = _waiting.setdefault(loop, [])
     calls.append(call)
     if len(calls) == 1:
-        loop.call_soon(_answer_all, loop, 0, MAX_ITERATIONS)
+        loop.call_soon(_complete_all, loop, 0, MAX_ITERATIONS)
     return await call.future
 
 
-def _answer_all(loop: asyncio.AbstractEventLoop, before: int, iterations: int) -> None:
-    """Answer the calls of an event loop once an iteration has added no further ones."""
+def _complete_all(loop: asyncio.AbstractEventLoop, before: int, iterations: int) -> None:
+    """Complete the calls of an event loop after an iteration without further calls."""
     calls = _waiting[loop]
     if len(calls) > before and iterations:
-        loop.call_soon(_answer_all, loop, len(calls), iterations - 1)
+        loop.call_soon(_complete_all, loop, len(calls), iterations - 1)
         return
     del _waiting[loop]
-    alike: dict[Any, list[_Call]] = {}
+    batches: dict[Any, list[_Call]] = {}
     for call in calls:
         if not call.future.done():  # else it was cancelled
-            kind = (call.reduce, call.row.device, len(call.row))
-            alike.setdefault(kind, []).append(call)
-    for batch in alike.values():
-        size = max(1, MOST_VALUES // len(batch[0].row))
+            key = (call.reduce, call.row.device, len(call.row))
+            batches.setdefault(key, []).append(call)
+    for batch in batches.values():
+        size = max(1, MAX_VALUES // len(batch[0].row))
         for begin in range(0, len(batch), size):
             _finish(batch[begin : begin + size])
 
 
 def _finish(batch: list[_Call]) -> None:
-    """Finish the futures of a batch, each with its answer or an error."""
+    """Complete the futures of a batch with results or errors."""
     try:
-        answers = batch[0].reduce(batch)
+        results = batch[0].reduce(batch)
     except Exception as error:  # noqa: BLE001 - passed to the callers
-        answers = [_failure(error) for _ in batch]
-    for call, answer in zip(batch, answers, strict=True):
-        if isinstance(answer, Exception):
-            call.future.set_exception(answer)
+        results = [_failure(error) for _ in batch]
+    for call, result in zip(batch, results, strict=True):
+        if isinstance(result, Exception):
+            call.future.set_exception(result)
         else:
-            call.future.set_result(answer)
+            call.future.set_result(result)
 
 
 def _failure(cause: Exception) -> genlm.EvaluationError:
@@ -266,25 +266,27 @@ def _draws(batch: list[_Call]) -> list[Any]:
     totals = rows.logsumexp(-1)
     empty = totals.isneginf()
     logps = rows.sub_(totals.masked_fill(empty, 0.0).unsqueeze(-1))
-    # A method may refuse all rows for one that is not a distribution, which fails below.
+    # Rows that are not distributions, which fail below, must not make the method fail.
     possible = torch.where((totals < math.inf).unsqueeze(-1), logps, 0.0)
-    index = torch.as_tensor(_chosen["picker"](possible), device=rows.device).reshape(len(batch))
+    index = torch.as_tensor(_draw_method["picker"](possible), device=rows.device).reshape(
+        len(batch)
+    )
     logp = logps.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     logw = totals.clone()
     for place, call in enumerate(batch):
         if call.detail is not None:
             logw[place] = call.detail[index[place : place + 1]][0] - logp[place]
-    found = torch.stack(
+    columns = torch.stack(
         [totals, index.to(rows.dtype), logw.masked_fill(empty, -math.inf), logp]
     )
     return [
-        _checked_total(total, (int(drawn), weight, logprob))
-        for total, drawn, weight, logprob in zip(*found.tolist(), strict=True)
+        _or_error(total, (int(drawn), weight, logprob))
+        for total, drawn, weight, logprob in zip(*columns.tolist(), strict=True)
     ]
 
 
 def _totals(batch: list[_Call]) -> list[Any]:
-    return [_checked_total(total, total) for total in _stacked(batch).logsumexp(-1).tolist()]
+    return [_or_error(total, total) for total in _stacked(batch).logsumexp(-1).tolist()]
 
 
 def _entries(batch: list[_Call]) -> list[Any]:
@@ -292,10 +294,10 @@ def _entries(batch: list[_Call]) -> list[Any]:
     return entries
 
 
-def _checked_total(total: float, answer: Any) -> Any:
-    """Return the answer, or an error if the sum of the log-weights is not finite."""
+def _or_error(total: float, result: Any) -> Any:
+    """Return the result, or an error if the sum of the log-weights is not finite."""
     if total < math.inf:
-        return answer
+        return result
     return ValueError(f"log-weights whose sum is e^{total}; expected a finite sum, without NaN")
 
 

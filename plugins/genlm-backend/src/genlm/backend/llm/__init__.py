@@ -1,4 +1,4 @@
-"""Language models as published."""
+"""Published language models."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def load_model_by_name(
     backend: str | None = None,
     llm_opts: dict[str, Any] | None = None,
 ) -> AsyncLM:
-    """Maps to `genlm.load_model`: a model of the class that belongs to the backend.
+    """Load a model; maps to `genlm.load_model`.
 
     Args:
-        name: A hub id or folder; with `"hf"` also `"demo"`, the packaged model.
+        name: Hub id or folder; for `"hf"` also `"demo"`, the packaged model.
         backend: `"vllm"`, `"hf"`, `"sgl"`, `"mlx"`, `"mock"`, or any other installed
             engine. By default `"vllm"` if there is a CUDA device and genlm-vllm can
             be used, else `"hf"`.
-        llm_opts: Arguments of the class's `from_name`; the engine's options for another
-            engine.
+        llm_opts: Arguments of the `from_name` method of the backend's class, or options of
+            another engine.
 
     Raises:
-        ValueError: No such backend.
+        ValueError: The backend is unknown.
         MissingRequirementError: The backend's plugin or library is not installed; an
             `ImportError`.
     """

@@ -1,7 +1,7 @@
-"""`AsyncLM`, the base of every published model class, and `MockAsyncLM`.
+"""`AsyncLM`, the base of all published model classes, and `MockAsyncLM`.
 
-The base class is for user-defined models, which implement two methods. Models that the core
-serves derive from `genlm.backend.llm.served.ServedLM`, which derives from this.
+User-defined models derive from `AsyncLM` and implement two methods. Models of the core derive
+from its subclass `genlm.backend.llm.served.ServedLM`.
 """
 
 from __future__ import annotations
@@ -27,41 +27,40 @@ class BatchAbandoned(RuntimeError):
 
 
 def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities at another temperature: divided by it, and normalised.
+    """Divide log-probabilities by a temperature, and normalise them.
 
     Args:
-        row: Log-probabilities over the last dimension; not changed. What is -inf stays.
-        temperature: Finite and above 0.
+        row: Log-probabilities over the last dimension; not changed. Entries of -inf remain.
+        temperature: Temperature, finite and above 0.
 
     Returns:
-        A tensor of the same shape, float64 for a float64 row, else float32. At temperature 1
-        `row` itself.
+        A tensor of the same shape, float64 for a float64 row, else float32; `row` itself at
+        temperature 1.
 
     Raises:
-        ValueError: Another temperature.
+        ValueError: The temperature is out of range.
     """
     if temperature == 1:
         return row
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature}: expected a finite number above 0")
     wide = row.to(torch.float32 if row.device.type == "mps" else torch.float64)
-    # The largest becomes 0 before the division, which could take all of them to -inf.
+    # The largest is subtracted first; else the division could make all of them -inf.
     tempered = torch.log_softmax((wide - wide.amax(-1, keepdim=True)) / temperature, dim=-1)
     tempered = torch.where(wide.isneginf(), wide, tempered)
     return tempered.to(torch.promote_types(row.dtype, torch.float32))
 
 
 class AsyncLM(abc.ABC):
-    """The published interface; a class derived from it needs the two abstract methods.
+    """Published base class with two abstract methods.
 
-    Maps to `genlm.AsyncLM`, which is not a base class but serves any engine.
+    It maps to `genlm.AsyncLM`, which serves any engine and is not meant to be subclassed.
 
     Args:
         tokenizer: A tokenizer that `decode_vocab` accepts.
 
     Attributes:
-        supports_burst: Whether the class has `run_burst`, with which a sampler drives the
-            engine.
+        supports_burst: Whether the class has the method `run_burst`.
     """
 
     tokenizer: Any
@@ -75,7 +74,7 @@ class AsyncLM(abc.ABC):
     async def next_token_logprobs(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Compute log-probabilities of all next tokens, shape `(len(byte_vocab),)`."""
+        """Return the log-probabilities of all next tokens, shape `(len(byte_vocab),)`."""
 
     @abc.abstractmethod
     def next_token_logprobs_sync(
@@ -86,14 +85,14 @@ class AsyncLM(abc.ABC):
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the rows of several sequences, concurrently; `(0, vocabulary)` for none."""
-        asked = [self.next_token_logprobs(ids, lora_name=lora_name) for ids in token_ids_list]
-        return self._table(await asyncio.gather(*asked))
+        """Compute the rows of sequences concurrently, shape `(n, len(byte_vocab))`."""
+        rows = [self.next_token_logprobs(ids, lora_name=lora_name) for ids in token_ids_list]
+        return self._table(await asyncio.gather(*rows))
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return rows of several sequences, one after the other; `(0, vocabulary)` for none."""
+        """Compute the rows of sequences one after the other, shape `(n, len(byte_vocab))`."""
         return self._table(
             [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in token_ids_list]
         )
@@ -107,22 +106,21 @@ class AsyncLM(abc.ABC):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw a continuation, token by token from the rows.
+        """Draw a continuation token by token.
 
         Args:
-            prompt_token_ids: The prompt.
+            prompt_token_ids: Token ids of the prompt.
             max_tokens: Maximum number of tokens, 0 or more.
             eos_token_ids: Tokens before which the continuation ends.
-            temperature: Finite and not negative; 0 takes the most likely tokens.
-            seed: Makes the continuation reproducible.
-            lora_name: The adapter.
+            temperature: Finite and not negative; 0 selects the most likely tokens.
+            seed: Random seed.
+            lora_name: Name of the adapter.
 
         Returns:
             The drawn ids, without the token that ended the continuation.
 
         Raises:
-            ValueError: A negative number of tokens, or a temperature that is negative or not
-                finite.
+            ValueError: `max_tokens` or `temperature` is out of range.
         """
         drawn = await self.batch_sample(
             [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name
@@ -138,7 +136,7 @@ class AsyncLM(abc.ABC):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Draw a continuation of each prompt, with separate random numbers; see `sample`."""
+        """Draw continuations of prompts, with independent random numbers; see `sample`."""
         if max_tokens < 0 or not 0 <= temperature < math.inf:
             raise ValueError(
                 f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
@@ -146,12 +144,12 @@ class AsyncLM(abc.ABC):
             )
         ends = frozenset(map(int, eos_token_ids))
 
-        async def continued(prompt: Sequence[int], stream: int) -> list[int]:
+        async def continue_prompt(prompt: Sequence[int], stream: int) -> list[int]:
             generator = torch.Generator().manual_seed(stream)
             ids = list(map(int, prompt))
             for _ in range(max_tokens):
                 row = await self.next_token_logprobs(ids, lora_name=lora_name)
-                token_id = _drawn(row, temperature, generator)
+                token_id = _draw(row, temperature, generator)
                 if token_id in ends:
                     break
                 ids.append(token_id)
@@ -160,22 +158,24 @@ class AsyncLM(abc.ABC):
         streams = np.random.SeedSequence(seed).generate_state(
             len(prompt_token_ids_list), np.uint64
         )
-        return await asyncio.gather(*map(continued, prompt_token_ids_list, map(int, streams)))
+        return await asyncio.gather(
+            *map(continue_prompt, prompt_token_ids_list, map(int, streams))
+        )
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter; classes that serve adapters override it.
+        """Load a LoRA adapter, if a subclass supports adapters.
 
         Raises:
-            UnsupportedCapabilityError: This class serves no adapters.
+            UnsupportedCapabilityError: The class does not support adapters.
         """
         raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Remove a LoRA adapter; as `add_new_lora`."""
+        """Remove a LoRA adapter; see `add_new_lora`."""
         raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
 
     def set_lora(self, lora_path: str, lora_name: str) -> None:
-        """Raise: adapters are named by each request.
+        """Raise an error, because requests name their adapters.
 
         Raises:
             RuntimeError: Always, as published.
@@ -183,7 +183,7 @@ class AsyncLM(abc.ABC):
         raise RuntimeError("set_lora was removed; pass lora_name= to each call")
 
     def clear_lora(self) -> None:
-        """Raise: a request without `lora_name` is one for the base model.
+        """Raise an error, because requests without `lora_name` use the base model.
 
         Raises:
             RuntimeError: Always, as published.
@@ -191,20 +191,20 @@ class AsyncLM(abc.ABC):
         raise RuntimeError("clear_lora was removed; omit lora_name for the base model")
 
     def lora_view(self, lora_name: str | None) -> Self:
-        """Return a model whose rows are those of an adapter; None for this model itself.
+        """Return a model that uses an adapter by default, or this model for None.
 
         Raises:
-            UnsupportedCapabilityError: This class serves no adapters.
+            UnsupportedCapabilityError: The class does not support adapters.
         """
         if lora_name is not None:
             raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
         return self
 
     def clear_cache(self) -> None:  # noqa: B027 - optional for subclasses
-        """Clear the caches; nothing by default."""
+        """Clear the caches, if a subclass has any."""
 
     def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
-        """Make rows of logits: those beyond the vocabulary are cut, missing ones are -inf."""
+    The row of a sequence is the softmax of uniform numbers, which are equal in all processes. The
         size = len(self.byte_vocab)
         rows = torch.log_softmax(logits[..., :size], dim=-1, dtype=torch.float32)
         return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]), value=-math.inf)
@@ -216,10 +216,10 @@ class AsyncLM(abc.ABC):
 
 
 class MockAsyncLM(AsyncLM):
-    """A model for tests: rows are random and depend on nothing except the token ids.
+    """Model for tests, whose rows are random functions of the token ids.
 
-    Each sequence of token ids has a row of its own, the same in every process: the softmax
-    of uniform numbers, computed on the caller's thread.
+    The row of a sequence is the softmax of uniform numbers and the same in every process. The
+    caller's thread computes it.
 
     Args:
         tokenizer: Tokenizer of the vocabulary.
@@ -232,10 +232,10 @@ class MockAsyncLM(AsyncLM):
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:
-        """Take the tokenizer of a model, whose weights are not loaded.
+        """Create a model with the tokenizer of a checkpoint; no weights are loaded.
 
         Args:
-            model_name: A hub id or folder.
+            model_name: Hub id or folder.
             **kwargs: Further arguments of the class.
         """
         from transformers import AutoTokenizer
@@ -245,10 +245,10 @@ class MockAsyncLM(AsyncLM):
     async def next_token_logprobs(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Draw the row of a sequence, which may be empty.
+        """Return the row of a sequence, which may be empty.
 
         Raises:
-            UnknownAdapterError: An adapter was named.
+            UnknownAdapterError: `lora_name` is not None.
         """
         return self.next_token_logprobs_sync(token_ids, lora_name)
 
@@ -264,7 +264,7 @@ class MockAsyncLM(AsyncLM):
         return self._normalize(torch.from_numpy(logits))
 
 
-def _drawn(row: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+def _draw(row: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(row.argmax())
     probabilities = temper(row.cpu().double(), temperature).exp()

@@ -1,8 +1,9 @@
 """`run_burst`: steps of a population whose tokens a control object draws.
 
-The interface is that of the library's sources after 0.3.1, with which genlm-control's
+The interface is that of genlm-backend's sources after 0.3.1, with which genlm-control's
 `BurstLoop` runs sequential Monte Carlo inside the engine. The control object owns the
-particles: it names the sequences, draws their tokens and resamples. It may drive any engine.
+particles: it assigns handles to sequences, draws their tokens and resamples. Every engine
+supports it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["EngineControl", "run_burst"]
 
 
 class EngineControl(Protocol):
-    """What draws the tokens of a burst. A handle is an integer of the control's own choice."""
+    """Draws the tokens of a burst. Handles are integers that the control object chooses."""
 
     def draw(
         self, logits: torch.Tensor, handles: Sequence[int]
@@ -31,31 +32,31 @@ class EngineControl(Protocol):
         Args:
             logits: Log-probabilities of all next tokens, shape `(len(handles), vocab_size)`,
                 float32.
-            handles: The handle of each row.
+            handles: Handles of the rows.
         """
 
     def drain_aborts(self) -> Iterable[int]:
-        """Return the handles whose sequences end, each once."""
+        """Return handles of ended sequences, and remove them from the queue."""
 
     def drain_adds(self) -> Iterable[tuple[int, Sequence[int], str | None]]:
-        """Return new sequences, each once: an unused handle, token ids, an adapter's name."""
+        """Return `(unused handle, token ids, adapter)` of new sequences, and remove these."""
 
     def on_burst_end(self) -> None:
-        """Finish what `draw` has deferred; called when no sequence is left."""
+        """Finish deferred work of `draw`; called after the last sequence has ended."""
 
 
 def run_burst(llm: genlm.AsyncLM, control: EngineControl, max_steps: int) -> None:
     """Compute rows and extend sequences until the control has ended all of them.
 
-    Blocks the calling thread, on which the methods of `control` are called.
+    The call blocks. Methods of `control` run on the calling thread.
 
     Args:
         llm: The model.
         control: Draws the tokens.
-        max_steps: Maximum number of tokens that are drawn for a sequence.
+        max_steps: Maximum number of drawn tokens per sequence.
 
     Raises:
-        GenlmError: As `batch_next_token_logprobs_sync`; sequences of the burst are dropped.
+        GenlmError: Errors of `batch_next_token_logprobs_sync`, which end the burst.
     """
     contexts: dict[int, Context] = {}
     drawn: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""`AsyncTransformer`: Hugging Face transformers models as published."""
+"""Published class `AsyncTransformer` for transformers models."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["AsyncTransformer", "Query"]
 
 
 class Query:
-    """Maps to `genlm.Query`: token ids, whose logits a future waits for.
+    """Token ids and a future of their logits; maps to `genlm.Query`.
 
     Attributes:
-        prompt: The token ids.
+        prompt: Token ids.
         future: Receives the logits.
-        past: Keys and values of what comes before, None if nothing does.
-        lora_name: The adapter, None for the base model.
-        past_len: Tokens in `past`.
+        past: Keys and values of preceding tokens, or None.
+        lora_name: Name of the adapter, None for the base model.
+        past_len: Number of tokens in `past`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Query:
         device: torch.device | str,
         past_shape: Any,
     ) -> torch.Tensor:
-        """A layer's `"keys"` or `"values"`, zeros after the end, `(1, h, to_length, d)`."""
+        """Return `"keys"` or `"values"` of a layer, zero-padded, `(1, h, to_length, d)`."""
         _, heads, _, width = past_shape
         padded = torch.zeros(1, heads, to_length, width, dtype=dtype, device=device)
         if self.past is not None:
@@ -60,11 +60,11 @@ class Query:
         return padded
 
     def prompt_padded(self, pad_token: int, to_length: int) -> list[int]:
-        """The token ids with `pad_token` after the end."""
+        """Return the token ids, padded with `pad_token` on the right."""
         return list(self.prompt) + [pad_token] * (to_length - len(self.prompt))
 
     def attention_mask(self, total_past_length: int, total_seq_length: int) -> list[int]:
-        """1 for the past and the prompt, 0 for the padding after each."""
+        """Return 1 for tokens of the past and the prompt, and 0 for the padding after them."""
         mask = [0] * (total_past_length + total_seq_length)
         mask[: self.past_len] = [1] * self.past_len
         begin = total_past_length
@@ -72,8 +72,8 @@ class Query:
         return mask
 
     def position_ids(self, total_past_length: int, total_seq_length: int) -> list[int]:
-        """Positions of the prompt after the past, 0 for the padding."""
-        del total_past_length  # padding of the past takes no positions
+        """Return the positions of the prompt after the past, and 0 for the padding."""
+        del total_past_length  # padding of the past has no positions
         positions = list(range(self.past_len, self.past_len + len(self.prompt)))
         return positions + [0] * (total_seq_length - len(self.prompt))
 
@@ -82,15 +82,15 @@ class AsyncTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="hf")`; rows are on the CPU, as published.
 
     Args:
-        hf_model: A decoder-only transformers model; any thread may run it meanwhile. A
-            `peft.PeftModel` is served as it is handed over. Adapters that
-            `hf_model.load_adapter` added are deactivated and used by name.
-        hf_tokenizer: Its tokenizer.
-        batch_size: Maximum number of sequences in a batch; by default all pending ones.
+        hf_model: A decoder-only transformers model, which other threads may run at the same
+            time. The active adapters of a `peft.PeftModel` remain active. Adapters of
+            `hf_model.load_adapter` are deactivated and used by name.
+        hf_tokenizer: Tokenizer of the model.
+        batch_size: Maximum number of sequences in a batch; None for no limit.
         timeout: Ignored; batches are dispatched without a timer.
 
     Attributes:
-        model: `hf_model`.
+        model: The argument `hf_model`.
         device: Device of the rows, the CPU. The model is on `model.device`.
         queries: Queries collected by `add_query`.
     """
@@ -117,9 +117,9 @@ class AsyncTransformer(ServedLM):
         self.batch_size = batch_size
         self.timeout = timeout
         self.queries: list[Query] = []
-        self._answering: set[asyncio.Task[None]] = set()
-        # Adapter and token ids of what `cache_kv` had the engine keep.
-        self._kept: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Adapters and token ids of the prefixes of `cache_kv`.
+        self._pinned: set[tuple[str | None, tuple[int, ...]]] = set()
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -132,9 +132,9 @@ class AsyncTransformer(ServedLM):
         """Load a model and its tokenizer.
 
         Args:
-            model_id: A hub id, a folder, or `"demo"`.
+            model_id: Hub id, folder, or `"demo"`.
             bitsandbytes_opts: Arguments of `BitsAndBytesConfig`.
-            hf_opts: Arguments of `from_pretrained`. By default the checkpoint's own dtype
+            hf_opts: Arguments of `from_pretrained`. By default the dtype of the checkpoint
                 and, with several GPUs, `device_map="auto"`.
             **kwargs: Further arguments of the class.
 
@@ -159,17 +159,17 @@ class AsyncTransformer(ServedLM):
     def next_token_logprobs_uncached(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Compute a row without the output cache; a blocking method."""
+        """Compute a row without the output cache, and block until it is computed."""
         return self.next_token_logprobs_sync(token_ids, lora_name, use_cache=False)
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute and cache a prefix, which `walk_cache` finds until `clear_kv_cache`."""
+        """Compute and pin a prefix until `clear_kv_cache`."""
         super().cache_kv(prompt_tokens, lora_name)
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
             ids: Any = prompt_tokens
             if isinstance(prompt_tokens, genlm.Context):
                 ids = prompt_tokens.token_ids
-            self._kept.add((lora_name or self.lora_name, tuple(map(int, ids))))
+            self._pinned.add((lora_name or self.lora_name, tuple(map(int, ids))))
 
     def add_new_lora(
         self,
@@ -180,30 +180,30 @@ class AsyncTransformer(ServedLM):
     ) -> None:
         """Load a LoRA adapter; see `ServedLM.add_new_lora`."""
         super().add_new_lora(lora_path, lora_name, replace=replace)
-        self._forget_kept(lora_name)
+        self._forget_pinned(lora_name)
 
     def remove_lora(self, lora_name: str) -> None:
         """Unload an adapter; see `ServedLM.remove_lora`."""
         super().remove_lora(lora_name)
-        self._forget_kept(lora_name)
+        self._forget_pinned(lora_name)
 
     def with_lora(self, lora_name: str | None) -> Self:
-        """Return this model with another default adapter, and a queue of its own."""
+        """Return this model with another default adapter and a separate queue."""
         bound = super().with_lora(lora_name)
         bound.queries = []
         return bound
 
-    def _forget_kept(self, lora_name: str) -> None:
-        # In place: `with_lora` shares it, as it shares the engine's prefixes.
-        self._kept.difference_update([kept for kept in self._kept if kept[0] == lora_name])
+    def _forget_pinned(self, lora_name: str) -> None:
+        # In place, because models of `with_lora` share the set and the engine's prefixes.
+        self._pinned.difference_update([key for key in self._pinned if key[0] == lora_name])
 
     def clear_kv_cache(self) -> None:
         """Free the cached prefixes of the engine, if any."""
-        self._kept.clear()
+        self._pinned.clear()
         super().clear_kv_cache()
 
     def clear_cache(self) -> None:
-        """Clear the cached rows, keys and values. Results do not change."""
+        """Clear cached rows, keys and values. Results do not change."""
         super().clear_cache()
         self.clear_kv_cache()
 
@@ -219,38 +219,38 @@ class AsyncTransformer(ServedLM):
         """Add a sequence whose logits are computed in the next batch.
 
         Args:
-            query: All token ids.
-            future: Gets the logits after each of them, `(len(query), vocabulary)`, as
-                log-probabilities.
-            past: None; the engine keeps prefixes itself.
-            lora_name: An adapter.
+            query: Token ids.
+            future: Receives the log-probabilities after each token, shape
+                `(len(query), vocabulary)`.
+            past: None, because the engine caches prefixes itself.
+            lora_name: Name of the adapter.
 
         Raises:
-            ValueError: A past was given.
+            ValueError: `past` is not None.
         """
         if past is not None:
             raise ValueError(
-                "past is not None: keys and values from elsewhere cannot be used; pass the "
-                "whole sequence, of which the engine computes what it does not have yet"
+                "past is not None, and external keys and values cannot be used; pass the whole "
+                "sequence, of which the engine computes only uncached tokens"
             )
         self.queries.append(Query(list(query), future, None, lora_name))
         if len(self.queries) == 1:
             future.get_loop().call_soon(self.batch_evaluate_queries)
 
     def batch_evaluate_queries(self) -> None:
-        """Submit the collected queries; their futures are finished by the event loop."""
+        """Submit the collected queries; the event loop completes their futures."""
         queries, self.queries = self.queries, []
         for query in queries:
-            task = query.future.get_loop().create_task(self._answer(query))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            task = query.future.get_loop().create_task(self._compute(query))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, query: Query) -> None:
+    async def _compute(self, query: Query) -> None:
         prefixes = [query.prompt[: end + 1] for end in range(len(query.prompt))]
         try:
-            # Not this class's method: all rows are wanted.
+            # The method of this class would return a `PrefixRows`.
             rows = await genlm.AsyncLM.batch_next_token_logprobs(
-                self, prefixes, lora_name=self._known(query.lora_name)
+                self, prefixes, lora_name=self._check_adapter(query.lora_name)
             )
         except Exception as error:  # noqa: BLE001 - passed to the future
             if not query.future.done():
@@ -260,26 +260,28 @@ class AsyncTransformer(ServedLM):
                 query.future.set_result(rows)
 
     def reset_async_queries(self) -> None:
-        """End all unanswered requests with `QueryResetError`; the model stays usable."""
+        """End all pending requests with `QueryResetError`; the model remains usable."""
         self.batch_evaluate_queries()
         super().reset_async_queries()
 
     def walk_cache(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> tuple[TokenTrie, int, None, int]:
-        """Find the longest beginning of a sequence that is kept: its row, or by `cache_kv`.
+        """Find the longest prefix whose row is cached or that `cache_kv` has pinned.
 
         Returns:
-            A node with the row, how many tokens lead to it, and None and 0: the engine has
-            the keys and values, and reuses them for longer sequences.
+            A node with the row, the length of the prefix, None, and 0. The engine has the keys
+            and values and reuses them for longer sequences.
         """
-        lora_name = self._known(lora_name) or self.lora_name
+        lora_name = self._check_adapter(lora_name) or self.lora_name
         ids = tuple(map(int, token_ids))
-        for length in range(len(ids) or 1, 0, -1):  # an empty sequence is refused below
-            beginning = ids[:length]
-            row = self.cached_logprobs(beginning, lora_name=lora_name)
-            if row is None and (lora_name, beginning) in self._kept:
-                row = self.next_token_logprobs_sync(beginning, lora_name)
+        for length in range(
+            len(ids) or 1, 0, -1
+        ):  # `cached_logprobs` rejects an empty sequence
+            prefix = ids[:length]
+            row = self.cached_logprobs(prefix, lora_name=lora_name)
+            if row is None and (lora_name, prefix) in self._pinned:
+                row = self.next_token_logprobs_sync(prefix, lora_name)
             if row is not None:
                 return TokenTrie(row), length, None, 0
         return TokenTrie(), 0, None, 0

@@ -1,4 +1,4 @@
-"""`AsyncMlxLM`: MLX models as published."""
+"""Published class `AsyncMlxLM` for models on MLX."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from genlm.backend.llm.served import ServedLM, installed_engine, output_cache
 __all__ = ["HAS_MLX", "AsyncMlxLM"]
 
 HAS_MLX = find_spec("mlx_lm") is not None
-"""Whether the library is installed."""
+"""Whether mlx-lm is installed."""
 
 
 class AsyncMlxLM(ServedLM):
     """Maps to `genlm.load_model(name, backend="mlx")`.
 
     Args:
-        mlx_lm_model: A model that `mlx_lm.load` returned, or its hub id or folder.
-        tokenizer: Tokenizer of a model; None for a name.
+        mlx_lm_model: A model returned by `mlx_lm.load`, or a hub id or folder.
+        tokenizer: Tokenizer of the model; None for a hub id or folder.
         timeout: Ignored; batches are dispatched without a timer.
         prefill_step_size: Maximum number of tokens in a forward pass.
         cache_size: Maximum number of rows in the output cache.
@@ -56,7 +56,7 @@ class AsyncMlxLM(ServedLM):
         """Load a model.
 
         Args:
-            model_name: A hub id or folder.
+            model_name: Hub id or folder.
             **kwargs: Further arguments of the class.
         """
         return cls(model_name, None, **kwargs)

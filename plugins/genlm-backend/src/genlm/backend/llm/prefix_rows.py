@@ -1,9 +1,9 @@
-"""`PrefixRows`: the rows of all prefixes of a text, without holding them.
+"""`PrefixRows`: the rows of all prefixes of a text, without their memory.
 
 genlm-control's `PromptedLLM.prefix` and `complete` request the row of every prefix of a context
-and gather one entry of each: the log-probability of the token that the next prefix adds. A
+and gather one entry per row: the log-probability of the token that the next prefix adds. A
 table of 512 rows of 128,000 float32 takes 262 MB. Here these entries are computed as the scores
-of a text, and only the last row, whose token is not known, is computed as a row. Other uses of
+of a text, and only the last row, which has no next token, is computed as a row. Other uses of
 the table compute it.
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRows", "PrefixScores", "common_text"]
 
-_FEWEST_PREFIXES = 4
-"""Fewer prefixes are computed as rows: they are small, and a beam may have two or three."""
+_MIN_PREFIXES = 4
+"""Fewer prefixes are computed as rows: their tables are small, and they may be a beam."""
 
-_TEXTS = 4096
-"""Most texts whose scores are remembered: one number for each token."""
+_MAX_TEXTS = 4096
+"""Maximum number of texts with cached scores, one number per token."""
 
 _METADATA = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -38,20 +38,20 @@ _METADATA = {
     torch.Tensor.numel,
     torch.Tensor.__len__,
 }
-"""What needs no row."""
+"""Functions of the shape and dtype, which do not compute the table."""
 
 
 def common_text(sequences: object) -> tuple[int, tuple[int, ...]] | None:
-    """Return the text of which sequences are successive prefixes.
+    """Return the text whose successive prefixes are the sequences.
 
     Args:
-        sequences: Lists or tuples of token ids, each one token longer than the one before.
+        sequences: Lists or tuples of token ids.
 
     Returns:
-        The length of the first sequence, at least 1, and the last sequence; None for fewer than
-        four sequences and for all others.
+        The length of the first sequence, at least 1, and the last sequence; None if there are
+        fewer than four sequences or they are not successive prefixes of one text.
     """
-    if not isinstance(sequences, list | tuple) or len(sequences) < _FEWEST_PREFIXES:
+    if not isinstance(sequences, list | tuple) or len(sequences) < _MIN_PREFIXES:
         return None
     text = sequences[-1]
     if not isinstance(text, list | tuple) or not sequences[0]:
@@ -64,16 +64,16 @@ def common_text(sequences: object) -> tuple[int, tuple[int, ...]] | None:
 
 
 class PrefixRows(torch.Tensor):
-    """A table of rows with one known entry in each row but the last, which is known whole.
+    """Lazy table of rows, of which the last row and one entry of every other row are known.
 
-    `torch.gather` along the vocabulary at the known entries reads them. Every other operation
-    computes the table, once, and blocks until it has been computed.
+    `torch.gather` along the vocabulary returns known entries. The first other operation
+    computes the table and blocks until it has been computed.
 
     Args:
-        scores: Known entry of each row but the last, shape `(n - 1,)`.
-        targets: Ids of these entries.
+        scores: Known entries of all rows except the last, shape `(n - 1,)`.
+        targets: Token ids of these entries.
         last: The last row, shape `(vocab_size,)`.
-        table: Computes all rows, shape `(n, vocab_size)`.
+        table: Function that computes all rows, shape `(n, vocab_size)`.
     """
 
     _scores: torch.Tensor
@@ -90,8 +90,8 @@ class PrefixRows(torch.Tensor):
         last: torch.Tensor,
         table: Callable[[], torch.Tensor],
     ) -> PrefixRows:
-        """Make a tensor of the table's shape that has one number in memory."""
-        # NaN, so that a read past __torch_function__ is noticed.
+        """Create a tensor with the table's shape that stores a single number."""
+        # NaN, so that a read that bypasses __torch_function__ is noticed.
         shape = (len(scores) + 1, len(last))
         rows = last.new_full((1,), torch.nan).expand(shape).as_subclass(cls)
         vars(rows).update(
@@ -111,25 +111,25 @@ class PrefixRows(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Read known entries, or compute the table and call the function with it."""
+        """Gather known entries, or compute the table and call the function with it."""
         options = dict(kwargs or {})
         if func in _METADATA:
             return super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
         if func in {torch.gather, torch.Tensor.gather} and not options and len(args) == 3:
             rows, dim, index = args
-            known = None
+            entries = None
             if isinstance(rows, PrefixRows) and dim in {1, -1}:
-                known = rows.known(index)
-            if known is not None:
-                return known
+                entries = rows.gather_known(index)
+            if entries is not None:
+                return entries
         return func(*_whole(args), **_whole(options))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        # asyncio represents results of tasks; that must not compute the table.
+        # asyncio calls it on results of tasks, which must not compute the table.
         return f"PrefixRows({len(self._scores) + 1} rows of {len(self._last)})"
 
-    def known(self, index: torch.Tensor) -> torch.Tensor | None:
-        """Return the gathered entries; None if others than the known ones are wanted."""
+    def gather_known(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Return the gathered entries, or None if the index has unknown entries."""
         if isinstance(index, PrefixRows) or index.shape != (len(self._scores) + 1, 1):
             return None
         if index.device != self._targets.device or not index[:-1, 0].equal(self._targets):
@@ -137,14 +137,14 @@ class PrefixRows(torch.Tensor):
         return torch.cat([self._scores, self._last.gather(0, index[-1])])[:, None]
 
     def whole(self) -> torch.Tensor:
-        """Return the table as a plain tensor, computed the first time."""
+        """Return the table as a plain tensor, which is computed on the first call."""
         if self._table is None:
             self._table = self._compute()
         return self._table
 
 
 def _whole(value: Any) -> Any:
-    """Replace tables in arguments by plain tensors."""
+    """Replace `PrefixRows` in arguments by plain tensors."""
     if isinstance(value, PrefixRows):
         return value.whole()
     if type(value) in {list, tuple}:
@@ -153,24 +153,24 @@ def _whole(value: Any) -> Any:
 
 
 class PrefixScores:
-    """Scores of texts, so that a text which grows by one token is not scored again.
+    """Cache of the scores of texts, for texts that grow by one token.
 
-    Shared by the models that `with_lora` returns. Safe to use from several threads.
+    Models that `with_lora` returns share it. It is thread-safe.
 
     Attributes:
-        useful: Whether callers have read known entries only. One that needs whole rows, such as
-            a `PromptedLLM` with a temperature, would block its event loop each time.
+        useful: Whether callers have only read known entries. Callers that need whole rows, such
+            as a `PromptedLLM` with a temperature, would block their event loop.
     """
 
     def __init__(self) -> None:
         self.useful = True
-        self._scores: LRUCache[Any, torch.Tensor] = LRUCache(_TEXTS)
+        self._scores: LRUCache[Any, torch.Tensor] = LRUCache(_MAX_TEXTS)
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Forget all scores; those that are being computed will not be remembered."""
+        """Remove all scores; those being computed will not be cached."""
         with self._lock:
-            self._scores = LRUCache(_TEXTS)
+            self._scores = LRUCache(_MAX_TEXTS)
 
     async def rows(
         self, llm: ServedLM, first: int, text: tuple[int, ...], lora_name: str | None
@@ -181,24 +181,24 @@ class PrefixScores:
             llm: The model.
             first: Length of the shortest prefix.
             text: The longest prefix.
-            lora_name: The adapter.
+            lora_name: Name of the adapter.
 
         Raises:
-            GenlmError: As `genlm.AsyncLM.next_token_logprobs`.
+            GenlmError: Errors of `genlm.AsyncLM.next_token_logprobs`.
         """
         adapter = lora_name or llm.lora_name
         with self._lock:
-            remembered = self._scores  # `clear` replaces it
-            before = remembered.get((adapter, first, text[:-1]))
-        if before is None:
+            cache = self._scores  # `clear` replaces it
+            previous = cache.get((adapter, first, text[:-1]))
+        if previous is None:
             score = llm.score(text, first, lora_name=lora_name)
             last, scores = await asyncio.gather(llm.next_token_logprobs(text, lora_name), score)
         else:
             new = llm.token_logprobs(text[:-1], text[-1:], lora_name=lora_name)
             last, added = await asyncio.gather(llm.next_token_logprobs(text, lora_name), new)
-            scores = torch.cat([before, added.cpu()])
+            scores = torch.cat([previous, added.cpu()])
         with self._lock:
-            remembered[adapter, first, text] = scores
+            cache[adapter, first, text] = scores
 
         def table() -> torch.Tensor:
             self.useful = False

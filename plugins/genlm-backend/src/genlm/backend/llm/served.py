@@ -1,8 +1,8 @@
-"""`ServedLM`: a published model class on the core's `AsyncLM`.
+"""`ServedLM`: base of the published model classes that use the core's `AsyncLM`.
 
-The core validates, caches, batches and runs the engine; this adds the published spellings,
-adapters' names that can be given again, and cache calls that do nothing on engines without
-prefix caches.
+The core validates, caches and batches requests and runs the engine. `ServedLM` adds the
+published names and argument orders, adapters that replace others of the same name, and cache
+methods that do nothing for engines without a prefix cache.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 
 
 class ServedLM(genlm.AsyncLM, AsyncLM):
-    """Maps to `genlm.AsyncLM`, of which it has everything.
+    """Subclass of `genlm.AsyncLM` with the published interface.
 
     Args:
         build_engine: As for `genlm.AsyncLM`.
         name: Name of the engine.
-        cache: The output cache; None takes the core's default.
-        batch_size: Maximum number of queries in a batch; None leaves it to the engine.
+        cache: Output cache; None for the core's default.
+        batch_size: Maximum number of queries in a batch; None for the engine's limit.
     """
 
     supports_burst = True
@@ -63,26 +63,26 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
 
     @cached_property
     def byte_vocab(self) -> list[Token]:  # type: ignore[override]
-        """One token with its exact bytes per id."""
+        """Tokens with their exact bytes, indexed by id."""
         return published_tokens(self.vocabulary.byte_vocab)
 
     @cached_property
     def str_vocab(self) -> list[str]:  # type: ignore[override]
-        """One string per id; the tokenizer's name of a token whose bytes are not UTF-8."""
+        """Strings of the tokens, indexed by id; names of tokens whose bytes are not UTF-8."""
         return bytes_to_strs(self.tokenizer, self.vocabulary.byte_vocab, "tokenizer")
 
     @cached_property
     def device(self) -> torch.device:
-        """Device of the rows, determined by a first request."""
+        """Device of the rows, determined by a request."""
         return self.next_token_logprobs_sync([0]).device
 
-    # -- rows and samples: the adapter may be given by position -----------------------
+    # -- rows and samples, with the adapter as a positional argument ------------------
 
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None, *, use_cache: bool = True
     ) -> torch.Tensor:
-        """Score every possible next token; see `genlm.AsyncLM.next_token_logprobs`."""
-        lora_name = self._known(lora_name)
+        """Return a row; see `genlm.AsyncLM.next_token_logprobs`."""
+        lora_name = self._check_adapter(lora_name)
         return await super().next_token_logprobs(
             token_ids, lora_name=lora_name, use_cache=use_cache
         )
@@ -90,8 +90,8 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None, *, use_cache: bool = True
     ) -> torch.Tensor:
-        """Score every possible next token and wait."""
-        lora_name = self._known(lora_name)
+        """Blocking form of `next_token_logprobs`."""
+        lora_name = self._check_adapter(lora_name)
         return super().next_token_logprobs_sync(
             token_ids, lora_name=lora_name, use_cache=use_cache
         )
@@ -99,12 +99,12 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`.
+        """Return rows; see `genlm.AsyncLM.batch_next_token_logprobs`.
 
-        The rows of all prefixes of one text are a `PrefixRows`, of which only the entries that
-        are read are computed.
+        For successive prefixes of one text, the result is a `PrefixRows`, which computes only
+        the entries that are read.
         """
-        lora_name = self._known(lora_name)
+        lora_name = self._check_adapter(lora_name)
         if self._prefix_scores.useful and genlm.Capability.SCORE in self.capabilities:
             prefixes = common_text(token_ids_list)
             if prefixes is not None:
@@ -114,9 +114,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     def batch_next_token_logprobs_sync(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Score several sequences and wait."""
+        """Blocking form of `batch_next_token_logprobs`."""
         return super().batch_next_token_logprobs_sync(
-            token_ids_list, lora_name=self._known(lora_name)
+            token_ids_list, lora_name=self._check_adapter(lora_name)
         )
 
     async def sample(  # type: ignore[override]  # published with other names
@@ -136,7 +136,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             stop=eos_token_ids,
             temperature=temperature,
             seed=seed,
-            lora_name=self._known(lora_name),
+            lora_name=self._check_adapter(lora_name),
             **options,
         )
 
@@ -150,22 +150,22 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         lora_name: str | None = None,
         **options: Any,
     ) -> list[list[int]]:
-        """Draw a continuation of each prompt; see `genlm.AsyncLM.batch_sample`."""
+        """Draw continuations of prompts; see `genlm.AsyncLM.batch_sample`."""
         return await super().batch_sample(
             prompt_token_ids_list,
             max_tokens,
             stop=eos_token_ids,
             temperature=temperature,
             seed=seed,
-            lora_name=self._known(lora_name),
+            lora_name=self._check_adapter(lora_name),
             **options,
         )
 
     def run_burst(self, control: EngineControl, max_steps: int) -> None:
-        """Extend sequences by tokens that `control` draws; see `engine_control.run_burst`."""
+        """Extend sequences by tokens of `control`; see `engine_control.run_burst`."""
         run_burst(self, control, max_steps)
 
-    # -- adapters: a name may be given again ------------------------------------------
+    # -- adapters, which replace others of the same name -------------------------------
 
     def add_new_lora(
         self,
@@ -177,46 +177,46 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Load a LoRA adapter; see `genlm.AsyncLM.load_lora`.
 
         Args:
-            lora_path: Folder of the adapter, or its hub id.
-            lora_name: The name that requests give.
+            lora_path: Folder or hub id of the adapter.
+            lora_name: Name of the adapter in requests.
             replace: Whether the adapter replaces one of the same name; in-flight requests
                 complete with the previous adapter.
 
         Raises:
-            UnsupportedCapabilityError: The engine serves no adapters.
+            UnsupportedCapabilityError: The engine does not support adapters.
             AdapterError: The adapter cannot be found or loaded.
         """
-        if genlm.Capability.LORA in self.capabilities:  # else the core refuses
+        if genlm.Capability.LORA in self.capabilities:  # else `load_lora` raises
             lora_path = _adapter_folder(lora_path)
         self.load_lora(lora_path, lora_name, replace=replace)
         self._prefix_scores.clear()
 
     def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
-        return super().with_lora(self._known(lora_name))
+        return super().with_lora(self._check_adapter(lora_name))
 
     def lora_view(self, lora_name: str | None) -> Self:
-        """Return this model with an adapter for all requests; None for this model itself."""
+        """Return a model that uses an adapter by default, or this model for None."""
         return self if lora_name is None else self.with_lora(lora_name)
 
     def remove_lora(self, lora_name: str) -> None:
         """Unload an adapter; see `genlm.AsyncLM.unload_lora`."""
-        self._known(lora_name)
+        self._check_adapter(lora_name)
         self.unload_lora(lora_name)
         self._prefix_scores.clear()
 
-    def _known(self, lora_name: str | None) -> str | None:
-        """Refuse unknown adapters as published: by `ValueError`, whatever the engine serves."""
+    def _check_adapter(self, lora_name: str | None) -> str | None:
+        """Raise the published `ValueError` for unknown adapters, with every engine."""
         if lora_name is not None and lora_name not in self.lora_names:
             raise genlm.UnknownAdapterError(lora_name, self.lora_names)
         return lora_name
 
-    # -- caches and the end: harmless where they mean nothing -------------------------
+    # -- caches and closing -----------------------------------------------------------
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute and cache a prefix, if the engine has a prefix cache."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
-            self.pin_prefix(prompt_tokens, lora_name=self._known(lora_name))
+            self.pin_prefix(prompt_tokens, lora_name=self._check_adapter(lora_name))
 
     def clear_kv_cache(self) -> None:
         """Free the cached prefixes of the engine, if any."""
@@ -229,15 +229,15 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self._prefix_scores.clear()
 
     def reset_async_queries(self) -> None:
-        """End all unanswered requests with `QueryResetError`; the model stays usable."""
+        """End all pending requests with `QueryResetError`; the model remains usable."""
         self.cancel_all()
 
     def cleanup(self) -> None:
-        """Close the model; the same as `close`."""
+        """Close the model; see `close`."""
         self.close()
 
 
-def installed_engine(backend: str, asked_for: str) -> Any:
+def installed_engine(backend: str, class_name: str) -> Any:
     """Return the callable that builds an installed engine.
 
     Raises:
@@ -248,11 +248,11 @@ def installed_engine(backend: str, asked_for: str) -> Any:
     except genlm.UnknownBackendError as error:
         plugin = f"a plugin for the engine {backend!r}"
         install = f"pip install 'genlm-backend[{backend}]'"
-        raise genlm.MissingRequirementError(asked_for, [plugin], install) from error
+        raise genlm.MissingRequirementError(class_name, [plugin], install) from error
 
 
 def checked_builder(engine: Any, model_class: str) -> Callable[[], Engine]:
-    """Return what builds an engine; refuse engines that exist.
+    """Return a function that builds an engine; existing engines are rejected.
 
     Raises:
         TypeError: The object is not callable.
@@ -267,17 +267,17 @@ def checked_builder(engine: Any, model_class: str) -> Callable[[], Engine]:
 
 
 def with_rows_on_cpu(engine: Any) -> Any:
-    """Make an engine return its rows on the CPU, as published."""
+    """Make an engine return rows on the CPU, as published."""
     step = engine.step
 
     def step_to_cpu() -> Iterable[Completion]:
-        for answer in step():
-            result = answer.result
+        for completion in step():
+            result = completion.result
             if isinstance(result, torch.Tensor):
                 result = result.cpu()
             elif isinstance(result, Reduced):  # a row may be among the values
                 result = Reduced(tuple(map(_on_cpu, result.values)))
-            yield answer._replace(result=result)
+            yield completion._replace(result=result)
 
     engine.step = step_to_cpu
     return engine
@@ -288,12 +288,12 @@ def _on_cpu(value: Any) -> Any:
 
 
 def output_cache(cache_size: int, cache_opts: dict[str, Any] | None) -> OutputCache:
-    """Make the output cache of published options."""
+    """Create the output cache from published options."""
     return OutputCache(cache_size, **(cache_opts or {}))
 
 
 def _adapter_folder(lora_path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the folder of an adapter, downloaded if a hub id is given."""
+    """Return the folder of an adapter, which is downloaded for a hub id."""
     if os.path.isdir(lora_path):  # noqa: PTH112 - may be a hub id
         return lora_path
     import huggingface_hub
@@ -302,6 +302,6 @@ def _adapter_folder(lora_path: str | os.PathLike[str]) -> str | os.PathLike[str]
         return huggingface_hub.snapshot_download(os.fspath(lora_path))
     except Exception as error:
         raise genlm.AdapterError(
-            f"asked for adapter {os.fspath(lora_path)!r}; there is no such folder, and the hub "
-            f"gave {type(error).__name__}: {' '.join(str(error).split())}"
+            f"no adapter {os.fspath(lora_path)!r}: there is no such folder, and the hub raised "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error

@@ -1,4 +1,4 @@
-"""`AsyncSGLTransformer`: SGLang models as published."""
+"""Published class `AsyncSGLTransformer` for models on SGLang."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from genlm.backend.llm.served import (
 __all__ = ["HAS_SGL", "AsyncSGLTransformer"]
 
 HAS_SGL = find_spec("sglang") is not None
-"""Whether the library is installed."""
+"""Whether SGLang is installed."""
 
 
 class AsyncSGLTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="sgl")`; rows are on the CPU. Use `from_name`.
 
     Args:
-        sgl_model: Builds the engine, as `build_engine` of `genlm.AsyncLM`. A `Scheduler` of
-            SGLang that exists is refused: rows need hooks that are installed while it is built.
+        sgl_model: Function that builds the engine, as `build_engine` of `genlm.AsyncLM`. An
+            existing `Scheduler` of SGLang is rejected, since hooks for rows are installed while
+            it is built.
         cache_size: Maximum number of rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:
-        TypeError: A scheduler that exists, or another object.
+        TypeError: `sgl_model` is not callable.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class AsyncSGLTransformer(ServedLM):
         """Load a model.
 
         Args:
-            model_id: A hub id or folder.
+            model_id: Hub id or folder.
             engine_opts: Arguments of SGLang's `ServerArgs`.
             gpu_id: Index of the GPU.
             **kwargs: Further arguments of the class.
@@ -67,6 +68,6 @@ class AsyncSGLTransformer(ServedLM):
         return cls(lambda: engine(model_id, engine_opts=options, gpu_id=gpu_id), **kwargs)
 
     def clear_kv_cache(self) -> bool:  # type: ignore[override]
-        """Free the prefixes that SGLang keeps. Returns True; a failure raises."""
+        """Free the cached prefixes of SGLang, and return True."""
         super().clear_kv_cache()
         return True

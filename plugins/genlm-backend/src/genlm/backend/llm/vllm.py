@@ -1,4 +1,4 @@
-"""`AsyncVirtualLM`: vLLM models as published."""
+"""Published class `AsyncVirtualLM` for models on vLLM."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from genlm.backend.llm.served import ServedLM, checked_builder, installed_engine
 __all__ = ["HAS_VLLM", "AsyncVirtualLM"]
 
 HAS_VLLM = find_spec("vllm") is not None
-"""Whether the library is installed."""
+"""Whether vLLM is installed."""
 
 
 class AsyncVirtualLM(ServedLM):
     """Maps to `genlm.load_model(name, backend="vllm", engine_opts=...)`; use `from_name`.
 
     Args:
-        llm_engine: Builds the engine, as `build_engine` of `genlm.AsyncLM`. An engine of vLLM
-            that exists is refused: rows need hooks that are installed while it is built.
+        llm_engine: Function that builds the engine, as `build_engine` of `genlm.AsyncLM`. An
+            existing engine of vLLM is rejected, since hooks for rows are installed while it is
+            built.
         cache_size: Maximum number of rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:
-        TypeError: An engine that exists, or another object.
+        TypeError: `llm_engine` is not callable.
     """
 
     def __init__(
@@ -43,22 +44,22 @@ class AsyncVirtualLM(ServedLM):
         """Load a model.
 
         Args:
-            model_name: A hub id or folder.
+            model_name: Hub id or folder.
             engine_opts: Arguments of vLLM.
             **kwargs: Further arguments of the class.
 
         Raises:
             ModelLoadError: vLLM cannot serve the model.
             MissingRequirementError: genlm-vllm or vLLM is not installed; an `ImportError`.
-            ValueError: An option that would make rows wrong.
-            TypeError: An option that vLLM does not have.
+            ValueError: An option would make rows wrong.
+            TypeError: vLLM does not have an option.
         """
         engine = installed_engine("vllm", "AsyncVirtualLM")
         return cls(partial(engine, model_name, engine_opts=dict(engine_opts or {})), **kwargs)
 
     @property
     def llm_engine(self) -> Any:
-        """VLLM's own engine, for inspection."""
+        """The wrapped engine of vLLM, for inspection."""
         return self.engine.llm_engine  # type: ignore[attr-defined]
 
     @property
@@ -68,5 +69,5 @@ class AsyncVirtualLM(ServedLM):
         return core.model_executor.driver_worker.worker.model_runner.model
 
     async def release_all(self) -> None:
-        """Free the prefixes that vLLM keeps; see `clear_kv_cache`."""
+        """Free the cached prefixes of vLLM; see `clear_kv_cache`."""
         self.clear_kv_cache()

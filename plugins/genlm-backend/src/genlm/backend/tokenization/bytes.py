@@ -1,4 +1,4 @@
-"""The bytes of tokens, by the core's exact decoding or by a decoder that the caller gives."""
+"""Bytes of tokens, from the core's exact decoding or a byte decoder of the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _TRIAL = "naïve Ωμέγα, 日本語 🦜"
-"""Characters of one to four bytes in UTF-8."""
+"""Text with characters of one to four bytes in UTF-8."""
 
 
 class ByteDecoderError(Exception):
@@ -30,7 +30,7 @@ class ByteVocabError(genlm.VocabularyError):
 
 
 def get_byte_vocab(tokenizer: Any) -> list[bytes]:
-    """Maps to `genlm.decode_vocab`: the bytes of every id, without the ids.
+    """Return the bytes of every id; maps to `genlm.decode_vocab`.
 
     Raises:
         ByteVocabError: The tokenizer cannot be decoded.
@@ -45,14 +45,14 @@ def get_byte_vocab(tokenizer: Any) -> list[bytes]:
 def get_byte_tokens_from_byte_decoder(
     tokenizer: Any, byte_decoder: Mapping[str, int]
 ) -> list[bytes]:
-    """The bytes of every id by a decoder that the caller gives; added tokens are their content.
+    """Return the bytes of every id by a byte decoder; those of added tokens are their content.
 
     Args:
-        tokenizer: From transformers.
-        byte_decoder: The byte that each character of a token stands for.
+        tokenizer: A tokenizer of transformers.
+        byte_decoder: Map from characters of tokens to bytes.
 
     Raises:
-        ByteDecoderError: The decoder lacks a character.
+        ByteDecoderError: The decoder has no byte for a character.
     """
     added = {token_id: content for content, token_id in tokenizer.get_added_vocab().items()}
     try:
@@ -64,33 +64,35 @@ def get_byte_tokens_from_byte_decoder(
         ]
     except KeyError as error:
         raise ByteDecoderError(
-            f"the byte decoder has no byte for the character {error}, which a token of "
-            f"{type(tokenizer).__name__} has"
+            f"the byte decoder has no byte for the character {error} of a token of "
+            f"{type(tokenizer).__name__}"
         ) from error
 
 
 def get_byte_tokens_from_sp(tokenizer: Any) -> list[bytes]:
-    """The bytes of every id by SentencePiece's own rules, for tokenizers that follow them.
+    """Return the bytes of every id by SentencePiece's rules.
 
-    `<0x0A>` is that byte, `▁` a space; added tokens are their content.
+    `<0x0A>` is the byte 10 and `▁` a space. The bytes of added tokens are their content.
     """
     added = {token_id: content for content, token_id in tokenizer.get_added_vocab().items()}
-    found = []
+    byte_strings = []
     for token_id in range(len(tokenizer)):
         piece = added.get(token_id) or tokenizer.convert_ids_to_tokens(token_id)
         byte = None if token_id in added else re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
-        found.append(bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode())
-    return found
+        byte_strings.append(
+            bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+        )
+    return byte_strings
 
 
 def check_byte_decoder(tokenizer: Any, byte_decoder: Mapping[str, int]) -> None:
-    """Compare a byte decoder with the tokenizer: all characters, and a text and back.
+    """Check that a byte decoder has all characters of a tokenizer and decodes an encoded text.
 
     Raises:
-        ByteDecoderError: It does not fit.
+        ByteDecoderError: The decoder does not fit the tokenizer.
     """
     tokens = get_byte_tokens_from_byte_decoder(tokenizer, byte_decoder)
     ids = tokenizer(_TRIAL, add_special_tokens=False)["input_ids"]
-    found = b"".join(tokens[token_id] for token_id in ids).decode(errors="replace")
-    if found != _TRIAL:
-        raise ByteDecoderError(f"encoded {_TRIAL!r}; the byte decoder gave {found!r} back")
+    decoded = b"".join(tokens[token_id] for token_id in ids).decode(errors="replace")
+    if decoded != _TRIAL:
+        raise ByteDecoderError(f"encoded {_TRIAL!r}; the byte decoder returned {decoded!r}")

@@ -1,4 +1,4 @@
-"""`Token` as published: the core's token, equal to plain bytes of the same content."""
+"""Published class `Token`: the core's token, equal to plain bytes of the same content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Token", "published_tokens"]
 
 
 class _AnyToken(type):
-    """Lets `isinstance(x, Token)` accept the core's tokens, so that both kinds mix."""
+    """Metaclass with which `isinstance(x, Token)` accepts the core's tokens."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is Token:
@@ -21,7 +21,7 @@ class _AnyToken(type):
 
 
 def _by_id_or_content(compare: Callable[[int, int], bool]) -> Any:
-    """Make a method that compares the ids of tokens and the contents of plain bytes."""
+    """Return a method that compares tokens by id, and plain bytes by content."""
 
     def method(token: Token, other: object) -> bool:
         if isinstance(other, genlm.Token):
@@ -32,21 +32,21 @@ def _by_id_or_content(compare: Callable[[int, int], bool]) -> Any:
 
 
 class Token(genlm.Token, metaclass=_AnyToken):
-    """Maps to `genlm.Token`; in addition it equals plain bytes of its content.
+    """Maps to `genlm.Token`; a token also equals plain bytes of its content.
 
-    Among themselves tokens are compared, hashed and ordered by id, against plain bytes by
-    content. As the hash is that of the id, do not mix both as keys of one dictionary.
+    Tokens are compared with tokens by id and with plain bytes by content. The hash is that of
+    the id, so do not use tokens and plain bytes as keys of one dictionary.
 
     Args:
-        token_id: Position in the vocabulary.
-        byte_string: The bytes.
+        token_id: Index in the vocabulary.
+        byte_string: Bytes of the token.
 
     Raises:
         TypeError: The id is not an integer, or the bytes are not `bytes`.
     """
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
-        """Join an id and its bytes."""
+        """Create a token."""
         if not isinstance(token_id, int) or not isinstance(byte_string, bytes):
             raise TypeError(
                 f"Token(token_id={token_id!r}, byte_string={byte_string!r}): expected an int "
@@ -58,7 +58,7 @@ class Token(genlm.Token, metaclass=_AnyToken):
 
     @staticmethod
     def as_bytes(x: Any) -> Any:
-        """The plain bytes of a token; anything else as it is."""
+        """Return the plain bytes of a token, and any other object unchanged."""
         return x.byte_string if isinstance(x, genlm.Token) else x
 
     @staticmethod
@@ -79,5 +79,5 @@ class Token(genlm.Token, metaclass=_AnyToken):
 
 
 def published_tokens(tokens: Iterable[genlm.Token]) -> list[Token]:
-    """The core's tokens as published ones."""
+    """Convert the core's tokens to published tokens."""
     return [Token(token.token_id, token.byte_string) for token in tokens]

@@ -1,4 +1,4 @@
-"""`decode_vocab` as published: tokens and strings of a vocabulary."""
+"""Published function `decode_vocab`: tokens and strings of a vocabulary."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from genlm.backend.tokenization.token import Token, published_tokens
 __all__ = ["bytes_to_strs", "decode_vocab"]
 
 
-def _own_name(tokenizer: Any, token_id: int, token: bytes) -> str:
-    """The tokenizer's name of a token, or its escaped bytes if it has no such method."""
+def _tokenizer_name(tokenizer: Any, token_id: int, token: bytes) -> str:
+    """Return the tokenizer's name of a token, or the escaped bytes if names are unavailable."""
     if hasattr(tokenizer, "convert_ids_to_tokens"):
         return str(tokenizer.convert_ids_to_tokens(token_id))
     return token.decode(errors="backslashreplace")
 
 
 _FALLBACKS: dict[str, Callable[[Any, int, bytes], str]] = {
-    "tokenizer": _own_name,
+    "tokenizer": _tokenizer_name,
     "latin1": lambda _tokenizer, _token_id, token: token.decode("latin1"),
     "replace": lambda _tokenizer, _token_id, token: token.decode(errors="replace"),
 }
@@ -28,21 +28,19 @@ _FALLBACKS: dict[str, Callable[[Any, int, bytes], str]] = {
 def decode_vocab(
     tokenizer: Any, byte2str_fallback: str = "tokenizer"
 ) -> tuple[list[Token], list[str]]:
-    """Maps to `genlm.decode_vocab`: the exact bytes of every token, and a string of each.
+    """Return the exact bytes and a string of every token; maps to `genlm.decode_vocab`.
 
     Args:
-        tokenizer: From transformers, `tokenizers`, `sentencepiece` or `tiktoken`.
-        byte2str_fallback: The string of a token whose bytes are not UTF-8: `"tokenizer"`
-            takes the name that a tokenizer of transformers has for it (other tokenizers:
-            the escaped bytes), `"latin1"` one character for each byte, `"replace"` the
-            replacement character.
+        tokenizer: A tokenizer of transformers, `tokenizers`, `sentencepiece` or `tiktoken`.
+        byte2str_fallback: String of a token whose bytes are not UTF-8: `"tokenizer"` is its
+            name in a tokenizer of transformers (the escaped bytes for other tokenizers),
+            `"latin1"` has one character per byte, and `"replace"` the replacement character.
 
     Returns:
-        Tokens and strings; index `i` of both is id `i`. Strings may repeat.
+        Lists of tokens and strings, indexed by id. Strings may occur several times.
 
     Raises:
-        ValueError: An unknown fallback, or a tokenizer without exact bytes
-            (`VocabularyError`).
+        ValueError: The fallback is unknown, or the exact bytes are (`VocabularyError`).
     """
     _check(byte2str_fallback)
     try:
@@ -62,7 +60,7 @@ def bytes_to_strs(
     """Return the string of each token; see `decode_vocab`.
 
     Raises:
-        ValueError: An unknown fallback.
+        ValueError: The fallback is unknown.
     """
     _check(byte2str_fallback)
     strings = []

@@ -1,4 +1,4 @@
-"""Token tries as published."""
+"""Published token tries."""
 
 from genlm.backend.trie.async_impl import AsyncTokenCharacterTrie
 from genlm.backend.trie.base import TokenCharacterTrie

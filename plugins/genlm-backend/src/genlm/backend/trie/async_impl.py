@@ -1,4 +1,4 @@
-"""`AsyncTokenCharacterTrie` as published."""
+"""Published class `AsyncTokenCharacterTrie`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRIES = {"sequential": TokenCharacterTrie, "parallel": ParallelTokenCharacterTr
 
 
 class AsyncTokenCharacterTrie(genlm.AsyncTokenCharacterTrie):
-    """Maps to `genlm.AsyncTokenCharacterTrie`, with the published choice of tries.
+    """Maps to `genlm.AsyncTokenCharacterTrie`, with the published tries.
 
     Args:
         trie: A `TokenCharacterTrie` or `ParallelTokenCharacterTrie`.
@@ -27,12 +27,12 @@ class AsyncTokenCharacterTrie(genlm.AsyncTokenCharacterTrie):
         """Build the trie of a vocabulary.
 
         Args:
-            vocab: The tokens.
+            vocab: Tokens.
             backend: `"parallel"` or `"sequential"`.
             **kwargs: Further arguments of the trie's class.
 
         Raises:
-            ValueError: Another backend.
+            ValueError: The backend is unknown.
         """
         if backend not in _TRIES:
             raise ValueError(f"backend={backend!r}: expected one of {', '.join(_TRIES)}")

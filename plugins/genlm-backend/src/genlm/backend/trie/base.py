@@ -1,4 +1,4 @@
-"""`TokenCharacterTrie` as published."""
+"""Published class `TokenCharacterTrie`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["TokenCharacterTrie"]
 class TokenCharacterTrie(genlm.TokenCharacterTrie):
     """Maps to `genlm.TokenCharacterTrie`, with the published dtypes and edges.
 
-    Results of `weight_sum` and the other reductions are float64, as published. The edge to a
-    token's leaf is `(None, token_id)`; see `leaf_label` for other items.
+    Results of `weight_sum` and the other reductions are float64, as published. The edge to the
+    leaf of a token is `(None, token_id)`; see `leaf_label` for other items.
 
     Args:
-        decode: Tokens, or other iterables of hashable symbols. Plain bytes work, with a
-            `DeprecationWarning`: tokens that share bytes could not be told apart.
-        **options: Further ones of `genlm.TokenCharacterTrie`.
+        decode: Tokens, or other iterables of hashable symbols. Plain bytes raise a
+            `DeprecationWarning`, since tokens with equal bytes cannot be distinguished.
+        **options: Further options of `genlm.TokenCharacterTrie`.
 
     Raises:
-        VocabularyError: As `genlm.TokenCharacterTrie`; a `ValueError`.
+        VocabularyError: As for `genlm.TokenCharacterTrie`; a `ValueError`.
     """
 
     _dtype: npt.DTypeLike = np.float64
-    """Of weights and results."""
+    """Dtype of weights and results."""
 
     def __init__(self, decode: Any, **options: Any) -> None:
         try:
             super().__init__(decode, **options)
-        finally:  # before the error for a word that occurs twice
+        finally:  # also if a duplicate item raises an error
             if any(map(Token.is_plain_bytes, getattr(self, "decode", ()))):
                 warnings.warn(
                     "Passing plain bytes to TokenCharacterTrie is deprecated; pass Token "
@@ -55,22 +55,22 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
         return super().reduce(ws, operation, batch=batch, returns=returns)
 
     def leaf_label(self, leaf: int) -> Hashable:
-        """Return what the edge to a leaf carries in `children`, beside None.
+        """Return the second element of the edge to a leaf in `children`.
 
         Returns:
-            The id of a token; the position in `decode` of another item. If a token with
-            the same symbols has this id, the item itself.
+            The id of a token, or the index in `decode` of another item. If a token with the
+            same symbols has this id, the item itself.
         """
         item = self.decode[leaf]
         if isinstance(item, Token):
             return item.token_id
-        beside = [self.decode[other] for other in self.tokens_at(self.layout.parent[leaf])]
-        taken = {other.token_id for other in beside if isinstance(other, Token)}
-        return item if leaf in taken else leaf
+        siblings = [self.decode[index] for index in self.tokens_at(self.layout.parent[leaf])]
+        token_ids = {token.token_id for token in siblings if isinstance(token, Token)}
+        return item if leaf in token_ids else leaf
 
 
 def _with_dtype(ws: Any, dtype: npt.DTypeLike) -> Any:
-    """Convert floats of a tensor or array; anything else is returned unchanged."""
+    """Convert floating-point tensors and arrays; other objects are returned unchanged."""
     if isinstance(ws, torch.Tensor):
         torch_dtype = torch.float64 if dtype == np.float64 else torch.float32
         return ws.to(torch_dtype) if ws.is_floating_point() else ws

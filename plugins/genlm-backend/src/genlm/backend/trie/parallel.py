@@ -1,4 +1,4 @@
-"""`ParallelTokenCharacterTrie` as published."""
+"""Published class `ParallelTokenCharacterTrie`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from genlm.backend.trie.base import TokenCharacterTrie
 __all__ = ["ParallelTokenCharacterTrie"]
 
 
-def _installed() -> Any:
-    """The trie of genlm-trie-cuda; without it the core's, which is on the CPU."""
+def _device_trie() -> Any:
+    """Return the trie of genlm-trie-cuda, or the core's CPU trie if it is not installed."""
     try:
         return genlm.get_trie("cuda")
     except genlm.PluginError:
         return genlm.TokenCharacterTrie
 
 
-_DeviceTrie = _installed()
+_DeviceTrie = _device_trie()
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: ignore[misc, valid-type]
-    """Maps to the trie `"cuda"` of genlm-trie-cuda, without it to the core's.
+    """Maps to the trie `"cuda"` of genlm-trie-cuda, or to the core's if it is not installed.
 
     Results of the reductions are float32, as published.
 
     Args:
         decode: As for `TokenCharacterTrie`.
-        device: `"cuda"` or `"cpu"`; None reduces weights on the device they are on.
-        **options: Further ones of the trie.
+        device: `"cuda"` or `"cpu"`; None reduces weights on their device.
+        **options: Further options of the trie.
 
     Raises:
-        MissingRequirementError: `"cuda"` without genlm-trie-cuda.
-        ValueError: Another device.
+        MissingRequirementError: The device is `"cuda"` and genlm-trie-cuda is not installed.
+        ValueError: The device is unknown.
     """
 
     _dtype = np.float32
@@ -46,7 +46,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
     ) -> None:
         if device not in {None, "cpu", "cuda"}:
             raise ValueError(f"device={device!r}: expected 'cpu', 'cuda' or None")
-        self._asked_device = device
+        self._device_name = device
         if _DeviceTrie is genlm.TokenCharacterTrie:
             if device == "cuda":
                 raise genlm.MissingRequirementError(
@@ -60,8 +60,8 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
 
     @property
     def device(self) -> str:
-        """As given; for None `"cuda"` if the trie can use a GPU and there is one."""
-        if self._asked_device is not None:
-            return self._asked_device
+        """The device of the constructor; for None, `"cuda"` if the trie can use a GPU."""
+        if self._device_name is not None:
+            return self._device_name
         has_kernels = _DeviceTrie is not genlm.TokenCharacterTrie
         return "cuda" if has_kernels and torch.cuda.is_available() else "cpu"

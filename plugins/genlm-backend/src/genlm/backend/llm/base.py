@@ -204,7 +204,7 @@ class AsyncLM(abc.ABC):
         """Clear the caches, if a subclass has any."""
 
     def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
-    The row of a sequence is the softmax of uniform numbers, which are equal in all processes. The
+        """Normalise logits; cut those beyond the vocabulary, and pad missing ones by -inf."""
         size = len(self.byte_vocab)
         rows = torch.log_softmax(logits[..., :size], dim=-1, dtype=torch.float32)
         return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]), value=-math.inf)

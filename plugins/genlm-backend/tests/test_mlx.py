@@ -67,7 +67,7 @@ def test_an_adapter_is_found_by_its_hub_id(tiny, monkeypatch):
         llm.add_new_lora("org/poet", "poet")
         row = llm.next_token_logprobs_sync(RED, lora_name="poet")
         assert_right(row[None], tiny, RED, adapter="first")
-        with pytest.raises(genlm.AdapterError, match="'org/none'; there is no such folder"):
+        with pytest.raises(genlm.AdapterError, match="'org/none': there is no such folder"):
             llm.add_new_lora("org/none", "none")
 
 

@@ -304,9 +304,7 @@ def test_options_that_contradict_each_other_are_refused(lm):
         GenlmLM(lm.llm, enable_thinking=True)
     with pytest.raises(TypeError, match=r"\['dtype'\] cannot be set"):
         GenlmLM(lm.llm, dtype="float32")
-    with pytest.raises(
-        TypeError, match=r"\['device', 'max_batch_size'\] cannot be set"
-    ):
+    with pytest.raises(TypeError, match=r"\['device', 'max_batch_size'\] cannot be set"):
         GenlmLM(lm.llm, device="cpu", max_batch_size=3)
     nameless = tiny_tokenizer()
     nameless.bos_token = nameless.eos_token = None

@@ -99,7 +99,7 @@ def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:
 def test_what_vllm_disables_once_is_disabled_for_the_next_engine_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Accelerator, "_of_vllm", {})
+    monkeypatch.setattr(Accelerator, "_vllm_functions", {})
     of_torch = torch.accelerator.synchronize
     first = Accelerator()
     monkeypatch.setattr(torch.accelerator, "synchronize", print)  # as an import of vLLM's

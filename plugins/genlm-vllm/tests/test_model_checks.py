@@ -192,7 +192,7 @@ def test_rows_that_are_no_distributions_fail_only_their_own_requests(
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("doge", "DogeAttention passes an attention mask of its own, which vLLM ignores"),
+        ("doge", "DogeAttention passes a custom attention mask, which vLLM ignores"),
         ("jetmoe", "JetMoeAttention computes keys of 512 elements a token"),
     ],
     indirect=["model"],
@@ -210,13 +210,13 @@ def test_attention_that_vllm_computes_otherwise_is_refused(
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("apertus", r"keeps \S+ in bfloat16, which is less precise than the model's dtype"),
+        ("apertus", r"stores \S+ in bfloat16, which is less precise than the model's dtype"),
         ("bloom", "computes the exact GELU"),
         (
             "cohere2",
             "sliding windows that differ from its config: 5 in 3 layers instead of 4 in 3",
         ),
-        ("gemma3n_text", "leaves out the embeddings of tokens in each layer"),
+        ("gemma3n_text", "omits the token embeddings of each layer"),
     ],
     indirect=["model"],
 )

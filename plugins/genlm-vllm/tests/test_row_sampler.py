@@ -17,7 +17,7 @@ from recorded_streams import RecordedStreams
 from genlm.core.rows.reductions import TopK
 from genlm.plugin import Completion, EvaluationError, Reduced
 from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.row_sampler import OWN, sampler_of
+from genlm_vllm.row_sampler import REQUEST_PREFIX, replace_sampler
 from genlm_vllm.scores import ScoreStore
 from genlm_vllm.worker import RowWorker
 from genlm_vllm.worker_rows import (
@@ -29,7 +29,7 @@ from genlm_vllm.worker_rows import (
 )
 
 SIZE, WIDTH = 5, 8
-NAMES = [f"{OWN}1", f"{OWN}2", "other"]
+NAMES = [f"{REQUEST_PREFIX}1", f"{REQUEST_PREFIX}2", "other"]
 
 
 class Runner1:
@@ -59,7 +59,7 @@ def rows_of(
 ) -> WorkerRows:
     ids: Any = VocabularyIds(SIZE, missing_ids)
     scores = ScoreStore(ids, is_active=is_active, is_alone=True)
-    return WorkerRows(sampler_of(runner, batches), scores)
+    return WorkerRows(replace_sampler(runner, batches), scores)
 
 
 def expected(logits: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_vllm_samples_nothing_where_all_requests_are_this_librarys() -> None:
 
 def test_a_fed_token_is_written_where_the_runner_keeps_its_own() -> None:
     runner = Runner1(NAMES)
-    absent = f"{OWN}absent"
+    absent = f"{REQUEST_PREFIX}absent"
     runner.requests[absent] = SimpleNamespace(output_token_ids=[])
     rows_of(runner).prepare(StepInputs([NAMES[0], absent], [6, 7]))
     assert runner.requests[NAMES[0]].output_token_ids == [6]
@@ -120,17 +120,17 @@ def test_only_one_rank_returns_rows() -> None:
     runner = Runner1(NAMES[:2])
     rows = rows_of(runner, is_active=False)
     runner.sampler(logits=torch.randn(2, WIDTH))
-    assert rows.collect(StepResults(rows=[row(1, NAMES[0])], scored=[2])) == []
+    assert rows.collect(StepResults(rows=[row(1, NAMES[0])], score_ids=[2])) == []
 
 
 def test_batches_of_a_pipeline_are_kept_until_their_rows_are_taken() -> None:
-    runner = Runner1([f"{OWN}1"])
+    runner = Runner1([f"{REQUEST_PREFIX}1"])
     rows = rows_of(runner, batches=2)
     first, second = torch.randn(2, 1, WIDTH)
     runner.sampler(logits=first)
-    runner.input_batch.req_ids = [f"{OWN}2"]
+    runner.input_batch.req_ids = [f"{REQUEST_PREFIX}2"]
     runner.sampler(logits=second)
-    for logits, name in ((first, f"{OWN}1"), (second, f"{OWN}2")):
+    for logits, name in ((first, f"{REQUEST_PREFIX}1"), (second, f"{REQUEST_PREFIX}2")):
         [found] = rows.collect(StepResults(rows=[row(1, name)]))
         assert torch.allclose(found.result, expected(logits[0]))
 

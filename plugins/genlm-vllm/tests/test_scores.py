@@ -200,8 +200,8 @@ def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
 def test_pieces_of_any_size_give_the_same(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm_vllm.scores._VALUES", 300 * 7)
-    monkeypatch.setattr("genlm_vllm.scores._LEAST_POSITIONS", 1)
+    monkeypatch.setattr("genlm_vllm.scores._LOGITS_PER_PIECE", 300 * 7)
+    monkeypatch.setattr("genlm_vllm.scores._MIN_POSITIONS", 1)
     for text, start in texts_of(tiny):
         [found] = finish(engine, [score(engine, text, start)])
         check_scores(found, tiny, text, start)

@@ -33,7 +33,7 @@ def test_steps_of_any_sizes_follow_each_other(shared: SharedRows) -> None:
 
 def test_the_same_path_on_another_machine_is_refused(shared: SharedRows) -> None:
     path, token = shared.address
-    with pytest.raises(OSError, match="another file"):
+    with pytest.raises(OSError, match="a different file"):
         SharedRows((path, bytes(len(token))))
     with pytest.raises(OSError, match="No such file"):
         SharedRows((f"{path}0000", token))

@@ -1,10 +1,10 @@
-"""LoRA adapters of one vLLM engine: checked and loaded before requests can name them.
+"""LoRA adapters of a vLLM engine, which are checked and loaded before requests use them.
 
 vLLM ignores settings that it does not know, pads weights that are too small for the model, and
 skips layers that the model does not have. An adapter that fails while a request is computed
-ends the whole engine. So each adapter is checked and loaded first. vLLM identifies adapters by
-an integer, which is never used again, and none is evicted: vLLM would read its folder again
-during a step.
+ends the whole engine. Therefore every adapter is checked and loaded first. vLLM identifies an
+adapter by an integer, which is never reused. Loaded adapters are not evicted, because vLLM
+would read their folders again during a step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from genlm_vllm.worker import call_workers
 __all__ = ["Adapters"]
 
 _SUPPORTED = frozenset({"alpha_pattern", "rank_pattern", "target_parameters", "use_rslora"})
-"""Settings beyond plain LoRA that vLLM applies."""
+"""Settings beyond plain LoRA that vLLM supports."""
 
 
 class Adapters(AdapterTable[Any]):
-    """The loaded adapters and their `LoRARequest`.
+    """The `LoRARequest` of each loaded adapter.
 
     Args:
         engine: The `vllm.LLMEngine`.
@@ -50,20 +50,20 @@ class Adapters(AdapterTable[Any]):
 
         if len(self.loaded) == self._capacity:
             raise AdapterError(
-                f"asked for adapter {name!r} beside {self._capacity} others, for which the "
-                f"model was loaded; load it with a larger engine_opts['max_loras']"
+                f"cannot load adapter {name!r}: {self._capacity} adapters are loaded, the "
+                f"maximum of this model; load it with a larger engine_opts['max_loras']"
             )
         folder = os.path.realpath(path)
         read_lora_config(name, folder, engine="vLLM", supported=_SUPPORTED)
-        problem = _misfit(self._engine.vllm_config.model_config.hf_config, folder)
+        problem = _weight_mismatch(self._engine.vllm_config.model_config.hf_config, folder)
         number = next(self._numbers)
-        # vLLM keys cached prefixes by this name, so the number is part of it.
+        # The number makes the name unique: vLLM's prefix cache uses it as a key.
         request = LoRARequest(f"{number}-{name}", number, folder)
         if problem is None:
-            problem = self._added(request)
+            problem = self._add_to_workers(request)
         if problem is not None:
             raise AdapterError(
-                f"vLLM does not serve adapter {name!r} in {str(path)!r} with this model: "
+                f"vLLM cannot serve adapter {name!r} in {str(path)!r} with this model: "
                 f"{problem}"
             )
         return request
@@ -71,8 +71,8 @@ class Adapters(AdapterTable[Any]):
     def _unload(self, name: str, adapter: Any) -> None:  # noqa: ARG002
         call_workers(self._engine, "genlm_remove_adapter", adapter.lora_int_id)
 
-    def _added(self, request: Any) -> str | None:
-        """Load an adapter in every worker or in none; return the reason of a failure."""
+    def _add_to_workers(self, request: Any) -> str | None:
+        """Load an adapter on all workers or on none; return the reason of a failure."""
         try:
             loaded = call_workers(
                 self._engine,
@@ -94,11 +94,12 @@ class Adapters(AdapterTable[Any]):
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
-def _misfit(model_config: Any, folder: str) -> str | None:
-    """Return why an adapter's weights do not fit a model, None if no misfit was found.
+def _weight_mismatch(model_config: Any, folder: str) -> str | None:
+    """Return why an adapter's weights do not fit a model, None if they seem to.
 
-    Compares them with the modules of transformers' model of the same config, built without
-    weights. Where transformers has no such model, or other names of modules, vLLM decides.
+    The weights are compared with the modules of transformers' model of the same config, built
+    without weights. If transformers has no such model, or other names of modules, the weights
+    are not compared.
     """
     shapes = _module_shapes(model_config)
     try:
@@ -107,7 +108,7 @@ def _misfit(model_config: Any, folder: str) -> str | None:
             for name, shape in _weight_shapes(Path(folder))
             if (match := _WEIGHT.fullmatch(name))
         ]
-    except Exception as error:  # noqa: BLE001 - formats raise different errors
+    except Exception as error:  # noqa: BLE001 - the errors depend on the format
         return f"its weights cannot be read: {error}"
     if not any(module in shapes for module, *_ in weights):
         return None
@@ -115,20 +116,20 @@ def _misfit(model_config: Any, folder: str) -> str | None:
         if module not in shapes:
             return f"the model has no {module}"
         inputs, outputs = shapes[module]
-        found, expected = (shape[1], inputs) if side == "A" else (shape[0], outputs)
-        if found != expected:
-            return f"lora_{side} of {module} is {found} wide, the model {expected}"
+        width, expected = (shape[1], inputs) if side == "A" else (shape[0], outputs)
+        if width != expected:
+            return f"lora_{side} of {module} is {width} wide, the model's layer {expected}"
     return None
 
 
 def _module_shapes(model_config: Any) -> dict[str, tuple[int, int]]:
-    """Return inputs and outputs of each linear layer by transformers' name."""
+    """Return the input and output widths of linear layers by transformers' names."""
     import transformers
 
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(model_config)
-    except Exception:  # noqa: BLE001 - it may be a custom-code model
+    except Exception:  # noqa: BLE001 - custom-code models raise any error
         return {}
     shapes = {}
     for name, module in model.named_modules():
@@ -149,8 +150,8 @@ def _weight_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 yield name, tuple(tensors.get_slice(name).get_shape())
         return
-    for other in (folder / "adapter_model.bin", folder / "adapter_model.pt"):
-        if other.is_file():
-            loaded = torch.load(other, map_location="meta", weights_only=True)
-            yield from ((name, tuple(tensor.shape)) for name, tensor in loaded.items())
+    for pickle_file in (folder / "adapter_model.bin", folder / "adapter_model.pt"):
+        if pickle_file.is_file():
+            weights = torch.load(pickle_file, map_location="meta", weights_only=True)
+            yield from ((name, tuple(tensor.shape)) for name, tensor in weights.items())
             return

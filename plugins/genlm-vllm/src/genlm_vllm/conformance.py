@@ -1,6 +1,6 @@
-"""The targets by which `genlm check vllm` certifies the engine.
+"""The targets of `genlm check vllm`, which certifies the engine.
 
-They serve a tiny Llama with random weights; see `genlm.testing.TinyModel`, which is also their
+They serve a tiny Llama with random weights. Its class `genlm.testing.TinyModel` is also the
 oracle.
 """
 
@@ -16,7 +16,7 @@ from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 __all__ = ["TINY_KV_BYTES", "TinyLlama", "targets"]
 
 TINY_KV_BYTES = 6 * 2**15
-"""Six blocks of 32 tokens, one of which vLLM reserves: a batch has to queue."""
+"""Size of six blocks of 32 tokens, one of which vLLM reserves, so that a batch must queue."""
 
 # The smallest head size that vLLM's CPU build supports.
 _SETTINGS = {**TINY_LLAMA, "head_dim": 32}
@@ -36,7 +36,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             oracle=model.logprobs,
             adapters=model.adapters,
             max_length=40,  # more than a KV block
-            # In other processes: one engine may compute in this one.
+            # In other processes, because this process may have only one engine.
             tight_options=[{"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True}],
             timeout_s=300,  # includes importing vLLM and starting its workers
             shared=True,

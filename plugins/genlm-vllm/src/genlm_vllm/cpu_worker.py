@@ -1,12 +1,11 @@
 """`CPUWorker`: vLLM's worker for the CPU with two corrections.
 
-vLLM's worker counts the file cache of a control group as used memory and refuses a KV cache
-of any size once the group has read enough files. Here the core measures free memory.
+vLLM's worker counts the file cache of a control group as used memory, and refuses a KV cache of
+any size when the group has read many files. `CPUWorker` measures free memory with the core.
 
-vLLM's attention reads whole KV blocks and multiplies entries beyond the context by 0, which
-NaN survives: NaN of one request would reach later requests that get its blocks. Here blocks
-are zeroed before they are used again.
-
+vLLM's attention reads whole KV blocks and multiplies entries beyond the context by 0. NaN times
+0 is NaN, so NaN of one request would reach later requests that reuse its blocks. `CPUWorker`
+zeroes blocks before they are reused.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ __all__ = ["CPUWorker", "newly_written_blocks"]
 
 
 class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
-    """vLLM's worker with the corrections, and with `RowWorker` as a base class.
+    """vLLM's worker with two corrections and `RowWorker` as a base class.
 
     vLLM cannot mix `RowWorker` into this class after mixing it into the class of vLLM.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        with _measured_by_core():
+        with _core_memory_figures():
             super().__init__(*arguments, **options)
 
     def determine_available_memory(self) -> int:
         """Return the size of the KV cache.
 
         Raises:
-            ValueError: Less memory is free.
+            ValueError: Too little memory is free.
         """
-        with _measured_by_core():
+        with _core_memory_figures():
             return int(super().determine_available_memory())
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Zero the blocks that this step begins to use, and run the model."""
+        """Zero the blocks that this step is the first to write, and run the model."""
         config = self.model_runner.kv_cache_config
-        if not getattr(config, "needs_kv_cache_zeroing", False):  # else vLLM zeroes them
+        if not getattr(config, "needs_kv_cache_zeroing", False):  # otherwise vLLM zeroes them
             sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
             self._zero(newly_written_blocks(scheduler_output, sizes))
         return super().execute_model(scheduler_output)
@@ -65,7 +64,8 @@ class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
 
 
 @contextmanager
-def _measured_by_core() -> Iterator[None]:
+def _core_memory_figures() -> Iterator[None]:
+    """Make vLLM use the free memory that the core measures."""
     original = cpu_worker.get_memory_node_info
 
     def measured(node_id: int) -> Any:
@@ -96,7 +96,7 @@ def newly_written_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> l
     for name, groups, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        # A preempted request gets all its blocks again, others only additional ones.
+        # A preempted request gets new blocks for all its tokens, others for further tokens.
         if groups is not None:
             begun.append((groups, computed if name in cached.resumed_req_ids else 0))
     return [
@@ -104,5 +104,5 @@ def newly_written_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> l
         for groups, computed in begun
         for blocks, size in zip(groups, block_sizes, strict=True)
         for block in blocks[-(-computed // size) :]
-        if block != 0  # vLLM's placeholder for blocks that are no longer needed
+        if block != 0  # vLLM's placeholder for freed blocks
     ]

@@ -1,7 +1,7 @@
 """`VLLMEngine`: vLLM as a genlm engine.
 
-The engine adds queries to vLLM's scheduler, which lets them join the running batch, on
-requests that stay (`residents`). After each step the workers reduce the rows that it computed.
+Queries join vLLM's running batch as requests that stay in vLLM between steps (`residents`).
+After each step, the workers reduce the rows that the step computed.
 `docs/vllm-engine.md` follows a step through the modules.
 """
 
@@ -38,15 +38,15 @@ from genlm_vllm.model_checks import check_served
 from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, engine_died
 from genlm_vllm.residents import Residents
-from genlm_vllm.running_requests import obstacle
+from genlm_vllm.running_requests import why_not_resident
 from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
 
-_LOST_STEPS = 1000
-"""Steps without a computed token after which queries fail."""
+_MAX_IDLE_STEPS = 1000
+"""Number of steps without a computed token after which all queries fail."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -59,19 +59,21 @@ class VLLMEngine:
         engine_opts: Arguments of `vllm.EngineArgs`, under vLLM's names.
         multiprocess: Whether vLLM's workers run in other processes. By default they do if
             `engine_opts` request several workers or an executor such as Ray.
-        unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
-            an unbatched forward pass. On a GPU, where none were, `"refuse"` compares the rows
-            of this model when it is loaded, with transformers' on the CPU.
-        keep_contexts: Whether the requests of row queries stay in vLLM between steps, so that a
-            context that grows costs one token. Without effect where vLLM cannot keep them.
+        unverified: Whether to `"warn"` of or to `"refuse"` a model of a family whose rows were
+            not compared with an unbatched forward pass. No family was compared on a GPU; there,
+            `"refuse"` compares the rows of the model at loading with those of transformers on
+            the CPU.
+        keep_contexts: Whether the requests of row queries stay in vLLM between steps, so that
+            extending a context by a token computes one token. No effect on models whose
+            requests cannot stay.
 
     Raises:
         MissingRequirementError: vLLM is not installed, or its version is not supported.
         ModelLoadError: vLLM cannot serve the model or would compute wrong rows, the family is
             unverified and `unverified="refuse"`, or another engine computes in this process.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        ValueError: An option that would make rows wrong, or another value of `unverified`.
-        TypeError: An option that vLLM does not have, or an option of the wrong type.
+        ValueError: An option would make rows wrong, or `unverified` has another value.
+        TypeError: vLLM does not have an option, or an option has the wrong type.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -103,7 +105,7 @@ class VLLMEngine:
             if needs_processes(options):
                 raise ValueError(
                     f"multiprocess=False contradicts engine_opts={options}: several workers "
-                    f"need processes of their own"
+                    f"need separate processes"
                 )
             claim_process(
                 self, "vLLM", "load with multiprocess=True, which computes in other processes"
@@ -136,14 +138,14 @@ class VLLMEngine:
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._workers = Workers(engine, self.vocabulary, self._shared_rows)
-        declared = {
+        supported = {
             Capability.LORA: capacity,
             Capability.PREFIX_CACHE: caches_prefixes,
             Capability.SCORE: self._workers.have_scores,
         }
-        self.capabilities = frozenset(each for each, holds in declared.items() if holds)
-        # Without a reference to this object: vLLM keeps parts of a live engine in global state,
-        # which would keep an engine alive that was dropped without `close`.
+        self.capabilities = frozenset(name for name, has_it in supported.items() if has_it)
+        # The check has no reference to this object. vLLM's global state refers to parts of a
+        # live engine, and would keep an engine alive that was dropped without `close`.
         check = functools.partial(
             check_query,
             embedding_rows=embedded_ids,
@@ -152,7 +154,7 @@ class VLLMEngine:
             vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
         )
         self._ready: list[Completion] = []
-        self._obstacle = obstacle(config)
+        self._why_not_resident = why_not_resident(config)
         self._residents = Residents(
             engine,
             self._adapters,
@@ -168,32 +170,32 @@ class VLLMEngine:
     def _compare(self, built: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a model whose rows differ from those of transformers."""
         config = self._vllm.vllm_config.model_config
-        problem = forward_problem(config, built, self._rows_of, self.vocabulary.size)
+        problem = forward_problem(config, built, self._compute_rows, self.vocabulary.size)
         if problem is not None:
             raise ModelLoadError(
                 f"unverified='refuse': {problem}. unverified='warn' serves the model anyway"
             )
 
-    def _rows_of(self, sequences: Sequence[tuple[int, ...]]) -> list[Any]:
+    def _compute_rows(self, sequences: Sequence[tuple[int, ...]]) -> list[Any]:
         queries = [Query(-1 - number, ids) for number, ids in enumerate(sequences)]
-        return [each.error or each.result for each in self._answers(queries)]
+        return [answer.error or answer.result for answer in self._compute(queries)]
 
-    def _answers(self, queries: Sequence[Query]) -> list[Completion]:
-        """Compute queries now, with ids below 0, which are not the scheduler's."""
-        found: dict[int, Completion] = {}
+    def _compute(self, queries: Sequence[Query]) -> list[Completion]:
+        """Compute queries with negative ids, which the core's scheduler does not use."""
+        completions: dict[int, Completion] = {}
         try:
             for query in queries:
                 self.submit(query)
-            while len(found) < len(queries):
+            while len(completions) < len(queries):
                 for completion in self._advance():
                     if completion.query_id < 0:
-                        found[completion.query_id] = completion
-                    else:  # the next step returns it
+                        completions[completion.query_id] = completion
+                    else:  # the next `step` returns it
                         self._ready.append(completion)
         finally:
             for query in queries:
                 self.abort(query.query_id)
-        return [found[query.query_id] for query in queries]
+        return [completions[query.query_id] for query in queries]
 
     # -- queries ----------------------------------------------------------------------
 
@@ -201,14 +203,14 @@ class VLLMEngine:
         """Add a query to the running batch.
 
         Raises:
-            GenlmError: As `genlm.plugin.check_query`.
+            GenlmError: The query is invalid; see `genlm.plugin.check_query`.
             EngineDiedError: A process of vLLM has ended.
         """
         with self._guarding():
             self._residents.submit(query)
 
     def submit_group(self, query: GroupQuery) -> None:
-        """Add the query of a population; sequences that are not valid fail alone."""
+        """Add the query of a population; an invalid sequence does not fail the others."""
         with self._guarding():
             self._residents.submit_group(query)
 
@@ -241,49 +243,49 @@ class VLLMEngine:
     def _advance_vllm(self) -> list[Completion]:
         residents = self._residents
         if not residents.unanswered:
-            self._workers.prepare()  # which drops what was cancelled
+            self._workers.prepare()  # drops cancelled queries
             return []
         residents.prepare()
         self._workers.prepare()
         try:
             self._vllm.step()
         except Exception as error:
-            if self._failures is not None:  # the workers may differ in what they computed
+            if self._failures is not None:  # the workers may be in different states
                 self._death = engine_died(self._vllm, self._failures)
                 raise self._death from error
             return self._fail_all(error)
         self._steps += 1
         residents.collect()
         completions = residents.finish(self._workers.collect())
-        residents.relieve()
+        residents.evict_for_waiting()
         return completions or self._fail_lost()
 
     def _fail_lost(self) -> list[Completion]:
-        """Fail all queries if vLLM computes none of them, which would wait for ever."""
+        """Fail all queries if vLLM computes none of them; they would wait for ever."""
         self._idle_steps = 0 if self._residents.requests.has_run else self._idle_steps + 1
-        if self._idle_steps < _LOST_STEPS:
+        if self._idle_steps < _MAX_IDLE_STEPS:
             return []
         error = EvaluationError("vLLM lost the request; this is a defect of genlm-vllm or vLLM")
         return self._drop_all(error)
 
     def _drop_all(self, error: Exception) -> list[Completion]:
         dropped = self._residents.drop_all()
-        self._residents.end_resting()
+        self._residents.end_idle()
         return [Completion(query_id, error=error) for query_id in dropped]
 
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
 
-        vLLM counts the tokens of that step as computed, in its prefix cache too.
+        vLLM counts the tokens of that step as computed, also in its prefix cache.
 
         Raises:
-            EngineDiedError: vLLM cannot forget them.
+            EngineDiedError: vLLM did not reset its prefix cache.
         """
         failed = self._drop_all(error)
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
-                f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot forget "
-                f"its tokens. Load the model again"
+                f"a step of vLLM raised {type(error).__name__}: {error}; vLLM did not reset "
+                f"its prefix cache. Load the model again"
             )
             raise self._death from error
         return failed
@@ -292,65 +294,65 @@ class VLLMEngine:
 
     @property
     def keeps_contexts(self) -> bool:
-        """Whether requests of row queries stay in vLLM; may be set between steps."""
+        """Whether the requests of row queries stay in vLLM; may be set between steps."""
         return self._residents.keeps
 
     @keeps_contexts.setter
     def keeps_contexts(self, keeps: bool) -> None:
-        self._residents.keeps = keeps and self._obstacle is None
+        self._residents.keeps = keeps and self._why_not_resident is None
         if not keeps:
-            self._residents.end_resting()
+            self._residents.end_idle()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """End the resting request of a context; its full KV blocks stay in the prefix cache.
+        """End the idle request of a context; its full KV blocks stay in the prefix cache.
 
         Args:
             adapter: The context's adapter.
-            key: `TokenSequence.key` of its ids.
+            key: `TokenSequence.key` of the context.
         """
         self._residents.release(adapter, key)
 
     # -- prefixes, adapters -----------------------------------------------------------
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Compute a prefix, which puts its full blocks into vLLM's prefix cache.
+        """Compute a prefix, so that vLLM's prefix cache has its full blocks.
 
         vLLM evicts the least recently used blocks when it needs memory.
 
         Raises:
             UnsupportedCapabilityError: The model was loaded without prefix caching.
-            GenlmError: As `submit`.
+            GenlmError: The prefix is invalid; see `submit`.
         """
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        [found] = self._answers([Query(-1, tuple(token_ids), adapter, outputs=())])
-        if found.error is not None:
-            raise found.error
+        [completion] = self._compute([Query(-1, tuple(token_ids), adapter, outputs=())])
+        if completion.error is not None:
+            raise completion.error
 
     def clear_prefix_cache(self) -> None:
-        """Free all cached prefixes, after all running queries. Results do not change."""
+        """Finish all running queries, then free all cached prefixes. Results do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        while self._residents.unanswered:  # vLLM clears nothing while requests hold blocks
+        while self._residents.unanswered:  # vLLM resets nothing while requests have blocks
             self._ready += self._advance()
         with self._guarding():
-            self._residents.end_resting()
+            self._residents.end_idle()
             self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in folder `path` as `name`.
 
         Raises:
-            AdapterError: The name is taken, the folder holds no adapter that vLLM serves
-                with this model, or the model was loaded for no or fewer adapters.
+            AdapterError: The name is taken, the folder has no adapter that vLLM can serve
+                with this model, or the model was loaded without LoRA or for fewer adapters.
         """
         if Capability.LORA not in self.capabilities:
             raise AdapterError(
-                f"asked for adapter {name!r} of a model without LoRA; {_LORA_HINT}"
+                f"cannot load adapter {name!r}: the model was loaded without LoRA; {_LORA_HINT}"
             )
         with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
-            self._residents.end_too_many()
+            self._residents.end_excess_idle()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter from every worker, which makes room for another one.
@@ -360,7 +362,7 @@ class VLLMEngine:
         """
         self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
-            self._residents.end_resting(name)
+            self._residents.end_idle(name)
             self._adapters.remove(name)
 
     @property
@@ -371,14 +373,14 @@ class VLLMEngine:
     # -- statistics, end --------------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counters and settings of the engine; after `close`, the last ones.
+        """Return counters and settings of the engine; after `close`, their last values.
 
         `tokens_evaluated` counts the tokens of all queries, `tokens_computed` those that the
-        model computed. `contexts_resident` are the requests that stay in vLLM now,
-        `contexts_continued` counts the queries that continued one, `contexts_ended` those that
-        were ended. `members_living` are the requests of populations that stay in vLLM now;
-        `members_continued`, `members_forked` and `members_begun` count how the requests of
-        their queries began.
+        model computed. `contexts_resident` is the number of requests of contexts in vLLM now,
+        `contexts_continued` counts the queries that continued one, and `contexts_ended` the
+        requests that were ended. `members_living` is the number of requests of populations in
+        vLLM now; `members_continued`, `members_forked` and `members_begun` count the sequences
+        of populations that continued a request, forked one and began a new one.
         """
         if self._final_statistics is not None:
             return self._final_statistics
@@ -397,7 +399,7 @@ class VLLMEngine:
             "contexts": (
                 "kept"
                 if self.keeps_contexts
-                else f"not kept: {self._obstacle or 'keep_contexts=False'}"
+                else f"not kept: {self._why_not_resident or 'keep_contexts=False'}"
             ),
             **residents.statistics(),
         }

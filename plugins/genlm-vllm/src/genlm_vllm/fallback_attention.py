@@ -1,8 +1,8 @@
 """Checks of the arguments that transformers' models pass to vLLM's attention.
 
-Where vLLM has no implementation of a model, it runs that of transformers with an attention
-function that ignores masks and reshapes keys to the heads that the config states. Models with
-custom masks or heads would get wrong rows; with these checks they fail to load.
+If vLLM has no implementation of a model, it runs that of transformers with an attention
+function that ignores masks and reshapes keys to the heads of the config. Models with custom
+masks or heads would have wrong rows; with these checks they fail to load.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _Attention = Callable[..., tuple[torch.Tensor, None]]
 
 
 def check_fallback_attention() -> None:
-    """Replace vLLM's attention function for transformers' models by one that checks its input.
+    """Add checks to vLLM's attention function for transformers' models.
 
-    Does nothing the second time. Call it before a model is built.
+    Must be called before a model is built. Further calls have no effect.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from vllm.model_executor.models.transformers import VLLM_ATTN_ATTR
 
     attention: _Attention = ALL_ATTENTION_FUNCTIONS["vllm"]
     if not hasattr(attention, "__wrapped__"):
-        ALL_ATTENTION_FUNCTIONS.register("vllm", _checked(attention, VLLM_ATTN_ATTR))
+        ALL_ATTENTION_FUNCTIONS.register("vllm", _with_checks(attention, VLLM_ATTN_ATTR))
 
 
-def _checked(attention: _Attention, attribute: str) -> _Attention:
+def _with_checks(attention: _Attention, attribute: str) -> _Attention:
     @functools.wraps(attention)
     def checked(
         module: torch.nn.Module,
@@ -45,17 +45,17 @@ def _checked(attention: _Attention, attribute: str) -> _Attention:
         layer: Any = getattr(module, attribute)
         if attention_mask is not None:
             raise NotImplementedError(
-                f"{name} passes an attention mask of its own, which vLLM ignores; rows would "
-                f"be wrong. Use another engine"
+                f"{name} passes a custom attention mask, which vLLM ignores; rows would be "
+                f"wrong. Use another engine"
             )
-        for what, states, heads in (
+        for kind, states, heads in (
             ("queries", query, layer.num_heads),
             ("keys", key, layer.num_kv_heads),
         ):
             width = states.shape[1] * states.shape[3]
             if width != heads * layer.head_size:
                 raise NotImplementedError(
-                    f"{name} computes {what} of {width} elements a token, but vLLM attends "
+                    f"{name} computes {kind} of {width} elements a token, but vLLM attends "
                     f"over {heads} heads of {layer.head_size}; rows would be wrong. Use "
                     f"another engine"
                 )

@@ -1,7 +1,7 @@
-"""Comparison of a model's rows with an unbatched forward pass of transformers, at loading.
+"""Comparison of a model's rows at loading with unbatched forward passes of transformers.
 
-The families of `docs/vllm-architectures.md` were compared on the CPU. Kernels of other devices
-differ, and one model is compared at the cost of loading its weights a second time, on the CPU.
+The families of `docs/vllm-architectures.md` were compared on the CPU. Other devices use other
+kernels. The comparison loads the weights of the model a second time, on the CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["forward_problem"]
 Ids = tuple[int, ...]
 
 _LENGTHS = (1, 7, 40, 70)
-"""Lengths of the compared sequences: within a KV block, and through several."""
+"""Lengths of the compared sequences: up to one KV block, and several."""
 
-_MOST_DIVERGENCE = {torch.float32: 1e-5}
-_MOST_DIVERGENCE_OF_HALF = 2e-2
-"""Largest Kullback-Leibler divergence in nats of a row from the reference. Rounding to bfloat16
-in each layer causes 1e-4 to 1e-3; a wrong mask, position or activation more than 0.1."""
+_MAX_DIVERGENCE = {torch.float32: 1e-5}
+_MAX_HALF_DIVERGENCE = 2e-2
+"""Maximum Kullback-Leibler divergence in nats of a row from the reference. Rounding to bfloat16
+in every layer causes 1e-4 to 1e-3; a wrong mask, position or activation more than 0.1."""
 
 
 def forward_problem(
@@ -37,34 +37,35 @@ def forward_problem(
     Args:
         config: A `vllm.ModelConfig`.
         built: `RowWorker.genlm_describe_model` of each worker.
-        rows_of: Returns the row, or the error, of each of some sequences, computed together.
+        rows_of: Function that computes the rows of sequences together and returns the row, or
+            the error, of each.
         vocab_size: Number of ids of a row.
     """
-    needed = 4 * sum(part["parameters"] for part in built)
+    required = 4 * sum(part["parameters"] for part in built)
     free = free_memory_bytes()
-    if needed > free:
+    if required > free:
         return (
-            f"the comparison needs {needed / 2**30:.1f} GiB of main memory, of which "
+            f"the comparison needs {required / 2**30:.1f} GiB of main memory, of which "
             f"{free / 2**30:.1f} GiB are free"
         )
     longest = config.max_model_len - 2
     prompts = _prompts(vocab_size, [min(length, longest) for length in _LENGTHS])
-    # Contexts that are extended, beside prompts: both ways in which vLLM computes.
-    asked = [*prompts, *((*prompt, 1) for prompt in prompts)]
-    found = [*rows_of(asked[: len(prompts)]), *rows_of(asked[len(prompts) :])]
-    most = _MOST_DIVERGENCE.get(config.dtype, _MOST_DIVERGENCE_OF_HALF)
+    # vLLM computes prompts and extensions of contexts in different ways.
+    sequences = [*prompts, *((*prompt, 1) for prompt in prompts)]
+    rows = [*rows_of(sequences[: len(prompts)]), *rows_of(sequences[len(prompts) :])]
+    limit = _MAX_DIVERGENCE.get(config.dtype, _MAX_HALF_DIVERGENCE)
     try:
-        expected = _reference_rows(config, asked, vocab_size)
-    except Exception as error:  # noqa: BLE001 - a model that transformers lacks, for one
+        expected = _reference_rows(config, sequences, vocab_size)
+    except Exception as error:  # noqa: BLE001 - such as a model that transformers lacks
         return f"transformers does not compute its rows: {type(error).__name__}: {error}"
-    for ids, row, reference in zip(asked, found, expected, strict=True):
+    for ids, row, reference in zip(sequences, rows, expected, strict=True):
         if isinstance(row, Exception):
             return f"the row of {len(ids)} tokens failed: {row}"
         divergence = float((reference.exp() * (reference - row.cpu())).nansum())
-        if not divergence <= most:
+        if not divergence <= limit:
             return (
                 f"the row of {len(ids)} tokens diverges by {divergence:.2g} nats from an "
-                f"unbatched float32 forward pass of transformers, more than {most:g}"
+                f"unbatched float32 forward pass of transformers, more than {limit:g}"
             )
     return None
 
@@ -78,7 +79,9 @@ def _prompts(vocab_size: int, lengths: Sequence[int]) -> list[Ids]:
 
 
 @torch.inference_mode()
-def _reference_rows(config: Any, asked: Sequence[Ids], vocab_size: int) -> list[torch.Tensor]:
+def _reference_rows(
+    config: Any, sequences: Sequence[Ids], vocab_size: int
+) -> list[torch.Tensor]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -89,5 +92,5 @@ def _reference_rows(config: Any, asked: Sequence[Ids], vocab_size: int) -> list[
     ).eval()
     return [
         model(torch.tensor([ids]), use_cache=False).logits[0, -1, :vocab_size].log_softmax(-1)
-        for ids in asked
+        for ids in sequences
     ]

@@ -1,6 +1,6 @@
 """Building a vLLM engine and shutting it down.
 
-vLLM's scheduler runs in this process, its workers in this one or in others.
+vLLM's scheduler runs in this process, its workers in this process or in others.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from genlm.plugin import (
     preserve_process_state,
 )
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.loading import engine_arguments, shown
-from genlm_vllm.model_checks import needed_arguments
+from genlm_vllm.loading import engine_arguments, format_options
+from genlm_vllm.model_checks import required_arguments
 from genlm_vllm.private_interface import check_private_interface
-from genlm_vllm.process_state import keep_transformers_classes, quiet
+from genlm_vllm.process_state import keep_transformers_classes, log_variables
 from genlm_vllm.processes import VARIABLE, FailureLog
 from genlm_vllm.versions import check_version
 
 __all__ = ["load_vllm", "shut_down"]
 
 _WAIT_S = 5e-5
-"""Time between two looks for the reply of a worker."""
+"""Polling interval while a worker computes its reply."""
 
 _MAX_CAUSE_LENGTH = 600
-"""Characters of vLLM's message that are shown: some list all models that vLLM has."""
+"""Maximum number of characters of vLLM's message: some messages list all models of vLLM."""
 
 
 def load_vllm(
@@ -51,13 +51,13 @@ def load_vllm(
         failures: Log of the engine's processes; None if it computes in this process.
 
     Returns:
-        The engine, and the facts of the model's config.
+        The engine and the facts of the model's config.
 
     Raises:
         MissingRequirementError: vLLM is not installed, or its version is not supported.
         ModelLoadError: vLLM cannot serve the model with these options.
-        ValueError: An option that would make rows wrong.
-        TypeError: An option that vLLM does not have.
+        ValueError: An option would make rows wrong.
+        TypeError: vLLM does not have an option.
     """
     check_version()
     source = model_source(model)
@@ -67,7 +67,7 @@ def load_vllm(
         variables[VARIABLE] = failures.path
         if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
             variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    with preserve_process_state(**variables, **quiet()), warnings.catch_warnings():
+    with preserve_process_state(**variables, **log_variables()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm
 
@@ -76,7 +76,7 @@ def load_vllm(
         try:
             # vLLM caches its environment variables.
             vllm.envs.disable_envs_cache()
-            return _built(arguments, engine_opts, multiprocess=failures is not None)
+            return _build_engine(arguments, engine_opts, multiprocess=failures is not None)
         except Exception as error:
             _clean_up(multiprocess=failures is not None)
             if isinstance(error, ModelLoadError):
@@ -86,27 +86,27 @@ def load_vllm(
             first = None if failures is None else failures.first()
             text += "" if first is None else f" ({first[:_MAX_CAUSE_LENGTH]})"
             raise ModelLoadError(
-                f"asked vLLM for model {source!r} with {shown(engine_opts)}; it raised "
-                f"{text}{_memory_hint(engine_opts, text)}"
+                f"vLLM cannot load the model {source!r} with {format_options(engine_opts)}; it "
+                f"raised {text}{_memory_hint(engine_opts, text)}"
             ) from error
 
 
-def _built(
+def _build_engine(
     arguments: Mapping[str, Any], engine_opts: Mapping[str, Any], *, multiprocess: bool
 ) -> tuple[Any, ModelFacts]:
     import vllm
     from vllm.usage.usage_lib import UsageContext
 
-    def configured(**needed: Any) -> Any:
-        wanted = vllm.EngineArgs(**{**arguments, **needed})
-        # vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` are those of its `LLM`.
-        return wanted.create_engine_config(UsageContext.LLM_CLASS)
+    def create_config(**required: Any) -> Any:
+        engine_args = vllm.EngineArgs(**{**arguments, **required})
+        # `LLM_CLASS`: the `max_num_seqs` and `max_num_batched_tokens` of vLLM's class `LLM`.
+        return engine_args.create_engine_config(UsageContext.LLM_CLASS)
 
-    config = configured()
+    config = create_config()
     facts = ModelFacts.of(config.model_config.hf_config)  # with the user's overrides
-    needed = needed_arguments(config, facts, engine_opts)
-    if needed:
-        config = configured(**needed)
+    required = required_arguments(config, facts, engine_opts)
+    if required:
+        config = create_config(**required)
     keep_classes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not multiprocess and config.model_config.using_transformers_backend():
         check_fallback_attention()
@@ -121,9 +121,9 @@ def _built(
 
 
 def _sleep_while_waiting(executor: Any) -> None:
-    """Have this process sleep while workers compute.
+    """Make this process sleep while workers compute.
 
-    vLLM calls `sched_yield` in a loop instead, which keeps Python's other threads from running.
+    vLLM calls `sched_yield` in a loop, which prevents Python's other threads from running.
     """
     for queue in getattr(executor, "response_mqs", ()):
         condition = getattr(queue, "_spin_condition", None)
@@ -143,8 +143,8 @@ def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
         return ""
     if "gpu_memory_utilization" in engine_opts:
         return (
-            " (on a CPU, gpu_memory_utilization is the share of a memory node for the whole "
-            "process; leave it out, or pass kv_cache_memory_bytes instead)"
+            " (on a CPU, gpu_memory_utilization is the share of a memory node that the whole "
+            "process may use; leave it out, or pass kv_cache_memory_bytes instead)"
         )
     return " (on a CPU, kv_cache_memory_bytes is the size of the KV cache)"
 
@@ -157,12 +157,12 @@ def shut_down(engine: Any, *, multiprocess: bool) -> None:
 
 
 def _clean_up(*, multiprocess: bool) -> None:
-    """Free the resources that an engine leaves, also after a failed build."""
+    """Free the resources of an engine that was shut down or could not be built."""
     from vllm import envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
     gc.unfreeze()  # vLLM freezes all objects after its start
-    if not multiprocess:  # else another engine may compute in this process
+    if not multiprocess:  # otherwise another engine may compute in this process
         cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()

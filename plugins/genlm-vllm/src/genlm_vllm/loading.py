@@ -1,7 +1,7 @@
 """The options of vLLM's engine: checks and defaults.
 
-Options keep vLLM's names. Those that would make rows wrong are refused. `docs/vllm-engine.md`
-lists the defaults that differ from vLLM's.
+Options have vLLM's names. An option that would make rows wrong raises `ValueError`.
+`docs/vllm-engine.md` lists the defaults that differ from vLLM's.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ __all__ = [
     "adapter_capacity",
     "checked_options",
     "engine_arguments",
+    "format_options",
     "needs_processes",
-    "shown",
 ]
 
 CPU_BLOCK_SIZE = 32
-"""Tokens in a KV block on the CPU, the smallest possible. With vLLM's default of 128, shorter
-prefixes would not be cached."""
+"""Tokens in a KV block on the CPU, the smallest size that vLLM supports there. With vLLM's
+default of 128, prefixes of fewer tokens would not be cached."""
 
 CPU_KV_SHARE = 0.25
-"""Share of the free memory for the KV blocks of all workers by default, on the CPU. vLLM would
-take 92 % of a memory node, and refuse to start if less is free."""
+"""Default share of the free memory for the KV blocks of all workers on the CPU. vLLM's default
+is 92 % of a memory node, and vLLM does not start if less is free."""
 
 CPU_MIN_KV_BYTES, CPU_MAX_KV_BYTES = 2**26, 2**32
 
 DEFAULT_MAX_LORAS = 4
-"""Adapters in one batch."""
+"""Maximum number of adapters in one batch."""
 
 DEFAULT_MAX_CPU_LORAS = 32
-"""Loaded adapters, where not all of them need to be on the device."""
+"""Maximum number of loaded adapters where not all of them need to be on the device."""
 
 _REFUSED = {
-    "async_scheduling": "vLLM would plan a step before the tokens of the next one are known",
+    "async_scheduling": "vLLM would plan a step before its tokens are known",
     "scheduler_cls": "requests stay in vLLM's own scheduler between steps",
     "logits_processors": "they would change the log-probabilities",
-    "worker_extension_cls": "genlm-vllm needs its own, which returns the rows",
+    "worker_extension_cls": "genlm-vllm sets it to the class that returns rows",
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
         "rows of drafted tokens would be taken for rows of the sequence",
     ),
-    "enable_batch_sharded_sampling": "each rank would see the rows of a part of the requests",
+    "enable_batch_sharded_sampling": "each rank would have the rows of only some requests",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
     "data_parallel_size": "rows of other replicas could not be fetched; load several models",
-    "prefill_context_parallel_size": "several ranks would store rows, which was not tested",
+    "prefill_context_parallel_size": "several ranks would store rows, which is untested",
 }
-"""Refused options with reasons; values without effect are accepted."""
+"""Refused options and the reasons; values that disable an option are accepted."""
 
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
@@ -62,8 +62,8 @@ def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy of the caller's options.
 
     Raises:
-        TypeError: They are not a mapping, or a number of workers is not an integer.
-        ValueError: Their `dtype` is unknown.
+        TypeError: `engine_opts` is not a mapping, or a number of workers is not an integer.
+        ValueError: `dtype` is unknown.
     """
     options: object = {} if engine_opts is None else engine_opts
     if not isinstance(options, Mapping):
@@ -74,12 +74,12 @@ def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in _PARALLEL_SIZES:
         if not isinstance(options.get(name, 1), int):
             raise TypeError(f"engine_opts[{name!r}]={options[name]!r}; expected an integer")
-    named = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
-    return {**options, **named}
+    dtype = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
+    return {**options, **dtype}
 
 
 def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
-    """Whether options request several workers or an executor, which need other processes."""
+    """Whether options request several workers or an executor with other processes."""
     backend = engine_opts.get("distributed_executor_backend")
     return backend not in {None, "uni"} or any(
         engine_opts.get(name, 1) > 1 for name in _PARALLEL_SIZES
@@ -89,37 +89,37 @@ def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
 def engine_arguments(
     source: str, engine_opts: Mapping[str, Any], *, multiprocess: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.EngineArgs`: options checked, defaults added.
+    """Check options and return the arguments of `vllm.EngineArgs` with defaults.
 
     Args:
         source: A folder or a hub id.
-        engine_opts: Options of the user.
+        engine_opts: The user's options.
         multiprocess: Whether workers run in other processes.
 
     Raises:
-        ValueError: An option that would make rows wrong.
-        TypeError: An option that vLLM does not have.
-        ModelLoadError: Options that vLLM accepts but fails with on this platform.
+        ValueError: An option would make rows wrong.
+        TypeError: vLLM does not have an option.
+        ModelLoadError: vLLM accepts the options but fails with them on this platform.
     """
     import vllm
     from vllm.platforms import current_platform
 
-    known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
+    option_names = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
     for name, value in engine_opts.items():
         if name == "model":
             raise TypeError(
-                f"engine_opts['model']={value!r}: it is load_model's first argument"
+                f"engine_opts['model']={value!r}: the model is load_model's first argument"
             )
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+        if name not in option_names:
+            matches = difflib.get_close_matches(name, option_names, n=1)
+            hint = f" Did you mean {matches[0]!r}?" if matches else ""
             raise TypeError(f"vllm.EngineArgs has no option {name!r}.{hint}")
         if name in _REFUSED and value and not (name.endswith("size") and value == 1):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_REFUSED[name]}; leave it out")
     on_cpu = current_platform.is_cpu()
     problem = _unsupported(engine_opts, current_platform)
     if problem is not None:
-        raise ModelLoadError(f"asked vLLM for {shown(engine_opts)}; {problem}")
+        raise ModelLoadError(f"engine_opts {format_options(engine_opts)}: {problem}")
     arguments = {
         "async_scheduling": False,  # a row would come one step later
         "disable_log_stats": True,
@@ -137,20 +137,20 @@ def engine_arguments(
 
 
 def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
-    """Return why options fail on a platform, if vLLM would fail late or unclearly."""
+    """Return why options fail on a platform where vLLM would fail late or without a reason."""
     ray = engine_opts.get("distributed_executor_backend") == "ray"
     if ray and not platform.ray_device_key:
         return (
-            f"it does not run Ray's workers on {platform.device_name!r}. Leave "
-            f"distributed_executor_backend out, and the workers are processes of this machine"
+            f"vLLM does not run Ray's workers on {platform.device_name!r}. Leave "
+            f"distributed_executor_backend out to run the workers as processes of this machine"
         )
     pipeline = engine_opts.get("pipeline_parallel_size", 1) > 1
     if platform.is_cpu() and pipeline:
         for name in ("enable_lora", "enforce_eager"):
             if engine_opts.get(name):
                 return (
-                    f"its pipelines fail on the CPU with {name}, at the first request. Leave "
-                    f"that out, or use tensor_parallel_size instead"
+                    f"vLLM's pipelines fail on the CPU with {name}, at the first request. "
+                    f"Leave it out, or use tensor_parallel_size instead"
                 )
     return None
 
@@ -158,14 +158,14 @@ def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
 def _lora_slots(engine_opts: Mapping[str, Any], *, on_cpu: bool) -> dict[str, int]:
     loras = engine_opts.get("max_loras", DEFAULT_MAX_LORAS)
     if on_cpu:
-        # vLLM's CPU build sends requests without adapter through the last slot.
+        # vLLM's CPU build computes requests without an adapter with the last slot.
         return {"max_loras": loras + 1, "max_cpu_loras": loras + 1}
-    known = engine_opts.get("max_cpu_loras") or max(loras, DEFAULT_MAX_CPU_LORAS)
-    return {"max_loras": loras, "max_cpu_loras": known}
+    loaded = engine_opts.get("max_cpu_loras") or max(loras, DEFAULT_MAX_CPU_LORAS)
+    return {"max_loras": loras, "max_cpu_loras": loaded}
 
 
 def adapter_capacity(engine: Any) -> int:
-    """Return how many adapters a vLLM engine holds without evicting any."""
+    """Return the number of adapters that a vLLM engine can load without evicting any."""
     from vllm.platforms import current_platform
 
     config = engine.vllm_config.lora_config
@@ -181,12 +181,12 @@ def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         "worker_cls": "genlm_vllm.cpu_worker.CPUWorker",
     }
     if engine_opts.get("pipeline_parallel_size", 1) > 1:
-        # Pipelines need vLLM's warm-up, which it omits where the model is not traced.
+        # Pipelines need vLLM's warm-up, which vLLM omits for models that are not traced.
         defaults["compilation_config"] = {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
     else:
         defaults["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
-    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_opts.keys()
-    if not sized and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    has_size = bool({"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_opts.keys())
+    if not has_size and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         defaults["kv_cache_memory_bytes"] = _cpu_kv_bytes(engine_opts)
     return defaults
 
@@ -208,6 +208,6 @@ def _cpu_kv_bytes(engine_opts: Mapping[str, Any]) -> int:
     )
 
 
-def shown(engine_opts: Mapping[str, Any]) -> str:
-    """Return options for an error message."""
+def format_options(engine_opts: Mapping[str, Any]) -> str:
+    """Format options for an error message."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"

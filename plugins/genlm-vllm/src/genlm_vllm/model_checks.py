@@ -1,8 +1,8 @@
-"""Checks that vLLM computes the correct rows of a model.
+"""Checks that vLLM computes correct rows of a model.
 
-They read the config before the model is built, and the built model afterwards. A defect is
-avoided by other arguments of vLLM, or the model is refused. `docs/vllm-engine.md` describes the
-defects, `docs/vllm-architectures.md` lists the families that were compared.
+They read the config before the model is built, and the built model afterwards. If vLLM would
+compute wrong rows, its arguments are changed or the model is refused. `docs/vllm-engine.md`
+describes the defects of vLLM, `docs/vllm-architectures.md` lists the compared families.
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ from genlm.plugin import (
 )
 from genlm_vllm.versions import check_version
 
-__all__ = ["check_served", "needed_arguments"]
+__all__ = ["check_served", "required_arguments"]
 
-_WRONG = {
+_WRONG_DEFINITIONS = {
     "BloomForCausalLM": "computes the exact GELU instead of its tanh approximation",
-    "Gemma3nForCausalLM": "leaves out the embeddings of tokens in each layer",
+    "Gemma3nForCausalLM": "omits the token embeddings of each layer",
 }
-"""Models whose definitions differ from transformers' in ways that modules do not show."""
+"""Models that vLLM defines differently from transformers, without a difference in modules."""
 
 _AUTOMATIC = (None, -1, "auto")
-"""Values of `max_model_len` that let vLLM choose the length."""
+"""Values of `max_model_len` with which vLLM chooses the length."""
 
 
-def needed_arguments(
+def required_arguments(
     config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.EngineArgs` that correct rows require.
 
     Args:
-        config: The `vllm.VllmConfig` without them.
+        config: The `vllm.VllmConfig` without these arguments.
         facts: Facts of the model.
         engine_opts: The user's options.
 
     Raises:
         ModelLoadError: The user's options contradict them.
     """
-    return _length(config, facts, engine_opts) | _prefixes(config, facts, engine_opts)
+    return _max_length_argument(config, facts, engine_opts) | _prefix_cache_argument(
+        config, facts, engine_opts
+    )
 
 
-def _length(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    """Limit contexts whose rotary frequencies depend on their length, which vLLM ignores."""
+def _max_length_argument(
+    config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Limit contexts if rotary frequencies depend on their length, which vLLM ignores."""
     if not facts.rope_by_longest:
         return {}
     dynamic = any("dynamic" in kind for kind in facts.rope_types)
@@ -62,17 +66,19 @@ def _length(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> d
         return {"max_model_len": limit}
     kinds = " and ".join(facts.rope_types)
     raise ModelLoadError(
-        f"asked for max_model_len={engine_opts['max_model_len']!r}, but {facts.architecture} "
-        f"has {kinds} rotary embeddings: beyond {limit} tokens their frequencies depend on the "
-        f"length of the context, and vLLM {check_version()} gives all contexts the same ones. "
+        f"max_model_len={engine_opts['max_model_len']!r}, but {facts.architecture} has {kinds} "
+        f"rotary embeddings: beyond {limit} tokens their frequencies depend on the length of "
+        f"the context, and vLLM {check_version()} uses the same frequencies for all contexts. "
         f"Rows would be wrong; leave max_model_len out, or pass at most {limit}"
     )
 
 
-def _prefixes(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+def _prefix_cache_argument(
+    config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Disable the prefix cache for recurrent models on the CPU.
 
-    vLLM's scan returns the last state of each sequence only; the cache needs those between.
+    vLLM's scan returns only the last state of a sequence; the cache needs intermediate states.
     """
     from vllm.platforms import current_platform
 
@@ -81,9 +87,9 @@ def _prefixes(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) ->
         return {}
     if engine_opts.get("enable_prefix_caching"):
         raise ModelLoadError(
-            f"asked for enable_prefix_caching=True, but {facts.architecture} has recurrent "
-            f"layers, whose states vLLM {check_version()} caches wrongly on the CPU. Rows "
-            f"would be wrong; leave it out"
+            f"enable_prefix_caching=True, but {facts.architecture} has recurrent layers, whose "
+            f"states vLLM {check_version()} caches wrongly on the CPU. Rows would be wrong; "
+            f"leave the option out"
         )
     return {"enable_prefix_caching": False}
 
@@ -100,13 +106,13 @@ def check_served(
         unverified: `"warn"` or `"refuse"`.
 
     Returns:
-        Whether the rows must be compared by `forward_problem`: they were not on this device,
-        and `unverified="refuse"`.
+        Whether `forward_problem` must compare the rows, because no model was compared on this
+        kind of device and `unverified="refuse"`.
 
     Raises:
         ModelLoadError: Rows would be wrong, or the family is unverified and
             `unverified="refuse"`.
-        ValueError: Another value of `unverified`.
+        ValueError: `unverified` has another value.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -118,7 +124,7 @@ def check_served(
     name = f"vLLM {check_version()}"
     if problem is not None:
         raise ModelLoadError(f"{name} {problem}")
-    facts = _as_computed(config, facts, built)
+    facts = _describe_implementation(config, facts, built)
     if unverified == "refuse" and not has_compared_kernels():
         check_causal(facts)
         return True
@@ -128,7 +134,7 @@ def check_served(
 
 
 def has_compared_kernels() -> bool:
-    """Whether the families of the table were compared on this kind of device."""
+    """Whether the verified families were compared on this kind of device."""
     from vllm.platforms import current_platform
 
     on_cpu: bool = current_platform.is_cpu()
@@ -136,46 +142,47 @@ def has_compared_kernels() -> bool:
 
 
 def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) -> str | None:
-    """Return how the layers' windows differ from the config's, None if they agree."""
+    """Return how the layers' windows differ from those of the config, None if they agree."""
     longest = config.model_config.max_model_len
     stated = {window for window in facts.sliding_windows if window < longest}
     if not stated:
         return None
     kinds = getattr(config.model_config.hf_text_config, "layer_types", None) or ()
     sliding = sum("sliding" in kind for kind in kinds)
-    found = Counter(windows.values())
-    if set(found) == stated and sliding in (0, found.total()):
+    counts = Counter(windows.values())
+    if set(counts) == stated and sliding in (0, counts.total()):
         return None
-    layers = ", ".join(f"{window} in {count}" for window, count in sorted(found.items()))
-    wanted = f"{', '.join(map(str, sorted(stated)))} in {sliding or 'all'}"
+    layers = ", ".join(f"{window} in {count}" for window, count in sorted(counts.items()))
+    expected = f"{', '.join(map(str, sorted(stated)))} in {sliding or 'all'}"
     return (
         f"serves {facts.architecture} with sliding windows that differ from its config: "
-        f"{layers or 'none in any'} layers instead of {wanted}. Rows beyond {min(stated)} "
+        f"{layers or 'none in any'} layers instead of {expected}. Rows beyond {min(stated)} "
         f"tokens would be wrong. Pass max_model_len={min(stated)} at most, or use another "
         f"engine"
     )
 
 
 def _definition_problem(facts: ModelFacts, built: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return how the built model differs from its definition, None if it agrees."""
+    """Return how the built model differs from its definition, None if they agree."""
     for part in built:
-        if part["model"] in _WRONG:
-            found = _WRONG[part["model"]]
+        if part["model"] in _WRONG_DEFINITIONS:
+            defect = _WRONG_DEFINITIONS[part["model"]]
         elif part["rounded"]:
             name, dtype = next(iter(part["rounded"].items()))
-            found = f"keeps {name} in {dtype}, which is less precise than the model's dtype"
+            defect = f"stores {name} in {dtype}, which is less precise than the model's dtype"
         else:
             continue
         return (
-            f"serves {facts.architecture}, but {found}. Rows would be wrong; use another engine"
+            f"serves {facts.architecture}, but {defect}. Rows would be wrong; use another "
+            f"engine"
         )
     return None
 
 
-def _as_computed(
+def _describe_implementation(
     config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]]
 ) -> ModelFacts:
-    """Append the implementation to the architecture if it is not the compared one."""
+    """Append the implementation to the architecture unless it is the one that was compared."""
     from vllm.platforms import current_platform
 
     name = facts.architecture

@@ -1,7 +1,8 @@
-"""The private parts of vLLM that this plugin uses, checked before loading.
+"""Check of the private functions and attributes of vLLM that this plugin uses.
 
-An untested release (one without a CPU build) is accepted only if these equal those of the
-newest tested release. `tests/private_names.txt` lists the other names that the plugin uses.
+A supported release that is not tested (without a CPU build) is accepted only if they equal
+those of the newest tested release. `tests/private_names.txt` lists the other names that the
+plugin uses.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _PARAMETERS: Mapping[str, str] = {
     "logits_fn hidden_states input_batch "
     "all_token_ids num_computed_tokens prompt_lens",
 }
-"""Parameters of each function. Further parameters with defaults are accepted."""
+"""Parameters of functions. Further parameters with defaults are accepted."""
 
 _ATTRIBUTES: Mapping[str, str] = {
     f"{_SCHEDULED}.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs "
@@ -68,46 +69,46 @@ _ATTRIBUTES: Mapping[str, str] = {
     "is_token_ids num_tokens_no_spec",
     "vllm.v1.worker.gpu.states.RequestState": "req_id_to_index last_sampled_tokens",
 }
-"""Fields of each dataclass, and attributes that the methods of other classes set or read."""
+"""Fields of dataclasses, and attributes that the methods of other classes set or read."""
 
 
 def check_private_interface() -> None:
-    """Compare an installed vLLM that is newer than the tested versions with the newest of them.
+    """Compare an installed vLLM with the newest tested version, if it is newer.
 
     Raises:
         ModelLoadError: Functions or attributes differ; the message lists them.
     """
-    found, newest = check_version(), TESTED[-1]
-    if Version(found).release <= Version(newest).release:
+    installed, newest = check_version(), TESTED[-1]
+    if Version(installed).release <= Version(newest).release:
         return
     changed = list(changes())
     if changed:
         raise ModelLoadError(
-            f"vLLM {found} differs from {newest}, the newest version that genlm-vllm was "
-            f"tested with, in what it uses of vLLM: {'; '.join(changed)}. "
+            f"vLLM {installed} differs from {newest}, the newest version that genlm-vllm was "
+            f"tested with, in functions or attributes that it uses: {'; '.join(changed)}. "
             f"Install vllm=={newest}"
         )
 
 
 def changes() -> Iterator[str]:
-    """Yield what is missing, and functions with other parameters."""
+    """Yield messages on missing functions and attributes, and on other parameters."""
     for path, listed in _PARAMETERS.items():
-        function = _at(path)
+        function = _resolve(path)
         if function is None:
             yield f"{path} is gone"
             continue
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
-        wanted = set(listed.split())
+        expected = set(listed.split())
         required = {
             name
-            for name, each in parameters.items()
-            if each.default is each.empty
-            and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
         }
-        if not required <= wanted <= parameters.keys():
+        if not required <= expected <= parameters.keys():
             yield f"{path} has the parameters ({', '.join(parameters)})"
     for path, listed in _ATTRIBUTES.items():
-        for name in sorted(set(listed.split()) - _attributes_of(_at(path))):
+        for name in sorted(set(listed.split()) - _attributes_of(_resolve(path))):
             yield f"{path} has no attribute {name}"
 
 
@@ -117,10 +118,10 @@ def _attributes_of(cls: object | None) -> set[str]:
     return set(re.findall(r"\bself\.(\w+)", inspect.getsource(cls))) if cls else set()  # type: ignore[arg-type]
 
 
-def _at(path: str) -> object | None:
+def _resolve(path: str) -> object | None:
     """Return the object at a dotted path, None if it does not exist."""
     try:
-        found: object = pkgutil.resolve_name(path)
+        target: object = pkgutil.resolve_name(path)
     except (AttributeError, ImportError):
         return None
-    return found
+    return target

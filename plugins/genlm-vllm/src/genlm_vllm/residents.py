@@ -1,14 +1,14 @@
-"""`Residents`: queries on requests that stay in vLLM.
+"""`Residents`: computes queries with requests that stay in vLLM.
 
-The handle of a sequence is its living request. The first child of a request continues it,
-further children are forks, and requests without references end. A query is complete when all
+A sequence is represented by its resident request. The first child of a request continues it,
+further children are forks, and a request without references ends. A query is complete when all
 its sequences are computed; the workers reduce rows directly from the logits of vLLM's batches.
 The request of a text to score ends when it is computed.
 
     population      generation.state          vLLM's running list
-    member 0, 2 ->  place 0: LivingRequest -> request, blocks 4 9
-    member 1    ->  place 1: LivingRequest -> request, blocks 4 7
-                    place 2: None             (restarted on demand)
+    member 0, 2 ->  place 0: ResidentRequest -> request, blocks 4 9
+    member 1    ->  place 1: ResidentRequest -> request, blocks 4 7
+                    place 2: None               (begun again on demand)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from genlm.plugin import (
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable, Parent
 from genlm_vllm.processes import without_frames
-from genlm_vllm.running_requests import LivingRequest, RunningRequests
+from genlm_vllm.running_requests import ResidentRequest, RunningRequests
 from genlm_vllm.scores import TextPart
 from genlm_vllm.worker_rows import GroupPart, RowPart
 from genlm_vllm.workers import Workers
@@ -40,58 +40,58 @@ from genlm_vllm.workers import Workers
 __all__ = ["Residents"]
 
 
-class _Kept:
-    """State of a generation: the living request of each sequence that has one."""
+class _GenerationState:
+    """State of a generation: the resident request of each sequence that has one."""
 
-    __slots__ = ("adapter", "livings")
+    __slots__ = ("adapter", "residents")
 
     def __init__(self, adapter: str | None, count: int) -> None:
         self.adapter = adapter
-        self.livings: list[LivingRequest | None] = [None] * count
+        self.residents: list[ResidentRequest | None] = [None] * count
 
 
-class _Pending:
+class _PendingQuery:
     """A query, the requests that compute its sequences, and its state.
 
     Attributes:
-        query: The query; one that is not of a population has one sequence.
-        livings: The request of each sequence, by its place in `wanted`.
-        left: Number of sequences that are neither computed nor failed.
-        errors: Errors of sequences that were not computed, by their place.
-        is_sent: Whether the workers have its reduction.
+        query: The query. A `Query` has one sequence, a `GroupQuery` those of `wanted`.
+        residents: The request of each sequence, by place in `wanted`.
+        remaining: Number of sequences that are neither computed nor failed.
+        errors: Errors of the failed sequences, by place.
+        is_sent: Whether the workers have the query's reduction.
     """
 
-    __slots__ = ("errors", "is_sent", "left", "livings", "query")
+    __slots__ = ("errors", "is_sent", "query", "remaining", "residents")
 
     def __init__(self, query: Query | GroupQuery, count: int) -> None:
         self.query = query
-        self.livings: list[LivingRequest | None] = [None] * count
-        self.left = count
+        self.residents: list[ResidentRequest | None] = [None] * count
+        self.remaining = count
         self.errors: dict[int, Exception] = {}
         self.is_sent = False
 
     def fail(self, place: int, error: Exception) -> None:
         """Record the error of a sequence."""
         self.errors[place] = without_frames(error)
-        self.left -= 1
+        self.remaining -= 1
 
 
 class Residents:
-    """Computes queries with requests that stay.
+    """Computes queries with requests that stay in vLLM.
 
     Args:
         engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
-        workers: Compute rows and reduce them.
-        check: Raises the error of a query for one sequence.
-        embedded_ids: Number of ids that the model embeds.
+        workers: vLLM's workers, which reduce rows.
+        check: Function that raises the error of an invalid query for one sequence.
+        embedded_ids: Number of token ids with an embedding.
         max_context: Maximum number of tokens of a query.
 
     Attributes:
-        keeps: Whether requests rest between queries.
+        keeps: Whether the requests of contexts stay between queries.
         requests: The requests in vLLM.
-        tokens_evaluated: Tokens of all queries.
-        tokens_computed: Tokens that the model computed for them.
+        tokens_evaluated: Number of tokens of all queries.
+        tokens_computed: Number of tokens that the model computed for them.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Residents:
         self._embedded_ids = embedded_ids
         self._max_context = max_context
         self._block_tokens: int = engine.vllm_config.cache_config.block_size
-        self._queries: dict[int, _Pending] = {}
-        # The sequences that a request computes now, by its id: queries and places in them.
-        self._busy: dict[str, list[tuple[_Pending, int]]] = {}
-        self._to_begin: deque[tuple[_Pending, int]] = deque()
+        self._queries: dict[int, _PendingQuery] = {}
+        # Queries and places of the sequences that a request computes now, by the request's id.
+        self._busy: dict[str, list[tuple[_PendingQuery, int]]] = {}
+        self._unstarted: deque[tuple[_PendingQuery, int]] = deque()
         self._contexts = ContextTable()
         self.keeps = True
         self.tokens_evaluated = self.tokens_computed = 0
@@ -127,11 +127,11 @@ class Residents:
         )
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters; from any thread."""
-        resident = len(self._contexts)
+        """Return the counters. May be called from any thread."""
+        contexts = len(self._contexts)
         return {
-            "contexts_resident": resident,
-            "members_living": max(0, len(self.requests.living) - resident),
+            "contexts_resident": contexts,
+            "members_living": max(0, len(self.requests.by_name) - contexts),
             **self._counts,
         }
 
@@ -146,179 +146,183 @@ class Residents:
         """Continue, fork or begin the request of a context, or begin that of a text to score.
 
         Raises:
-            GenlmError: The query is not valid.
+            GenlmError: The query is invalid.
         """
         parent = None if query.targets else self._valid_parent(query)
         if parent is None:
             self._check(query)
         self.requests.end_dropped()
-        pending = _Pending(query, 1)
+        pending = _PendingQuery(query, 1)
         if query.targets:
-            # A block of the prefix cache could end after the first target.
+            # Otherwise the first block of the prefix cache could cover a scored position.
             first = len(query) - len(query.targets)
             self._begin_scores(pending, reads_cache=first >= self._block_tokens)
         else:
-            living = None if parent is None else self._extended(parent, "contexts")
-            if living is None:
-                living = self.requests.begin(query.token_ids, query.adapter)
-            self._wait_for(living, pending)
-            self._contexts.put(query, living)
+            resident = None if parent is None else self._extend(parent, "contexts")
+            if resident is None:
+                resident = self.requests.begin(query.token_ids, query.adapter)
+            self._wait_for(resident, pending)
+            self._contexts.put(query, resident)
         self._queries[query.query_id] = pending
         self.tokens_evaluated += len(query)
 
-    def _wait_for(self, living: LivingRequest, pending: _Pending, place: int = 0) -> None:
+    def _wait_for(
+        self, resident: ResidentRequest, pending: _PendingQuery, place: int = 0
+    ) -> None:
         """Record that a request computes a sequence."""
-        pending.livings[place] = living
-        self._busy.setdefault(living.name, []).append((pending, place))
+        pending.residents[place] = resident
+        self._busy.setdefault(resident.name, []).append((pending, place))
 
     def _valid_parent(self, query: Query) -> Parent | None:
-        """Return the request that a query extends if its further tokens are valid."""
+        """Return the request that a query extends; None without one or for invalid tokens."""
         try:
             parent = self._contexts.parent(query)
-        except OverflowError:  # ids that no sequence can have
+        except OverflowError:  # ids beyond the range of a `TokenSequence`
             return None
         if parent is None or max(parent.added, default=0) >= self._embedded_ids:
             return None
         return parent if len(query) <= self._max_context else None
 
-    def _extended(self, parent: Parent, kind: str) -> LivingRequest | None:
-        """Return a request that computes what extends one; None if a new one is needed."""
-        living, length, added = parent
-        action = self.requests.action(living, length, len(added))
+    def _extend(self, parent: Parent, kind: str) -> ResidentRequest | None:
+        """Continue or fork a request; return None if the sequence needs a new request."""
+        resident, length, added = parent
+        action = self.requests.action(resident, length, len(added))
         if action == "feed":
             self._counts[f"{kind}_continued"] += 1
-            self.requests.feed(living, added[0])
+            self.requests.feed(resident, added[0])
         elif action == "fork":
             if kind == "contexts":
-                self._make_place(living)
-            return self.requests.fork(living, length, added)
-        return None if action == "begin" else living
+                self._evict_for_fork(resident)
+            return self.requests.fork(resident, length, added)
+        return None if action == "begin" else resident
 
-    def _make_place(self, parent: LivingRequest) -> None:
-        """End a resting request if a fork finds no place."""
-        living = self.requests.living
-        if len(living) >= self.requests.places:
-            resting = (name for name in living if name not in self._busy)
-            oldest = next((name for name in resting if name != parent.name), None)
+    def _evict_for_fork(self, parent: ResidentRequest) -> None:
+        """End an idle request if vLLM has no place for a fork."""
+        names = self.requests.by_name
+        if len(names) >= self.requests.places:
+            idle = (name for name in names if name not in self._busy)
+            oldest = next((name for name in idle if name != parent.name), None)
             self._end([] if oldest is None else [oldest])
 
-    def _begin_scores(self, pending: _Pending, *, reads_cache: bool) -> None:
+    def _begin_scores(self, pending: _PendingQuery, *, reads_cache: bool) -> None:
         query = pending.query
-        assert isinstance(query, Query)  # noqa: S101 - of a text
+        assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = len(query) - len(query.targets)
-        living = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
-        outputs = self._workers.sent(query.outputs)
-        text = TextPart(query.query_id, living.name, first, query.targets, outputs)
+        resident = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
+        outputs = self._workers.pack_outputs(query.outputs)
+        text = TextPart(query.query_id, resident.name, first, query.targets, outputs)
         self._workers.inputs.texts.append(text)
-        self._wait_for(living, pending)
+        self._wait_for(resident, pending)
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """End the resting request of a context, if there is one."""
-        living = self._contexts.find((adapter, key))
-        if living is not None and living.name not in self._busy:
-            self._end([living.name])
+        """End the idle request of a context, if it has one."""
+        resident = self._contexts.find((adapter, key))
+        if resident is not None and resident.name not in self._busy:
+            self._end([resident.name])
 
     # -- populations ------------------------------------------------------------------
 
     def submit_group(self, query: GroupQuery) -> None:
-        """Continue, fork or begin the requests of the sequences that are wanted."""
-        pending = _Pending(query, len(query.wanted))
+        """Continue, fork or begin the requests of the wanted sequences."""
+        pending = _PendingQuery(query, len(query.wanted))
         self._queries[query.query_id] = pending
         try:
-            self._start(pending, query)
+            self._assign_requests(pending, query)
         except BaseException:
             self.abort(query.query_id)
             raise
         self.tokens_evaluated += len(query)
 
-    def _start(self, pending: _Pending, query: GroupQuery) -> None:
-        """Assign every sequence to a request, and drop the generation that is extended."""
+    def _assign_requests(self, pending: _PendingQuery, query: GroupQuery) -> None:
+        """Assign a request to every sequence, and drop the state of the base generation."""
         generation, lineage = query.generation, query.generation.lineage
         wanted = query.wanted.tolist()
-        base, kept = self._kept(generation, query.adapter)
-        own = _Kept(query.adapter, len(lineage))
+        base, base_state = self._base_of(generation, query.adapter)
+        state = _GenerationState(query.adapter, len(lineage))
         parents: Iterable[Parent | None] = [None] * len(wanted)
-        if base is not None and kept is not None:
+        if base is not None and base_state is not None:
             places, suffixes = lineage.suffixes(query.wanted, base.lineage)
             self._refuse_ids(pending, suffixes)
             lengths = base.lineage.lengths[places].tolist()
-            livings = [kept.livings[place] for place in places.tolist()]
+            residents = [base_state.residents[place] for place in places.tolist()]
             parents = [
-                None if living is None else Parent(living, length, added)
-                for living, length, added in zip(
-                    livings, lengths, _tokens(suffixes), strict=True
+                None if resident is None else Parent(resident, length, added)
+                for resident, length, added in zip(
+                    residents, lengths, _tokens(suffixes), strict=True
                 )
             ]
             if base is generation:
-                own = kept
-        del base, kept
-        generation.keep(own)
-        # Requests to which nothing refers make room for forks and new ones.
+                state = base_state
+        del base, base_state
+        generation.keep(state)
+        # Ending unreferenced requests frees places for forks and new requests.
         self.requests.end_dropped()
         for place, parent in enumerate(parents):
             if place in pending.errors:
                 continue
-            living = None if parent is None else self._extended(parent, "members")
-            if living is None:
-                self._to_begin.append((pending, place))
+            resident = None if parent is None else self._extend(parent, "members")
+            if resident is None:
+                self._unstarted.append((pending, place))
                 continue
-            if parent is not None and living is not parent.living:
-                how = "begun" if living.added is None else "forked"
-                self._counts[f"members_{how}"] += 1
-            own.livings[wanted[place]] = living
-            self._wait_for(living, pending, place)
-        self._begin_some()
+            if parent is not None and resident is not parent.resident:
+                origin = "begun" if resident.added is None else "forked"
+                self._counts[f"members_{origin}"] += 1
+            state.residents[wanted[place]] = resident
+            self._wait_for(resident, pending, place)
+        self._begin_members()
 
-    def _kept(
+    def _base_of(
         self, generation: Generation, adapter: str | None
-    ) -> tuple[Generation | None, _Kept | None]:
+    ) -> tuple[Generation | None, _GenerationState | None]:
+        """Return the closest generation that has requests, if they are of the same adapter."""
         base = generation.with_state()
         state = None if base is None else base.state
-        if isinstance(state, _Kept) and state.adapter == adapter:
+        if isinstance(state, _GenerationState) and state.adapter == adapter:
             return base, state
         return None, None
 
-    def _refuse_ids(self, pending: _Pending, suffixes: npt.NDArray[np.int64]) -> None:
+    def _refuse_ids(self, pending: _PendingQuery, suffixes: npt.NDArray[np.int64]) -> None:
+        """Fail the sequences whose new tokens the model does not embed."""
         if suffixes.size and int(suffixes.max()) >= self._embedded_ids:
             for place in np.flatnonzero((suffixes >= self._embedded_ids).any(1)).tolist():
-                at = int((suffixes[place] >= self._embedded_ids).argmax())
-                found = int(suffixes[place, at])
-                error = TokenIdError(found, at, self._embedded_ids, "token_ids")
+                position = int((suffixes[place] >= self._embedded_ids).argmax())
+                token_id = int(suffixes[place, position])
+                error = TokenIdError(token_id, position, self._embedded_ids, "token_ids")
                 pending.fail(place, error)
 
-    def _begin_some(self) -> None:
-        """Begin members, at most as many as vLLM computes at once; the rest wait."""
-        while self._to_begin and len(self._busy) < self.requests.places:
-            pending, place = self._to_begin.popleft()
+    def _begin_members(self) -> None:
+        """Begin requests of members while vLLM has places; the other members wait."""
+        while self._unstarted and len(self._busy) < self.requests.places:
+            pending, place = self._unstarted.popleft()
             query: Any = pending.query
-            generation, wanted = query.generation, int(query.wanted[place])
-            sequence = generation.lineage.sequence(wanted)
+            generation, index = query.generation, int(query.wanted[place])
+            sequence = generation.lineage.sequence(index)
             try:
                 self._check(Query(query.query_id, sequence, query.adapter))
-            except Exception as error:  # noqa: BLE001 - it fails this sequence alone
+            except Exception as error:  # noqa: BLE001 - the error of this sequence only
                 pending.fail(place, error)
                 continue
-            living = self.requests.begin(sequence.token_ids, query.adapter)
-            generation.state.livings[wanted] = living
-            self._wait_for(living, pending, place)
+            resident = self.requests.begin(sequence.token_ids, query.adapter)
+            generation.state.residents[index] = resident
+            self._wait_for(resident, pending, place)
             self._counts["members_begun"] += 1
 
     def abort(self, query_id: int) -> None:
-        """Drop a query and end the requests of it alone; an unknown query is ignored."""
+        """Drop a query and the requests that no other query needs; ignore an unknown query."""
         pending = self._queries.pop(query_id, None)
         if pending is None:
             return
-        alone = []
-        for living in pending.livings:
-            waiting = self._busy.get(living.name) if living is not None else None
-            if living is None or waiting is None:
+        unneeded = []
+        for resident in pending.residents:
+            waiting = self._busy.get(resident.name) if resident is not None else None
+            if resident is None or waiting is None:
                 continue
-            waiting[:] = [each for each in waiting if each[0] is not pending]
+            waiting[:] = [item for item in waiting if item[0] is not pending]
             if not waiting:
-                del self._busy[living.name]
-                alone.append(living.name)
-        self._end(alone)
-        self._to_begin = deque(each for each in self._to_begin if each[0] is not pending)
+                del self._busy[resident.name]
+                unneeded.append(resident.name)
+        self._end(unneeded)
+        self._unstarted = deque(item for item in self._unstarted if item[0] is not pending)
         self._workers.inputs.dropped.append(query_id)
 
     # -- steps ------------------------------------------------------------------------
@@ -326,14 +330,13 @@ class Residents:
     def prepare(self) -> None:
         """Before a step of vLLM, end unreferenced requests and begin waiting ones."""
         self.requests.end_dropped()
-        self._begin_some()
+        self._begin_members()
 
     def collect(self) -> None:
         """Request the results of the sequences that a step computed."""
-        living = self.requests.living
-        found: dict[_Pending, tuple[list[str], list[int]]] = {}
+        computed: dict[_PendingQuery, tuple[list[str], list[int]]] = {}
         for name in list(self._busy):
-            request = living[name]
+            request = self.requests.by_name[name]
             if (
                 request.num_computed_tokens != request.num_tokens
                 or request.num_in_flight_tokens
@@ -342,13 +345,13 @@ class Residents:
                     self._fail_ended(name)
                 continue
             for pending, place in self._busy.pop(name):
-                names, places = found.setdefault(pending, ([], []))
+                names, places = computed.setdefault(pending, ([], []))
                 names.append(name)
                 places.append(place)
         for pending in self._queries.values():
-            if pending.is_sent and not pending.left:  # the last sequences have failed
-                found.setdefault(pending, ([], []))
-        for pending, (names, places) in found.items():
+            if pending.is_sent and not pending.remaining:  # the last sequences have failed
+                computed.setdefault(pending, ([], []))
+        for pending, (names, places) in computed.items():
             self._request_results(pending, names, places)
 
     def _fail_ended(self, name: str) -> None:
@@ -358,16 +361,19 @@ class Residents:
             pending.fail(place, EvaluationError(message))
         self._end([name])
 
-    def _request_results(self, pending: _Pending, names: list[str], places: list[int]) -> None:
+    def _request_results(
+        self, pending: _PendingQuery, names: list[str], places: list[int]
+    ) -> None:
+        """Request the results of sequences of a query that a step computed."""
         query, results = pending.query, self._workers.results
         self.tokens_computed += sum(
-            living.computed for place in places if (living := pending.livings[place])
+            resident.computed for place in places if (resident := pending.residents[place])
         )
         is_first, pending.is_sent = not pending.is_sent, True
-        pending.left -= len(places)
+        pending.remaining -= len(places)
         if isinstance(query, GroupQuery):
             reduction: Any = query.reduction
-            outputs: Any = self._workers.sent((reduction,)) if is_first else ()
+            outputs: Any = self._workers.pack_outputs((reduction,)) if is_first else ()
             row_of = query.row_of if is_first else None
             part = GroupPart(
                 query.query_id,
@@ -376,31 +382,31 @@ class Residents:
                 len(query.wanted),
                 names,
                 places,
-                is_last=not pending.left,
+                is_last=not pending.remaining,
             )
             results.groups.append(part)
         elif query.targets:
-            results.scored.append(query.query_id)
+            results.score_ids.append(query.query_id)
         else:
-            outputs = self._workers.sent(query.outputs)
+            outputs = self._workers.pack_outputs(query.outputs)
             results.rows.append(RowPart(query.query_id, names[0], outputs))
 
-    def finish(self, found: dict[int, Completion]) -> list[Completion]:
-        """Return the queries that are complete.
+    def finish(self, results: dict[int, Completion]) -> list[Completion]:
+        """Return the completions of finished queries.
 
         Args:
-            found: Results of the workers by query id.
+            results: Results of the workers by query id.
         """
         for query_id, pending in self._queries.items():
-            if not (pending.left or pending.is_sent):  # all sequences have failed
+            if not (pending.remaining or pending.is_sent):  # all sequences have failed
                 is_group = isinstance(pending.query, GroupQuery)
-                found[query_id] = (
+                results[query_id] = (
                     Completion(query_id, GroupResult((), {}))
                     if is_group
                     else Completion(query_id, error=pending.errors[0])
                 )
         completions, ended = [], []
-        for query_id, completion in found.items():
+        for query_id, completion in results.items():
             pending = self._queries[query_id]
             query = pending.query
             stays = self.keeps and self.requests.may_stay(query.adapter)
@@ -409,11 +415,11 @@ class Residents:
             elif isinstance(query, Query):
                 stays = stays and not query.targets and len(query) < self._max_context
             if not stays:
-                names = [each.name for each in pending.livings if each]
+                names = [resident.name for resident in pending.residents if resident]
                 ended += [name for name in names if name not in self._busy]
             if completion.result is None and completion.error is None:
-                # The prefix cache served some of the positions of the targets.
-                pending.left, pending.is_sent = 1, False
+                # The prefix cache had some of the score_ids positions, which were not computed.
+                pending.remaining, pending.is_sent = 1, False
                 self._begin_scores(pending, reads_cache=False)
                 continue
             del self._queries[query_id]
@@ -421,56 +427,56 @@ class Residents:
         self._end(ended)
         return completions
 
-    def relieve(self) -> None:
-        """After a step, end resting requests that block waiting ones."""
+    def evict_for_waiting(self) -> None:
+        """After a step, end idle requests whose places or blocks waiting requests need."""
         requests = self.requests
-        if not (requests.living or self._to_begin):
+        if not (requests.by_name or self._unstarted):
             return
-        waiting = requests.waiting + len(self._to_begin)
+        waiting = requests.waiting + len(self._unstarted)
         if waiting <= 0:
             return
         self._end([name for name in requests.preempted() if name not in self._busy])
-        resting = [name for name in requests.living if name not in self._busy]
+        idle = [name for name in requests.by_name if name not in self._busy]
         count = max(0, waiting - requests.free_places)
         if not count and (requests.lacks_blocks or not requests.has_run):
-            count = (len(resting) + 1) // 2 or 1
-        if resting:
-            self._end(resting[:count])
+            count = (len(idle) + 1) // 2 or 1
+        if idle:
+            self._end(idle[:count])
         elif count and not requests.has_run:
-            self._begin_again(requests.stuck())
+            self._restart_forks(requests.stuck())
 
-    def _begin_again(self, stuck: Sequence[str]) -> None:
-        """Free the blocks of forks that wait for further blocks."""
+    def _restart_forks(self, stuck: Sequence[str]) -> None:
+        """Restart the younger half of the forks that wait for blocks, which frees theirs."""
         for name in stuck[len(stuck) // 2 :]:
             waiting = self._busy.pop(name)
-            query, place = waiting[0]
-            living = query.livings[place]
-            assert living is not None  # noqa: S101 - it computes the place
-            self.requests.begin_again(living)
-            self._busy[living.name] = waiting
+            pending, place = waiting[0]
+            resident = pending.residents[place]
+            assert resident is not None  # noqa: S101 - it computes this sequence
+            self.requests.restart(resident)
+            self._busy[resident.name] = waiting
 
     # -- ends -------------------------------------------------------------------------
 
     def drop_all(self) -> list[int]:
-        """Drop all queries, leaving their requests at rest; return the query ids."""
+        """Drop all queries and return their ids; their requests become idle."""
         dropped = list(self._queries)
         self._workers.inputs.dropped += dropped
         self._queries.clear()
-        self._to_begin.clear()
+        self._unstarted.clear()
         self._busy.clear()
         return dropped
 
-    def end_resting(self, adapter: str | None = None) -> None:
-        """End the resting requests of one adapter or of all."""
+    def end_idle(self, adapter: str | None = None) -> None:
+        """End the idle requests of one adapter, or all idle requests."""
         requests = self.requests
-        names = requests.living if adapter is None else requests.names_of(adapter)
+        names = requests.by_name if adapter is None else requests.names_of(adapter)
         self._end([name for name in names if name not in self._busy])
 
-    def end_too_many(self) -> None:
-        """After an adapter is loaded, end requests that may no longer rest."""
+    def end_excess_idle(self) -> None:
+        """After an adapter was loaded, end the idle requests that may no longer stay."""
         for adapter in self._adapters.names:
             if not self.requests.may_stay(adapter):
-                self.end_resting(adapter)
+                self.end_idle(adapter)
 
     def _end(self, names: Sequence[str]) -> None:
         if names:
@@ -479,8 +485,8 @@ class Residents:
 
 
 def _tokens(suffixes: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Return the token ids of each row, without -1."""
-    found: list[list[int]] = suffixes.tolist()
+    """Return the token ids of each row without the padding -1."""
+    rows: list[list[int]] = suffixes.tolist()
     if suffixes.size and int(suffixes.min()) < 0:
-        return [[each for each in row if each >= 0] for row in found]
-    return found
+        return [[token_id for token_id in row if token_id >= 0] for row in rows]
+    return rows

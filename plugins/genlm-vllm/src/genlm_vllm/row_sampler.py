@@ -1,9 +1,8 @@
-"""`RowSampler`: takes the place of a model runner's sampler for this library's requests.
+"""`RowSampler`: replaces a model runner's sampler for the requests of this library.
 
-It keeps the logits of a batch until the engine has them reduced, and reports that no token was
-sampled: a request has nothing to compute until the caller's token is written where the runner
-keeps the tokens that it sampled. vLLM has two model runners, which keep them in different
-places.
+It stores the logits of a batch until they are reduced, and reports that no token was sampled. A
+request then has nothing to compute until the caller's token is written where the runner stores
+sampled tokens. vLLM has two model runners, which store them in different tensors.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ import torch
 
 from genlm.plugin import EvaluationError, device_index
 
-__all__ = ["OWN", "RowSampler", "sampler_of"]
+__all__ = ["REQUEST_PREFIX", "RowSampler", "replace_sampler"]
 
-OWN = "genlm-"
+REQUEST_PREFIX = "genlm-"
 """Prefix of the ids of this library's requests."""
 
 
-def sampler_of(runner: Any, batches: int) -> RowSampler:
-    """Replace the sampler of a model runner; see `RowSampler`."""
+def replace_sampler(runner: Any, batches: int) -> RowSampler:
+    """Replace the sampler of a model runner by a `RowSampler`."""
     is_second = hasattr(runner, "req_states")
     return (_SecondRunnerSampler if is_second else _FirstRunnerSampler)(runner, batches)
 
 
 class RowSampler(abc.ABC):
-    """Keeps logits, and samples other requests with vLLM's sampler.
+    """Stores the logits of this library's requests; samples other requests with vLLM's sampler.
 
     Args:
         runner: vLLM's model runner, whose sampler this object replaces.
-        batches: Number of batches that may be computed before the rows of one are taken.
+        batches: Number of batches whose logits are stored.
     """
 
     def __init__(self, runner: Any, batches: int) -> None:
         self._runner = runner
         self._base = runner.sampler
-        self._kept: deque[tuple[torch.Tensor, dict[str, int]]] = deque(maxlen=batches)
+        self._batches: deque[tuple[torch.Tensor, dict[str, int]]] = deque(maxlen=batches)
         runner.sampler = self
 
     def __getattr__(self, name: str) -> Any:
@@ -49,12 +48,15 @@ class RowSampler(abc.ABC):
     # -- results ----------------------------------------------------------------------
 
     def take(self, names: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
-        """Return logits, and the rows of them that belong to requests of one batch.
+        """Return the logits of a batch and the indices of some requests' rows.
+
+        Args:
+            names: Ids of requests of one batch.
 
         Raises:
             EvaluationError: The logits of a request are missing.
         """
-        for logits, rows in reversed(self._kept):
+        for logits, rows in reversed(self._batches):
             if names[0] in rows:
                 if logits.is_cuda:  # the current stream is not the one that computed them
                     logits.record_stream(torch.cuda.current_stream(logits.device))
@@ -62,24 +64,24 @@ class RowSampler(abc.ABC):
         raise EvaluationError("vLLM finished the request without computing its row")
 
     def forget(self) -> None:
-        """Free the logits of batches that are complete."""
-        if self._kept.maxlen == 1:
-            self._kept.clear()
+        """Free the logits of complete batches."""
+        if self._batches.maxlen == 1:
+            self._batches.clear()
 
-    # -- each step --------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------
 
     def __call__(self, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """Keep logits; sample requests that are not of this library."""
+        """Store logits, and sample the requests that are not of this library."""
         names = self._names(*arguments)
-        own = [row for row, name in enumerate(names) if name.startswith(OWN)]
-        if not own:
+        rows = [row for row, name in enumerate(names) if name.startswith(REQUEST_PREFIX)]
+        if not rows:
             return self._base(logits, *arguments, **options)
-        if len(own) == len(names):
-            kept, output = logits, self._nothing(len(names), logits.device)
-        else:  # vLLM changes logits where it samples
-            kept, output = logits.clone(), self._base(logits, *arguments, **options)
-        self._kept.append((kept, {names[row]: row for row in own}))
-        self._hide(output, own)
+        if len(rows) == len(names):
+            stored, output = logits, self._placeholder_output(len(names), logits.device)
+        else:  # vLLM's sampler changes logits
+            stored, output = logits.clone(), self._base(logits, *arguments, **options)
+        self._batches.append((stored, {names[row]: row for row in rows}))
+        self._discard_tokens(output, rows)
         return output
 
     @abc.abstractmethod
@@ -87,12 +89,12 @@ class RowSampler(abc.ABC):
         """Return the ids of the batch's requests, in the order of the logits."""
 
     @abc.abstractmethod
-    def _nothing(self, count: int, device: torch.device) -> Any:
-        """Return vLLM's output for tokens that do not matter."""
+    def _placeholder_output(self, count: int, device: torch.device) -> Any:
+        """Return vLLM's output type with placeholder tokens."""
 
     @abc.abstractmethod
-    def _hide(self, output: Any, rows: list[int]) -> None:
-        """Have the runner drop the sampled tokens of some rows."""
+    def _discard_tokens(self, output: Any, rows: list[int]) -> None:
+        """Make the runner ignore the sampled tokens of some rows."""
 
     @abc.abstractmethod
     def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
@@ -100,18 +102,18 @@ class RowSampler(abc.ABC):
 
 
 class _FirstRunnerSampler(RowSampler):
-    """Sampler for vLLM's first model runner, which keeps the batch's tokens in main memory."""
+    """Sampler for vLLM's first model runner, which stores a batch's tokens in main memory."""
 
     def _names(self, *_arguments: Any) -> Sequence[str]:
         names: Sequence[str] = self._runner.input_batch.req_ids
         return names
 
-    def _nothing(self, count: int, device: torch.device) -> Any:
+    def _placeholder_output(self, count: int, device: torch.device) -> Any:
         from vllm.v1.outputs import SamplerOutput
 
         return SamplerOutput(torch.zeros(count, 1, dtype=torch.int32, device=device), None)
 
-    def _hide(self, output: Any, rows: list[int]) -> None:
+    def _discard_tokens(self, output: Any, rows: list[int]) -> None:
         del output
         self._runner.discard_request_mask.np[rows] = True  # rebuilt for each batch
 
@@ -124,28 +126,28 @@ class _FirstRunnerSampler(RowSampler):
         rows = [index.get(name, -1) for name in names]
         # A request that was not in the last batch is added to the next with all its tokens.
         present = [place for place, row in enumerate(rows) if row >= 0]
-        at = [rows[place] for place in present]
-        ends = input_batch.num_tokens_no_spec[at]
-        input_batch.token_ids_cpu[at, ends] = [token_ids[place] for place in present]
-        input_batch.is_token_ids[at, ends] = True
-        input_batch.num_tokens_no_spec[at] = ends + 1
+        present_rows = [rows[place] for place in present]
+        ends = input_batch.num_tokens_no_spec[present_rows]
+        input_batch.token_ids_cpu[present_rows, ends] = [token_ids[place] for place in present]
+        input_batch.is_token_ids[present_rows, ends] = True
+        input_batch.num_tokens_no_spec[present_rows] = ends + 1
 
 
 class _SecondRunnerSampler(RowSampler):
-    """Sampler for vLLM's second model runner, which keeps the last token of each request."""
+    """Sampler for vLLM's second model runner, which stores the last token of each request."""
 
     def _names(self, *arguments: Any) -> Sequence[str]:
         names: Sequence[str] = arguments[0].req_ids
         return names
 
-    def _nothing(self, count: int, device: torch.device) -> Any:
+    def _placeholder_output(self, count: int, device: torch.device) -> Any:
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-        none = torch.zeros(count, dtype=torch.int32, device=device)
+        zeros = torch.zeros(count, dtype=torch.int32, device=device)
         token_ids = torch.zeros(count, 1, dtype=torch.int64, device=device)
-        return SamplerOutput(token_ids, None, None, none, none.clone())
+        return SamplerOutput(token_ids, None, None, zeros, zeros.clone())
 
-    def _hide(self, output: Any, rows: list[int]) -> None:
+    def _discard_tokens(self, output: Any, rows: list[int]) -> None:
         if len(rows) < len(output.num_sampled):
             index = device_index(rows, output.num_sampled.device)
             output.num_sampled.index_fill_(0, index, 0)
@@ -157,6 +159,6 @@ class _SecondRunnerSampler(RowSampler):
         # A request that was preempted is added again with all its tokens.
         present = [place for place, row in enumerate(rows) if row >= 0]
         last = req_states.last_sampled_tokens
-        at = device_index([rows[place] for place in present], last.device)
-        fed = device_index([token_ids[place] for place in present], last.device)
-        last[:, 0].index_copy_(0, at, fed.to(last.dtype))
+        index = device_index([rows[place] for place in present], last.device)
+        fed_ids = device_index([token_ids[place] for place in present], last.device)
+        last[:, 0].index_copy_(0, index, fed_ids.to(last.dtype))

@@ -1,9 +1,9 @@
 """`RunningRequests`: requests that stay in vLLM's running list between steps.
 
-A request without a next token has nothing to compute, so vLLM's scheduler passes over it. It
-keeps its KV blocks and its place in the batch until the caller's token is fed to it. Further
-children of a request are forks: they share its full blocks, and vLLM's copy-on-write copies the
-last one. The module is the only one that touches vLLM's scheduler and KV cache manager.
+vLLM's scheduler skips a request without a next token. The request keeps its KV blocks and its
+place in the batch until the caller's token is appended to it. Further children of a request are
+forks: they share its full blocks, and vLLM's copy-on-write copies the last one. This is the
+only module that uses vLLM's scheduler and KV cache manager.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.row_sampler import OWN
+from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
 
-__all__ = ["LivingRequest", "RunningRequests", "obstacle"]
+__all__ = ["ResidentRequest", "RunningRequests", "why_not_resident"]
 
 _NAMES = itertools.count()
 
 
-def obstacle(config: Any) -> str | None:
+def why_not_resident(config: Any) -> str | None:
     """Return why requests cannot stay in the running list of an engine, None if they can.
 
     Args:
@@ -37,27 +37,27 @@ def obstacle(config: Any) -> str | None:
         "a KV connector": config.kv_transfer_config is not None,
         "the model's architecture": model.is_encoder_decoder or model.has_inner_state,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _block_table(kv_cache_manager: Any) -> Any | None:
-    """Return the only manager of KV blocks if all blocks stay to the end of a request."""
+    """Return the manager of KV blocks if it is the only one and frees blocks with requests."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
-    is_known = [type(each) for each in managers] == [FullAttentionManager]
-    return managers[0] if is_known else None
+    frees_late = [type(manager) for manager in managers] == [FullAttentionManager]
+    return managers[0] if frees_late else None
 
 
-class LivingRequest:
-    """A request that vLLM keeps until nothing refers to this object, or until it is ended.
+class ResidentRequest:
+    """A request that stays in vLLM until it is ended or nothing refers to this object.
 
     Attributes:
         name: The request's id in vLLM.
         request: vLLM's request.
         adapter: Name of its adapter, None for the base model.
-        added: Tokens that the model computes for the last ones; None if the prefix cache
-            may serve some.
+        added: Number of tokens that the model computes for the next row; None if the prefix
+            cache may have some of them.
     """
 
     __slots__ = ("_dropped", "adapter", "added", "name", "request")
@@ -80,7 +80,7 @@ class LivingRequest:
 
     @property
     def computed(self) -> int:
-        """Number of tokens that the model computed for the last row."""
+        """Number of tokens that the model computed for the latest row."""
         if self.added is not None:
             return self.added
         stats = self.request.prefill_stats
@@ -89,15 +89,15 @@ class LivingRequest:
 
 
 class RunningRequests:
-    """Begins, feeds, forks and ends requests that stay.
+    """Begins, feeds, forks and ends resident requests.
 
     Args:
         engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
-        workers: Receive the tokens.
+        workers: vLLM's workers, which receive the tokens.
 
     Attributes:
-        living: vLLM's requests by id, least recently used first.
+        by_name: vLLM's requests by id, least recently used first.
         has_run: Whether the last step executed the model.
     """
 
@@ -109,13 +109,13 @@ class RunningRequests:
         self._adapters = adapters
         self._scheduler = core.scheduler
         manager = core.scheduler.kv_cache_manager
-        # Without it, as with sliding windows, forks are served by the prefix cache.
+        # None with sliding windows, for one: forks then begin from the prefix cache.
         self._manager: Any = _block_table(manager)
         self._block_size = engine.vllm_config.cache_config.block_size
         self._pool = manager.block_pool
         self._hasher = core.request_block_hasher
-        self._hash_tokens = core.scheduler.hash_block_size
-        # By whether the prefix cache may serve the beginning.
+        self._hash_block_size = core.scheduler.hash_block_size
+        # Keys: whether a request may begin from the prefix cache.
         self._params = {
             reads_cache: SamplingParams(
                 max_tokens=1 << 30,
@@ -130,16 +130,16 @@ class RunningRequests:
         self._step, core.step_fn = core.step_fn, self._recorded_step
         self.has_run = False
         lora = engine.vllm_config.lora_config
-        self._adapters_at_once = 0 if lora is None else lora.max_loras
+        self._max_batch_adapters = 0 if lora is None else lora.max_loras
         self._dropped: deque[str] = deque()
-        self.living: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}
 
     def _recorded_step(self) -> Any:
         outputs, self.has_run = self._step()
         return outputs, self.has_run
 
-    def action(self, parent: LivingRequest, length: int, added: int) -> str:
-        """Return how a sequence is computed that extends one of a request.
+    def action(self, parent: ResidentRequest, length: int, added: int) -> str:
+        """Choose how to compute an extension of a request's sequence.
 
         Args:
             parent: The request.
@@ -147,10 +147,10 @@ class RunningRequests:
             added: Number of further tokens.
 
         Returns:
-            "feed" for a token that is appended to the request, "fork", "wait" if the request
-            computes the sequence at the moment, or "begin" if nothing can be shared.
+            "feed" to append a token to the request, "fork", "wait" if the request is computing
+            the sequence, or "begin" if no block can be shared.
         """
-        if parent.name not in self.living:
+        if parent.name not in self.by_name:
             return "begin"
         request = parent.request
         if request.num_computed_tokens != length or request.num_in_flight_tokens:
@@ -158,61 +158,61 @@ class RunningRequests:
         return "feed" if added == 1 and request.num_tokens == length else "fork"
 
     def may_stay(self, adapter: str | None) -> bool:
-        """Whether requests of an adapter may rest.
+        """Whether requests of an adapter may stay when they are idle.
 
-        vLLM limits the adapters of a batch when it admits requests, and resting requests
-        are admitted.
+        vLLM limits the adapters of a batch when it admits requests, and idle requests count
+        as admitted.
         """
-        return adapter is None or len(self._adapters.names) <= self._adapters_at_once
+        return adapter is None or len(self._adapters.names) <= self._max_batch_adapters
 
     def names_of(self, adapter: str) -> set[str]:
         """Return the requests of an adapter."""
         lora = self._adapters.request(adapter)
-        return {name for name, each in self.living.items() if each.lora_request is lora}
+        return {name for name, request in self.by_name.items() if request.lora_request is lora}
 
     # -- tokens -----------------------------------------------------------------------
 
     def begin(
         self, token_ids: Iterable[int], adapter: str | None, *, reads_cache: bool = True
-    ) -> LivingRequest:
+    ) -> ResidentRequest:
         """Add a request.
 
         Args:
-            token_ids: Its tokens.
-            adapter: Its adapter.
-            reads_cache: Whether the prefix cache may serve the beginning.
+            token_ids: Tokens of the request.
+            adapter: Name of its adapter.
+            reads_cache: Whether the request may begin from the prefix cache.
         """
-        request = self._added(list(token_ids), adapter, reads_cache=reads_cache)
-        return LivingRequest(request, adapter, None, self._dropped)
+        request = self._add(list(token_ids), adapter, reads_cache=reads_cache)
+        return ResidentRequest(request, adapter, None, self._dropped)
 
-    def begin_again(self, living: LivingRequest) -> None:
-        """Replace a request by a new one of the same tokens, without blocks."""
-        old = living.request
-        self.end([living.name])
-        living.replace(self._added(list(old.all_token_ids), living.adapter), None)
+    def restart(self, resident: ResidentRequest) -> None:
+        """Replace a request by a new one with the same tokens and without blocks."""
+        old = resident.request
+        self.end([resident.name])
+        resident.replace(self._add(list(old.all_token_ids), resident.adapter), None)
 
-    def feed(self, living: LivingRequest, token_id: int) -> None:
+    def feed(self, resident: ResidentRequest, token_id: int) -> None:
         """Append a token to a computed request."""
-        inputs, name = self._workers.inputs, living.name
-        inputs.fed.append(name)
+        inputs, name = self._workers.inputs, resident.name
+        inputs.fed_names.append(name)
         inputs.token_ids.append(token_id)
-        self.living[name] = self.living.pop(name)  # the most recently used ones are last
-        living.request.append_output_token_ids(token_id)
-        living.added = 1
+        self.by_name[name] = self.by_name.pop(name)  # the most recently used ones are last
+        resident.request.append_output_token_ids(token_id)
+        resident.added = 1
 
     def fork(
-        self, parent: LivingRequest, computed: int, token_ids: Sequence[int]
-    ) -> LivingRequest:
-        """Add a request that has the first computed tokens of another one, and further ones.
+        self, parent: ResidentRequest, computed: int, token_ids: Sequence[int]
+    ) -> ResidentRequest:
+        """Add a request that shares the first computed tokens of another one.
 
-        No token is recomputed if the KV cache has room. Otherwise the request starts like a
-        new one.
+        No token is recomputed if the KV cache has free blocks. Otherwise the request begins
+        like a new one.
 
         Args:
-            parent: Has computed these tokens.
+            parent: Request that has computed the common tokens.
             computed: Number of common tokens.
-            token_ids: The further tokens; without any the last common one is computed again,
-                because rows are not stored.
+            token_ids: The further tokens. If there are none, the last common token is computed
+                again, because rows are not stored.
         """
         original, adapter = parent.request, parent.adapter
         if not token_ids:
@@ -220,17 +220,17 @@ class RunningRequests:
             token_ids = [int(original.all_token_ids[computed])]
         tokens = [*original.all_token_ids[:computed], *token_ids]
         if (
-            len(self.living) >= self.places
+            len(self.by_name) >= self.places
             or not computed
             or self._manager is None
             or self._pool.get_num_free_blocks() < 2
         ):
             return self.begin(tokens, adapter)
         share = functools.partial(self._share_blocks, original, computed)
-        request = self._added(tokens, adapter, share)
-        return LivingRequest(request, adapter, len(token_ids), self._dropped)
+        request = self._add(tokens, adapter, share)
+        return ResidentRequest(request, adapter, len(token_ids), self._dropped)
 
-    def _added(
+    def _add(
         self,
         token_ids: list[int],
         adapter: str | None,
@@ -241,7 +241,7 @@ class RunningRequests:
         from vllm.v1.request import Request
 
         request = Request(
-            f"{OWN}{next(_NAMES)}",
+            f"{REQUEST_PREFIX}{next(_NAMES)}",
             token_ids,
             self._params[reads_cache],
             None,
@@ -249,12 +249,12 @@ class RunningRequests:
             lora_request=self._adapters.request(adapter),
             block_hasher=self._hasher if prepare is None else None,
         )
-        # Model runners copy an array faster than a list, whenever the request joins a batch.
+        # Model runners copy an array faster than a list when a request joins a batch.
         if prepare is None:
             request.prompt_token_ids = np.array(token_ids, np.int32)
         else:
             prepare(request)
-        self.living[request.request_id] = request
+        self.by_name[request.request_id] = request
         self._scheduler.add_request(request)
         return request
 
@@ -263,8 +263,8 @@ class RunningRequests:
         blocks_of, cached = self._manager.req_to_blocks, self._manager.num_cached_block
         full, rest = divmod(computed, self._manager.block_size)
         if self._hasher is not None:
-            child._block_hasher = self._hasher  # noqa: SLF001 - hashes only what follows
-            child.block_hashes = original.block_hashes[: computed // self._hash_tokens]
+            child._block_hasher = self._hasher  # noqa: SLF001 - hashes only further blocks
+            child.block_hashes = original.block_hashes[: computed // self._hash_block_size]
             child.update_block_hashes()
         child.num_computed_tokens = computed
         child.prefill_stats = None
@@ -276,7 +276,7 @@ class RunningRequests:
         self._pool.touch(blocks)
         if rest:
             (copy,) = self._pool.get_new_blocks(1)
-            self._pool.touch([parents[full], copy])  # both are kept until the copy has run
+            self._pool.touch([parents[full], copy])  # until the copy has run
             self._manager._pending_cow_copies.append((parents[full], copy))  # noqa: SLF001
             blocks.append(copy)
         blocks_of[child.request_id] = blocks
@@ -285,10 +285,10 @@ class RunningRequests:
     # -- ends -------------------------------------------------------------------------
 
     def end(self, names: Collection[str]) -> None:
-        """End requests; their full blocks stay in the prefix cache."""
+        """End requests. Their full blocks stay in the prefix cache."""
         from vllm.v1.request import RequestStatus
 
-        ended = [name for name in names if self.living.pop(name, None) is not None]
+        ended = [name for name in names if self.by_name.pop(name, None) is not None]
         if ended:
             self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
 
@@ -297,29 +297,29 @@ class RunningRequests:
         if self._dropped:
             self.end([self._dropped.popleft() for _ in range(len(self._dropped))])
 
-    # -- room -------------------------------------------------------------------------
+    # -- places and blocks ------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Number of requests that vLLM has not begun."""
+        """Number of requests that vLLM has not admitted."""
         _, waiting = self._scheduler.get_request_counts()
         return int(waiting - self._scheduler.num_waiting_for_streaming_input)
 
     @property
     def places(self) -> int:
-        """Number of requests that vLLM computes at once."""
+        """Maximum number of requests in vLLM's batch."""
         return int(self._scheduler.max_num_active_reqs)
 
     @property
     def free_places(self) -> int:
-        """Number of further requests that vLLM would run or keep."""
+        """Number of further requests that vLLM would admit."""
         scheduler = self._scheduler
         taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
         return int(scheduler.max_num_active_reqs - taken)
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether there may be too few free blocks for the first waiting request."""
+        """Whether the free blocks may not suffice for the first waiting request."""
         queue = self._scheduler.kv_holding_waiting or self._scheduler.waiting
         if not queue:
             return False
@@ -327,20 +327,20 @@ class RunningRequests:
         return bool(free < 2 * queue.peek_request().num_tokens)
 
     def preempted(self) -> list[str]:
-        """Return the requests that vLLM has preempted, which wait first."""
+        """Return the requests that vLLM has preempted, which are first in its queue."""
         from vllm.v1.request import RequestStatus
 
         first = itertools.takewhile(
             lambda request: request.status == RequestStatus.PREEMPTED, self._scheduler.waiting
         )
-        return [each.request_id for each in first if each.request_id in self.living]
+        return [request.request_id for request in first if request.request_id in self.by_name]
 
     def stuck(self) -> list[str]:
-        """Return the forks that wait for further blocks while they hold some."""
+        """Return the forks that have blocks and wait for more."""
         from vllm.v1.request import RequestStatus
 
         return [
-            each.request_id
-            for each in self._scheduler.kv_holding_waiting
-            if each.request_id in self.living and each.status == RequestStatus.WAITING
+            request.request_id
+            for request in self._scheduler.kv_holding_waiting
+            if request.request_id in self.by_name and request.status == RequestStatus.WAITING
         ]

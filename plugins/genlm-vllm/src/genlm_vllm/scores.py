@@ -1,9 +1,9 @@
-"""Scores of given tokens, computed inside vLLM from the hidden states of each step.
+"""Scores of texts, computed in vLLM's workers from the hidden states of each step.
 
-vLLM computes the hidden states of all tokens that it schedules, and logits of the last one of
-each request. Here the worker computes logits of the wanted positions as well, in pieces, right
-where vLLM computes prompt log-probabilities. It runs in the process of the model's last layer,
-on all tensor-parallel ranks, which compute logits together; one of them keeps the scores.
+vLLM computes the hidden states of all scheduled tokens, and the logits of the last token of
+each request. This module also computes the logits of the scored positions, in pieces, where
+vLLM computes prompt log-probabilities. It runs in the process of the model's last layer, on all
+tensor-parallel ranks, which compute logits together; one rank stores the scores.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import torch
 
 from genlm.plugin import EvaluationError, TokenSequence, device_index
 from genlm.prefix import PieceScores, ScoredText, TextResult
-from genlm_vllm.processes import Outputs, unpacked, without_frames
+from genlm_vllm.processes import Outputs, unpack_outputs, without_frames
 
 if TYPE_CHECKING:
     from genlm.plugin import GroupReduction, Vocabulary
 
 __all__ = ["ScoreStore", "Span", "TextPart", "start_scores"]
 
-_VALUES = 2**22
-"""Logits that are computed at once, however long the texts are: 16 MiB in float32, memory that
-the allocator keeps. Larger blocks would cause page faults for each piece."""
+_LOGITS_PER_PIECE = 2**22
+"""Maximum number of logits in a piece: 16 MiB in float32, which the allocator reuses. Larger
+pieces would cause page faults."""
 
-_LEAST_POSITIONS = 128
-"""Positions that are computed at once although they have more logits than that, because each
-piece reads the whole output embedding."""
+_MIN_POSITIONS = 128
+"""Minimum number of positions in a piece, even if they have more logits, because each piece
+reads the whole output embedding."""
 
 
 class TextPart(NamedTuple):
-    """A query for scores, and the request that computes it.
+    """A query for scores and the request that computes it.
 
     Attributes:
         query_id: Id of the query.
         name: Id of the request.
-        first: Position of the prompt after which the first target comes.
-        targets: Token ids; target i comes after position `first + i`.
-        outputs: One: the reduction of the rows that predict them, or None for the scores. Bytes
-            that `Transport.pack_outputs` returned, in another process.
+        first: Position of the token that the first target follows.
+        targets: Token ids; target i follows position `first + i`.
+        outputs: One element: the reduction of the rows that predict the targets, or None for
+            the scores. In another process, bytes that `Transport.pack_outputs` returned.
     """
 
     query_id: int
@@ -53,7 +53,7 @@ class TextPart(NamedTuple):
 
     def pieces(self, vocabulary: Vocabulary) -> PieceScores:
         """Return an object that scores the targets or reduces their rows."""
-        [reduction] = cast("tuple[GroupReduction | None]", unpacked(self.outputs))
+        [reduction] = cast("tuple[GroupReduction | None]", unpack_outputs(self.outputs))
         text = ScoredText(TokenSequence(b""), self.targets, reduction)
         return PieceScores([text], vocabulary)
 
@@ -63,8 +63,8 @@ class Span(NamedTuple):
 
     Attributes:
         text: The text.
-        row: Index of the first of them in the step's hidden states.
-        begin: Its position in the text.
+        row: Index of the first token in the step's hidden states.
+        begin: Position of the first token in the text.
         length: Number of tokens.
     """
 
@@ -88,18 +88,18 @@ class Span(NamedTuple):
 
 
 class ScoreStore:
-    """The texts that this worker scores, by the id of their query, and their scores.
+    """The texts that this worker scores, and their scores.
 
-    A text may be computed in several steps and, after it was preempted, begin again.
+    A text may be computed in several steps, and again from its beginning after preemption.
 
     Args:
-        vocabulary: The ids of the rows.
+        vocabulary: Vocabulary of the rows.
         is_active: Whether this process stores scores, as one of the tensor-parallel ranks does.
-        is_alone: Whether no other rank computes the same logits, so that an error here may be
-            handled here.
+        is_alone: Whether no other rank computes the same logits, so that this process may
+            handle errors.
 
     Attributes:
-        texts: The texts.
+        texts: The texts by query id.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, is_active: bool, is_alone: bool) -> None:
@@ -110,7 +110,7 @@ class ScoreStore:
         self._results: dict[int, PieceScores | Exception] = {}
 
     def begin(self, text: TextPart) -> None:
-        """Score a text from the next step on, until its scores are taken."""
+        """Score a text from the next step on, until `take` is called."""
         self.texts[text.query_id] = text
         self._results[text.query_id] = text.pieces(self.vocabulary)
 
@@ -119,47 +119,48 @@ class ScoreStore:
 
         Args:
             text: The text.
-            wanted: Numbers of these targets.
-            logits: Logits that predict them, shape `(len(wanted), width)`.
+            wanted: Indices of the targets.
+            logits: Logits that predict the targets, shape `(len(wanted), width)`.
         """
         scores = self._results[text.query_id]
         if isinstance(scores, PieceScores):
             scores.add(np.arange(wanted.start, wanted.stop), logits)
 
     def fail(self, text: TextPart, error: Exception) -> None:
-        """Store an error, such as out of memory, which would end vLLM if it were raised."""
+        """Store an error, such as out of memory; raising it would end vLLM."""
         self._results[text.query_id] = without_frames(error)
 
     def take(self, query_id: int) -> TextResult | Exception | None:
-        """Remove a text and return its scores, or the error that was stored.
+        """Remove a text and return its scores or the error that was stored.
 
-        Returns None if some are missing: positions that vLLM's prefix cache served have none.
+        Returns None if scores are missing, because positions in vLLM's prefix cache were not
+        computed.
         """
         self.texts.pop(query_id, None)
-        found = self._results.pop(query_id, None)
-        if isinstance(found, PieceScores):
-            return found.results()[0] if found.is_complete else None
-        return found
+        scores = self._results.pop(query_id, None)
+        if isinstance(scores, PieceScores):
+            return scores.results()[0] if scores.is_complete else None
+        return scores
 
 
 def start_scores(runner: Any, store: ScoreStore) -> bool:
-    """Have a model runner of vLLM score the texts of a store.
+    """Make a model runner of vLLM score the texts of a store.
 
     Args:
         runner: vLLM's model runner.
         store: Has the texts, and receives the scores.
 
     Returns:
-        Whether it does: False if it would compute wrong logits.
+        Whether the runner computes scores: False if their logits would be wrong.
     """
-    mapping = _AdapterMapping(runner)
-    if not mapping.is_known or runner.cache_config.kv_sharing_fast_prefill:
-        return False  # the latter computes the hidden states of the last positions only
+    adapters = _AdapterIndices(runner)
+    if not adapters.can_change or runner.cache_config.kv_sharing_fast_prefill:
+        return False  # fast prefill computes the hidden states of the last positions only
     prompts = getattr(runner, "prompt_logprobs_worker", None)
     if prompts is not None:  # the second model runner
         compute = prompts.compute_prompt_logprobs
 
-        def scored_second(
+        def compute_with_scores(
             logits: Any, hidden_states: torch.Tensor, step_batch: Any, *arguments: Any
         ) -> Any:
             places = {name: place for place, name in enumerate(step_batch.req_ids)}
@@ -173,14 +174,16 @@ def start_scores(runner: Any, store: ScoreStore) -> bool:
                 for text in store.texts.values()
                 if (place := places.get(text.name)) is not None
             ]
-            _score(logits, hidden_states, spans, mapping, store)
+            _score(logits, hidden_states, spans, adapters, store)
             return compute(logits, hidden_states, step_batch, *arguments)
 
-        prompts.compute_prompt_logprobs = scored_second
+        prompts.compute_prompt_logprobs = compute_with_scores
         return True
     original = runner._get_prompt_logprobs_dict  # noqa: SLF001 - called in every step
 
-    def scored(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+    def logprobs_with_scores(
+        hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> Any:
         spans = [
             Span(
                 text,
@@ -191,10 +194,10 @@ def start_scores(runner: Any, store: ScoreStore) -> bool:
             for text in store.texts.values()
             if text.name in num_scheduled_tokens
         ]
-        _score(runner.model.compute_logits, hidden_states, spans, mapping, store)
+        _score(runner.model.compute_logits, hidden_states, spans, adapters, store)
         return original(hidden_states, num_scheduled_tokens)
 
-    runner._get_prompt_logprobs_dict = scored  # noqa: SLF001
+    runner._get_prompt_logprobs_dict = logprobs_with_scores  # noqa: SLF001
     return True
 
 
@@ -202,27 +205,27 @@ def _score(
     compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
     hidden_states: torch.Tensor,
     spans: Sequence[Span],
-    mapping: _AdapterMapping,
+    adapters: _AdapterIndices,
     store: ScoreStore,
 ) -> None:
-    """Compute the scores of a step in pieces and store them, or the error that this raises."""
+    """Compute the scores of a step in pieces and store them, or store the error."""
     spans = [span for span in spans if span.wanted]
     if not spans:
         return
     rows = [row for span in spans for row in span.rows]
-    size = max(_LEAST_POSITIONS, _VALUES // store.vocabulary.size)
+    size = max(_MIN_POSITIONS, _LOGITS_PER_PIECE // store.vocabulary.size)
     try:
         index = device_index(rows, hidden_states.device)
         for begin in range(0, len(rows), size):
             part = index[begin : begin + size]
-            with mapping.of(part):
+            with adapters.set_for(part):
                 logits = compute_logits(hidden_states[part])
             if logits is not None and store.is_active:
                 # vLLM computes in inference mode, whose tensors cannot be changed outside.
                 with torch.inference_mode(False), torch.no_grad():
                     _add(logits, begin, spans, store)
     except Exception as error:
-        if not store.is_alone:  # other ranks compute logits together with this one
+        if not store.is_alone:  # all ranks compute logits together
             raise
         message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
         for span in spans:
@@ -230,7 +233,7 @@ def _score(
 
 
 def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreStore) -> None:
-    """Add logits of consecutive wanted positions, counted through all spans, from `begin`."""
+    """Add a piece of the logits, which begins at position `begin` of all spans together."""
     first = 0
     for span in spans:
         low = max(first, begin)
@@ -241,33 +244,33 @@ def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreSt
         first += len(span.wanted)
 
 
-class _AdapterMapping:
-    """Adapters of the rows of logits.
+class _AdapterIndices:
+    """Adapter indices that vLLM's logits processor reads with LoRA, one for each row.
 
-    vLLM knows it for the rows that it samples from: with LoRA its logits processor reads one
-    index for each of them.
+    vLLM sets the indices of the rows that it samples from.
 
     Attributes:
-        is_known: Whether the adapters can be changed: on the CPU only; GPUs are untested.
+        can_change: Whether other indices may be set, as without LoRA and on the CPU. GPUs are
+            untested.
     """
 
     def __init__(self, runner: Any) -> None:
         from vllm.lora.layers import LogitsProcessorWithLoRA
         from vllm.platforms import current_platform
 
-        found = [
+        processors = [
             module
             for module in runner.get_model().modules()
             if isinstance(module, LogitsProcessorWithLoRA)
         ]
-        self._wrapper = found[0].punica_wrapper if found else None
-        self.is_known = not found or current_platform.is_cpu()
+        self._wrapper = processors[0].punica_wrapper if processors else None
+        self.can_change = not processors or current_platform.is_cpu()
 
     @contextlib.contextmanager
-    def of(self, rows: torch.Tensor) -> Iterator[None]:
-        """Compute the next logits for tokens of the step, by their indices."""
+    def set_for(self, rows: torch.Tensor) -> Iterator[None]:
+        """Set the indices for some tokens of the step, by their rows of hidden states."""
         wrapper = self._wrapper
-        if wrapper is None or wrapper.indices_len[0] is None:  # no adapter was loaded yet
+        if wrapper is None or wrapper.indices_len[0] is None:  # no adapter was ever loaded
             yield
             return
         indices, length = wrapper._sampler_indices, wrapper.indices_len[1]  # noqa: SLF001

@@ -1,7 +1,7 @@
-"""`SharedRows`: memory in which a worker of another process returns rows.
+"""`SharedRows`: shared memory in which a worker of another process returns rows.
 
-vLLM sends large results of workers through a socket. For rows over 128,000 ids that takes
-2.5 times the CPU time of memory that both processes map.
+vLLM sends large results of workers through a socket. For rows over 128,000 ids a socket takes
+2.5 times the CPU time of shared memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Rows = np.ndarray[Any, np.dtype[np.float32]]
 class SharedRows:
     """Memory of the process that loaded the model, to which one worker writes rows.
 
-    It is a file without a name in the file system, so nothing is left of it when the processes
-    are killed. It has the size of the largest step until it is closed, because allocating
-    the memory takes longer than copying the rows.
+    The memory is an anonymous file, which the kernel frees even if the processes are killed. It
+    keeps the size of the largest step until it is closed, because allocating memory takes
+    longer than copying rows.
 
     Args:
         address: Address of the memory of another process; None for new memory.
 
     Attributes:
-        address: A path, and bytes that the file begins with, by which a worker recognises it:
-            the same path may exist on another machine.
+        address: The path of the file and its first bytes, which a worker compares: the same
+            path may exist on another machine.
 
     Raises:
-        OSError: The address is one of another machine.
+        OSError: The address is that of another machine.
     """
 
     def __init__(self, address: tuple[str, bytes] | None = None) -> None:
@@ -51,14 +51,14 @@ class SharedRows:
             self._file = Path(path).open(flags, buffering=0)  # noqa: SIM115 - see `close`
             if self._file.read(len(token)) != token:
                 self.close()
-                raise FileNotFoundError(f"{path} is another file")
+                raise FileNotFoundError(f"{path} is a different file")
         self._values = np.empty(0, np.float32)
 
     def write(self, rows: Rows) -> None:
-        """Write rows in place of those before.
+        """Write rows over the previous ones.
 
         Raises:
-            OSError: There is too little memory.
+            OSError: Too little memory is free.
         """
         os.posix_fallocate(
             self._file.fileno(), 0, rows.nbytes
@@ -66,7 +66,7 @@ class SharedRows:
         self.read(rows.shape)[:] = rows
 
     def read(self, shape: tuple[int, ...]) -> Rows:
-        """Return the rows that were written, of this shape; the next `write` changes them."""
+        """Return the written rows in this shape; the next `write` changes them."""
         size = int(np.prod(shape))
         if self._values.size < size:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -81,10 +81,10 @@ class SharedRows:
 
 
 class PackedResults(NamedTuple):
-    """Results of a step that a worker of another process returns.
+    """Results of a step from a worker of another process.
 
     Attributes:
-        packed: The results, without rows if `shape` is given.
+        packed: The results; their rows are in the shared memory if `shape` is not None.
         shape: Shape of the rows in the `SharedRows`; None if there are none.
     """
 
@@ -93,7 +93,7 @@ class PackedResults(NamedTuple):
 
     @classmethod
     def of(cls, packed: PackedCompletions, shared: SharedRows | None) -> PackedResults:
-        """Move the rows of results to shared memory, if there is enough."""
+        """Move the rows of results to shared memory if there is enough of it."""
         if packed.rows is None or shared is None:
             return cls(packed, None)
         try:

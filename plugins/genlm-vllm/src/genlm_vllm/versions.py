@@ -12,7 +12,7 @@ TESTED = ("0.32.0",)
 """Tested versions (CPU builds), oldest first."""
 
 SUPPORTED = ">=0.32,<0.34"
-"""0.33 has no CPU build. It is accepted if `private_interface` finds no change from 0.32."""
+"""Accepted versions. 0.33 has no CPU build; `private_interface` compares it with 0.32."""
 
 INSTALL = (
     f"on Linux pip install 'vllm{SUPPORTED}' (with a GPU), or python -m genlm_vllm.install_cpu "
@@ -28,17 +28,17 @@ def check_version() -> str:
     Raises:
         MissingRequirementError: vLLM is not installed, or its version is not supported.
     """
-    # Here, because the plugin is listed before `install_cpu` installs what it needs.
+    # Not at the top of the module: the plugin is listed before `packaging` is installed.
     from packaging.specifiers import SpecifierSet
 
     for distribution in _DISTRIBUTIONS:
         try:
-            found = version(distribution)
+            installed = version(distribution)
         except PackageNotFoundError:
             continue
         # Builds from a repository have versions such as 0.31.1.dev5+g0123.
-        if not SpecifierSet(SUPPORTED).contains(found, prereleases=True):
-            needed = f"vllm {SUPPORTED} (found {distribution} {found})"
-            raise MissingRequirementError("genlm-vllm", [needed], INSTALL)
-        return found
+        if not SpecifierSet(SUPPORTED).contains(installed, prereleases=True):
+            requirement = f"vllm {SUPPORTED} (found {distribution} {installed})"
+            raise MissingRequirementError("genlm-vllm", [requirement], INSTALL)
+        return installed
     raise MissingRequirementError("genlm-vllm", ["vllm"], INSTALL)

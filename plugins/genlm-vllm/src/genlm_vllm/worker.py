@@ -3,14 +3,15 @@
 vLLM mixes the class into its worker (`worker_extension_cls`), in this process or another.
 The names begin with `genlm_` so that they hide no method of vLLM.
 
-No method raises: when one of several workers raises, vLLM's executor leaves the results of the
-others in their queues and returns them for later calls.
+No method raises. If one of several workers raises, vLLM's executor leaves the results of the
+other workers in their queues and returns them for later calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -20,21 +21,21 @@ import torch
 from genlm.plugin import Completion, EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import TRANSPORT, record_failures
-from genlm_vllm.row_sampler import sampler_of
+from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
 from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds, WorkerRows
 
 __all__ = ["RowWorker", "call_workers"]
 
-# vLLM's processes import this module before they build a worker: through vLLM, or before it
-# if the client's main program imports it, which spawned processes import first.
-if record_failures() or "vllm" in sys.modules:  # the client's process: see `lifecycle`
+# vLLM's processes import this module before they build a worker: from vLLM, or earlier if the
+# client's main program imports it, because spawned processes import that program first.
+if record_failures() or "vllm" in sys.modules:  # for the client's process see `lifecycle`
     check_fallback_attention()
 
 
 def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
-    """Call a method of `RowWorker` on every worker; return their results by rank.
+    """Call a method of `RowWorker` on every worker and return the results by rank.
 
     Raises:
         EvaluationError: The method raised in a worker.
@@ -48,24 +49,24 @@ def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _default_stream(device: torch.device) -> Iterator[None]:
-    """Run on a device's default stream, on which callers read results.
+    """Compute on a device's default stream, on which callers read results.
 
     vLLM computes on a separate stream, which stays the current stream of the engine's thread
-    between calls. Both streams wait for each other, so that the results and the memory of the
-    logits may be used on either.
+    between calls. The streams wait for each other, so that the results and the memory of the
+    logits may be used on both.
     """
     if device.type != "cuda":
         yield
         return
-    own, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    default.wait_stream(own)
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    default.wait_stream(current)
     with torch.cuda.stream(default):
         yield
-    own.wait_stream(default)
+    current.wait_stream(default)
 
 
-def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any]]:
-    """Make a method return its error message, or None, and its result."""
+def _returns_errors(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any]]:
+    """Make a method return the message of its error, or None, and its result."""
 
     @functools.wraps(method)
     def reply(self: Any, *arguments: Any) -> tuple[str | None, Any]:
@@ -78,23 +79,23 @@ def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any
 
 
 class RowWorker:
-    """Reduces rows and scores in a worker, and loads adapters."""
+    """Methods of a worker that reduce rows, compute scores and load adapters."""
 
     _rows: WorkerRows | None = None
     _shared: SharedRows | None = None
 
-    @_replying
+    @_returns_errors
     def genlm_start(
         self, ids: VocabularyIds, batches: int, shared_rows: tuple[str, bytes] | None
     ) -> bool:
-        """Replace the sampler and start scores, before the first request.
+        """Replace the sampler and enable scores, before the first request.
 
-        Tensor-parallel ranks compute the same logits; the first one reduces rows.
+        Tensor-parallel ranks compute the same logits; the first rank reduces rows.
 
         Args:
-            ids: The ids of the rows.
-            batches: Number of batches that vLLM computes at a time.
-            shared_rows: Address of a `SharedRows`, unless rows stay in this process.
+            ids: Vocabulary of the rows.
+            batches: Maximum number of in-flight batches.
+            shared_rows: Address of a `SharedRows`; None if rows stay in this process.
 
         Returns:
             Whether this worker can compute scores; see `genlm_vllm.scores.start_scores`.
@@ -113,27 +114,27 @@ class RowWorker:
             is_active=get_tensor_model_parallel_rank() == 0,
             is_alone=get_tensor_model_parallel_world_size() == 1,
         )
-        self._rows = WorkerRows(sampler_of(worker.model_runner, batches), scores)
+        self._rows = WorkerRows(replace_sampler(worker.model_runner, batches), scores)
         if shared_rows is not None and scores.is_active:
-            with contextlib.suppress(OSError):  # this worker is on another machine
+            with contextlib.suppress(OSError):  # raised on another machine
                 self._shared = SharedRows(shared_rows)
         return start_scores(worker.model_runner, scores)
 
-    @_replying
+    @_returns_errors
     def genlm_prepare(self, inputs: StepInputs) -> None:
         """Accept the inputs of a step; see `WorkerRows.prepare`."""
         if self._rows is not None:
             self._rows.prepare(inputs)
 
-    @_replying
+    @_returns_errors
     def genlm_collect(
         self, wanted: StepResults, is_packed: bool
     ) -> list[Completion] | PackedResults:
         """Return the results of a step; see `WorkerRows.collect`.
 
         Args:
-            wanted: The queries that are complete.
-            is_packed: Whether the results are for another process.
+            wanted: Queries whose rows the step computed.
+            is_packed: Whether the results are sent to another process.
         """
         worker: Any = self
         if self._rows is None:
@@ -145,38 +146,42 @@ class RowWorker:
             return PackedResults.of(packed, self._shared)
         return completions
 
-    @_replying
+    @_returns_errors
     def genlm_count_results(self) -> int:
-        """Return the number of results that wait to be fetched."""
+        """Return the number of results that were not fetched."""
         return 0 if self._rows is None else len(self._rows)
 
-    @_replying
+    @_returns_errors
     def genlm_describe_model(self) -> dict[str, Any]:
         """Describe the model that vLLM built.
 
         Returns:
-            `model`, the class that implements it; `attention`, the names of the backends;
-            `parameters`, their number in this worker; `windows`, the sliding window of each
-            layer that has one, by the layer's name; `rounded`, the dtypes of parameters that
-            are less precise than the model's dtype, by name, unless the model is quantised.
+            `model`, the class of the model; `attention`, the names of its attention backends;
+            `parameters`, the number of parameters in this worker; `windows`, the sliding
+            windows of layers by name; `rounded`, the dtypes of parameters that are less precise
+            than the model's dtype by name, empty for a quantised model.
         """
         from vllm.model_executor.layers.attention import Attention
 
         worker: Any = self  # vLLM's worker, once this class is mixed in
         context = worker.vllm_config.compilation_config.static_forward_context
-        layers = {k: layer for k, layer in context.items() if isinstance(layer, Attention)}
+        layers = {
+            name: layer for name, layer in context.items() if isinstance(layer, Attention)
+        }
         model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
-        expected = 0.0 if config.quantization else torch.finfo(config.dtype).eps
+        max_eps = math.inf if config.quantization else torch.finfo(config.dtype).eps
         return {
             "model": type(model).__name__,
             "rounded": {
-                name: str(each.dtype).removeprefix("torch.")
-                for name, each in model.named_parameters()
-                if expected and each.is_floating_point()
-                if torch.finfo(each.dtype).eps > expected
+                name: str(parameter.dtype).removeprefix("torch.")
+                for name, parameter in model.named_parameters()
+                if parameter.is_floating_point()
+                if torch.finfo(parameter.dtype).eps > max_eps
             },
-            "parameters": sum(each.numel() for each in model.parameters()),
-            "attention": sorted({x.get_attn_backend().get_name() for x in layers.values()}),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "attention": sorted(
+                {layer.get_attn_backend().get_name() for layer in layers.values()}
+            ),
             "windows": {
                 name: int(layer.sliding_window)
                 for name, layer in layers.items()
@@ -184,7 +189,7 @@ class RowWorker:
             },
         }
 
-    @_replying
+    @_returns_errors
     def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:
         """Load a LoRA adapter; return whether vLLM loaded it."""
         from vllm.lora.request import LoRARequest
@@ -192,9 +197,9 @@ class RowWorker:
         worker: Any = self  # vLLM's worker, once this class is mixed in
         return bool(worker.add_lora(LoRARequest(name, number, folder)))
 
-    @_replying
+    @_returns_errors
     def genlm_remove_adapter(self, number: int) -> None:
-        """Remove an adapter that may be loaded in part."""
+        """Remove an adapter; it may be loaded on some workers only."""
         worker: Any = self
         if number in worker.list_loras():
             worker.remove_lora(number)

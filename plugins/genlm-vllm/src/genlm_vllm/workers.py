@@ -1,4 +1,4 @@
-"""`Workers`: exchanges the inputs and results of a step with vLLM's workers."""
+"""`Workers`: sends the inputs of a step to vLLM's workers and fetches the results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["Workers"]
 class Workers:
     """The workers of an engine, in this process or in others.
 
-    Rows from this process are on the engine's device, from others on the CPU.
+    Rows of workers in this process are on the engine's device, other rows on the CPU.
 
     Args:
         engine: The `vllm.LLMEngine`.
-        vocabulary: Defines the ids of the rows.
-        shared_rows: Memory for rows from other processes; None if the workers run in this one.
+        vocabulary: Vocabulary of the rows.
+        shared_rows: Memory for rows of other processes; None if the workers run in this
+            process.
 
     Attributes:
         have_scores: Whether the workers compute scores.
         inputs: Inputs of the next step.
-        results: Queries that the last step computed.
+        results: Queries whose rows the last step computed.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Workers:
         )
         self.have_scores = all(scores)
 
-    def sent(self, outputs: Outputs) -> Outputs | bytes:
-        """Return the requested outputs of a row in the form that workers receive."""
+    def pack_outputs(self, outputs: Outputs) -> Outputs | bytes:
+        """Return the requested outputs of a row in the form that the workers receive."""
         return outputs if self._shared is None else TRANSPORT.pack_outputs(outputs)
 
     def prepare(self) -> None:
@@ -59,13 +60,15 @@ class Workers:
         if not self.results:
             return {}
         wanted, self.results = self.results, StepResults()
-        found: dict[int, Completion] = {}
+        results: dict[int, Completion] = {}
         is_packed = self._shared is not None
         for reply in call_workers(self._engine, "genlm_collect", wanted, is_packed):
-            completions = self._unpacked(reply) if isinstance(reply, PackedResults) else reply
-            found |= {each.query_id: each for each in completions}
-        return found
+            completions = (
+                self._unpack_results(reply) if isinstance(reply, PackedResults) else reply
+            )
+            results |= {completion.query_id: completion for completion in completions}
+        return results
 
-    def _unpacked(self, results: PackedResults) -> list[Completion]:
+    def _unpack_results(self, results: PackedResults) -> list[Completion]:
         assert self._shared is not None  # noqa: S101 - the workers are in other processes
         return TRANSPORT.unpack_completions(results.with_rows(self._shared))

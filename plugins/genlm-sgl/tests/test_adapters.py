@@ -172,12 +172,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a rank of its own": (edited(rank_pattern={"q_proj": 5}), "has rank_pattern"),
     "a setting of the future": (edited(use_newlora={"depth": 2}), "has use_newlora"),
     "high rank": (edited(r=16), "rank 16 .*max_lora_rank"),
-    "truncated": (truncated, "does not serve"),
+    "truncated": (truncated, "cannot serve"),
     "unknown weights": (renamed, "skipped"),
     "queries alone": (of_another(["q_proj"]), "v_proj"),
-    "embeddings": (of_another(["embed_tokens"]), "does not serve"),
+    "embeddings": (of_another(["embed_tokens"]), "cannot serve"),
     "narrow base": (of_another(hidden_size=16), "does not match weight shape"),
-    "deep base": (of_another(num_hidden_layers=3), "does not serve"),
+    "deep base": (of_another(num_hidden_layers=3), "cannot serve"),
 }
 
 

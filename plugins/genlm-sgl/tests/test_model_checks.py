@@ -237,8 +237,8 @@ def test_what_a_checkpoint_brings_is_looked_for_in_its_layer_in_any_order() -> N
     }
     biases = CheckpointBiases()
     assert dict(biases.record(weights.items())) == weights
-    lost = biases.lost(module, layers=1, dtype=torch.float32)
-    assert lost == ["layers.0.thrice.bias", "layers.0.other.bias"]
+    missing = biases.missing(module, layers=1, dtype=torch.float32)
+    assert missing == ["layers.0.thrice.bias", "layers.0.other.bias"]
 
 
 # -- models that SGLang runs with transformers' code ----------------------------------

@@ -1,4 +1,4 @@
-"""What the engine does where SGLang does not score as the version that is known."""
+"""The engine decodes scored texts if SGLang computes scores differently."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_where_states_cannot_be_read_texts_are_decoded(
 ) -> None:
     from genlm_sgl.served_model import ServedModel
 
-    monkeypatch.setattr(ServedModel, "obstacle_to_score", "a reason")
+    monkeypatch.setattr(ServedModel, "why_not_scored", "a reason")
     engine = build()
     assert engine.statistics()["scores"] == "decoded: a reason"
     assert not [each for each in caplog.records if each.name == "genlm_sgl"]

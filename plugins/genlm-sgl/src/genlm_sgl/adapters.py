@@ -1,9 +1,9 @@
-"""LoRA adapters of one engine: checked and loaded before requests can name them.
+"""LoRA adapters of an engine, which are checked and loaded before requests use them.
 
 SGLang ignores settings of an adapter that it does not know, and compares the shapes of its
-weights only during a forward pass, where a mismatch would fail every request. So each adapter
-is checked and loaded into the model first. SGLang identifies it by a number that is never used
-again.
+weights only during a forward pass, where a mismatch would fail every request. Therefore every
+adapter is checked and loaded into the model first. SGLang identifies an adapter by a number,
+which is never reused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Adapters"]
 
 
 class Adapters(prefix.Adapters[str]):
-    """The loaded adapters with SGLang's ids; memory limits their number.
+    """SGLang's ids of the loaded adapters. Only memory limits their number.
 
     Args:
         served: A model that was loaded with LoRA.
@@ -40,7 +40,7 @@ class Adapters(prefix.Adapters[str]):
         return None if name is None else self.loaded[name]
 
     def activate(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - see below
-        """Do nothing: each pass names its adapter."""
+        """Do nothing; every pass names its adapter."""
         return nullcontext()
 
     def _load(self, name: str, path: Path) -> str:
@@ -50,7 +50,7 @@ class Adapters(prefix.Adapters[str]):
         problem = self._served.load_adapter(number, f"{number}-{name}", str(folder))
         if problem is not None:
             raise AdapterError(
-                f"SGLang does not serve adapter {name!r} in {str(path)!r} with this model: "
+                f"SGLang cannot serve adapter {name!r} in {str(path)!r} with this model: "
                 f"{' '.join(problem.split())} (the model was loaded for ranks and layers of "
                 f"engine_opts['max_lora_rank'] and ['lora_target_modules'])"
             )
@@ -59,4 +59,4 @@ class Adapters(prefix.Adapters[str]):
     def _unload(self, name: str, adapter: str) -> None:
         problem = self._served.unload_adapter(adapter, f"{adapter}-{name}")
         if problem is not None:
-            raise EvaluationError(f"SGLang did not remove adapter {name!r}: {problem}")
+            raise EvaluationError(f"SGLang did not unload adapter {name!r}: {problem}")

@@ -1,8 +1,8 @@
 """Biases of a checkpoint that SGLang's model does not have.
 
-The weight loaders of SGLang's models skip a bias without a parameter, because quantised
-checkpoints contain biases of zeros, and SGLang's output heads add no bias. Rows of a model with
-other biases would be wrong without a message.
+The weight loaders of SGLang's models skip a bias for which the model has no parameter, because
+quantised checkpoints contain biases of zeros, and SGLang's output heads add no bias. With other
+biases, rows would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTPUT_BIAS = "lm_head.bias"
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 _Counts = tuple[Any, Any]
-"""The distinct values of a tensor, ascending, and their counts."""
+"""Distinct values of a tensor in ascending order, and their counts."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,27 +31,27 @@ class CheckpointBiases:
     """Copies of the biases that SGLang reads while it loads a model.
 
     Attributes:
-        output_bias: The bias of the logits, None if the checkpoint has none but zeros.
+        output_bias: The bias of the logits, None if it is absent or zero.
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, torch.Tensor] = {}
+        self._biases: dict[str, torch.Tensor] = {}
         self.output_bias: torch.Tensor | None = None
 
     def record(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the weights unchanged, and copy the biases among them."""
+        """Yield the weights unchanged and copy the biases among them."""
         for name, tensor in weights:
             if name == OUTPUT_BIAS:
                 self.output_bias = tensor.clone() if tensor.any() else None
             elif _is_bias(name, tensor) and tensor.any():
-                self._found[name] = tensor.clone()
+                self._biases[name] = tensor.clone()
             yield name, tensor
 
-    def lost(self, model: torch.nn.Module, *, layers: int, dtype: torch.dtype) -> list[str]:
+    def missing(self, model: torch.nn.Module, *, layers: int, dtype: torch.dtype) -> list[str]:
         """Return the biases whose values are not in the loaded model.
 
-        A model may store several biases as one and in another order. Layers beyond the
-        model's belong to speculative decoding and are not loaded.
+        A model may store several biases as one and in another order. Further layers of the
+        checkpoint are those of speculative decoding, which are not loaded.
 
         Args:
             model: The model that SGLang built.
@@ -61,17 +61,16 @@ class CheckpointBiases:
         Returns:
             Names of the biases in the checkpoint.
         """
-        own = {_layer(name) for name in self._found}
-        held: dict[str | None, list[_Counts]] = {layer: [] for layer in own}
+        loaded: dict[str | None, list[_Counts]] = {_layer(name): [] for name in self._biases}
         for name, tensor in _vectors(model):
-            if _layer(name) in own:
-                held[_layer(name)].append(_counts(tensor))
+            if _layer(name) in loaded:
+                loaded[_layer(name)].append(_counts(tensor))
         return [
             name
-            for name, tensor in self._found.items()
+            for name, tensor in self._biases.items()
             if int(_layer(name) or 0) < layers
-            and not _is_held(_counts(tensor), held[_layer(name)])
-            and not _is_held(_counts(tensor.to(dtype)), held[_layer(name)])
+            and not _contains(loaded[_layer(name)], _counts(tensor))
+            and not _contains(loaded[_layer(name)], _counts(tensor.to(dtype)))
         ]
 
 
@@ -82,23 +81,25 @@ def _is_bias(name: str, tensor: torch.Tensor) -> bool:
 
 def _vectors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for tensors in (model.named_parameters(), model.named_buffers()):
-        yield from ((name, each) for name, each in tensors if each.ndim <= 1 or "bias" in name)
+        for name, tensor in tensors:
+            if tensor.ndim <= 1 or "bias" in name:
+                yield name, tensor
 
 
 def _layer(name: str) -> str | None:
-    found = _BLOCK.search(name)
-    return None if found is None else found.group(1)
+    match = _BLOCK.search(name)
+    return None if match is None else match.group(1)
 
 
 def _counts(tensor: torch.Tensor) -> _Counts:
     return np.unique(tensor.detach().float().cpu().numpy(), return_counts=True)
 
 
-def _is_held(wanted: _Counts, held: Iterable[_Counts]) -> bool:
-    """Whether a tensor of `held` contains these values at least as often, in any order."""
-    values, counts = wanted
-    for found, found_counts in held:
-        places = np.searchsorted(found, values).clip(max=len(found) - 1)
-        if ((found[places] == values) & (found_counts[places] >= counts)).all():
+def _contains(tensors: Iterable[_Counts], bias: _Counts) -> bool:
+    """Whether one of the tensors has the values of a bias at least as often, in any order."""
+    values, counts = bias
+    for tensor_values, tensor_counts in tensors:
+        places = np.searchsorted(tensor_values, values).clip(max=len(tensor_values) - 1)
+        if ((tensor_values[places] == values) & (tensor_counts[places] >= counts)).all():
             return True
     return False

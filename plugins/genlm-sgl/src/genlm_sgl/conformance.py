@@ -1,7 +1,7 @@
-"""The targets by which `genlm check sgl` certifies the engine.
+"""The targets of `genlm check sgl`, which certifies the engine.
 
-They serve a tiny Llama with random weights (see `genlm.testing.TinyModel`, which is also their
-oracle) with settings under which SGLang batches differently.
+They serve a tiny Llama with random weights, with settings that lead to different passes. Its
+class `genlm.testing.TinyModel` is also the oracle.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _TIGHT = (
     {"max_total_tokens": 40},
     {"max_total_tokens": 64, "chunked_prefill_size": 16, "max_running_requests": 2},
 )
-"""With room for just the longest sequence; with passes of 16 tokens."""
+"""Options for a cache of the longest sequence only, and for passes of 16 tokens."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield a target per setting; all serve one model.
+    """Yield a target for each of `SETTINGS`; all serve one model.
 
     Args:
         folder: Receives the model.
@@ -57,8 +57,10 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         )
 
 
-def _exclusive(model: TinyLlama, options: Mapping[str, Any], **more: Any) -> ExclusiveEngine:
-    return ExclusiveEngine(functools.partial(model.engine, options, **more))
+def _exclusive(
+    model: TinyLlama, options: Mapping[str, Any], **overrides: Any
+) -> ExclusiveEngine:
+    return ExclusiveEngine(functools.partial(model.engine, options, **overrides))
 
 
 class TinyLlama(TinyModel):
@@ -71,7 +73,7 @@ class TinyLlama(TinyModel):
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         # On a CPU, SGLang pads inner layers to a multiple of 64, which adapters must match. An
-        # adapter of queries must also have values.
+        # adapter of `q_proj` must also have `v_proj`.
         super().__init__(
             folder,
             {**TINY_LLAMA, "intermediate_size": 64, **settings},
@@ -79,10 +81,10 @@ class TinyLlama(TinyModel):
             lora={"target_modules": ["q_proj", "v_proj", "down_proj"]},
         )
 
-    def engine(self, options: Mapping[str, Any], **more: Any) -> Any:
+    def engine(self, options: Mapping[str, Any], **overrides: Any) -> Any:
         """Serve the model in float32, on a CUDA device if there is one."""
         from genlm_sgl.engine import SGLEngine
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        wanted = {"device": device, "dtype": "float32", **options, **more}
-        return SGLEngine(self.path, engine_opts=wanted)
+        engine_opts = {"device": device, "dtype": "float32", **options, **overrides}
+        return SGLEngine(self.path, engine_opts=engine_opts)

@@ -1,4 +1,4 @@
-"""`ModelCorrections`: corrects a model while SGLang loads it, and refuses wrong ones."""
+"""`ModelCorrections`: corrects a model while SGLang loads it, or refuses the model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["ModelCorrections"]
 _OVERRIDES = "json_model_override_args"
 
 _POST_BIAS_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings of operations on the logits that follow the output bias."""
+"""Settings of operations on logits that follow the output bias."""
 
 
 class ModelCorrections:
-    """The corrections of one model, before, during and after its loading.
+    """Corrections of a model before, during and after loading.
 
     Args:
         source: Folder or hub id.
         options: Arguments of `ServerArgs`.
 
     Attributes:
-        options: The options, with those that correct the model.
+        options: The options, including those that correct the model.
         names: Descriptions of the corrected differences.
     """
 
@@ -54,7 +54,7 @@ class ModelCorrections:
     def on_load_weights(
         self, module: torch.nn.Module, weights: Iterable[tuple[str, Any]]
     ) -> Iterator[tuple[str, Any]]:
-        """Correct the built model, and record the biases among the weights."""
+        """Correct the built model and record the biases among the weights."""
         if self._config is not None:
             self.names += correct_model(module, self._config, self._backend)
         return self._biases.record(weights)
@@ -63,16 +63,16 @@ class ModelCorrections:
         """Refuse a loaded model whose rows would be wrong; warn of an unverified family.
 
         Args:
-            served: SGLang with the model; receives the output bias that SGLang omits.
-            max_context: The longest prompt.
-            unverified: `"warn"` or `"refuse"` a family that was not compared.
+            served: The loaded model; receives the output bias that SGLang omits.
+            max_context: Maximum number of tokens of a prompt.
+            unverified: Whether to `"warn"` of or to `"refuse"` an unverified family.
 
         Raises:
             ModelLoadError: Rows would be wrong, or the family is refused.
-            ValueError: Another value of `unverified`.
+            ValueError: `unverified` has another value.
 
         Warns:
-            UnverifiedModelWarning: The family was not compared.
+            UnverifiedModelWarning: The family is unverified.
         """
         config = served.text_config if self._config is None else self._config
         facts = ModelFacts.of(config)
@@ -95,18 +95,19 @@ class ModelCorrections:
 
     def _check_biases(self, served: ServedModel, config: Any, facts: ModelFacts) -> None:
         layers = getattr(config, "num_hidden_layers", None)
-        lost = self._biases.lost(served.model, layers=layers or 2**31, dtype=served.dtype)
+        missing = self._biases.missing(served.model, layers=layers or 2**31, dtype=served.dtype)
         bias = self._biases.output_bias
         if bias is not None:
             if any(getattr(config, name, None) for name in _POST_BIAS_SETTINGS):
-                lost.append(OUTPUT_BIAS)
+                missing.append(OUTPUT_BIAS)
             served.output_bias = bias.to(served.device)
             self.names.append("output bias")
-        if lost:
+        if missing:
             raise ModelLoadError(
-                f"SGLang {installed_version()} drops {len(lost)} biases of the checkpoint, "
-                f"which its model of {facts.architecture} does not have: {', '.join(lost[:4])}"
-                f"{', ...' if len(lost) > 4 else ''}. Rows would be wrong"
+                f"SGLang {installed_version()} drops {len(missing)} biases of the checkpoint, "
+                f"which its model of {facts.architecture} does not have: "
+                f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Rows would be "
+                f"wrong"
             )
 
 
@@ -115,28 +116,29 @@ def _text_config(
 ) -> Any | None:
     """Read the config of a text model with transformers; None if that fails.
 
-    SGLang reads some formats that transformers does not, and changes the config.
+    SGLang's config is not used, because SGLang changes it. SGLang also reads formats that
+    transformers does not read.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    where = {"revision": options.get("revision")}
+    arguments = {"revision": options.get("revision")}
     try:
-        raw, _ = transformers.PretrainedConfig.get_config_dict(source, **where)
+        raw, _ = transformers.PretrainedConfig.get_config_dict(source, **arguments)
         # SGLang registers its own classes with AutoConfig for some names.
         reader = getattr(
             transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None
         )
         if reader is None:
             reader = transformers.AutoConfig
-            where["trust_remote_code"] = bool(options.get("trust_remote_code", False))
-        config = reader.from_pretrained(source, **where)
+            arguments["trust_remote_code"] = bool(options.get("trust_remote_code", False))
+        config = reader.from_pretrained(source, **arguments)
     except Exception:  # noqa: BLE001 - SGLang reports the error
         return None
     for name, value in overrides.items():
-        found = getattr(config, name, None)
-        if isinstance(found, transformers.PretrainedConfig) and isinstance(value, dict):
-            found.update(value)
+        present = getattr(config, name, None)
+        if isinstance(present, transformers.PretrainedConfig) and isinstance(value, dict):
+            present.update(value)
         else:
             setattr(config, name, value)
     return config.get_text_config()

@@ -40,7 +40,7 @@ from genlm_sgl.loading import (
     default_options,
     environment,
     load_error,
-    mapping_of,
+    options_mapping,
     runs_on_cpu,
 )
 from genlm_sgl.process_state import QuietLogger, quiet
@@ -66,34 +66,34 @@ def _stubs(*, cpu: bool) -> AbstractContextManager[object]:
 
 
 class SGLEngine(PrefixEngine):
-    """Next-token rows from SGLang's models, over a prefix tree in SGLang's KV cache.
+    """Next-token rows of SGLang's models, with a prefix tree in SGLang's KV cache.
 
-    A process can have one at a time.
+    A process can have one such engine at a time.
 
     Args:
         model: A folder or a hub id.
         engine_opts: Arguments of SGLang's `ServerArgs`.
         gpu_id: Index of the GPU, on machines with GPUs.
-        unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
-            an unbatched forward pass.
+        unverified: Whether to `"warn"` of or to `"refuse"` a model of a family whose rows were
+            not compared with an unbatched forward pass.
 
     Raises:
-        ModelLoadError: SGLang cannot load the model or would compute wrong rows, its state is
-            not addressed by the slot of each token, the family is unverified and
-            `unverified="refuse"`, or another engine is alive.
+        ModelLoadError: SGLang cannot load the model or would compute wrong rows, the model's
+            state is not one slot of the KV cache per token, the family is unverified and
+            `unverified="refuse"`, or another engine is open.
         MissingRequirementError: The installed version of SGLang is not supported.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        TypeError: An option that SGLang does not have.
-        ValueError: An option that the engine sets itself, or that needs other processes.
+        TypeError: SGLang does not have an option.
+        ValueError: An option is set by the engine, or requires other processes.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
 
     Attributes:
-        vocabulary: The tokenizer's ids.
+        vocabulary: The vocabulary of the tokenizer.
         max_context: The model's window, or the size of the KV cache if that is smaller.
-        capabilities: `PREFIX_CACHE`, `SCORE`; `LORA` with `enable_lora` in `engine_opts`.
-        capability_hints: Instructions for enabling `LORA`, if it is disabled.
+        capabilities: `PREFIX_CACHE` and `SCORE`; `LORA` with `enable_lora` in `engine_opts`.
+        capability_hints: Instructions for enabling `LORA` if it is disabled.
         closed: Whether `close` was called.
     """
 
@@ -109,14 +109,14 @@ class SGLEngine(PrefixEngine):
         gpu_id: int = 0,
         unverified: str = "warn",
     ) -> None:
-        wanted = mapping_of(engine_opts)
+        requested = options_mapping(engine_opts)
         self._version = installed_version()
         check_version(self._version)
         self.closed = False
         claim_process(self, "SGLang", "use another process")
         self._log = QuietLogger("sglang")
         try:
-            options, corrections = self._build(model, wanted, gpu_id)
+            options, corrections = self._build(model, requested, gpu_id)
             try:
                 self._serve(options, corrections, unverified)
             except BaseException:
@@ -127,15 +127,16 @@ class SGLEngine(PrefixEngine):
             raise
 
     def _build(
-        self, model: str | os.PathLike[str], wanted: Mapping[str, Any], gpu_id: int
+        self, model: str | os.PathLike[str], requested: Mapping[str, Any], gpu_id: int
     ) -> tuple[Mapping[str, Any], ModelCorrections]:
         source = model_source(model)
         loading_stage("starting SGLang: weights, memory, kernels")
-        cpu = runs_on_cpu(wanted)
+        cpu = runs_on_cpu(requested)
         with preserve_process_state(**environment(cpu=cpu)), quiet(), _stubs(cpu=cpu):
-            known = server_options()
-            options = {k: v for k, v in default_options(cpu=cpu).items() if k in known}
-            options |= checked_options(wanted, known)
+            supported = server_options()
+            defaults = default_options(cpu=cpu)
+            options = {name: value for name, value in defaults.items() if name in supported}
+            options |= checked_options(requested, supported)
             try:
                 if cpu:
                     options |= cpu_sizes(source, options)
@@ -145,7 +146,7 @@ class SGLEngine(PrefixEngine):
             except ModelLoadError:
                 raise
             except Exception as error:
-                raise load_error(self._version, source, wanted, error) from error
+                raise load_error(self._version, source, requested, error) from error
         return options, corrections
 
     def _serve(
@@ -158,8 +159,8 @@ class SGLEngine(PrefixEngine):
         self.vocabulary = Vocabulary.from_tokenizer(served.tokenizer)
         adapters = Adapters(served)
         width = max(served.embedding_rows, self.vocabulary.size)
-        self._why_decoded = self._obstacle_to_reading(adapters, width)
-        path = self._path(adapters, width, reads_states=self._why_decoded is None)
+        self._why_decoded = self._prepare_scores(adapters, width)
+        path = self._build_path(adapters, width, reads_states=self._why_decoded is None)
         hints = {} if options.get("enable_lora") else {Capability.LORA: _LORA_HINT}
         self.serve(
             PathChoice("slots", path, "the only one"),
@@ -168,13 +169,13 @@ class SGLEngine(PrefixEngine):
             hints=hints,
         )
 
-    def _path(self, adapters: Adapters, width: int, *, reads_states: bool) -> PrefixRows:
+    def _build_path(self, adapters: Adapters, width: int, *, reads_states: bool) -> PrefixRows:
         served = self._served
         token_bytes = served.bytes_per_token
         max_rows = max(1, _LOGITS_PER_PASS // width)
         return PrefixRows(
             SGLangForward(served, adapters, reads_states=reads_states),
-            uncached=_NoRoom(self.vocabulary, BatchLimits(served.max_tokens, max_rows)),
+            uncached=_CacheFull(self.vocabulary, BatchLimits(served.max_tokens, max_rows)),
             vocabulary=self.vocabulary,
             budget_bytes=(served.token_capacity + 1) * token_bytes,
             bytes_per_token=token_bytes,
@@ -182,55 +183,55 @@ class SGLEngine(PrefixEngine):
             max_rows=max_rows,
         )
 
-    def _obstacle_to_reading(self, adapters: Adapters, width: int) -> str | None:
-        """Prepare scores; return why texts are decoded, else None."""
-        obstacle = self._served.obstacle_to_score
-        if obstacle is not None:
-            return obstacle
+    def _prepare_scores(self, adapters: Adapters, width: int) -> str | None:
+        """Enable scores in one pass; return the reason if texts must be decoded instead."""
+        reason = self._served.why_not_scored
+        if reason is not None:
+            return reason
         try:
             with quiet():
                 self._served.read_hidden_states()
-                self._compare_scores(self._path(adapters, width, reads_states=True))
-        except Exception as error:  # noqa: BLE001 - whatever SGLang's code has become
-            obstacle = f"{type(error).__name__}: {error}"
+                self._compare_scores(self._build_path(adapters, width, reads_states=True))
+        except Exception as error:  # noqa: BLE001 - depends on SGLang's private code
+            reason = f"{type(error).__name__}: {error}"
             logger.warning(
                 "the tokens of scored texts are decoded, which may be slow: SGLang %s does "
-                "not score them as the version that is known (%s)",
+                "not compute scores like the tested version (%s)",
                 self._version,
-                obstacle,
+                reason,
             )
-        return obstacle
+        return reason
 
     def _compare_scores(self, path: PrefixRows) -> None:
-        """Score a text twice, the second time from the cache; compare with its row.
+        """Score a text without and with its prefix cached, and compare the scores with a row.
 
         Raises:
-            EvaluationError: The score differs from the row's.
+            EvaluationError: A score differs from the log-probability in the row.
         """
         missing = set(self.vocabulary.missing_ids)
-        known = range(min(self._served.embedding_rows, self.vocabulary.size))
-        token_id = next(i for i in known if i not in missing)
-        assert self.max_context is not None  # noqa: S101 - our own mistake
+        embedded = range(min(self._served.embedding_rows, self.vocabulary.size))
+        token_id = next(i for i in embedded if i not in missing)
+        assert self.max_context is not None  # noqa: S101 - set before
         ids = (token_id,) * min(self.max_context, 16)
         expected = float(path.rows(None, [ids])[0, token_id])
-        # In other dtypes two matrix products may differ by rounding.
+        # In other dtypes rounding differs between the two matrix products.
         bound = 1e-3 if self._served.dtype == torch.float32 else 0.25
         for targets in (ids, (token_id,)):
             [scores] = path.scores(None, [ScoredText.of(Query(0, ids, targets=targets))])
             if not isinstance(scores, TokenScores):
                 raise EvaluationError(f"a score is {scores!r}")
-            found = float(scores.logprobs[-1])
-            if not abs(found - expected) <= bound:
-                raise EvaluationError(f"a score is {found}, by the row {expected}")
+            logprob = float(scores.logprobs[-1])
+            if not abs(logprob - expected) <= bound:
+                raise EvaluationError(f"a score is {logprob}, but {expected} in the row")
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Compute a prefix.
+        """Compute a prefix and cache it.
 
-        It stays until `clear_prefix_cache`, or until its memory is needed and everything used
-        less recently was evicted.
+        It stays in the cache until `clear_prefix_cache` is called, or until it is the least
+        recently used entry and memory is needed.
 
         Raises:
-            GenlmError: As `submit`.
+            GenlmError: The prefix is invalid; see `submit`.
         """
         query = Query(0, tuple(token_ids), adapter)
         self._check(query)
@@ -246,7 +247,7 @@ class SGLEngine(PrefixEngine):
 
         Raises:
             UnsupportedCapabilityError: The model was loaded without `enable_lora`.
-            AdapterError: The name is taken, or the folder holds no adapter that SGLang serves
+            AdapterError: The name is taken, or the folder has no adapter that SGLang can serve
                 with this model.
         """
         with quiet():
@@ -255,20 +256,21 @@ class SGLEngine(PrefixEngine):
     def model_statistics(self) -> Mapping[str, int | float | str]:
         """Return SGLang's version, device, model class and size of the KV cache.
 
-        `corrections` names the differences from the config that were corrected, `scores` the
-        method by which texts are scored.
+        `corrections` lists the differences from the config that were corrected, `scores` is the
+        method that scores texts.
         """
+        reason = self._why_decoded
         return {
             "sglang": self._version,
             "device": self._served.device,
             "model_class": type(self._served.model).__name__,
             "corrections": self._corrections,
-            "scores": f"decoded: {why}" if (why := self._why_decoded) else "in one pass",
+            "scores": f"decoded: {reason}" if reason else "in one pass",
             "kv_token_capacity": self._served.token_capacity,
         }
 
     def close(self) -> None:
-        """Shut SGLang down; another engine may then be built."""
+        """Shut SGLang down, so that another engine may be built."""
         super().close()
         self.closed = True
         try:
@@ -281,10 +283,10 @@ class SGLEngine(PrefixEngine):
         release_process(self)
 
 
-class _NoRoom(UncachedPath):
-    """Fails sequences that do not fit into the KV cache: SGLang has no other memory for them.
+class _CacheFull(UncachedPath):
+    """Fails sequences that do not fit into the KV cache; SGLang has no other memory for them.
 
-    A context within `max_context` fits into a cache of which nothing is pinned.
+    A context of up to `max_context` tokens fits into a cache without pinned prefixes.
     """
 
     def run(self, sequences: Sequence[Sequence[int]], firsts: Any) -> NoReturn:  # noqa: ARG002

@@ -1,7 +1,7 @@
-"""`ExclusiveEngine`: several engines of which one at a time is built.
+"""`ExclusiveEngine`: several engines of which at most one is built.
 
-For the conformance suite, which uses one engine per setting of a target, one after the other.
-Not for serving: each change of engine shuts SGLang down and builds it again.
+The conformance suite uses one engine for each setting of a target, one after the other. The
+class is not for serving: every change of engine shuts SGLang down and builds it again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class ExclusiveEngine:
     """An engine that closes when another one is used and is rebuilt on its next use.
 
     Args:
-        build: Builds the engine.
+        build: Function that builds the engine.
 
     Attributes:
-        lock: Held during every call to any `ExclusiveEngine`.
-        active: Instance whose engine is built.
+        lock: Lock of all `ExclusiveEngine`s, held during every call.
+        active: The instance whose engine is built.
 
     Raises:
-        RuntimeError: The engine to close has unanswered queries.
+        RuntimeError: The engine that would be closed has unanswered queries.
         Exception: Any error of `build`.
     """
 
@@ -40,12 +40,13 @@ class ExclusiveEngine:
         self._unanswered: set[int] = set()
         self._last_statistics: Mapping[str, int | float | str] = {}
         with self.lock:
-            engine = self._built()
+            engine = self._activate()
             self.vocabulary = engine.vocabulary
             self.max_context = engine.max_context
             self.capabilities = engine.capabilities
 
-    def _built(self) -> Any:
+    def _activate(self) -> Any:
+        """Return the engine, built if it is closed."""
         cls = type(self)
         if self._engine is None:
             if cls.active is not None:
@@ -59,26 +60,26 @@ class ExclusiveEngine:
     def suspend(self) -> None:
         """Close the engine until it is used again."""
         if self._unanswered:
-            raise RuntimeError(f"asked to suspend with {len(self._unanswered)} pending queries")
+            raise RuntimeError(f"cannot suspend with {len(self._unanswered)} pending queries")
         self.close()
 
     def submit(self, query: Query) -> None:
-        """As the engine."""
+        """Submit a query to the engine."""
         with self.lock:
-            self._built().submit(query)
+            self._activate().submit(query)
             self._unanswered.add(query.query_id)
 
     def submit_group(self, group: GroupQuery) -> None:
-        """As the engine."""
+        """Submit a group query to the engine."""
         with self.lock:
-            self._built().submit_group(group)
+            self._activate().submit_group(group)
             self._unanswered.add(group.query_id)
 
     def step(self) -> list[Completion]:
-        """As the engine."""
+        """Run a step of the engine."""
         with self.lock:
             try:
-                completions: list[Completion] = self._built().step()
+                completions: list[Completion] = self._activate().step()
             except Exception:
                 self._unanswered.clear()
                 raise
@@ -86,39 +87,38 @@ class ExclusiveEngine:
             return completions
 
     def abort(self, query_id: int) -> None:
-        """As the engine."""
+        """Abort a query of the engine."""
         with self.lock:
             self._unanswered.discard(query_id)
             if self._engine is not None:
                 self._engine.abort(query_id)
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """As the engine."""
+        """Release a context of the engine."""
         with self.lock:
             if self._engine is not None:
                 self._engine.release_context(adapter, key)
 
     def add_adapter(self, name: str, path: str) -> None:
-        """As the engine; repeated each time that it is built."""
+        """Load an adapter, now and each time the engine is built."""
         with self.lock:
-            self._built().add_adapter(name, path)
+            self._activate().add_adapter(name, path)
             self._adapters[name] = path
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """As the engine."""
+        """Cache a prefix in the engine."""
         with self.lock:
-            self._built().cache_prefix(token_ids, adapter)
+            self._activate().cache_prefix(token_ids, adapter)
 
     def clear_prefix_cache(self) -> None:
-        """As the engine."""
+        """Clear the engine's prefix cache."""
         with self.lock:
-            self._built().clear_prefix_cache()
+            self._activate().clear_prefix_cache()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """As the engine; while it is suspended, the last ones."""
+        """Return the engine's statistics, or their last values while it is suspended."""
         engine: Any = self._engine
-        figures = self._last_statistics if engine is None else engine.statistics()
-        return dict(figures)
+        return dict(self._last_statistics if engine is None else engine.statistics())
 
     def close(self) -> None:
         """Close the engine if it is built."""

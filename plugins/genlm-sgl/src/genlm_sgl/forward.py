@@ -1,9 +1,9 @@
 """`SGLangForward`: forward passes of SGLang over the slots of a prefix tree or a block table.
 
-A pass is a decode or an extend. In a *decode* each token is a sequence of its own, which reads
+A pass is a decode or an extend. In a *decode*, each token is a separate sequence, which reads
 the slots of a row of SGLang's table up to its position; on a GPU, SGLang has graphs of decodes.
-An *extend* computes the new tokens of prompts side by side. Segments of few tokens are decoded,
-because SGLang's attention on a CPU computes an extend as if the whole sequence were new.
+An *extend* computes the new tokens of several prompts. Segments of few tokens are decoded,
+because SGLang's attention on a CPU recomputes the whole sequence in an extend.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from genlm_sgl.served_model import ServedModel
 
 __all__ = ["SGLangForward"]
 
-_MOST_DECODED = 8
+_MAX_DECODED_TOKENS = 8
 """Maximum number of new tokens of a segment that is decoded."""
 
 _NO_TRUNK: Slots = np.empty(0, np.int64)
 
 
 class SGLangForward:
-    """Runs a model over uncached tokens of a tree, or over tokens that continue a table.
+    """Computes the uncached tokens of a tree, or tokens that continue the rows of a table.
 
-    A `TableForward` of `genlm.prefix`.
+    Implements `TableForward` of `genlm.prefix`.
 
     Args:
         served: The model.
         adapters: The loaded adapters.
-        reads_states: Whether the logits of all tokens of an extend can be computed; otherwise
-            segments with requested tokens before their last one are decoded.
+        reads_states: Whether an extend can compute the logits of all its tokens. Otherwise
+            segments are decoded if logits of tokens before the last one are requested.
     """
 
     def __init__(self, served: ServedModel, adapters: Adapters, *, reads_states: bool) -> None:
@@ -51,35 +51,37 @@ class SGLangForward:
         self._reads_states = reads_states
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Run each prefill stage: short segments as a decode, the others as an extend."""
+        """Run the prefill stages: decode short segments, and extend the others."""
         adapter_id = self._adapters.id_of(batch.adapter)
-        known, parts = [], []
+        keys, parts = [], []
         tokens = forwards = 0
         for stage in prefill_stages(batch):
-            decoded = [each for each in stage if self._is_decoded(each, batch.wanted)]
+            decoded = [segment for segment in stage if self._is_decoded(segment, batch.wanted)]
             if decoded:
                 logits, passes = self._decode(_table_of(decoded), adapter_id)
                 slots = _new_slots(decoded)
                 places = np.flatnonzero(np.isin(slots, batch.wanted))
-                known.append(slots[places])
-                parts.append(_selected(logits, places))
+                keys.append(slots[places])
+                parts.append(_select_rows(logits, places))
                 tokens, forwards = tokens + len(slots), forwards + passes
-            extended = [each for each in stage if not self._is_decoded(each, batch.wanted)]
+            extended = [
+                segment for segment in stage if not self._is_decoded(segment, batch.wanted)
+            ]
             for segments in self._extends(extended):
                 slots = _new_slots(segments)
                 places = np.flatnonzero(np.isin(slots, batch.wanted))
-                known.append(slots[places])
+                keys.append(slots[places])
                 parts.append(self._extend(segments, places, adapter_id))
                 tokens, forwards = tokens + len(slots), forwards + 1
-        return ForwardResult(logits_of_keys(batch.wanted, known, parts), tokens, forwards)
+        return ForwardResult(logits_of_keys(batch.wanted, keys, parts), tokens, forwards)
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Decode tokens that continue rows of a table."""
         logits, passes = self._decode(batch, self._adapters.id_of(adapter))
-        return ForwardResult(_selected(logits, batch.results), len(batch.tokens), passes)
+        return ForwardResult(_select_rows(logits, batch.results), len(batch.tokens), passes)
 
     def _is_decoded(self, segment: Segment, wanted: Slots) -> bool:
-        if len(segment.tokens) <= _MOST_DECODED:
+        if len(segment.tokens) <= _MAX_DECODED_TOKENS:
             return True
         inner = segment.slots[segment.past : -1]
         return not self._reads_states and bool(np.isin(inner, wanted).any())
@@ -87,11 +89,11 @@ class SGLangForward:
     def _extend(
         self, segments: Sequence[Segment], places: Slots, adapter_id: str | None
     ) -> torch.Tensor:
-        """Run an extend; return the logits after the new tokens at `places`."""
+        """Run an extend and return the logits after the new tokens at `places`."""
         lasts = np.cumsum([len(segment.tokens) for segment in segments]) - 1
         if np.isin(places, lasts).all():  # SGLang computes these logits
             logits = self._served.extend(segments, adapter_id)
-            return _selected(logits, np.searchsorted(lasts, places))
+            return _select_rows(logits, np.searchsorted(lasts, places))
         return self._served.extend(segments, adapter_id, places)
 
     def _decode(self, batch: TableBatch, adapter_id: str | None) -> tuple[torch.Tensor, int]:
@@ -113,44 +115,46 @@ class SGLangForward:
         return (logits[0] if len(logits) == 1 else torch.cat(logits)), len(logits)
 
     def _extends(self, segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
-        """Divide segments into passes, and write the slots of each pass to the table."""
-        most = self._served.max_rows
-        for first in range(0, len(segments), most):
-            part = segments[first : first + most]
-            self._served.write_rows(_NO_TRUNK, _padded(part))
+        """Divide segments into passes, and write the slots of a pass to the table."""
+        size = self._served.max_rows
+        for first in range(0, len(segments), size):
+            part = segments[first : first + size]
+            self._served.write_rows(_NO_TRUNK, _padded_slots(part))
             yield part
 
 
 def _new_slots(segments: Sequence[Segment]) -> Slots:
-    """Return the slots of the new tokens of segments; of cached ones, their own slots."""
+    """Return the slots of segments' new tokens; a cached token has its cached slot."""
     return np.concatenate([segment.slots[segment.past :] for segment in segments])
 
 
-def _selected(logits: torch.Tensor, places: Slots) -> torch.Tensor:
-    """Return the rows at `places`; without a copy if they are all rows in order."""
+def _select_rows(logits: torch.Tensor, places: Slots) -> torch.Tensor:
+    """Return the rows at `places`, as `logits` itself if they are all rows in order."""
     if np.array_equal(places, np.arange(len(logits))):
         return logits
     return logits[device_index(places.tolist(), logits.device)]
 
 
 def _table_of(segments: Sequence[Segment]) -> TableBatch:
-    """Return the tokens of segments as tokens that continue rows of a table."""
+    """Return the batch that decodes the new tokens of segments."""
     counts = np.array([len(segment.tokens) for segment in segments])
     rows = np.repeat(np.arange(len(segments)), counts)
     begins = np.cumsum(counts) - counts
     pasts = np.array([segment.past for segment in segments])
     return TableBatch(
-        tokens=np.concatenate([np.array(each.tokens, np.int64) for each in segments]),
+        tokens=np.concatenate([np.array(segment.tokens, np.int64) for segment in segments]),
         positions=pasts[rows] + np.arange(len(rows)) - begins[rows],
         writes=np.concatenate([segment.writes for segment in segments]),
         trunk=_NO_TRUNK,
-        slots=_padded(segments),
+        slots=_padded_slots(segments),
         rows=rows,
         results=begins + counts - 1,
     )
 
 
-def _padded(segments: Sequence[Segment]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+def _padded_slots(
+    segments: Sequence[Segment],
+) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
     """Return the slots of segments, shape `(segments, longest)`."""
     longest = max(len(segment.slots) for segment in segments)
     slots = np.zeros((len(segments), longest), np.int32)

@@ -1,11 +1,12 @@
-"""Install SGLang for a machine without a GPU.
+"""Install SGLang on a machine without a GPU.
 
     pip install --no-deps genlm-sgl
     python -m genlm_sgl.install_cpu [OPTION OF PIP ...]
 
-`--no-deps`, because on Linux genlm-sgl depends on `sglang`, whose requirements need CUDA. This
-installs the other requirements of genlm-sgl with what SGLang imports on a CPU, then SGLang
-without its requirements, into the current environment (2.5 GB; use a separate one).
+`--no-deps` is needed because genlm-sgl depends on `sglang` on Linux, whose requirements need
+CUDA. This program installs the other requirements of genlm-sgl, the packages that SGLang
+imports on a CPU, and SGLang without its requirements into the current environment (2.5 GB; use
+a separate environment).
 """
 
 from __future__ import annotations
@@ -18,29 +19,32 @@ from pathlib import Path
 
 from genlm_sgl.versions import NEWEST
 
-__all__ = ["commands", "main", "others"]
+__all__ = ["commands", "main", "other_requirements"]
 
 REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
 
 
-def others(requirements: Iterable[str]) -> list[str]:
+def other_requirements(requirements: Iterable[str]) -> list[str]:
     """Return the requirements of a distribution without SGLang."""
-    named = (requirement.partition(";")[0].strip() for requirement in requirements)
-    return [name for name in named if not name.startswith("sglang")]
+    without_markers = (requirement.partition(";")[0].strip() for requirement in requirements)
+    return [name for name in without_markers if not name.startswith("sglang")]
 
 
 def commands(pip_options: Sequence[str] = ()) -> list[list[str]]:
-    """Return the commands to run, in order."""
+    """Return the commands of the installation in order."""
     pip = [sys.executable, "-m", "pip", "install", *pip_options]
     newest = ".".join(map(str, NEWEST))
-    own = others(metadata.requires("genlm-sgl") or ())
-    return [[*pip, *own, "-r", str(REQUIREMENTS)], [*pip, "--no-deps", f"sglang=={newest}"]]
+    requirements = other_requirements(metadata.requires("genlm-sgl") or ())
+    return [
+        [*pip, *requirements, "-r", str(REQUIREMENTS)],
+        [*pip, "--no-deps", f"sglang=={newest}"],
+    ]
 
 
 def main() -> None:
-    """Run the commands; exit with the status of one that fails."""
+    """Run the commands; exit with the status of the first that fails."""
     for command in commands(sys.argv[1:]):
-        status = subprocess.run(command, check=False).returncode  # noqa: S603 - our own words
+        status = subprocess.run(command, check=False).returncode  # noqa: S603 - no shell
         if status:
             sys.exit(status)
 

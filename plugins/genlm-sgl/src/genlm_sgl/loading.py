@@ -18,7 +18,7 @@ __all__ = [
     "default_options",
     "environment",
     "load_error",
-    "mapping_of",
+    "options_mapping",
     "runs_on_cpu",
 ]
 
@@ -26,52 +26,52 @@ _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nno
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
 
 _REFUSED = {
-    "speculative_algorithm": "its passes compute several tokens of a request, and draw them",
+    "speculative_algorithm": "its passes compute and draw several tokens of a request",
     "dllm_algorithm": "a diffusion model has no row after each prefix",
     "disaggregation_mode": "requests would wait for another server",
     "is_embedding": "an embedding model computes no logits",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
-    "enable_hierarchical_cache": "the KV cache holds genlm's prefix tree",
-    "enable_hisparse": "the KV cache holds genlm's prefix tree",
-    "enable_unified_memory": "the KV cache holds genlm's prefix tree",
+    "enable_hierarchical_cache": "the KV cache contains genlm's prefix tree",
+    "enable_hisparse": "the KV cache contains genlm's prefix tree",
+    "enable_unified_memory": "the KV cache contains genlm's prefix tree",
     "enable_two_batch_overlap": "passes are not divided",
 }
-"""Refused options with reasons; values without effect are accepted."""
+"""Refused options and the reasons; values that disable an option are accepted."""
 
 _LORA_RANK = 16
 
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _KV_SHARE = 0.25
-"""Share of the free memory for the KV cache on a CPU."""
+"""Default share of the free memory for the KV cache on a CPU."""
 
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
 _REQUESTS_BYTES = 2**26
-"""Maximum bytes of SGLang's table of slots, and of the logits of a full pass."""
+"""Maximum number of bytes of SGLang's table of slots, and of the logits of a full pass."""
 
 _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
 
 def environment(*, cpu: bool) -> dict[str, str]:
-    """Return environment variables that SGLang reads while it is imported and built."""
+    """Return environment variables that SGLang reads when it is imported and built."""
     return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
 
 
 def runs_on_cpu(options: Mapping[str, Any]) -> bool:
-    """Whether SGLang computes on the CPU: by option, or without an accelerator."""
+    """Whether SGLang computes on the CPU, because of an option or without an accelerator."""
     return options.get("device") == "cpu" or not torch.accelerator.is_available()
 
 
 def default_options(*, cpu: bool) -> dict[str, Any]:
     """Return the default arguments of `ServerArgs`.
 
-    Features of SGLang's scheduler and server are off, because the engine does not run them. On
-    a CPU, SGLang has no graphs, and only its plain torch kernels.
+    Features of SGLang's scheduler and server are disabled, because the engine does not use
+    them. On a CPU, SGLang has no graphs and only plain torch kernels.
     """
     options = {
         "disable_cuda_graph": cpu,
-        "disable_hybrid_swa_memory": True,  # one kind of slots for all layers
+        "disable_hybrid_swa_memory": True,  # the same slots for all layers
         "disable_overlap_schedule": True,
         "disable_radix_cache": True,
         "grammar_backend": "none",
@@ -89,19 +89,19 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "attention_backend": "torch_native",
             "device": "cpu",
             "dtype": "float32",
-            # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
-            # if other processes took more than this share of memory during loading.
+            # `max_total_tokens` sets the size of the cache. SGLang would reduce it, or not
+            # start, if other processes used more than this share of memory during loading.
             "mem_fraction_static": 0.999,
             "sampling_backend": "pytorch",
         }
     return options
 
 
-def mapping_of(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def options_mapping(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the caller's options, `{}` for None.
 
     Raises:
-        TypeError: They are not a mapping.
+        TypeError: `engine_opts` is not a mapping.
     """
     options: object = {} if engine_opts is None else engine_opts
     if not isinstance(options, Mapping):
@@ -112,26 +112,30 @@ def mapping_of(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return options
 
 
-def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return a copy of the caller's options.
+def checked_options(options: Mapping[str, Any], supported: frozenset[str]) -> dict[str, Any]:
+    """Check the caller's options and return a copy.
+
+    Args:
+        options: Options of the caller.
+        supported: Names of SGLang's options.
 
     Raises:
-        ValueError: An option that the engine sets itself, that needs other processes or would
-            make rows wrong, or an unknown dtype.
-        TypeError: An option that SGLang does not have.
+        ValueError: An option is set by the engine, requires other processes or would make rows
+            wrong, or the dtype is unknown.
+        TypeError: SGLang does not have an option.
     """
     for name in _ONE_PROCESS:
         if options.get(name, 1) != 1:
             raise ValueError(
                 f"engine_opts[{name!r}] = {options[name]}: SGLang runs one process for each "
-                f"part of a model, and this engine is inside yours; use {name}=1, and several "
-                f"processes with gpu_id=0, 1, ... for several copies"
+                f"part of a model, and this engine runs in your process; use {name}=1, and "
+                f"several processes with gpu_id=0, 1, ... for several copies"
             )
     for name in _MODEL_NAMES:
         if name in options:
             raise ValueError(
-                f"engine_opts[{name!r}]: the model is load_model's first argument, the GPU "
-                f"its gpu_id"
+                f"engine_opts[{name!r}]: pass the model as load_model's first argument, and "
+                f"the GPU as gpu_id"
             )
     for name, reason in _REFUSED.items():
         if options.get(name) not in {None, False, "null"}:
@@ -147,36 +151,36 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
             "with the model's load_lora, which checks it"
         )
     for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 3)
-            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        if name not in supported:
+            matches = difflib.get_close_matches(name, supported, 3)
+            hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
             raise TypeError(
                 f"engine_opts[{name!r}]: not an option of SGLang's ServerArgs.{hint}"
             )
-    named = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
-    return {**options, **named}
+    dtype = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
+    return {**options, **dtype}
 
 
-def _shown(engine_opts: Mapping[str, Any]) -> str:
-    """Return options for an error message."""
+def _format_options(engine_opts: Mapping[str, Any]) -> str:
+    """Format options for an error message."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"
 
 
 def load_error(
-    version: str, source: str, wanted: Mapping[str, Any], error: Exception
+    version: str, source: str, options: Mapping[str, Any], error: Exception
 ) -> ModelLoadError:
-    """Return the error of a failed build of SGLang, with the request and the cause."""
+    """Return the error of a failed build of SGLang, with the caller's options and the cause."""
     first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     return ModelLoadError(
-        f"asked SGLang {version} for the model {source!r} with {_shown(wanted)}; it raised "
-        f"{first_line} (options apart, the model must be a folder or an accessible hub id with "
-        f"config.json, weights and tokenizer of an architecture that this SGLang serves on "
-        f"this device)"
+        f"SGLang {version} cannot load the model {source!r} with {_format_options(options)}; "
+        f"it raised {first_line} (besides the options, the model must be a folder or an "
+        f"accessible hub id with config.json, weights and tokenizer of an architecture that "
+        f"this SGLang serves on this device)"
     )
 
 
 def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of SGLang's pools on a CPU that `options` does not set.
+    """Return the sizes of SGLang's memory pools on a CPU, unless `options` sets them.
 
     Raises:
         ModelLoadError: Too little memory is free.
@@ -195,32 +199,32 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     SGLang's default would take most of the memory.
 
     Raises:
-        ModelLoadError: A quarter of the free memory does not hold 2^10 tokens.
+        ModelLoadError: A quarter of the free memory is too small for 2^10 tokens.
     """
     config = _text_config(model, options)
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dtype = getattr(torch, str(options.get("dtype", "float32")), torch.float32)
-    each = max(1, 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize)
+    token_bytes = max(1, 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize)
     budget = cache_budget_bytes(
         share=_KV_SHARE,
-        at_least=_MIN_TOKENS * each,
-        at_most=_MAX_TOKENS * each,
+        at_least=_MIN_TOKENS * token_bytes,
+        at_most=_MAX_TOKENS * token_bytes,
         option="engine_opts['max_total_tokens']",
     )
-    return int(budget // each)
+    return int(budget // token_bytes)
 
 
 def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
-    """Return the maximum number of sequences of a pass on a CPU: from 64 to 1024.
+    """Return the maximum number of sequences in a pass on a CPU, between 64 and 1024.
 
-    Each takes a row of slots as long as the context, and a row of logits: 4 bytes for a
-    position or an id.
+    A sequence takes a row of slots with an entry per position, and a row of logits with an
+    entry per token id, of 4 bytes each.
     """
     try:
         config = _text_config(model, options)
-    except Exception:  # noqa: BLE001 - SGLang reads formats that transformers does not
+    except Exception:  # noqa: BLE001 - a format that only SGLang reads
         return _MIN_REQUESTS
     context = options.get("context_length") or getattr(config, "max_position_embeddings", None)
     longest = max(context or 2**15, getattr(config, "vocab_size", None) or 2**15)
@@ -230,7 +234,8 @@ def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
 def _text_config(model: str, options: Mapping[str, Any]) -> Any:
     import transformers
 
-    trusted = bool(options.get("trust_remote_code", False))
     return transformers.AutoConfig.from_pretrained(
-        model, trust_remote_code=trusted, revision=options.get("revision")
+        model,
+        trust_remote_code=bool(options.get("trust_remote_code", False)),
+        revision=options.get("revision"),
     ).get_text_config()

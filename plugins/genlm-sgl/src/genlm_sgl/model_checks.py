@@ -1,9 +1,9 @@
-"""Differences between the model that SGLang built and its config: corrected, or refused.
+"""Checks and corrections of differences between the model that SGLang built and its config.
 
 Some of SGLang's model classes ignore a part of a config, such as a window, an activation or the
-base of the rotary embeddings. Nothing raises; rows are wrong. The functions here compare the
-config with the attributes of the built modules, so that they cover classes that were not
-tested. `docs/sglang-engine.md` lists the defects.
+base of the rotary embeddings. SGLang raises no error, but rows are wrong. The functions of this
+module compare the config with the attributes of the built modules, so that they cover untested
+classes. `docs/sglang-engine.md` lists the defects.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _APPROXIMATIONS = {
 """Transformers' names of GELU activations, and their approximations in torch."""
 
 _LONGROPE = {"longrope", "su"}
-"""Names of LongRoPE; the first Phi-3 models call it su."""
+"""Names of LongRoPE in configs; the first Phi-3 models use `su`."""
 
 _OTHER_TOWERS = re.compile("vision|visual|audio")
-"""Part of the names of modules outside the text model."""
+"""Pattern in the names of modules outside the text model."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class BuiltModel:
         config: Config of the text model, read by transformers, with the user's overrides.
         facts: Facts of this config.
         backends: SGLang's names of the attention backends in use.
-        max_context: The longest prompt.
-        is_fallback: Whether SGLang has no model class and runs transformers' model.
+        max_context: Maximum number of tokens of a prompt.
+        is_fallback: Whether SGLang has no class for the model and runs transformers' model.
     """
 
     module: torch.nn.Module
@@ -62,9 +62,9 @@ class BuiltModel:
 def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
     """Set attributes of the built modules that SGLang did not set from the config.
 
-    Call it before the weights are loaded. It changes only attributes that a module reads in
-    each forward pass: the approximation of GELU, the dtype of xIELU's parameters and, with the
-    backend `torch_native`, the window of each layer, which there only masks keys.
+    Must be called before the weights are loaded. It changes only attributes that a module reads
+    in every forward pass: the approximation of GELU, the dtype of xIELU's parameters and, with
+    the backend `torch_native`, the windows of layers, which only mask keys in that backend.
 
     Args:
         module: The model that SGLang built.
@@ -81,7 +81,7 @@ def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> 
             activation.approximate = approximation
             changed["GELU"] = True
     dtype = next(module.parameters()).dtype
-    for activation in _rounding(module, dtype):
+    for activation in _rounding_activations(module, dtype):
         activation.to(dtype)
         changed["xIELU"] = True
     if backend == _TORCH_NATIVE and _masks_windows():
@@ -97,7 +97,7 @@ def check_model(built: BuiltModel) -> None:
     """Refuse a model whose rows would be wrong.
 
     Raises:
-        ModelLoadError: With the reason and, if there is one, a remedy.
+        ModelLoadError: The message has the reason and, if there is one, a remedy.
     """
     for check in _CHECKS:
         reason = check(built)
@@ -108,12 +108,12 @@ def check_model(built: BuiltModel) -> None:
 def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
     """Return settings that replace dynamic rotary embeddings by plain ones.
 
-    Both are equal up to the positions that the config states. SGLang scales dynamic ones for
-    all lengths alike, and computes only the plain ones correctly.
+    Both are equal up to the maximum position of the config. SGLang scales dynamic embeddings
+    equally for all lengths, and computes only plain embeddings correctly.
 
     Args:
         config: Config of the text model.
-        context_length: The user's option.
+        context_length: The user's option `context_length`.
 
     Returns:
         Settings of the config; empty for other embeddings or a longer context.
@@ -126,19 +126,19 @@ def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
     return {"rope_parameters": {**settings, "rope_type": "default"}}
 
 
-# -- checks that return why the rows would be wrong, or None ---------------------------
+# -- checks, which return the reason why rows would be wrong, or None ------------------
 
 
 def _check_fallback(built: BuiltModel) -> str | None:
     facts, chunk = built.facts, built.facts.attention_chunk_size
-    left_out = {
+    omitted = {
         "recurrent state": facts.recurrent,
         "chunks of attention": chunk is not None and chunk < built.max_context,
         "attention sinks": facts.attention_sinks,
         "position biases": facts.alibi,
         "sparse attention": facts.sparse_attention,
     }
-    names = [name for name, used in left_out.items() if used]
+    names = [name for name, used in omitted.items() if used]
     if not built.is_fallback or not names:
         return None
     return (
@@ -147,33 +147,38 @@ def _check_fallback(built: BuiltModel) -> str | None:
     )
 
 
-def _check_caps(built: BuiltModel) -> str | None:
+def _check_softcap(built: BuiltModel) -> str | None:
     capped = any(layer.logit_cap > 0 for layer in _attention_layers(built.module))
     if not capped and built.facts.attention_softcap is None:
         return None
     if capped and _TORCH_NATIVE not in built.backends:
         return None
-    who = f"its attention backend {_TORCH_NATIVE!r}" if capped else "its model"
+    part = f"attention backend {_TORCH_NATIVE!r}" if capped else "model class"
     return (
-        f"does not cap the attention scores of {built.facts.architecture}: {who} leaves it "
-        f"out; rows would be wrong"
+        f"does not cap the attention scores of {built.facts.architecture}: its {part} ignores "
+        f"the cap; rows would be wrong"
     )
 
 
 def _check_windows(built: BuiltModel) -> str | None:
-    limit = built.max_context
+    longest = built.max_context
     for layer, window in _layer_windows(built.module, built.config):
         size = layer.sliding_window_size
-        found = limit if size is None or size < 0 else min(size + 1, limit)
-        wanted = limit if window is None else min(window, limit)
-        if found == wanted:
+        attended = longest if size is None or size < 0 else min(size + 1, longest)
+        expected = longest if window is None else min(window, longest)
+        if attended == expected:
             continue
-        most, stated = min(found, wanted), window or "no window"
-        fault = "ignores the sliding window" if found == limit else f"attends to {found} tokens"
+        limit, stated = min(attended, expected), window or "no window"
+        fault = (
+            "ignores the sliding window"
+            if attended == longest
+            else f"attends to {attended} tokens"
+        )
         return (
             f"{fault} in layer {layer.layer_id} of {built.facts.architecture} under "
-            f"{_listed(built.backends)} attention, where the config has {stated}; rows beyond "
-            f"{most} tokens would be wrong. Pass engine_opts={{'context_length': {most}}}"
+            f"{_join_sorted(built.backends)} attention, where the config has {stated}; rows "
+            f"beyond {limit} tokens would be wrong. Pass "
+            f"engine_opts={{'context_length': {limit}}}"
         )
     return None
 
@@ -183,48 +188,49 @@ def _check_rope(built: BuiltModel) -> str | None:
         dynamic = _is_dynamic(settings)
         if dynamic or _rope_kind(settings) in _LONGROPE:
             facts = built.facts
-            most = facts.max_positions if dynamic else facts.original_positions
-            if dynamic or most is None or built.max_context > most:
+            limit = facts.max_positions if dynamic else facts.original_positions
+            if dynamic or limit is None or built.max_context > limit:
                 return (
                     f"scales the {_rope_kind(settings)} rotary embeddings of "
-                    f"{facts.architecture} by other lengths than each sequence's own; rows "
-                    f"would be wrong. Pass engine_opts={{'context_length': {most}}}, up to "
-                    f"which nothing is scaled"
+                    f"{facts.architecture} by lengths other than that of the sequence; rows "
+                    f"would be wrong. Pass engine_opts={{'context_length': {limit}}}, up to "
+                    f"which embeddings are not scaled"
                 )
-    wanted = _rope_bases(built.config)
+    expected = _rope_bases(built.config)
     modules = _rotary_modules(built.module)
-    kinds = {type(each).__name__ for each in modules}
+    kinds = {type(module).__name__ for module in modules}
     if kinds == {"RotaryEmbedding"} and built.facts.rope_types:
         return (
-            f"ignores the {_listed(built.facts.rope_types)} scaling of the rotary embeddings "
-            f"of {built.facts.architecture}: rows would be wrong"
+            f"ignores the {_join_sorted(built.facts.rope_types)} scaling of the rotary "
+            f"embeddings of {built.facts.architecture}: rows would be wrong"
         )
-    found = {float(each.base) for each in modules}
-    if found and not wanted <= found:
+    bases = {float(module.base) for module in modules}
+    if bases and not expected <= bases:
         return (
             f"computes the rotary embeddings of {built.facts.architecture} with base "
-            f"{_listed(found)}, where the config has {_listed(wanted)}: rows would be wrong"
+            f"{_join_sorted(bases)}, where the config has {_join_sorted(expected)}: rows would "
+            f"be wrong"
         )
     return None
 
 
 def _check_activation(built: BuiltModel) -> str | None:
-    if _rounding(built.module, next(built.module.parameters()).dtype):
+    if _rounding_activations(built.module, next(built.module.parameters()).dtype):
         return (
             f"rounds the parameters of xIELU in {built.facts.architecture} to bfloat16: rows "
             f"would be wrong"
         )
-    wanted = _APPROXIMATIONS.get(_activation(built.config))
-    found = {each.approximate for each in _gelu_modules(built.module)}
-    if wanted is None or found <= {wanted}:
+    expected = _APPROXIMATIONS.get(_activation(built.config))
+    computed = {activation.approximate for activation in _gelu_modules(built.module)}
+    if expected is None or computed <= {expected}:
         return None
     return (
-        f"computes another GELU (approximation {_listed(found)}) in "
+        f"computes another GELU (approximation {_join_sorted(computed)}) in "
         f"{built.facts.architecture} than {_activation(built.config)!r}: rows would be wrong"
     )
 
 
-_CHECKS = (_check_fallback, _check_caps, _check_windows, _check_rope, _check_activation)
+_CHECKS = (_check_fallback, _check_softcap, _check_windows, _check_rope, _check_activation)
 
 
 # -- the built model ------------------------------------------------------------------
@@ -233,15 +239,15 @@ _CHECKS = (_check_fallback, _check_caps, _check_windows, _check_rope, _check_act
 def _attention_layers(module: torch.nn.Module) -> list[Any]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    found = [each for each in module.modules() if isinstance(each, RadixAttention)]
-    # The fallback has them in a dict, which torch does not traverse.
-    return found or [*getattr(module, "attention_instances", {}).values()]
+    layers = [child for child in module.modules() if isinstance(child, RadixAttention)]
+    # The fallback has a dict of layers, which torch does not traverse.
+    return layers or [*getattr(module, "attention_instances", {}).values()]
 
 
 def _layer_windows(module: torch.nn.Module, config: Any) -> Iterator[tuple[Any, int | None]]:
-    """Yield attention layers and the window of each in the config, None for no window.
+    """Yield the attention layers and their windows in the config, None for no window.
 
-    Yields nothing for configs whose class has no windows.
+    If the class of the config has no windows, no layer is yielded.
     """
     if "sliding_window" not in inspect.signature(type(config)).parameters:
         return
@@ -257,42 +263,43 @@ def _layer_windows(module: torch.nn.Module, config: Any) -> Iterator[tuple[Any, 
 
 
 def _masks_windows() -> bool:
-    """Whether `torch_native` masks keys by the window of a layer as expected."""
+    """Whether `torch_native` masks keys correctly by the window of a layer."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     mask = getattr(TorchNativeAttnBackend, "_make_sliding_window_mask", None)
     if mask is None:
         return False
     sizes = {"q_len": 4, "kv_len": 4, "sliding_window_size": 1}
-    found = mask(**sizes, device=torch.device("cpu"))
-    return torch.equal(found, torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
+    computed = mask(**sizes, device=torch.device("cpu"))
+    return torch.equal(computed, torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
 
 
 def _gelu_modules(module: torch.nn.Module) -> list[Any]:
     from sglang.srt.layers.activation import GeluAndMul
 
     return [
-        each
-        for name, each in module.named_modules()
-        if isinstance(each, GeluAndMul) and not _OTHER_TOWERS.search(name)
+        child
+        for name, child in module.named_modules()
+        if isinstance(child, GeluAndMul) and not _OTHER_TOWERS.search(name)
     ]
 
 
-def _rounding(module: torch.nn.Module, dtype: torch.dtype) -> list[Any]:
+def _rounding_activations(module: torch.nn.Module, dtype: torch.dtype) -> list[Any]:
     from sglang.srt.layers.activation import XIELU
 
     return [
-        each
-        for each in module.modules()
-        if isinstance(each, XIELU) and each.alpha_p.dtype.itemsize < dtype.itemsize
+        child
+        for child in module.modules()
+        if isinstance(child, XIELU) and child.alpha_p.dtype.itemsize < dtype.itemsize
     ]
 
 
 def _rotary_modules(module: torch.nn.Module) -> list[Any]:
     return [
-        each
-        for each in module.modules()
-        if hasattr(each, "rotary_dim") and isinstance(getattr(each, "base", None), int | float)
+        child
+        for child in module.modules()
+        if hasattr(child, "rotary_dim")
+        and isinstance(getattr(child, "base", None), int | float)
     ]
 
 
@@ -317,9 +324,10 @@ def _rope_bases(config: Any) -> set[float]:
     """Return the bases of the rotary embeddings of all layers."""
     settings = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ())
-    each = [settings, *(settings[kind] for kind in kinds & settings.keys())]
-    return {float(one["rope_theta"]) for one in each if (one or {}).get("rope_theta")}
+    parameters = [settings, *(settings[kind] for kind in kinds & settings.keys())]
+    thetas = ((layer_type or {}).get("rope_theta") for layer_type in parameters)
+    return {float(theta) for theta in thetas if theta}
 
 
-def _listed(values: Iterable[Any]) -> str:
+def _join_sorted(values: Iterable[Any]) -> str:
     return " and ".join(sorted(map(str, values)))

@@ -1,6 +1,6 @@
-"""Suppressing the logs, warnings and progress bars of SGLang.
+"""Suppression of SGLang's logs, warnings and progress bars.
 
-`genlm.preserve_process_state` restores what SGLang changes in the process.
+`genlm.preserve_process_state` restores other state of the process that SGLang changes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def quiet() -> Iterator[None]:
     bar = tqdm.std.tqdm
     original = bar.__init__
 
-    def hidden(self: Any, *arguments: Any, **options: Any) -> None:
+    def init_disabled(self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **(options | {"disable": True}))
 
-    bar.__init__ = hidden
+    bar.__init__ = init_disabled
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ def quiet() -> Iterator[None]:
 
 
 class QuietLogger:
-    """Sets the level of a logger to ERROR, unless it has a level.
+    """Sets the level of a logger to ERROR unless a level is set.
 
     Args:
         name: Name of the logger.

@@ -1,7 +1,7 @@
 """SGLang's model runner in this process: construction, forward passes, LoRA adapters.
 
-The calls into SGLang that compute something are here. SGLang's scheduler, its radix cache and
-its allocator take no part: a pass is given the slots of the KV cache that its tokens read and
+This module has all calls into SGLang that compute. SGLang's scheduler, radix cache and
+allocator are not used: a pass receives the slots of the KV cache that its tokens read and
 write, in rows of SGLang's table of slots (`req_to_token_pool`).
 """
 
@@ -26,7 +26,7 @@ __all__ = ["LoadWeightsHook", "ServedModel", "server_options"]
 Weights = Iterator[tuple[str, Any]]
 
 LoadWeightsHook = Callable[[Any, Weights], Weights]
-"""Takes a built model and the weights of its checkpoint; returns the weights to load."""
+"""Function of a built model and the weights of its checkpoint; returns the weights to load."""
 
 Integers = npt.NDArray[np.int64]
 
@@ -47,43 +47,43 @@ class ServedModel:
         on_load_weights: Called when the model is built, before its weights are loaded.
 
     Attributes:
-        tokenizer: The model's tokenizer, as SGLang loads it.
-        output_bias: Added to the logits of each pass; None for no bias.
+        tokenizer: The model's tokenizer as loaded by SGLang.
+        output_bias: Bias that is added to the logits of each pass; None for no bias.
 
     Raises:
-        ModelLoadError: The model's state is not addressed by the slot of each token.
-        Exception: Any error of SGLang; its process groups are left.
+        ModelLoadError: The model's state is not one slot of the KV cache per token.
+        Exception: Any error of SGLang, after its process groups are destroyed.
     """
 
     def __init__(
         self, options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
     ) -> None:
-        self._memory: Callable[[], contextlib.AbstractContextManager[object]]
-        self._memory = contextlib.nullcontext
+        self._memory_mode: Callable[[], contextlib.AbstractContextManager[object]]
+        self._memory_mode = contextlib.nullcontext
         if options.get("enable_lora") and options.get("device") == "cpu":
             from genlm_sgl.cpu.stubs import Unpinned
 
-            self._memory = Unpinned
+            self._memory_mode = Unpinned
         self.output_bias: torch.Tensor | None = None
-        self._places: Integers | None = None  # whose logits the pass that runs computes
+        self._logit_places: Integers | None = None  # of the running pass
         self._logits: list[torch.Tensor] = []
         self._trunk: Slots | None = None
         self._trunk_rows = 0
         try:
-            with self._memory():
+            with self._memory_mode():
                 self._runner, self.tokenizer = _build(options, gpu_id, on_load_weights)
             self._check_slots()
         except BaseException:
-            _leave_process_groups()
+            _destroy_process_groups()
             raise
         self._table: torch.Tensor = self._runner.req_to_token_pool.req_to_token
         self._device = torch.device(self._runner.device)
 
     def _check_slots(self) -> None:
-        """Refuse models and options under which a token is not one slot of the KV cache.
+        """Refuse models and options with which a token is not one slot of the KV cache.
 
         Raises:
-            ModelLoadError: With the reason.
+            ModelLoadError: The message has the reason.
         """
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -93,8 +93,8 @@ class ServedModel:
             backends = " and ".join(sorted(self.attention_backends))
             raise ModelLoadError(
                 f"SGLang's attention backend {backends} has pages of {runner.page_size} "
-                f"tokens, and genlm-sgl needs pages of one; choose another one, for example "
-                f"engine_opts={{'attention_backend': 'triton'}}"
+                f"tokens, and genlm-sgl needs pages of one token; choose another backend, for "
+                f"example engine_opts={{'attention_backend': 'triton'}}"
             )
         reasons = {
             "an encoder": self._runner.model_config.is_encoder_decoder,
@@ -104,8 +104,8 @@ class ServedModel:
                 type(runner.token_to_kv_pool_allocator) is not TokenToKVPoolAllocator
             ),
         }
-        for reason, is_given in reasons.items():
-            if is_given:
+        for reason, applies in reasons.items():
+            if applies:
                 raise ModelLoadError(
                     f"SGLang serves {type(self.model).__name__} with {reason}, so its state is "
                     f"not one slot of the KV cache for each token; use genlm-hf for this model"
@@ -115,12 +115,12 @@ class ServedModel:
 
     @property
     def max_context(self) -> int:
-        """The longest context that the model and the KV cache admit."""
+        """Maximum number of tokens of a context in the model and the KV cache."""
         return min(int(self._runner.model_config.context_len), self.token_capacity)
 
     @property
     def embedding_rows(self) -> int:
-        """Number of ids that the model embeds."""
+        """Number of token ids with an embedding."""
         return int(self._runner.model_config.vocab_size)
 
     @property
@@ -130,12 +130,12 @@ class ServedModel:
 
     @property
     def text_config(self) -> Any:
-        """The config of the text model, as SGLang has changed it."""
+        """The config of the text model with SGLang's changes."""
         return self._runner.model_config.hf_text_config
 
     @property
     def is_fallback(self) -> bool:
-        """Whether SGLang has no model class and runs that of transformers."""
+        """Whether SGLang has no class for the model and runs transformers' model."""
         return type(self.model).__module__ == "sglang.srt.models.transformers"
 
     @property
@@ -149,33 +149,33 @@ class ServedModel:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model."""
-        found: torch.dtype = self._runner.model_config.dtype
-        return found
+        dtype: torch.dtype = self._runner.model_config.dtype
+        return dtype
 
     @property
     def device(self) -> str:
-        """The device of the logits, as torch names it."""
+        """Name of the device of the logits."""
         return str(self._runner.device)
 
     @property
     def token_capacity(self) -> int:
-        """Size of the KV cache in tokens, whose slots are 1 to this number."""
+        """Size of the KV cache in tokens; the slots are numbered from 1."""
         return int(self._runner.max_total_num_tokens)
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of the keys and values of one token."""
+        """Size of the keys and values of one token."""
         size = int(self._runner.token_to_kv_pool.mem_usage * 2**30)
         return max(1, size // (self.token_capacity + 1))
 
     @property
     def max_rows(self) -> int:
-        """The maximum number of sequences of a pass."""
+        """Maximum number of sequences in a pass."""
         return int(self._runner.req_to_token_pool.size)
 
     @property
     def max_tokens(self) -> int:
-        """The maximum number of new tokens of a pass."""
+        """Maximum number of new tokens in a pass."""
         from sglang.srt.runtime_context import get_schedule
 
         settings = get_schedule()
@@ -185,20 +185,21 @@ class ServedModel:
     # -- passes -----------------------------------------------------------------------
 
     def write_rows(self, trunk: Slots, slots: npt.NDArray[np.int32]) -> None:
-        """Write the slots of sequences to the table of slots, for the next passes.
+        """Write the slots of sequences to the table of slots for the next passes.
 
         Args:
-            trunk: Common first slots of the sequences. The rows keep those of the same object.
+            trunk: Common first slots of the sequences. They are not written again if the same
+                object was written before.
             slots: The slots after the trunk, shape `(d, longest)`; entries after the end of a
                 sequence are ignored.
         """
         begin, count = len(trunk), len(slots)
         with torch.inference_mode():
             if trunk is not self._trunk or count > self._trunk_rows:
-                shared = self._on_device(trunk.astype(np.int32))
+                shared = self._to_device(trunk.astype(np.int32))
                 self._table[1 : count + 1, :begin] = shared
                 self._trunk, self._trunk_rows = trunk, count
-            self._table[1 : count + 1, begin : begin + slots.shape[1]] = self._on_device(slots)
+            self._table[1 : count + 1, begin : begin + slots.shape[1]] = self._to_device(slots)
 
     def decode(
         self,
@@ -210,14 +211,14 @@ class ServedModel:
     ) -> torch.Tensor:
         """Compute tokens, each of which attends to the slots of a row up to its position.
 
-        Keys and values of all tokens are stored before any of them attends, in each layer. So
-        a token may follow another one of the pass.
+        Each layer stores the keys and values of all tokens before any token attends. Therefore
+        a token may follow another token of the pass.
 
         Args:
             tokens: Token ids, shape `(n,)`, at most `max_rows`.
-            positions: Their positions in their sequences.
-            writes: The slots of their keys and values.
-            rows: Indices of the rows that `write_rows` wrote.
+            positions: Positions of the tokens in their sequences.
+            writes: Slots of their keys and values.
+            rows: Indices of their rows, which `write_rows` wrote.
             adapter_id: SGLang's id of the adapter; None for the model without adapters.
 
         Returns:
@@ -235,13 +236,14 @@ class ServedModel:
         adapter_id: str | None,
         places: Integers | None = None,
     ) -> torch.Tensor:
-        """Compute segments whose pasts are computed; they are the first rows of the table.
+        """Compute the new tokens of segments whose earlier tokens are computed.
 
         Args:
-            segments: At most `max_rows` segments, in the order of `write_rows`.
+            segments: At most `max_rows` segments; `write_rows` wrote their slots to the first
+                rows of the table, in this order.
             adapter_id: SGLang's id of the adapter; None for the model without adapters.
-            places: Indices of new tokens of all segments, after `read_hidden_states`; None for
-                the last token of each segment.
+            places: Indices into the new tokens of all segments, which requires
+                `read_hidden_states`; None for the last token of each segment.
 
         Returns:
             Logits after these tokens, shape `(n, width)`.
@@ -249,11 +251,11 @@ class ServedModel:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         lengths = [len(segment.tokens) for segment in segments]
-        self._places = places
+        self._logit_places = places
         try:
             logits = self._run(
                 ForwardMode.EXTEND,
-                np.concatenate([np.asarray(each.tokens, np.int64) for each in segments]),
+                np.concatenate([np.asarray(segment.tokens, np.int64) for segment in segments]),
                 np.array([len(segment.slots) for segment in segments]),
                 np.concatenate([segment.writes for segment in segments]),
                 np.arange(len(segments)),
@@ -264,7 +266,7 @@ class ServedModel:
             )
             return logits if places is None else self._logits.pop()
         finally:
-            self._places = None
+            self._logit_places = None
             self._logits.clear()
 
     def _run(
@@ -283,7 +285,7 @@ class ServedModel:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         runner, count = self._runner, len(rows)
-        # What a pass reads of a request of SGLang's scheduler.
+        # The attributes of a request of SGLang's scheduler that a pass reads.
         request = SimpleNamespace(
             rid="",
             lora_id=adapter_id,
@@ -291,9 +293,9 @@ class ServedModel:
             extend_end=0,
             full_untruncated_fill_ids=(),
         )
-        with torch.inference_mode(), self._memory():
+        with torch.inference_mode(), self._memory_mode():
             lengths_cpu = torch.from_numpy(lengths)
-            lengths_on_device = self._on_device(lengths)
+            lengths_on_device = self._to_device(lengths)
             rows_cpu = torch.from_numpy(rows + 1)  # SGLang pads passes with row 0
             batch = ScheduleBatch(
                 reqs=[request] * count,
@@ -303,13 +305,13 @@ class ServedModel:
                 device=runner.device,
                 spec_algorithm=SpeculativeAlgorithm.NONE,
                 forward_mode=mode,
-                input_ids=self._on_device(tokens),
-                req_pool_indices=self._on_device(rows + 1),
+                input_ids=self._to_device(tokens),
+                req_pool_indices=self._to_device(rows + 1),
                 req_pool_indices_cpu=rows_cpu,
                 seq_lens=lengths_on_device,
                 seq_lens_cpu=lengths_cpu,
                 orig_seq_lens=lengths_on_device.int(),
-                out_cache_loc=self._on_device(writes),
+                out_cache_loc=self._to_device(writes),
                 multimodal_inputs=[None] * count,
                 **extend,
             )
@@ -317,39 +319,39 @@ class ServedModel:
                 batch, runner, return_hidden_states_before_norm=False
             )
             output = runner.forward(forward_batch)
-            logits = self._biased(output.logits_output.next_token_logits)
-            if self._device.type != "cpu":  # may be the output of a graph
+            logits = self._add_output_bias(output.logits_output.next_token_logits)
+            if self._device.type != "cpu":  # logits may be the output buffer of a graph
                 logits = logits.clone()
         return logits
 
-    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
+    def _add_output_bias(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.output_bias is None else logits + self.output_bias
 
-    def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(values))
-        return found.to(self._device, non_blocking=True)
+    def _to_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.to(self._device, non_blocking=True)
 
     # -- hidden states ----------------------------------------------------------------
 
     @property
-    def obstacle_to_score(self) -> str | None:
-        """Why hidden states cannot be read, or their logits would be wrong; else None."""
+    def why_not_scored(self) -> str | None:
+        """Reason why scores cannot be computed from hidden states, None if they can."""
         runner = self._runner
         if getattr(runner.lora_manager, "lm_head_module", None) is not None:
-            return "adapters of lm_head"  # SGLang applies them to one row of each request only
+            return "adapters of lm_head"  # applied only to one row of each request
         graphs = runner.prefill_cuda_graph_runner
         if type(graphs).__name__ in {"NoneType", "EagerRunner"}:
             return None
-        # Other graphs, such as SGLang's default on CUDA, end before the logits.
+        # Some graphs, such as SGLang's default on CUDA, end before the logits.
         if getattr(graphs, "_uses_eager_prefill_tail", lambda: False)():
             return None
-        return "graphs of prefills"  # run no code of Python
+        return "graphs of prefills"  # do not call Python
 
     def read_hidden_states(self) -> None:
-        """Have `extend` compute logits from any of the hidden states of a pass.
+        """Make `extend` compute logits from any of the hidden states of a pass.
 
         Raises:
-            AttributeError: The model does not compute its logits as those of the known version.
+            AttributeError: The model computes logits differently from the tested version.
         """
         from sglang.srt.layers.logits_processor import LogitsMetadata
 
@@ -357,48 +359,50 @@ class ServedModel:
         signature = inspect.signature(processor.forward)
         get_logits = processor._get_logits  # noqa: SLF001
 
-        def before(_processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if self._places is None:
+        def compute_logits(
+            _processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+        ) -> None:
+            if self._logit_places is None:
                 return
-            found = signature.bind(*arguments, **named).arguments
-            forward_batch, lm_head = found["logits_metadata"], found["lm_head"]
+            values = signature.bind(*arguments, **named).arguments
+            forward_batch, lm_head = values["logits_metadata"], values["lm_head"]
 
-            states, count = found["hidden_states"], forward_batch.extend_num_tokens
-            if len(states) < count:  # the graph of a pass may compute more, after these
+            states, count = values["hidden_states"], forward_batch.extend_num_tokens
+            if len(states) < count:  # the graph of a pass may compute more states
                 raise EvaluationError(
                     f"SGLang computed {len(states)} hidden states in a pass over {count} tokens"
                 )
             logits = get_logits(
-                states[device_index(self._places.tolist(), states.device)],
+                states[device_index(self._logit_places.tolist(), states.device)],
                 lm_head,
                 LogitsMetadata.from_forward_batch(forward_batch),
                 use_logits_buffer=False,
             )
-            self._logits.append(self._biased(logits))
+            self._logits.append(self._add_output_bias(logits))
 
-        processor.register_forward_pre_hook(before, with_kwargs=True)
+        processor.register_forward_pre_hook(compute_logits, with_kwargs=True)
 
     # -- adapters ---------------------------------------------------------------------
 
     def load_adapter(self, adapter_id: str, name: str, folder: str) -> str | None:
         """Load a LoRA adapter.
 
-        Its weights are moved into the model's buffers at once, because SGLang compares their
-        shapes only then.
+        The weights are moved into the model's buffers immediately, because only then does
+        SGLang compare their shapes.
 
         Args:
-            adapter_id: A new id, by which passes name the adapter.
+            adapter_id: New id of the adapter for passes.
             name: SGLang's name of the adapter.
             folder: The adapter's folder.
 
         Returns:
-            None, or the reason why SGLang refuses the adapter, which is then unloaded.
+            None, or the reason why SGLang does not load the adapter.
         """
         from sglang.srt.lora.lora_registry import LoRARef
 
         runner = self._runner
         adapter = LoRARef(lora_id=adapter_id, lora_name=name, lora_path=folder, pinned=False)
-        with torch.inference_mode(), self._memory():
+        with torch.inference_mode(), self._memory_mode():
             loaded = runner.load_lora_adapter(adapter)
             if not loaded.success:
                 return str(loaded.error_message)
@@ -413,21 +417,21 @@ class ServedModel:
         """Unload a LoRA adapter; return the reason of a failure."""
         from sglang.srt.lora.lora_registry import LoRARef
 
-        with torch.inference_mode(), self._memory():
+        with torch.inference_mode(), self._memory_mode():
             adapter = LoRARef(lora_id=adapter_id, lora_name=name)
             result = self._runner.unload_lora_adapter(adapter)
         return None if result.success else str(result.error_message)
 
     def close(self) -> None:
-        """Free the model, and shut torch.distributed down, which SGLang starts."""
+        """Free the model and SGLang's process groups."""
         del self._runner, self._table
-        _leave_process_groups()
+        _destroy_process_groups()
 
 
 def _build(
     options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
 ) -> tuple[Any, Any]:
-    """Build the model runner of the only rank, and the tokenizer."""
+    """Build the model runner of the only rank and the tokenizer."""
     from sglang.srt import runtime_context
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -441,8 +445,8 @@ def _build(
 
     arguments = ServerArgs(**options)
     port = PortArgs.init_new(arguments).nccl_port
-    # A mixture-of-experts model whose loading failed leaves the locations of its experts
-    # behind, with which the next model fails with an AssertionError.
+    # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
+    # next model fails with an AssertionError.
     runtime_context.get_resources().expert_location_metadata = None
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
     runtime_context.publish(arguments, role="scheduler", ranks=ranks)
@@ -455,7 +459,7 @@ def _build(
     device = runtime_context.get_device().device
     bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
     bootstrap.init_layer_runtime(model_config=config)
-    with _weights_hooked(on_load_weights):
+    with _hook_weights(on_load_weights):
         runner: Any = model_runner.ModelRunner(
             model_config=config,
             mem_fraction_static=runtime_context.get_schedule().mem_fraction_static,
@@ -480,23 +484,23 @@ def _build(
 
 
 @contextlib.contextmanager
-def _weights_hooked(hook: LoadWeightsHook) -> Iterator[None]:
-    """Call `hook` with each model that is built and the weights that it loads."""
+def _hook_weights(hook: LoadWeightsHook) -> Iterator[None]:
+    """Call `hook` with every built model and the weights that it loads."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     original = DefaultModelLoader._get_all_weights  # noqa: SLF001
 
-    def hooked(self: Any, model_config: Any, model: Any) -> Weights:
+    def get_all_weights(self: Any, model_config: Any, model: Any) -> Weights:
         return hook(model, original(self, model_config, model))
 
-    DefaultModelLoader._get_all_weights = hooked  # noqa: SLF001
+    DefaultModelLoader._get_all_weights = get_all_weights  # noqa: SLF001
     try:
         yield
     finally:
         DefaultModelLoader._get_all_weights = original  # noqa: SLF001
 
 
-def _leave_process_groups() -> None:
+def _destroy_process_groups() -> None:
     from sglang.srt.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -9,7 +9,7 @@ __all__ = ["NEWEST", "OLDEST", "check_version", "installed_version"]
 
 OLDEST = (0, 5, 23)
 NEWEST = (0, 5, 23)
-"""Each release in this range was run; see docs/sglang-engine.md."""
+"""Tested versions; see docs/sglang-engine.md."""
 
 
 def installed_version() -> str:
@@ -17,10 +17,13 @@ def installed_version() -> str:
     return version("sglang")
 
 
-def check_version(found: str) -> tuple[int, ...]:
-    """Refuse a version outside the range.
+def check_version(installed: str) -> tuple[int, ...]:
+    """Refuse an untested version.
 
-    SGLang's model runner is not a public interface: another version may compute wrong rows.
+    SGLang's model runner is not a public interface; another version may compute wrong rows.
+
+    Args:
+        installed: Version of SGLang.
 
     Returns:
         Major, minor and patch number.
@@ -28,16 +31,16 @@ def check_version(found: str) -> tuple[int, ...]:
     Raises:
         MissingRequirementError: The version is too old, too new, or not a version.
     """
-    # Here, because `install_cpu` runs without genlm-core, which it installs.
+    # Not at the top of the module: `install_cpu` imports it before it installs genlm-core.
     from genlm.plugin import MissingRequirementError
 
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
-    release = tuple(map(int, numbers.groups())) if numbers else None
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", installed)
+    release = tuple(map(int, match.groups())) if match else None
     if release is None or not OLDEST <= release <= NEWEST:
         oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
         raise MissingRequirementError(
             "genlm-sgl:sgl",
-            [f"sglang from {oldest} to {newest} (found {found})"],
+            [f"sglang from {oldest} to {newest} (found {installed})"],
             f"pip install sglang=={newest}",
         )
     return release

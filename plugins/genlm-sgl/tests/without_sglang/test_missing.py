@@ -43,6 +43,6 @@ def test_the_command_needs_neither_genlm_nor_another_package() -> None:
         "import sys; sys.modules['genlm'] = None\n"
         "from genlm_sgl import install_cpu\n"
         "wanted = 'genlm-core~=1.0.0', \"sglang>=0.5.23; sys_platform == 'linux'\", 'numpy'\n"
-        "print(install_cpu.others(wanted))"
+        "print(install_cpu.other_requirements(wanted))"
     )
     assert run_code(code).stdout == "['genlm-core~=1.0.0', 'numpy']\n"

@@ -1,8 +1,8 @@
 """Stubs for two packages and for pinned memory, which SGLang needs but does not use on a CPU.
 
-SGLang imports names of `sgl_kernel` and torchvision at its top level, and machines without a
-GPU often lack builds of both. The stubs have any name and compute nothing: a call raises and is
-recorded in `CALLED`, so that a run with an empty `CALLED` has used neither package. Installed
+SGLang imports names of `sgl_kernel` and torchvision when it is imported, and machines without a
+GPU often lack builds of both. The stubs have any name and compute nothing: a call raises an
+error and is recorded in `CALLED`. If `CALLED` is empty, neither package was used. Installed
 packages are not replaced.
 """
 
@@ -30,7 +30,7 @@ CALLED: list[str] = []
 
 
 class Absent:
-    """A name of an absent package; has every attribute and raises when called."""
+    """An object of an absent package, which has every attribute and raises when called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,8 +44,8 @@ class Absent:
         CALLED.append(self._name)
         package = self._name.partition(".")[0]
         raise NotImplementedError(
-            f"SGLang called {self._name}; {package} is not installed and genlm-sgl provides "
-            f"its names only. Use a model or options without it, or install {package}"
+            f"SGLang called {self._name}; {package} is not installed, and genlm-sgl provides "
+            f"only its names. Use a model or options without it, or install {package}"
         )
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class _AbsentModule(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # a package: it may have modules
+        self.__path__ = []  # makes the module a package
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -82,15 +82,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module has no code."""
+        """Do nothing; the module has no code."""
 
 
 @contextlib.contextmanager
 def stub_packages() -> Iterator[tuple[str, ...]]:
-    """Stub those of `PACKAGES` that are not installed.
+    """Stub the packages of `PACKAGES` that are not installed.
 
-    Afterwards no other module of theirs is found, and `torchvision`, which other libraries
-    look for, is absent again; SGLang keeps the names that it has imported.
+    On exit, further imports of the packages fail, and `torchvision`, which other libraries look
+    for, is absent again; SGLang keeps the names that it has imported.
 
     Yields:
         The stubbed packages.
@@ -134,14 +134,15 @@ def installed_stubs() -> list[str]:
 
 
 def _is_installed(package: str) -> bool:
-    known = sys.modules.get(package)
-    if known is not None:
-        return not isinstance(known, _AbsentModule)
+    module = sys.modules.get(package)
+    if module is not None:
+        return not isinstance(module, _AbsentModule)
     return importlib.util.find_spec(package) is not None
 
 
 def _cache_transformers_lookup() -> None:
-    # transformers caches whether torchvision is installed; it must look before the stub.
+    # transformers caches whether torchvision is installed, so it must look before it is
+    # stubbed.
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()

@@ -130,14 +130,14 @@ def grammar_alone(llm: AsyncLM, population: Population) -> float:
     for row in rows.tolist():
         matcher = compiled.library.first(b'"')
         for token_id in row[:-1]:
-            matcher = compiled.library.accepted(matcher, token_id)
+            matcher = compiled.library.fork(matcher, token_id)
         matchers.append(matcher)
     words = np.zeros((len(rows), -(-(len(compiled.tokens.texts) + 1) // 32)), np.int32)
     last = rows[:, -1].tolist()
 
     def run() -> None:
         after = [
-            compiled.library.accepted(matcher, token_id)
+            compiled.library.fork(matcher, token_id)
             for matcher, token_id in zip(matchers, last, strict=True)
         ]
         compiled.library.fill(after, words[: len(after)])

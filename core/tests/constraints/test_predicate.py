@@ -64,8 +64,8 @@ def searched(
     constraint = SimpleNamespace(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),
-        tested=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
-        advanced=lambda ids, first_draws: None,
+        test_tokens=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
+        with_tokens=lambda ids, first_draws: None,
     )
     search = predicate._Search(constraint, np.ones(size, bool))
     found = None

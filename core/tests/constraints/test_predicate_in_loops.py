@@ -116,7 +116,7 @@ def test_a_cancelled_draw_ends_after_the_present_call_and_keeps_nothing(llm):
         del drawing
         gc.collect()
         assert not searches
-        assert constraint.following is None
+        assert constraint.next_constraint is None
         found = run_blocking(constraint.draw(population, seed=4))
         assert torch.equal(found.token_ids, expected.token_ids)
 

@@ -12,8 +12,8 @@ programs that implement the loop:
     population = population.extend(drawn.token_ids)[ancestors]
     constraint = constraint.advance(drawn.token_ids)[ancestors]
 
-Texts are bytes. A complete text is ended by the model's end-of-text token or by given stop
-tokens. Special tokens, and tokens without bytes, are not part of any text.
+Texts are bytes. The model's end-of-text token, or one of the stop tokens, ends a complete text.
+Special tokens, and tokens without bytes, are not part of any text.
 """
 
 from genlm.constraints.automaton import Automaton

@@ -14,8 +14,8 @@ from genlm.constraints.byte_automata import (
     ByteTable,
     complement,
     live_states,
+    minimise,
     product,
-    reduced,
     regex_table,
     utf8_table,
 )
@@ -24,9 +24,9 @@ from genlm.constraints.states import (
     DEAD,
     FINISHED,
     LIVE,
-    LaterMasks,
+    DeferredMasks,
     StateConstraint,
-    chosen_members,
+    member_index,
     token_column,
 )
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
@@ -61,7 +61,7 @@ class Automaton(Language):
         accepting: Whether a text is complete in each state, shape `(states,)`.
 
     Raises:
-        ValueError: A shape is another one, or a state is out of range.
+        ValueError: A shape is wrong, or a state is out of range.
     """
 
     def __init__(self, successors: npt.ArrayLike, accepting: npt.ArrayLike) -> None:
@@ -76,7 +76,7 @@ class Automaton(Language):
             raise ValueError(
                 f"a state out of range; expected -1 for none, or 0 to {states - 1}"
             )
-        self._table = reduced(table)
+        self._table = minimise(table)
         self._compiled = PerVocabulary(
             lambda vocabulary, stop: _TokenTable(self._table, text_tokens.get(vocabulary, stop))
         )
@@ -110,7 +110,7 @@ class Automaton(Language):
         return Automaton(*complement(self._table))
 
     def __contains__(self, text: bytes) -> bool:
-        state = self._after(text)
+        state = self._state_after(text)
         return state != NO_STATE and bool(self._table.accepting[state])
 
     def __repr__(self) -> str:
@@ -120,19 +120,19 @@ class Automaton(Language):
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`."""
-        state = self._after(text)
+        state = self._state_after(text)
         if state == NO_STATE:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
-        found = self._compiled.get(llm.vocabulary, stop)
-        first = found.starts[state]
+        table = self._compiled.get(llm.vocabulary, stop)
+        first = table.starts[state]
         if first == DEAD:
             raise ValueError(
                 f"no text of {self!r} that begins with {text!r} can be written with the "
                 f"tokens of {llm.vocabulary!r}"
             )
-        return _Followed(found, np.full(size, first))
+        return _AutomatonConstraint(table, np.full(size, first))
 
-    def _after(self, text: bytes) -> int:
+    def _state_after(self, text: bytes) -> int:
         state = 0
         for byte in text:
             state = int(self._table.successors[state, byte])
@@ -166,21 +166,21 @@ class _TokenTable:
 
     def __init__(self, table: ByteTable, tokens: TextTokens) -> None:
         accepting = np.append([False] * LIVE, table.accepting)
-        found = _token_successors(table.successors, tokens.texts)
-        is_live = live_states(found, accepting)
-        found[~is_live[found]] = DEAD
-        states = np.arange(len(found), dtype=found.dtype)
+        successors = _token_successors(table.successors, tokens.texts)
+        is_live = live_states(successors, accepting)
+        successors[~is_live[successors]] = DEAD
+        states = np.arange(len(successors), dtype=successors.dtype)
         starts = np.where(is_live, states, DEAD)
         if tokens.stop.size:
-            found[:, tokens.stop] = np.where(accepting, FINISHED, DEAD)[:, None]
+            successors[:, tokens.stop] = np.where(accepting, FINISHED, DEAD)[:, None]
         else:
-            is_over = accepting & (found == DEAD).all(1)
-            found[is_over[found]] = starts[is_over] = FINISHED
+            is_over = accepting & (successors == DEAD).all(1)
+            successors[is_over[successors]] = starts[is_over] = FINISHED
         self.starts = starts[LIVE:]
-        self.masks = tokens.pack(found != DEAD)
-        self.row_masks = RowMasks(self.masks, len(states), found.shape[1])
-        found[FINISHED] = FINISHED
-        self.successors = np.column_stack([found, states])
+        self.masks = tokens.pack(successors != DEAD)
+        self.row_masks = RowMasks(self.masks, len(states), successors.shape[1])
+        successors[FINISHED] = FINISHED
+        self.successors = np.column_stack([successors, states])
 
 
 def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
@@ -202,19 +202,19 @@ def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
     node_of = layout.parent[:first]  # the prefix that equals each token
     by_node = np.argsort(node_of, kind="stable")
     nodes = node_of[by_node]
-    found = np.full((len(steps), first), DEAD, kind)
+    token_successors = np.full((len(steps), first), DEAD, kind)
     states = np.arange(len(steps), dtype=kind)[:, None]  # at the root
     for depth in range(1, len(level) - 1):
         begin, end = level[depth + 1], level[depth]
         above = layout.parent[begin:end] - level[depth]
         symbols = layout.symbol[begin - first : end - first]
         states = flat[states[:, above].astype(np.int64) * 256 + symbols]
-        chosen = slice(*np.searchsorted(nodes, [begin, end]))
-        found[:, by_node[chosen]] = states[:, nodes[chosen] - begin]
-    return found
+        at_depth = slice(*np.searchsorted(nodes, [begin, end]))
+        token_successors[:, by_node[at_depth]] = states[:, nodes[at_depth] - begin]
+    return token_successors
 
 
-class _Followed(StateConstraint):
+class _AutomatonConstraint(StateConstraint):
     """Members whose states are rows of a shared table."""
 
     def __init__(self, table: _TokenTable, states: States) -> None:
@@ -225,15 +225,15 @@ class _Followed(StateConstraint):
         """Return the masks of all states, and the state of each member."""
         return self.table.masks, self.states.astype(np.int64)
 
-    def _draw_masks(self) -> tuple[LaterMasks, None]:
+    def _draw_masks(self) -> tuple[DeferredMasks, None]:
         table, states = self.table, self.states
-        return LaterMasks(lambda: (table.row_masks, states.astype(np.int64))), None
+        return DeferredMasks(lambda: (table.row_masks, states.astype(np.int64))), None
 
-    def advance(self, token_ids: IntegersLike) -> _Followed:
+    def advance(self, token_ids: IntegersLike) -> _AutomatonConstraint:
         """Look up the next states in the table."""
         successors = self.table.successors
         ids = token_column(token_ids, len(self.states), successors.shape[1] - 1)
-        return _Followed(self.table, successors[self.states, ids])
+        return _AutomatonConstraint(self.table, successors[self.states, ids])
 
-    def __getitem__(self, ancestors: Any) -> _Followed:
-        return _Followed(self.table, self.states[chosen_members(ancestors)])
+    def __getitem__(self, ancestors: Any) -> _AutomatonConstraint:
+        return _AutomatonConstraint(self.table, self.states[member_index(ancestors)])

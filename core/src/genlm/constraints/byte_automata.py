@@ -21,8 +21,8 @@ __all__ = [
     "ByteTable",
     "complement",
     "live_states",
+    "minimise",
     "product",
-    "reduced",
     "regex_table",
     "utf8_table",
 ]
@@ -68,7 +68,7 @@ def regex_table(pattern: str) -> ByteTable:
     if _BEGINNING.match(pattern):
         raise ValueError(
             f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "
-            f"leave it out, the whole text is matched"
+            f"remove it, because the whole text is matched"
         )
     letters = outlines.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
@@ -90,7 +90,7 @@ def regex_table(pattern: str) -> ByteTable:
         for byte, target in row.items():
             if byte < 256 and target in number:
                 successors[number[name], byte] = number[target]
-    return reduced(ByteTable(successors, np.array([name in accepting for name in names])))
+    return minimise(ByteTable(successors, np.array([name in accepting for name in names])))
 
 
 @cache
@@ -138,30 +138,31 @@ def product(
     """
     width = len(second.accepting) + 1  # the last state of both is dead
     tables = [
-        np.vstack([each.successors, np.full((1, 256), NO_STATE)]) for each in (first, second)
+        np.vstack([automaton.successors, np.full((1, 256), NO_STATE)])
+        for automaton in (first, second)
     ]
-    flags = [np.append(each.accepting, [False]) for each in (first, second)]
+    flags = [np.append(automaton.accepting, [False]) for automaton in (first, second)]
     for table in tables:
         table[table == NO_STATE] = len(table) - 1
-    is_known = np.zeros(len(tables[0]) * width, np.bool_)
-    is_known[0] = True
+    is_reached = np.zeros(len(tables[0]) * width, np.bool_)
+    is_reached[0] = True
     layers, rows = [np.zeros(1, np.int64)], []
     while layers[-1].size:
         pairs = layers[-1]
         after = tables[0][pairs // width] * width + tables[1][pairs % width]
         rows.append(after)
         new = np.unique(after)
-        new = new[~is_known[new]]
-        is_known[new] = True
+        new = new[~is_reached[new]]
+        is_reached[new] = True
         layers.append(new)
     pairs = np.concatenate(layers)
-    number = np.empty(len(is_known), np.int64)
+    number = np.empty(len(is_reached), np.int64)
     number[pairs] = np.arange(len(pairs))
     accepting = accepts(flags[0][pairs // width], flags[1][pairs % width])
-    return reduced(ByteTable(number[np.concatenate(rows)], accepting))
+    return minimise(ByteTable(number[np.concatenate(rows)], accepting))
 
 
-def reduced(table: ByteTable) -> ByteTable:
+def minimise(table: ByteTable) -> ByteTable:
     """Return the smallest automaton of the same language, by Moore's algorithm.
 
     States from which no accepting state can be reached become -1; state 0 always remains.
@@ -170,9 +171,8 @@ def reduced(table: ByteTable) -> ByteTable:
     successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
     successors[successors == NO_STATE] = dead
     successors[~live_states(successors, np.append(table.accepting, [False]))] = dead
-    columns = {
-        column.tobytes(): column for column in successors.T.copy()
-    }  # bytes with equal successors
+    # Bytes with equal successors have one column.
+    columns = {column.tobytes(): column for column in successors.T.copy()}
     classes = np.append(table.accepting, [False]).astype(np.int64)
     count = 0
     while classes.max() + 1 > count:
@@ -182,20 +182,20 @@ def reduced(table: ByteTable) -> ByteTable:
             keys = refined * count + classes[column]
             _, refined = np.unique(keys, return_inverse=True)
         classes = refined
-    return _renumbered(successors, np.append(table.accepting, [False]), classes)
+    return _merge_states(successors, np.append(table.accepting, [False]), classes)
 
 
-def _renumbered(successors: States, accepting: Flags, classes: States) -> ByteTable:
+def _merge_states(successors: States, accepting: Flags, classes: States) -> ByteTable:
     """Return the automaton of the classes of states that are reachable from the start."""
     dead = classes[-1]
     _, members = np.unique(classes, return_index=True)
     table, flags = classes[successors[members]], accepting[members]
-    order, is_known = [int(classes[0])], np.zeros(len(members), np.bool_)
-    is_known[[classes[0], dead]] = True
+    order, is_reached = [int(classes[0])], np.zeros(len(members), np.bool_)
+    is_reached[[classes[0], dead]] = True
     for state in order:  # grows
         for target in np.unique(table[state]).tolist():
-            if not is_known[target]:
-                is_known[target] = True
+            if not is_reached[target]:
+                is_reached[target] = True
                 order.append(target)
     number = np.full(len(members), NO_STATE)
     number[order] = np.arange(len(order))

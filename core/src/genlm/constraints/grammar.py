@@ -21,10 +21,10 @@ from genlm.constraints.states import (
     DEAD,
     FINISHED,
     LIVE,
-    LaterMasks,
+    DeferredMasks,
     StateConstraint,
     States,
-    chosen_members,
+    member_index,
     token_column,
 )
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
@@ -49,20 +49,19 @@ class Grammar(Language):
     def __init__(
         self, library: str, form: str, source: Any, options: Mapping[str, Any] | None = None
     ) -> None:
-        fitting = [name for name, each in LIBRARIES.items() if form in each.formats]
-        if library not in fitting:
+        supporting = [name for name, kind in LIBRARIES.items() if form in kind.formats]
+        if library not in supporting:
             raise ValueError(
-                f"library={library!r} for {form}; expected one of {', '.join(fitting)}"
+                f"library={library!r} for {form}; expected one of {', '.join(supporting)}"
             )
         self._library, self._form = library, form
-        given = options or {}
 
-        def compiled(vocabulary: Vocabulary, stop: Integers64) -> _Compiled:
+        def compile_grammar(vocabulary: Vocabulary, stop: Integers64) -> _CompiledGrammar:
             tokens = text_tokens.get(vocabulary, stop)
-            matchers = LIBRARIES[library](form, source, given, tokens.texts)
-            return _Compiled(matchers, tokens)
+            matchers = LIBRARIES[library](form, source, options or {}, tokens.texts)
+            return _CompiledGrammar(matchers, tokens)
 
-        self._compiled = PerVocabulary(compiled)
+        self._compiled = PerVocabulary(compile_grammar)
 
     @classmethod
     def json_schema(
@@ -122,14 +121,14 @@ class Grammar(Language):
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         thread = ThreadPoolExecutor(1, "genlm-grammar")
         states = np.full(size, LIVE)
-        step = thread.submit(_filled, compiled, [matcher], states)
-        return _Matched(compiled, thread, step, states).ended()
+        step = thread.submit(_fill_masks, compiled, [matcher], states)
+        return _GrammarConstraint(compiled, thread, step, states).finish_complete()
 
     def __repr__(self) -> str:
         return f"<Grammar of {self._form}, by {self._library}>"
 
 
-class _Compiled(NamedTuple):
+class _CompiledGrammar(NamedTuple):
     """A grammar compiled for the tokens of a vocabulary."""
 
     library: MatcherLibrary
@@ -153,7 +152,7 @@ class _Step(NamedTuple):
     is_over: Flags
 
 
-def _filled(compiled: _Compiled, matchers: list[Any], state_of: Integers64) -> _Step:
+def _fill_masks(compiled: _CompiledGrammar, matchers: list[Any], state_of: Integers64) -> _Step:
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
     words = np.zeros((LIVE + len(matchers), -(-(size + 1) // 32)), np.int32)
     if matchers:
@@ -171,108 +170,110 @@ def _filled(compiled: _Compiled, matchers: list[Any], state_of: Integers64) -> _
 
 def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
     """Return the bits of tokens in rows."""
-    found: Flags = (words[rows, token_ids >> 5] >> (token_ids & 31).astype(np.int32) & 1) > 0
-    return found
+    bits: Flags = (words[rows, token_ids >> 5] >> (token_ids & 31).astype(np.int32) & 1) > 0
+    return bits
 
 
-def _advanced(before: _Matched, token_ids: Integers64, states: States) -> _Step:
+def _advance_matchers(
+    before: _GrammarConstraint, token_ids: Integers64, states: States
+) -> _Step:
     """Fork matchers and let them accept tokens; -1 leaves a matcher unchanged.
 
     Args:
         before: The members before the step.
         token_ids: Token of each member, or -1.
-        states: Whether each member is then dead, finished or live.
+        states: Whether each member is dead, finished or live after the step.
     """
     compiled = before.compiled
-    known, library = before.step.result().matchers, compiled.library
+    parent_matchers, library = before.step.result().matchers, compiled.library
     width = len(compiled.tokens.texts) + 1
     # The parent and the token of each new state; a token of -1 leaves a state as it is.
     keys = np.where(states < LIVE, states, before.state_of * width + token_ids + 1)
     keys = np.concatenate([[DEAD, FINISHED], keys])
     distinct, state_of = np.unique(keys, return_inverse=True)
-    parents, after = np.divmod(distinct[LIVE:], width)
-    matchers = [
-        known[parent] if token_id < 0 else library.accepted(known[parent], token_id)
-        for parent, token_id in zip(
-            (parents - LIVE).tolist(), (after - 1).tolist(), strict=True
-        )
-    ]
-    return _filled(compiled, matchers, state_of[LIVE:])
+    parents, columns = np.divmod(distinct[LIVE:], width)
+    matchers = []
+    for parent, token_id in zip((parents - LIVE).tolist(), (columns - 1).tolist(), strict=True):
+        matcher = parent_matchers[parent]
+        matchers.append(matcher if token_id < 0 else library.fork(matcher, token_id))
+    return _fill_masks(compiled, matchers, state_of[LIVE:])
 
 
-class _Matched(StateConstraint):
+class _GrammarConstraint(StateConstraint):
     """Members with matchers, which members with equal histories share.
 
-    The states tell only live, dead and finished members apart. One thread computes the matchers
-    and masks of a step after the other.
+    The states distinguish only live, dead and finished members. One thread computes the
+    matchers and masks of all steps in order.
 
     Args:
         compiled: The grammar.
         thread: The thread.
         step: Matchers and masks.
         states: State of each member.
-        chosen: Member of the step that each member is; None for the same.
+        member_of: Index of each member among the members of the step; None if equal.
     """
 
     def __init__(
         self,
-        compiled: _Compiled,
+        compiled: _CompiledGrammar,
         thread: ThreadPoolExecutor,
         step: Future[_Step],
         states: States,
-        chosen: Integers64 | None = None,
+        member_of: Integers64 | None = None,
     ) -> None:
         super().__init__(states)
         self.compiled = compiled
         self.thread = thread
         self.step = step
-        self._chosen = chosen
-        self._drawn: Integers64 | None = None
+        self._member_of = member_of
+        self._drawn_ids: Integers64 | None = None
 
     @property
     def state_of(self) -> Integers64:
         """Distinct state of each member; waits for the step."""
         state_of = self.step.result().state_of
-        return state_of if self._chosen is None else state_of[self._chosen]
+        return state_of if self._member_of is None else state_of[self._member_of]
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of the distinct states; waits until they are filled."""
         return torch.from_numpy(self.step.result().masks), self.state_of
 
-    def _draw_masks(self) -> tuple[LaterMasks, None]:
-        return LaterMasks(self.masks), None
+    def _draw_masks(self) -> tuple[DeferredMasks, None]:
+        return DeferredMasks(self.masks), None
 
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw tokens, and remember them, since they are allowed."""
+        """Draw tokens, and store them: `advance` need not check that they are allowed."""
         drawn = await super().draw(population, temperature=temperature, seed=seed)
-        self._drawn = drawn.token_ids.numpy().copy()
+        self._drawn_ids = drawn.token_ids.numpy().copy()
         return drawn
 
-    def advance(self, token_ids: IntegersLike) -> _Matched:
-        """Determine which members are over; the thread computes the matchers and masks."""
+    def advance(self, token_ids: IntegersLike) -> _GrammarConstraint:
+        """Determine which members are finished or dead; the thread computes the masks."""
         tokens, states = self.compiled.tokens, self.states
         ids = token_column(token_ids, len(states), len(tokens.texts))
         is_stop = tokens.is_stop[ids]
         if np.logical_or.reduce(is_stop):
             states = np.where(is_stop & (states == LIVE), FINISHED, states)
-        if self._drawn is None or np.logical_or.reduce(ids != self._drawn):
+        if self._drawn_ids is None or np.logical_or.reduce(ids != self._drawn_ids):
             is_allowed = _bits(self.step.result().masks, self.state_of, ids)
             states = np.where((ids >= 0) & ~is_allowed & (self.states == LIVE), DEAD, states)
-        step = self.thread.submit(_advanced, self, ids, states)
-        return _Matched(self.compiled, self.thread, step, states).ended()
+        step = self.thread.submit(_advance_matchers, self, ids, states)
+        return _GrammarConstraint(self.compiled, self.thread, step, states).finish_complete()
 
-    def ended(self) -> _Matched:
+    def finish_complete(self) -> _GrammarConstraint:
         """Finish members whose text has no continuation, for models without stop tokens."""
         if self.compiled.tokens.stop.size:
             return self
         is_over = self.step.result().is_over[self.state_of]
         states = np.where(is_over, FINISHED, self.states)
-        return _Matched(self.compiled, self.thread, self.step, states, self._chosen)
+        return _GrammarConstraint(
+            self.compiled, self.thread, self.step, states, self._member_of
+        )
 
-    def __getitem__(self, ancestors: Any) -> _Matched:
-        chosen = chosen_members(ancestors)
-        members = np.arange(len(self.states)) if self._chosen is None else self._chosen
-        states = self.states[chosen]
-        return _Matched(self.compiled, self.thread, self.step, states, members[chosen])
+    def __getitem__(self, ancestors: Any) -> _GrammarConstraint:
+        index = member_index(ancestors)
+        members = np.arange(len(self.states)) if self._member_of is None else self._member_of
+        states = self.states[index]
+        return _GrammarConstraint(self.compiled, self.thread, self.step, states, members[index])

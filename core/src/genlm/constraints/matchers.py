@@ -44,10 +44,10 @@ class MatcherLibrary(ABC):
 
     @abstractmethod
     def first(self, text: bytes) -> Any:
-        """Return a matcher that has accepted a text; None if no text begins with it."""
+        """Return a matcher that has accepted a text; None if the grammar excludes it."""
 
     @abstractmethod
-    def accepted(self, matcher: Any, token_id: int) -> Any:
+    def fork(self, matcher: Any, token_id: int) -> Any:
         """Return a copy of a matcher that has accepted a token of its mask."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class MatcherLibrary(ABC):
         """Write the masks of matchers: packed bits of the vocabulary and the end id."""
 
 
-def imported(name: str) -> Any:
+def _import_library(name: str) -> Any:
     """Import a grammar library."""
     return import_required(name, "this grammar", f"'genlm-core[{name}]'")
 
@@ -67,15 +67,14 @@ class XGrammar(MatcherLibrary):
     formats = ("json_schema", "ebnf")
 
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
-        self._library = library = imported(self.name)
+        self._library = library = _import_library(self.name)
         raw, end = library.VocabType.RAW, len(texts)
         info = library.TokenizerInfo([*texts, b"</s>"], vocab_type=raw, stop_token_ids=[end])
         compiler = library.GrammarCompiler(info)
-        read = (
-            compiler.compile_json_schema if form == "json_schema" else compiler.compile_grammar
-        )
+        is_schema = form == "json_schema"
+        compile_ = compiler.compile_json_schema if is_schema else compiler.compile_grammar
         try:
-            self._grammar = read(source, **options)
+            self._grammar = compile_(source, **options)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"xgrammar does not accept the grammar: {error}") from error
         self._batch = library.BatchGrammarMatcher()
@@ -85,12 +84,12 @@ class XGrammar(MatcherLibrary):
         matcher = self._library.GrammarMatcher(self._grammar)
         return matcher if not text or matcher.accept_string(text) else None
 
-    def accepted(self, matcher: Any, token_id: int) -> Any:
+    def fork(self, matcher: Any, token_id: int) -> Any:
         """Return a copy of a matcher that has accepted a token."""
-        found = matcher.fork()
-        if not found.accept_token(token_id):
+        fork = matcher.fork()
+        if not fork.accept_token(token_id):
             raise RuntimeError(f"xgrammar does not accept token {token_id} of its own mask")
-        return found
+        return fork
 
     def fill(self, matchers: Sequence[Any], words: Words) -> None:
         """Write the masks in one call, on threads of the library."""
@@ -104,20 +103,20 @@ class LLGuidance(MatcherLibrary):
     formats = ("json_schema", "lark")
 
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
-        self._library = library = imported(self.name)
+        self._library = library = _import_library(self.name)
         self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_ByteTokenizer(texts)))
         if form == "json_schema":
             schema = json.loads(source) if isinstance(source, str) else source
             if options:
                 schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
             source = f"start: %json {json.dumps(schema)}"
-        # Else the masks would contain only one tokenization of a text that is certain.
+        # With forcing, the masks would have only one tokenization of a text that is certain.
         grammar = f'%llguidance {{"no_forcing": true}}\n{source}'
         self._first = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._first.is_error():
             message = self._first.get_error()
             raise ValueError(f"llguidance does not accept the grammar: {message}")
-        self._fill = imported("llguidance.numpy").fill_next_token_bitmask_par
+        self._fill = _import_library("llguidance.numpy").fill_next_token_bitmask_par
         self._executor = library.LLExecutor()
 
     def first(self, text: bytes) -> Any:
@@ -126,14 +125,14 @@ class LLGuidance(MatcherLibrary):
         ids = self._tokenizer.greedy_tokenize(text.decode())
         return matcher if not ids or matcher.consume_tokens(ids) else None
 
-    def accepted(self, matcher: Any, token_id: int) -> Any:
+    def fork(self, matcher: Any, token_id: int) -> Any:
         """Return a copy of a matcher that has accepted a token."""
-        found = matcher.deep_copy()
-        if not found.consume_token(token_id):
+        fork = matcher.deep_copy()
+        if not fork.consume_token(token_id):
             raise RuntimeError(
-                f"llguidance does not accept token {token_id}: {found.get_error()}"
+                f"llguidance does not accept token {token_id}: {fork.get_error()}"
             )
-        return found
+        return fork
 
     def fill(self, matchers: Sequence[Any], words: Words) -> None:
         """Write the masks in one call, on threads of the library."""
@@ -156,5 +155,5 @@ class _ByteTokenizer:
 
 
 LIBRARIES: dict[str, type[MatcherLibrary]] = {
-    each.name: each for each in (XGrammar, LLGuidance)
+    library.name: library for library in (XGrammar, LLGuidance)
 }

@@ -26,7 +26,7 @@ from genlm.constraints.states import (
     LIVE,
     StateConstraint,
     States,
-    chosen_members,
+    member_index,
     token_column,
 )
 from genlm.constraints.text_tokens import TextTokens, text_tokens
@@ -57,10 +57,11 @@ class Python(Language):
 
         no_repeats = Python(lambda text: len(set(text.split())) == len(text.split()))
 
-    Tokens are drawn from the model without replacement until one is accepted, so the functions
-    are called for a few tokens of each member and not for the whole vocabulary. The mass of all
-    accepted tokens, by which the weight of a particle is multiplied, is estimated without bias
-    from a few additional draws: adaptive weighted rejection sampling, arXiv 2504.05410.
+    Tokens are drawn from the model without replacement until a token is accepted, so the
+    functions are called for a few tokens of each member and not for the whole vocabulary. The
+    mass of all accepted tokens, by which the weight of a particle is multiplied, is estimated
+    without bias from a few additional draws: adaptive weighted rejection sampling, arXiv
+    2504.05410.
 
     In an event loop, `draw` calls the functions on another thread, one call after the other.
     When it is cancelled, they are not called for further members. `advance` calls them on the
@@ -68,8 +69,8 @@ class Python(Language):
 
     Args:
         prefix: Function of the bytes of a text that returns whether the text can be continued
-            to an accepted one. If it is too permissive, particles die later. The last character
-            of the text may be incomplete.
+            to an accepted text. If it is too permissive, particles die later. The last
+            character of the text may be incomplete.
         complete: Function of the bytes of a text that returns whether the text may end there;
             by default `prefix`.
         within: Language that also contains the texts; tokens are drawn from its masks. By
@@ -116,17 +117,17 @@ class Python(Language):
         texts = np.empty(size, object)
         texts.fill(text)
         tokens = text_tokens.get(llm.vocabulary, stop)
-        return _Tested(self, tokens, within, texts, np.full(size, LIVE))
+        return _PythonConstraint(self, tokens, within, texts, np.full(size, LIVE))
 
     def __repr__(self) -> str:
         name = getattr(self.prefix, "__name__", repr(self.prefix))
         return f"<Python {name} within {self._within!r}>"
 
 
-class _Tested(StateConstraint):
+class _PythonConstraint(StateConstraint):
     """The texts of members, and the constraint from whose masks tokens are drawn.
 
-    The states tell only live, dead and finished members apart.
+    The states distinguish only live, dead and finished members.
 
     Args:
         language: The functions.
@@ -154,45 +155,45 @@ class _Tested(StateConstraint):
         self.within = within
         self.texts = texts
         self.first_draws = first_draws
-        self.known: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
-        """Whether texts may continue, and whether they may end; tested once."""
-        self.following: tuple[Integers64, _Tested] | None = None
+        self.verdicts: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
+        """Results of `prefix` and of `complete` by text, so that each text is tested once."""
+        self.next_constraint: tuple[Integers64, _PythonConstraint] | None = None
         """The tokens of the last draw, and the constraint after them."""
 
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return the masks from which tokens are drawn before the function is called."""
         return self.within.masks()
 
-    def advance(self, token_ids: IntegersLike) -> _Tested:
-        """Append tokens to the texts. Tested tokens are not tested again."""
+    def advance(self, token_ids: IntegersLike) -> _PythonConstraint:
+        """Append tokens to the texts. Tokens that were tested are not tested again."""
         ids = token_column(token_ids, len(self), len(self.tokens.texts))
-        if self.following is not None and np.array_equal(ids, self.following[0]):
-            return self.following[1]
-        return self.advanced(ids, self.first_draws)
+        if self.next_constraint is not None and np.array_equal(ids, self.next_constraint[0]):
+            return self.next_constraint[1]
+        return self.with_tokens(ids, self.first_draws)
 
-    def advanced(self, ids: Integers64, first_draws: int) -> _Tested:
-        """Append tokens to the texts, for a next step that first draws so many tokens."""
+    def with_tokens(self, ids: Integers64, first_draws: int) -> _PythonConstraint:
+        """Append tokens to the texts; the next step draws `first_draws` tokens at first."""
         within = self.within.advance(ids)
         is_new = (ids >= 0) & (self.states == LIVE)
         members = np.flatnonzero(is_new)
         is_accepted = ~is_new
-        is_accepted[members] = self.tested(members, ids[members, None])[:, 0]
+        is_accepted[members] = self.test_tokens(members, ids[members, None])[:, 0]
         texts, pieces = self.texts.copy(), self.tokens.texts
-        grown = np.empty(len(members), object)
+        extended = np.empty(len(members), object)
         pairs = zip(texts[members].tolist(), ids[members].tolist(), strict=True)
-        grown[:] = [text + pieces[token_id] for text, token_id in pairs]
-        texts[members] = grown
+        extended[:] = [text + pieces[token_id] for text, token_id in pairs]
+        texts[members] = extended
         states = np.where(is_accepted, self.states, DEAD)
         states[is_new & self.tokens.is_stop[ids] & is_accepted] = FINISHED
         states[is_new & np.isneginf(within.log_potential)] = DEAD
         complete = self.language.complete
         for member in np.flatnonzero(within.finished & (states == LIVE)).tolist():
             states[member] = FINISHED if self._call(complete, texts[member]) else DEAD
-        return _Tested(
+        return _PythonConstraint(
             self.language, self.tokens, within, texts, states, first_draws=first_draws
         )
 
-    def tested(
+    def test_tokens(
         self,
         members: Integers64,
         token_ids: Integers64,
@@ -202,38 +203,38 @@ class _Tested(StateConstraint):
 
         Args:
             members: Members, shape `(m,)`.
-            token_ids: Tokens of each of them, shape `(m, k)`; -1 for none.
-            is_cancelled: Returns whether the draw was cancelled; called before each member. The
-                functions are not called after it.
+            token_ids: Tokens of each of these members, shape `(m, k)`; -1 for no token.
+            is_cancelled: Returns whether the draw was cancelled; called before each member. If
+                so, the functions are not called for it and later members.
         """
-        pieces, (known, known_ends) = self.tokens.texts, self.known
+        pieces, (may_continue, may_end) = self.tokens.texts, self.verdicts
         prefix, complete, flags = self.language.prefix, self.language.complete, []
         for text, ids in zip(self.texts[members].tolist(), token_ids.tolist(), strict=True):
             if is_cancelled():
                 return np.zeros_like(token_ids, np.bool_)
             for token_id in ids:
                 if token_id >= 0 and (piece := pieces[token_id]):
-                    grown = text + piece
-                    flag = known.get(grown)
+                    extended = text + piece
+                    flag = may_continue.get(extended)
                     if flag is None:
-                        flag = known[grown] = self._call(prefix, grown)
+                        flag = may_continue[extended] = self._call(prefix, extended)
                 elif self.tokens.is_stop[token_id]:
-                    flag = known_ends.get(text)
+                    flag = may_end.get(text)
                     if flag is None:
-                        flag = known_ends[text] = self._call(complete, text)
+                        flag = may_end[text] = self._call(complete, text)
                 else:
                     flag = False
                 flags.append(flag)
         return np.array(flags, np.bool_).reshape(token_ids.shape)
 
-    def __getitem__(self, ancestors: Any) -> _Tested:
-        chosen = chosen_members(ancestors)
-        return _Tested(
+    def __getitem__(self, ancestors: Any) -> _PythonConstraint:
+        index = member_index(ancestors)
+        return _PythonConstraint(
             self.language,
             self.tokens,
-            self.within[chosen],
-            self.texts[chosen],
-            self.states[chosen],
+            self.within[index],
+            self.texts[index],
+            self.states[index],
             first_draws=self.first_draws,
         )
 
@@ -248,35 +249,35 @@ class _Tested(StateConstraint):
         search = _Search(self, ~population.finished.numpy() & (self.states != FINISHED))
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed
-        count, found = self.first_draws, None
+        count, result = self.first_draws, None
         try:
-            while found is None:
+            while result is None:
                 # More draws by one seed begin with the same tokens.
                 drawn = await population.finish(search.is_over).draw_without_replacement(
                     count, masks, mask_index=index, temperature=temperature, seed=seed
                 )
-                found = await off_loop(search.take, drawn)
+                result = await off_loop(search.take, drawn)
                 count = min(4 * count, len(self.tokens.texts) + 1)
         finally:
             search.is_cancelled = True
-        drawn, self.following = found
+        drawn, self.next_constraint = result
         return drawn
 
 
 class _Tests(NamedTuple):
-    """Tested draws of M members.
+    """Test results of the draws of M members.
 
     Attributes:
         is_accepted: Whether each draw is accepted, shape `(m, k)`; False if it is not tested.
-        place: Place of the first accepted draw, shape `(m,)`; -1 for none.
+        place: Place of the first accepted draw, shape `(m,)`; -1 if no draw is accepted.
         extra: Number of draws after it that the estimate uses, shape `(m,)`.
-        left: Members that need more draws, as places among the M.
+        unfinished: Places, among the M members, of those that need more draws.
     """
 
     is_accepted: Flags
     place: Integers64
     extra: Integers64
-    left: Integers64
+    unfinished: Integers64
 
 
 class _Search:
@@ -287,79 +288,84 @@ class _Search:
         is_cancelled: Whether the draw was cancelled.
     """
 
-    def __init__(self, constraint: _Tested, is_active: Flags) -> None:
+    def __init__(self, constraint: _PythonConstraint, is_active: Flags) -> None:
         self.is_over = ~is_active | (constraint.states == DEAD)
         self.is_cancelled = False
         self._constraint = constraint
-        # The columns of the result, those of members without a token.
+        # The columns of the result; a member without a token keeps these values.
         self._token_ids = np.full(len(is_active), -1)
         self._logprobs = np.where(is_active, -np.inf, 0.0)
         self._log_mass, self._draw_logprobs = self._logprobs.copy(), self._logprobs.copy()
         self._tested = 0  # draws of each member that is not over
         self._needed = 0  # draws of the member that needed most of them
 
-    def take(self, drawn: DrawnTokens) -> tuple[DrawnTokens, tuple[Integers64, _Tested]] | None:
+    def take(
+        self, drawn: DrawnTokens
+    ) -> tuple[DrawnTokens, tuple[Integers64, _PythonConstraint]] | None:
         """Test the draws of members that are not over, in order.
 
         Args:
             drawn: Draws without replacement, which begin with those passed before.
 
         Returns:
-            The accepted tokens with their weights, and them with the constraint that follows;
-            None if a member needs more draws.
+            The accepted tokens with their weights, and the pair of their ids and the
+            constraint after them; None if a member needs more draws.
         """
-        constraint, least = self._constraint, 1 + self._constraint.language.extra_draws
+        constraint, minimum = self._constraint, 1 + self._constraint.language.extra_draws
         members = np.flatnonzero(~self.is_over)
         tests = self._tests(members, drawn.token_ids.numpy()[members])
         self._tested = drawn.token_ids.shape[1]
-        self._needed = max(self._needed, int(tests.place.max(initial=-1)) + least)
-        self.is_over[np.delete(members, tests.left)] = True
-        self._keep(members, drawn, tests)
-        if tests.left.size:
+        self._needed = max(self._needed, int(tests.place.max(initial=-1)) + minimum)
+        self.is_over[np.delete(members, tests.unfinished)] = True
+        self._store(members, drawn, tests)
+        if tests.unfinished.size:
             return None
-        draws = min(max(least, self._needed), max(least, _MAX_FIRST_DRAWS))
+        first_draws = min(max(minimum, self._needed), max(minimum, _MAX_FIRST_DRAWS))
         columns = self._logprobs, self._log_mass, self._draw_logprobs
-        found = DrawnTokens(
+        accepted = DrawnTokens(
             torch.from_numpy(self._token_ids),
-            *(torch.from_numpy(each).float() for each in columns),
+            *(torch.from_numpy(column).float() for column in columns),
         )
-        kept = self._token_ids.copy()
-        return found, (kept, constraint.advanced(kept, draws))
+        ids = self._token_ids.copy()
+        return accepted, (ids, constraint.with_tokens(ids, first_draws))
 
     def _tests(self, members: Integers64, token_ids: Integers64) -> _Tests:
-        """Test draws of members in order, until each has an accepted one and an estimate."""
+        """Test draws of members in order, until each has an accepted draw and an estimate."""
         count, constraint = token_ids.shape[1], self._constraint
         is_accepted = np.zeros(token_ids.shape, np.bool_)
         place = np.full(len(members), -1)
         extra = np.full(len(members), constraint.language.extra_draws)
-        left, done = np.arange(len(members)), 0
-        while done < count and left.size and not self.is_cancelled:
+        unfinished, done = np.arange(len(members)), 0
+        while done < count and unfinished.size and not self.is_cancelled:
             # An estimate uses at least the first draws.
-            least = min(1 + constraint.language.extra_draws, count)
-            end = max(least, self._tested, done + 1)
-            is_accepted[left, done:end] = constraint.tested(
-                members[left], token_ids[left, done:end], lambda: self.is_cancelled
+            minimum = min(1 + constraint.language.extra_draws, count)
+            end = max(minimum, self._tested, done + 1)
+            is_accepted[unfinished, done:end] = constraint.test_tokens(
+                members[unfinished], token_ids[unfinished, done:end], lambda: self.is_cancelled
             )
             done = end
-            new = left[(place[left] < 0) & is_accepted[left].any(1)]
+            new = unfinished[(place[unfinished] < 0) & is_accepted[unfinished].any(1)]
             place[new] = is_accepted[new].argmax(1)
-            at_hand = count - 1 - place[new]  # if any, the estimate uses no further round
-            extra[new] = np.where(at_hand > 0, np.minimum(extra[new], at_hand), extra[new])
-            is_complete = (place[left] >= 0) & (place[left] + extra[left] < done)
-            is_last = token_ids[left, done - 1] < 0
-            left = left[~(is_complete | is_last)]
-        return _Tests(is_accepted, place, extra, left)
+            # If draws are available, the estimate uses no further round.
+            available = count - 1 - place[new]
+            extra[new] = np.where(available > 0, np.minimum(extra[new], available), extra[new])
+            is_complete = (place[unfinished] >= 0) & (
+                place[unfinished] + extra[unfinished] < done
+            )
+            is_last = token_ids[unfinished, done - 1] < 0
+            unfinished = unfinished[~(is_complete | is_last)]
+        return _Tests(is_accepted, place, extra, unfinished)
 
-    def _keep(self, members: Integers64, drawn: DrawnTokens, tests: _Tests) -> None:
+    def _store(self, members: Integers64, drawn: DrawnTokens, tests: _Tests) -> None:
         """Set the columns of members that have an accepted token and need no further draw."""
         is_drawn = tests.place >= 0
-        is_drawn[tests.left] = False
+        is_drawn[tests.unfinished] = False
         members, place = members[is_drawn], tests.place[is_drawn]
         draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
-        found = estimates(
+        estimate = estimates(
             draw_logprobs, tests.is_accepted[is_drawn], place, tests.extra[is_drawn]
         )
-        ratios = found.log_mass - found.log_probability
+        ratios = estimate.log_mass - estimate.log_probability
         self._token_ids[members] = drawn.token_ids.numpy()[members, place]
         self._logprobs[members] = drawn.logprobs.numpy()[members, place]
         self._log_mass[members] = self._logprobs[members] + ratios

@@ -73,7 +73,8 @@ class Constraint(ABC):
 
         Returns:
             The arguments `masks` and `mask_index` of `Population.draw`. The mask is empty for
-            dead members and for those without continuation, and arbitrary for finished ones.
+            dead members and for members without continuation, and arbitrary for finished
+            members.
         """
 
     @abstractmethod
@@ -81,11 +82,11 @@ class Constraint(ABC):
         """Return the constraint after each member was extended by a token.
 
         Args:
-            token_ids: Token ids, shape `(n,)`; -1 for none. Finished and dead members do not
-                change.
+            token_ids: Token ids, shape `(n,)`; -1 for no token. Finished and dead members do
+                not change.
 
         Raises:
-            ValueError: The shape is another one.
+            ValueError: The shape is not `(n,)`.
         """
 
     @abstractmethod
@@ -123,9 +124,9 @@ class Constraint(ABC):
         return drawn
 
     def _inactive(self) -> Flags | None:
-        """Return flags of the finished and the dead members; None if there are none."""
-        found = self.finished | np.isneginf(self.log_potential)
-        return found if found.any() else None
+        """Return which members are finished or dead; None if no member is."""
+        inactive = self.finished | np.isneginf(self.log_potential)
+        return inactive if inactive.any() else None
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return masks for a draw, which may be computed later or shared by several steps."""

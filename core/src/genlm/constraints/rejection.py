@@ -22,7 +22,8 @@ class Estimates(NamedTuple):
 
     Attributes:
         log_probability: Log of the probability of the accepted token among all tokens.
-        log_mass: Log of the estimated mass of the accepted tokens; `-inf` if there is none.
+        log_mass: Log of the estimated mass of the accepted tokens; `-inf` if no token was
+            accepted.
     """
 
     log_probability: Floats
@@ -55,14 +56,14 @@ def estimates(
     """
     count = draw_logprobs.shape[1]
     with np.errstate(divide="ignore"):
-        left, before = np.zeros((2, len(place), count + 1))  # before each place
-        left[:, 1:] = np.log(-np.expm1(np.minimum(draw_logprobs, 0.0))).cumsum(1)
-        logprobs = draw_logprobs + left[:, :-1]
+        log_remaining, before = np.zeros((2, len(place), count + 1))  # before each place
+        log_remaining[:, 1:] = np.log(-np.expm1(np.minimum(draw_logprobs, 0.0))).cumsum(1)
+        logprobs = draw_logprobs + log_remaining[:, :-1]
         before[:, 1:] = (is_accepted * np.exp(logprobs)).cumsum(1)
         after = np.arange(count) - place[:, None]
         is_used = (after > 0) & (after <= extra[:, None])
-        found = (is_used * (before[:, :-1] + is_accepted * np.exp(left[:, :-1]))).sum(1)
-        found += (extra - is_used.sum(1)) * before[:, -1]
-        log_mass = np.where(place < 0, -np.inf, np.log(found / np.maximum(extra, 1)))
+        terms = before[:, :-1] + is_accepted * np.exp(log_remaining[:, :-1])
+        total = (is_used * terms).sum(1) + (extra - is_used.sum(1)) * before[:, -1]
+        log_mass = np.where(place < 0, -np.inf, np.log(total / np.maximum(extra, 1)))
     log_probability = logprobs[np.arange(len(place)), np.maximum(place, 0)]
     return Estimates(log_probability, log_mass)

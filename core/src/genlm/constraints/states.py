@@ -23,10 +23,10 @@ __all__ = [
     "DEAD",
     "FINISHED",
     "LIVE",
-    "LaterMasks",
+    "DeferredMasks",
     "StateConstraint",
     "States",
-    "chosen_members",
+    "member_index",
     "token_column",
 ]
 
@@ -49,8 +49,8 @@ class StateConstraint(Constraint):
     @property
     def finished(self) -> Flags:  # type: ignore[override]
         """Whether the text of each member has ended."""
-        found: Flags = self.states == FINISHED
-        return found
+        finished: Flags = self.states == FINISHED
+        return finished
 
     @property
     def log_potential(self) -> Floats:  # type: ignore[override]
@@ -61,11 +61,11 @@ class StateConstraint(Constraint):
         return len(self.states)
 
     def _inactive(self) -> Flags | None:
-        found: Flags = self.states < LIVE
-        return found if np.logical_or.reduce(found) else None
+        inactive: Flags = self.states < LIVE
+        return inactive if np.logical_or.reduce(inactive) else None
 
 
-class LaterMasks(NamedTuple):
+class DeferredMasks(NamedTuple):
     """Masks that the engine's thread requests when it has computed the rows.
 
     Attributes:
@@ -81,16 +81,17 @@ def token_column(token_ids: IntegersLike, count: int, vocab_size: int) -> Intege
     Raises:
         ValueError: The shape is not `(count,)`, or an id is outside the vocabulary.
     """
-    given = token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else token_ids
-    found = np.asarray(given, np.int64)
-    if found.shape != (count,):
-        raise ValueError(f"token ids of shape {found.shape} for {count} members")
-    if count and not -1 <= np.minimum.reduce(found) <= np.maximum.reduce(found) < vocab_size:
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.cpu().numpy()
+    ids = np.asarray(token_ids, np.int64)
+    if ids.shape != (count,):
+        raise ValueError(f"token ids of shape {ids.shape} for {count} members")
+    if count and not -1 <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < vocab_size:
         raise ValueError(f"a token id is outside the vocabulary of {vocab_size} tokens")
-    return found
+    return ids
 
 
-def chosen_members(ancestors: Any) -> Any:
+def member_index(ancestors: Any) -> Any:
     """Return an index of members in a form that numpy accepts: a slice or an array."""
     if isinstance(ancestors, torch.Tensor):
         return ancestors.cpu().numpy()

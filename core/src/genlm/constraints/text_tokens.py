@@ -51,34 +51,37 @@ class PerVocabulary(Generic[T]):
 
     def __init__(self, build: Callable[[Vocabulary, Integers64], T]) -> None:
         self._build = build
-        self._found: WeakKeyDictionary[Vocabulary, dict[bytes, T]] = WeakKeyDictionary()
+        self._values: WeakKeyDictionary[Vocabulary, dict[bytes, T]] = WeakKeyDictionary()
 
     def get(self, vocabulary: Vocabulary, stop: Integers | None) -> T:
         """Return the value for a vocabulary.
 
         Args:
             vocabulary: The vocabulary.
-            stop: Token ids that end a text; None for the end of text, if there is one.
+            stop: Token ids that end a text; None for the end of text of the tokenizer, if
+                it has one.
 
         Raises:
             ValueError: An id of `stop` is outside the vocabulary.
         """
-        end = vocabulary.eos_token_id
-        given = ([] if end is None else [end]) if stop is None else stop
-        ids = np.unique(np.asarray(given, np.int64))
+        if stop is None:
+            end = vocabulary.eos_token_id
+            ids = np.array([] if end is None else [end], np.int64)
+        else:
+            ids = np.unique(np.asarray(stop, np.int64))
         if ids.size and not 0 <= ids[0] <= ids[-1] < vocabulary.size:
             raise ValueError(f"stop={stop!r}; expected ids from 0 to {vocabulary.size - 1}")
-        found = self._found.setdefault(vocabulary, {})
+        values = self._values.setdefault(vocabulary, {})
         key = ids.tobytes()
-        if key not in found:
-            found[key] = self._build(vocabulary, ids)
-        return found[key]
+        if key not in values:
+            values[key] = self._build(vocabulary, ids)
+        return values[key]
 
 
 def _text_tokens(vocabulary: Vocabulary, stop: Integers64) -> TextTokens:
-    apart = vocabulary.special_ids.union(vocabulary.missing_ids, stop.tolist())
+    without_text = vocabulary.special_ids.union(vocabulary.missing_ids, stop.tolist())
     texts = [
-        b"" if token.token_id in apart else bytes(token.byte_string)
+        b"" if token.token_id in without_text else bytes(token.byte_string)
         for token in vocabulary.byte_vocab
     ]
     is_stop = np.zeros(len(texts) + 1, np.bool_)

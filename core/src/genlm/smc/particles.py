@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "Particles", "Step"]
 
-_SHOWN = 10
+_MAX_PRINTED = 10
 """Maximum number of distinct texts in the printed form."""
-_WIDTH = 100
+_MAX_WIDTH = 100
 """Maximum number of characters of a text in the printed form."""
 
 
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     Attributes:
         token_ids: The token appended to each particle of the previous step, shape `(n,)`,
-            int64; -1 for none.
+            int64; -1 for no token.
         log_weights: Log-weights of these particles before resampling, shape `(n,)`.
         finished: Whether these particles are finished, shape `(n,)`, bool.
         ancestors: Index of each resampled particle's ancestor among these, shape `(n,)`, int64:
@@ -74,8 +74,8 @@ class History(Sequence[Step]):
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Step | History:
-        found = self._steps[index]
-        return History(found) if isinstance(index, slice) else found  # type: ignore[arg-type,return-value]
+        steps = self._steps[index]
+        return History(steps) if isinstance(index, slice) else steps  # type: ignore[arg-type,return-value]
 
     def followed_by(self, step: Step) -> History:
         """Return the history with one more step."""
@@ -98,8 +98,9 @@ class History(Sequence[Step]):
         """Return a table with a row for each step.
 
         Returns:
-            Columns `log_evidence`, `effective_sample_size`, `is_resampled`, `alive`, the
-            number of particles with non-zero weights, and `finished`, that of finished ones.
+            Columns `log_evidence`, `effective_sample_size`, `is_resampled`, `alive` (number of
+            particles with non-zero weights) and `finished` (number of finished particles among
+            them).
 
         Raises:
             MissingRequirementError: pandas is not installed.
@@ -153,7 +154,7 @@ class Particles:
         log_weights: Shape `(n,)`, float64; `-inf` for particles that cannot be continued.
         ancestors: Index of each particle's ancestor in the previous step, shape `(n,)`, int64.
         token_ids: The token appended to each particle of the previous step, before resampling,
-            shape `(n,)`, int64; -1 for none.
+            shape `(n,)`, int64; -1 for no token.
         history: All steps, including the last one.
         llm: The model.
         prompt_length: Number of tokens of the prompt.
@@ -190,14 +191,14 @@ class Particles:
     def texts(self) -> list[str]:
         """Texts of the particles after the prompt, without special tokens."""
         rows = self.population.tokens[:, self.prompt_length :].tolist()
-        return [self.llm.decode([each for each in row if each >= 0]) for row in rows]
+        return [self.llm.decode([token for token in row if token >= 0]) for row in rows]
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each particle.
 
         Returns:
-            Columns `text`, after the prompt, `weight`, `log_weight`, `tokens`, the number of
-            tokens after the prompt, `finished` and `ancestor`. Weights are normalised, or all
+            Columns `text` (after the prompt), `weight`, `log_weight`, `tokens` (number of
+            tokens after the prompt), `finished` and `ancestor`. Weights are normalised, or all
             0 if no particle can be continued.
 
         Raises:
@@ -241,12 +242,12 @@ class Particles:
             f"{self.effective_sample_size:.1f}",
             "weight  particles  text",
         ]
-        for text, weights in heaviest[:_SHOWN]:
-            lines.append(f"{sum(weights):6.4f}  {len(weights):9}  {_shortened(text)!r}")
-        if len(heaviest) > _SHOWN:
-            lines.append(f"... {len(heaviest) - _SHOWN} more texts")
+        for text, weights in heaviest[:_MAX_PRINTED]:
+            lines.append(f"{sum(weights):6.4f}  {len(weights):9}  {_truncate(text)!r}")
+        if len(heaviest) > _MAX_PRINTED:
+            lines.append(f"... {len(heaviest) - _MAX_PRINTED} more texts")
         return "\n".join(lines)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."

@@ -45,7 +45,7 @@ def effective_sample_size(log_weights: LogWeights) -> float:
         ValueError: The log-weights are not one finite number or `-inf` per particle, or all
             are `-inf`.
     """
-    return float(1 / np.square(_normalised(log_weights)).sum())
+    return float(1 / np.square(_normalise(log_weights)).sum())
 
 
 @overload
@@ -65,7 +65,7 @@ def normalised_weights(log_weights: LogWeights) -> Floats | torch.Tensor:
     Raises:
         ValueError: As `effective_sample_size`.
     """
-    weights = _normalised(log_weights)
+    weights = _normalise(log_weights)
     if isinstance(log_weights, torch.Tensor):
         dtype = log_weights.dtype if log_weights.is_floating_point() else torch.float64
         return torch.from_numpy(weights).to(log_weights.device, dtype)
@@ -105,19 +105,19 @@ def systematic_resampling(
     """
     if not 0 <= uniform < 1:
         raise ValueError(f"uniform={uniform!r}: expected a number from 0 to below 1")
-    weights = _normalised(log_weights)
+    weights = _normalise(log_weights)
     count = len(weights) if size is None else size
     if count < 0:
         raise ValueError(f"size={size!r}: expected a number of particles")
     cumulative = np.cumsum(weights)
     points = (uniform + np.arange(count)) / max(count, 1)
-    found = np.searchsorted(cumulative / cumulative[-1], points, side="right")
+    indices = np.searchsorted(cumulative / cumulative[-1], points, side="right")
     # The last point may be rounded to 1, above all cumulative weights.
     last = int(np.flatnonzero(weights)[-1])
-    chosen: npt.NDArray[np.int64] = np.minimum(found, last).astype(np.int64)
+    ancestors: npt.NDArray[np.int64] = np.minimum(indices, last).astype(np.int64)
     if isinstance(log_weights, torch.Tensor):
-        return torch.from_numpy(chosen).to(log_weights.device)
-    return chosen
+        return torch.from_numpy(ancestors).to(log_weights.device)
+    return ancestors
 
 
 def resampled(
@@ -142,11 +142,11 @@ def resampled(
     Raises:
         ValueError: As `systematic_resampling`.
     """
-    given = float64_array(log_weights)
-    size = len(given)
-    if effective_sample_size(given) >= below * size:
-        return np.arange(size), given
-    return systematic_resampling(given, uniform), np.full(size, log_mean(given))
+    logs = float64_array(log_weights)
+    size = len(logs)
+    if effective_sample_size(logs) >= below * size:
+        return np.arange(size), logs
+    return systematic_resampling(logs, uniform), np.full(size, log_mean(logs))
 
 
 def log_mean(log_weights: Floats) -> float:
@@ -166,22 +166,22 @@ def float64_array(values: LogWeights) -> Floats:
     return np.asarray(values, dtype=np.float64)
 
 
-def _normalised(log_weights: LogWeights) -> Floats:
-    given = float64_array(log_weights)
-    if given.ndim != 1 or not given.size:
-        raise ValueError(f"expected log-weights of shape (particles,); found {given.shape}")
-    largest = given.max()  # nan if any is
+def _normalise(log_weights: LogWeights) -> Floats:
+    logs = float64_array(log_weights)
+    if logs.ndim != 1 or not logs.size:
+        raise ValueError(f"expected log-weights of shape (particles,); found {logs.shape}")
+    largest = logs.max()  # NaN if a log-weight is NaN
     if largest == -np.inf:
         raise ValueError(
-            f"no particle survived: all {given.size} log-weights are -inf. Nothing that was "
-            f"proposed is possible under the masks or potentials; end the program here, or "
-            f"begin again with more particles"
+            f"no particle survived: all {logs.size} log-weights are -inf. No proposed token is "
+            f"possible under the masks or potentials; end the program here, or restart it with "
+            f"more particles"
         )
     if not np.isfinite(largest):
         raise ValueError(
             f"expected log-weights that are finite or -inf, at least one finite; found a "
             f"maximum of {largest}"
         )
-    weights: Floats = np.exp(given - largest)
+    weights: Floats = np.exp(logs - largest)
     weights /= weights.sum()
     return weights

@@ -45,7 +45,7 @@ async def steer(
 ) -> AsyncIterator[Particles]:
     """Continue a prompt with a particle filter, and yield the particles after each step.
 
-    Every particle is extended by a token drawn among those that the constraint allows. Its
+    Every particle is extended by a token drawn from the tokens that the constraint allows. Its
     weight is multiplied by the ratio of the model's probability of the token to that of the
     draw, and by the change of the potentials. When the effective sample size is small,
     `systematic_resampling` chooses ancestors. The filter ends when all particles are finished
@@ -86,14 +86,14 @@ async def steer(
     end = llm.vocabulary.eos_token_id
     ends = np.array(([] if end is None else [end]) if stop is None else stop, np.int64)
     population = llm.population(prompt, size)
-    filter_ = _Filter(
+    particle_filter = _Filter(
         llm, population, constraint, potential, ends=ends, temperature=temperature, seed=seed
     )
-    with _bar(max_tokens, is_shown=progress) as bar:
+    with _progress_bar(max_tokens, is_shown=progress) as bar:
         for _ in range(max_tokens):
-            await filter_.extend()
-            filter_.resample(resample_below)
-            particles = filter_.particles()
+            await particle_filter.extend()
+            particle_filter.resample(resample_below)
+            particles = particle_filter.particles()
             if progress:
                 size_now = particles.history[-1].effective_sample_size
                 finished = int(particles.population.finished.sum())
@@ -174,14 +174,14 @@ class _Filter:
 
     def _weight_by_potentials(self, population: Population) -> None:
         """Multiply the weights by the change of the potentials since the previous step."""
-        found = np.zeros(len(population))
+        potential = np.zeros(len(population))
         if self._constraint is not None:
-            found += self._constraint.log_potential
+            potential += self._constraint.log_potential
         if self._potential is not None:
-            found = found + float64_array(self._potential(population))
+            potential = potential + float64_array(self._potential(population))
         live = self._log_weights > -np.inf
-        self._log_weights[live] += found[live] - self._log_potential[live]
-        self._log_potential = np.where(live, found, self._log_potential)
+        self._log_weights[live] += potential[live] - self._log_potential[live]
+        self._log_potential = np.where(live, potential, self._log_potential)
 
     def resample(self, resample_below: float) -> None:
         """Record the step; choose ancestors if the effective sample size is small."""
@@ -190,14 +190,14 @@ class _Filter:
         has_weight = bool(np.isfinite(log_weights).any())
         step = Step(self._token_ids, log_weights, finished, self._ancestors)
         if has_weight and effective_sample_size(log_weights) < resample_below * size:
-            chosen = systematic_resampling(log_weights, self._rng.random())
-            step = step._replace(ancestors=chosen)
-            self._population = self._population[chosen]
+            ancestors = systematic_resampling(log_weights, self._rng.random())
+            step = step._replace(ancestors=ancestors)
+            self._population = self._population[ancestors]
             self._log_weights = np.full(size, step.log_evidence)
-            self._ancestors = chosen
-            self._log_potential = self._log_potential[chosen]
+            self._ancestors = ancestors
+            self._log_potential = self._log_potential[ancestors]
             if self._constraint is not None:
-                self._constraint = self._constraint[chosen]
+                self._constraint = self._constraint[ancestors]
         self._history = self._history.followed_by(step)
 
     def particles(self) -> Particles:
@@ -213,7 +213,7 @@ class _Filter:
         )
 
 
-def _bar(total: int, *, is_shown: bool) -> Any:
+def _progress_bar(total: int, *, is_shown: bool) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc="steer", unit="step", disable=not is_shown)

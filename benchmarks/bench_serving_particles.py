@@ -32,7 +32,9 @@ others draw. The error is the largest difference of a log-probability of the las
 unbatched float32 forward pass of transformers. Model: the particles' Llama of 8 layers x 512,
 8,000 ids, random weights, float32, or with `--tiny` one layer x 64, which leaves the cost of
 the engine; options are the plugins' defaults on the CPU, except for room for 256 requests
-(vLLM: 512). Run with the engine's environment:
+(vLLM: 512). With `--second-runner`, vLLM uses its second model runner, whose Triton kernels are
+replaced by loops that numba compiles; see `vllm_second_runner.py`. Run with the engine's
+environment:
 `.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
 `.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
 """
@@ -42,6 +44,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import statistics
 import tempfile
@@ -354,10 +357,16 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--multiprocess", action="store_true", help="vLLM's own processes")
+    parser.add_argument("--second-runner", action="store_true", help="vLLM's other runner")
     parser.add_argument("--published", type=Path, help="a Python with genlm-backend 0.3.1")
     parser.add_argument("--tiny", action="store_true", help="a model that costs nearly nothing")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    if options.second_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        import vllm_second_runner
+
+        vllm_second_runner.install()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder, VOCAB_SIZE, tiny=options.tiny)
@@ -376,6 +385,7 @@ def main() -> None:
     extra = {
         "engine": options.engine,
         "multiprocess": options.multiprocess,
+        "second_runner": options.second_runner,
         "errors": {name: float(f"{error:.1e}") for name, error in errors.items()},
         "resample_every": RESAMPLE_EVERY,
         "block": BLOCK,

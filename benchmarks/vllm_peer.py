@@ -28,10 +28,10 @@ os.dup2(2, 1)  # vLLM logs to the standard output
 
 import numpy as np
 import torch
-import vllm_peer_kernels
+import vllm_second_runner
 
 warnings.simplefilter("ignore")
-vllm_peer_kernels.install()
+vllm_second_runner.install()
 
 from vllm import SamplingParams
 

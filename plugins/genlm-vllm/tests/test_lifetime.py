@@ -7,6 +7,7 @@ import os
 import random
 import re
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,21 @@ def test_an_engine_that_fails_to_build_leaves_room_for_another(
 
 def _undecodable(tokenizer: Any) -> None:
     raise VocabularyError("no bytes")
+
+
+def test_an_engine_is_built_after_numba_was_imported(
+    serve: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LikeLibrariesOfLlvmlite:
+        def __getattribute__(self, name: str) -> Any:
+            return lambda: None  # also for `__dict__`
+
+    module = types.ModuleType("like_llvmlite")
+    module.lib = LikeLibrariesOfLlvmlite()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "like_llvmlite", module)
+    engine = serve()
+    asked = prompts(5, 40)
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
 
 def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:

@@ -72,6 +72,7 @@ def load_vllm(
         import vllm
 
         check_private_interface()
+        _accept_numba()
         arguments = engine_arguments(source, engine_opts, multiprocess=failures is not None)
         try:
             # vLLM caches its environment variables.
@@ -89,6 +90,25 @@ def load_vllm(
                 f"vLLM cannot load the model {source!r} with {format_options(engine_opts)}; it "
                 f"raised {text}{_memory_hint(engine_opts, text)}"
             ) from error
+
+
+def _accept_numba() -> None:
+    """Let vLLM start on a CPU in a process that has imported numba.
+
+    vLLM replaces Triton's kernels there, for which it reads the attributes of every object in
+    every imported module. One object of llvmlite, which numba imports, has a function in the
+    place of the mapping `__dict__`.
+    """
+    with contextlib.suppress(ImportError):  # vLLM moves it
+        from vllm.triton_utils import dispatcher
+
+        dispatcher.vars = _attributes
+
+
+def _attributes(value: object) -> Mapping[str, Any]:
+    """Return the attributes of an object as `vars` does; none if they are not a mapping."""
+    attributes: object = vars(value)
+    return attributes if isinstance(attributes, Mapping) else {}
 
 
 def _build_engine(

@@ -1,8 +1,9 @@
-"""The Triton kernels of vLLM 0.26's second model runner as loops of numba, for CPUs.
+"""The Triton kernels of vLLM's second model runner as loops that numba compiles, for CPUs.
 
-genlm-backend 0.3.1 requires this runner, and Triton does not compile for CPUs. `install`
-replaces the kernels of generation without speculative decoding with functions that have the
-same inputs and outputs. The installed files of vLLM and genlm-backend are not changed.
+Triton does not compile for CPUs, so the speed of this runner cannot be measured there without
+them. genlm-backend 0.3.1 requires this runner of vLLM 0.26; `genlm-vllm` supports it in vLLM
+0.32. `install` replaces the kernels of generation without speculative decoding with functions
+that have the same inputs and outputs. The installed files of vLLM are not changed.
 """
 
 # ruff: noqa: SLF001 - kernels are private functions of vLLM
@@ -67,9 +68,10 @@ def _prefill(
 
 
 def _prepare_prefill(
-    _grid: Any, inputs: Any, following: Any, rows: Any, starts: Any, tokens: Any, _stride: int,
-    lengths: Any, done: Any, **_named: Any,
-) -> None:  # fmt: skip
+    _grid: Any, inputs: Any, following: Any, *arguments: Any, **_named: Any
+) -> None:
+    # vLLM 0.32 stores several following tokens for speculative decoding, otherwise one.
+    rows, starts, tokens, _stride, lengths, done = arguments[-6:]
     _prefill(
         inputs.numpy(), following.numpy().reshape(-1), rows.numpy(), starts.numpy(),
         tokens.numpy(), lengths.numpy(), done.numpy(),
@@ -242,7 +244,7 @@ def _gumbel_sample(
 
 
 def install() -> None:
-    """Replace the kernels, before genlm-backend is imported."""
+    """Replace the kernels, before an engine is built; the environment selects the runner."""
     import vllm.config.vllm
     import vllm.triton_utils
     import vllm.v1.worker.cpu.shm
@@ -271,8 +273,9 @@ def install() -> None:
     ) -> Any:
         mappings = self.slot_mappings if out is None else out
         inputs = [each.numpy() for each in (idx_mapping, query_start_loc, positions)]
+        sizes = getattr(self, "kernel_block_sizes", self.block_sizes)  # vLLM 0.26
         for group in range(self.num_kv_cache_groups):
-            blocks, size = self.block_tables[group].gpu.numpy(), self.kernel_block_sizes[group]
+            blocks, size = self.block_tables[group].gpu.numpy(), sizes[group]
             _mapped(mappings[group].numpy(), *inputs, blocks, size, block_table.PAD_SLOT_ID)
         return mappings[:, :num_tokens_padded]
 

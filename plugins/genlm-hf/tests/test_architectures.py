@@ -41,7 +41,7 @@ def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
 def test_batches_give_the_rows_of_each_sequence_alone(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepacked, "_FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHTS", 1)
     model, sequences, expected = unbatched(name)
     engine = HFEngine.from_model(model, tokenizer, execution_path="padded")
     before = engine.statistics()["forwards"]
@@ -81,7 +81,7 @@ def test_the_self_test_alone_finds_what_the_rules_refuse(
 ) -> None:
     model, *_ = unbatched(name)
     monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda *_: None)
-    monkeypatch.setattr(execution_paths, "_refuse_few_layers", lambda *_: None)
+    monkeypatch.setattr(execution_paths, "_require_all_layers", lambda *_: None)
     monkeypatch.setattr(layout._Recorder, "_check_arguments", lambda *_: None)
     monkeypatch.setattr(layout, "window_of", lambda mask_function: None)
     with pytest.raises(ModelLoadError, match="in the self-test"):

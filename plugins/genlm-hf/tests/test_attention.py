@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from genlm_hf.packed import attention
-from genlm_hf.packed.attention import _attend_causally, _for_each_query
+from genlm_hf.packed.attention import _attend_causally, _repeat_heads
 
 
 def expected(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float
 ) -> torch.Tensor:
-    keys, values = (_for_each_query(x, query)[0].double() for x in (keys, values))
+    keys, values = (_repeat_heads(x, query)[0].double() for x in (keys, values))
     scores = query.double() @ keys.transpose(1, 2) * scale
     place = torch.arange(keys.shape[1])
     visible = place <= past + torch.arange(query.shape[1])[:, None]
@@ -38,7 +38,7 @@ def test_the_last_tokens_see_the_past_and_themselves(
 def test_heads_are_repeated_in_the_order_of_the_queries() -> None:
     states = torch.arange(2.0).view(1, 2, 1, 1)
     query = torch.zeros(6, 1, 1)
-    assert _for_each_query(states, query).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert _repeat_heads(states, query).flatten().tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_chunks_that_see_all_have_no_mask_beside_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

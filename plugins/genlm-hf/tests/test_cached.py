@@ -122,8 +122,8 @@ def test_prefixes_attended_to_apart_from_suffixes_give_the_same(
         calls.append(group.count)
         return plain(layer, query, group)
 
-    plain = attention._Attention._plain_group
-    monkeypatch.setattr(attention._Attention, "_plain_group", attend)
+    plain = attention._Attention._compute_plain_group
+    monkeypatch.setattr(attention._Attention, "_compute_plain_group", attend)
     monkeypatch.setattr(attention, "_MANY_SCORES", 1)
     monkeypatch.setattr(plan, "_GROUP_COST", -(10**6))
     monkeypatch.setattr(device_plan, "_GATHERED_BYTES", limit)

@@ -50,7 +50,7 @@ SETTINGS["three heads, one of keys"] = (
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:  # programs with nothing to do take as long as others
-        monkeypatch.setattr(work_items, "_ITEMS_WANTED", 4)
+        monkeypatch.setattr(work_items, "_TARGET_ITEMS", 4)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_population_that_grows_is_captured_once(tokenizer: Any) -> None:
 def test_more_numbers_than_there_is_room_for_are_captured_again(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_attention, "_LEAST_NUMBERS", 2)
+    monkeypatch.setattr(step_attention, "_INITIAL_NUMBERS", 2)
     random.seed(7)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     for count in (3, MANY):
@@ -300,7 +300,7 @@ def test_a_step_that_cannot_be_captured_runs_by_kernels(
     def broken(*_: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(kernel_steps.KernelSteps, "_captured_graph", broken)
+    monkeypatch.setattr(kernel_steps.KernelSteps, "_capture_graph", broken)
     random.seed(3)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]

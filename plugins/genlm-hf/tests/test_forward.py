@@ -1,4 +1,4 @@
-"""The padded forward pass computes no logits that nobody asked for."""
+"""The padded forward pass computes the requested logits only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genlm_hf.engine import HFEngine
-from genlm_hf.forward import padded_pass, taken_logits
+from genlm_hf.forward import compute_logits, padded_pass
 
 from .tiny import WIDTH, alone, answers, ids_of_lengths
 
@@ -21,10 +21,10 @@ def next_logits(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     served: Any = SimpleNamespace(model=model, device=torch.device("cpu"), pad_id=0)
     last = [len(ids) - 1 for ids in sequences]
 
-    def take(states: torch.Tensor) -> torch.Tensor:
+    def select(states: torch.Tensor) -> torch.Tensor:
         return states[torch.arange(len(last)), last][:, None]
 
-    return taken_logits(model, padded_pass(served, sequences), take)[:, 0]
+    return compute_logits(model, padded_pass(served, sequences), select)[:, 0]
 
 
 def test_the_output_embedding_sees_one_position_per_sequence(llama: Any) -> None:

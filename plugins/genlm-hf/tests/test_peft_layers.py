@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm_hf.engine import HFEngine
-from genlm_hf.peft_layers import put_beside_base
+from genlm_hf.peft_layers import move_to_base_devices
 
 from .test_adapters import make_adapter
 from .tiny import alone, answers, ids_of_lengths
@@ -33,7 +33,7 @@ def test_weights_follow_the_layer_that_they_adapt(
     head = model.lm_head
     base = getattr(head, "original_module", None) or head.get_base_layer()
     base.to(SECOND, torch.bfloat16)
-    put_beside_base(model, "default")
+    move_to_base_devices(model, "default")
     found = {name: weight for name, weight in model.named_parameters() if "default" in name}
     of_head = {name for name in found if name.startswith("lm_head")}
     assert of_head

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 import genlm
 from genlm_hf.engine import HFEngine
-from genlm_hf.progress import without_bars
+from genlm_hf.progress import hidden_progress_bars
 
 
 def bars_of(factory: Any, args: Any, kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def test_progress_shows_stages_and_the_bars_of_the_weights(
 def test_bars_stay_away_until_the_last_of_several_loads_is_done(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    first, second = without_bars(), without_bars()
+    first, second = hidden_progress_bars(), hidden_progress_bars()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -64,7 +64,7 @@ def test_chunks_too_long_for_the_self_test_are_refused_by_their_masks(
 def test_models_that_padding_disturbs_are_not_served_by_the_slot_cache(
     gptj: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PaddedPath, "pads", False)
+    monkeypatch.setattr(PaddedPath, "can_mix_lengths", False)
     with pytest.raises(
         ModelLoadError, match=r"execution_path='slot_cache' cannot serve .* padding changes"
     ):
@@ -88,7 +88,7 @@ def test_models_with_other_caches_are_not_served_by_the_slot_cache(tokenizer: An
 def test_layers_that_share_memory_for_their_pasts_give_the_same(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_cache, "_LARGE", 0)
+    monkeypatch.setattr(slot_cache, "_LARGE_BYTES", 0)
     model_type, settings = FAMILIES[name]
     model = build_model(model_type, **settings)
     engine = HFEngine.from_model(model, tokenizer, execution_path="slot_cache")

@@ -25,7 +25,7 @@ from .test_packed_plan import Sequence
 
 
 def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
-    """The plan of a pass over the last tokens of sequences, and the slots that each sees."""
+    """The plan of a pass over the last tokens of sequences, and the past of each token."""
     tree = PrefixTree(100_000)
     for ids in sequences:
         tree.insert(None, ids)
@@ -38,25 +38,27 @@ def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
 
 
 def check(items: WorkItems, tile: int, plan: PackedPlan, pasts: list[np.ndarray]) -> None:
-    found: list[dict[int, int]] = [{} for _ in plan.tokens]
-    for first, count, begin, length, position in np.concatenate([items.shared, items.own]):
+    slots_by_position: list[dict[int, int]] = [{} for _ in plan.tokens]
+    for first, count, begin, length, position in np.concatenate(
+        [items.prefix_items, items.suffix_items]
+    ):
         assert 1 <= count <= tile
         assert length >= 1
         for query in range(first, first + count):
             for offset in range(length):
-                assert position + offset not in found[query]
-                found[query][position + offset] = items.slots[begin + offset]
-    for seen, past in zip(found, pasts, strict=True):
-        assert [seen[position] for position in range(len(seen))] == past.tolist()
+                assert position + offset not in slots_by_position[query]
+                slots_by_position[query][position + offset] = items.slots[begin + offset]
+    for by_position, past in zip(slots_by_position, pasts, strict=True):
+        assert [by_position[position] for position in range(len(by_position))] == past.tolist()
 
 
 def partial_results(items: WorkItems, tile: int) -> list[int]:
     """The query token of each row of partial results, -1 for none."""
-    owners = [-1] * (len(items.shared) * tile + len(items.own))
-    for number, (first, count, *_) in enumerate(items.shared):
+    owners = [-1] * (len(items.prefix_items) * tile + len(items.suffix_items))
+    for number, (first, count, *_) in enumerate(items.prefix_items):
         owners[number * tile : number * tile + count] = range(first, first + count)
-    for number, (first, *_) in enumerate(items.own):
-        owners[len(items.shared) * tile + number] = first
+    for number, (first, *_) in enumerate(items.suffix_items):
+        owners[len(items.prefix_items) * tile + number] = first
     return owners
 
 
@@ -76,12 +78,12 @@ def test_particles_after_one_prompt_share_its_items(count: int) -> None:
     items = work_items(plan, 16)
     check(items, 16, plan, pasts)
     if count > 1:
-        assert len(items.own) == count
+        assert len(items.suffix_items) == count
         tiles = -(-count // 16)
-        assert len(items.shared) == tiles * min(5, 64 // tiles)
+        assert len(items.prefix_items) == tiles * min(5, 64 // tiles)
     else:
-        assert len(items.shared) == 0
-        assert len(items.own) == 5
+        assert len(items.prefix_items) == 0
+        assert len(items.suffix_items) == 5
 
 
 @pytest.mark.parametrize("count", [1, 7, 50])
@@ -91,39 +93,39 @@ def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None
     items = work_items(plan, 16)
     size = graph_size(len(plan.tokens), 16)
     assert items.fit(size)
-    where, numbers = sections(size), flattened(plan, items, size)
+    ranges, numbers = sections(size), flattened(plan, items, size)
 
     def part(section: slice, used: int) -> tuple[list[int], list[int]]:
         values = numbers[section].tolist()
         return values[:used], values[used:]
 
     for section, expected, padding in (
-        (where.tokens, plan.tokens, 0),
-        (where.positions, plan.positions, 0),
-        (where.writes, plan.writes, SCRATCH_SLOT),
-        (where.results, plan.results, 0),
-        (where.shared, items.shared.reshape(-1), 0),
-        (where.own, items.own.reshape(-1), 0),
-        (where.slots, items.slots, 0),
+        (ranges.tokens, plan.tokens, 0),
+        (ranges.positions, plan.positions, 0),
+        (ranges.writes, plan.writes, SCRATCH_SLOT),
+        (ranges.results, plan.results, 0),
+        (ranges.prefix_items, items.prefix_items.reshape(-1), 0),
+        (ranges.suffix_items, items.suffix_items.reshape(-1), 0),
+        (ranges.slots, items.slots, 0),
     ):
-        values, rest = part(section, len(expected))
+        values, padding_values = part(section, len(expected))
         assert values == expected.tolist()
-        assert set(rest) <= {padding}
+        assert set(padding_values) <= {padding}
     padded = WorkItems(
-        numbers[where.shared].reshape(-1, FIELDS),
-        numbers[where.own].reshape(-1, FIELDS),
+        numbers[ranges.prefix_items].reshape(-1, FIELDS),
+        numbers[ranges.suffix_items].reshape(-1, FIELDS),
         items.slots,
     )
-    own = (padded.own[:, 1] > 0).tolist()
+    is_suffix_item = (padded.suffix_items[:, 1] > 0).tolist()
     owners = partial_results(padded, size.tile)
-    offsets, rows = numbers[where.offsets].tolist(), numbers[where.rows].tolist()
-    expected_rows = len(items.shared) and int(items.shared[:, 1].sum())
-    assert offsets[-1] == expected_rows + sum(own)
+    offsets, rows = numbers[ranges.offsets].tolist(), numbers[ranges.rows].tolist()
+    expected_rows = len(items.prefix_items) and int(items.prefix_items[:, 1].sum())
+    assert offsets[-1] == expected_rows + sum(is_suffix_item)
     for token in range(size.tokens):
-        mine = rows[offsets[token] : offsets[token + 1]]
-        assert len(set(mine)) == len(mine)
-        assert all(owners[row] == token for row in mine)
-        assert bool(mine) == (token < count)
+        token_rows = rows[offsets[token] : offsets[token + 1]]
+        assert len(set(token_rows)) == len(token_rows)
+        assert all(owners[row] == token for row in token_rows)
+        assert bool(token_rows) == (token < count)
 
 
 def test_sections_begin_at_multiples_of_16_numbers_and_do_not_overlap() -> None:

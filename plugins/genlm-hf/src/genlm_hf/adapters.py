@@ -1,8 +1,8 @@
 """LoRA adapters through peft: several adapters in one model, at most one active.
 
 peft inserts its layers into the model itself. `Adapters` restores the model after a failed
-load, keeps the rows of the base model, and can remove every adapter again. Peft layers that a
-model came with stay.
+load, preserves the rows of the base model, and can remove every adapter that it loaded. Peft
+layers that a model came with stay.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from genlm.plugin import (
     UnknownAdapterError,
     read_lora_config,
 )
-from genlm_hf.peft_layers import AdapterState, adapter_layers, adapter_state, put_beside_base
+from genlm_hf.peft_layers import (
+    AdapterState,
+    adapter_layers,
+    adapter_state,
+    move_to_base_devices,
+)
 
 __all__ = ["Adapters"]
 
-# Adapter types that act in layers only, so that the model inside a `PeftModel` is complete.
-_IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
+# Adapter types that act in layers only; the model inside a `PeftModel` then includes them.
+_LAYER_ADAPTER_TYPES = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 
 
 class Adapters(prefix.Adapters[str]):
     """The adapters of one model: preloaded ones and those loaded later.
 
     Outside of `activate` the model is in its original state: the adapters that were active
-    in it are applied, loaded ones are not.
+    in it are applied, and loaded ones are not.
 
     Args:
         model: A transformers model, or a `peft.PeftModel` of one.
@@ -48,34 +53,34 @@ class Adapters(prefix.Adapters[str]):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        given = dict(getattr(model, "peft_config", None) or {})
+        preloaded = dict(getattr(model, "peft_config", None) or {})
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        _refuse_unservable(given, base)
-        self.model = getattr(base, "_orig_mod", base)  # what torch.compile wrapped
-        self.loaded |= {name: name for name in given}  # peft's names of them
+        _refuse_unservable(preloaded, base)
+        self.model = getattr(base, "_orig_mod", base)  # the model that torch.compile wrapped
+        self.loaded |= {name: name for name in preloaded}  # by the names that peft has for them
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
-        self._original = _Snapshot(self.model) if given else None
+        self._original = _Snapshot(self.model) if preloaded else None
         self._states: dict[str | None, AdapterState] = {}
 
     def _load(self, name: str, path: Path) -> str:
         folder = str(path)
         config = _read_config(name, folder)
-        # peft forbids some names (dots, for one), so adapters have other names in it.
-        inner = f"genlm_{next(self._numbers)}"
+        # peft forbids some names (with dots, for example), so the name in peft is generated.
+        peft_name = f"genlm_{next(self._numbers)}"
         before = _Snapshot(self.model)
         try:
-            peft_model = self._inject(inner, config)
+            peft_model = self._inject(peft_name, config)
             report = peft_model.load_adapter(
-                folder, inner, torch_device="cpu", low_cpu_mem_usage=True
+                folder, peft_name, torch_device="cpu", low_cpu_mem_usage=True
             )
-            _refuse_misfit(report, before.put_weights_back())
-            put_beside_base(self.model, inner)
+            _refuse_misfit(report, before.restore_weights())
+            move_to_base_devices(self.model, peft_name)
             for layer in adapter_layers(self.model):
                 layer.train(self.model.training)
         except Exception as error:
-            before.switch_back()
-            self._delete(inner)
+            before.restore_active_adapters()
+            self._delete(peft_name)
             before.restore()
             base, cause = type(self.model).__name__, " ".join(str(error).split())
             raise AdapterError(
@@ -83,24 +88,24 @@ class Adapters(prefix.Adapters[str]):
             ) from error
         self._original = self._original or before
         self._peft_model = peft_model
-        self._original.switch_back()
-        self._original.make_trainable_again()
+        self._original.restore_active_adapters()
+        self._original.restore_trainable()
         self._states.clear()
-        return inner
+        return peft_name
 
     def _unload(self, name: str, adapter: str) -> None:
         """Delete the weights of an adapter, unless the model came with it."""
         if name == adapter:
-            loaded = (each for each, inner in self.loaded.items() if each != inner)
-            raise UnknownAdapterError(name, loaded)
+            removable = (key for key, peft_name in self.loaded.items() if key != peft_name)
+            raise UnknownAdapterError(name, removable)
         self._delete(adapter)
         self._states.clear()
         if self._original is not None:
-            self._original.switch_back()
+            self._original.restore_active_adapters()
             if not self._peft_model.peft_config:  # an empty PeftModel accepts no new adapter
                 self._original.restore()
                 self._peft_model = None
-            self._original.make_trainable_again()
+            self._original.restore_trainable()
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
@@ -114,8 +119,8 @@ class Adapters(prefix.Adapters[str]):
     def unload(self) -> None:
         """Remove every loaded adapter; the model is in its original state again."""
         if self._peft_model is not None:
-            for inner in self._peft_model.peft_config.copy():
-                self._delete(inner)
+            for peft_name in self._peft_model.peft_config.copy():
+                self._delete(peft_name)
         if self._original is not None:
             self._original.restore()
         self._peft_model = self._original = None
@@ -126,11 +131,11 @@ class Adapters(prefix.Adapters[str]):
         if not self._states:
             self._states[None] = adapter_state(self.model)
         if name not in self._states:
-            self._states[name] = self._state_with(name)
+            self._states[name] = self._activate_by_peft(name)
         for attributes, state in self._states[name]:
             attributes.update(state)
 
-    def _state_with(self, name: str | None) -> AdapterState:
+    def _activate_by_peft(self, name: str | None) -> AdapterState:
         """Return the state that peft sets to activate an adapter."""
         from peft.functional import set_adapter
 
@@ -140,23 +145,23 @@ class Adapters(prefix.Adapters[str]):
         set_adapter(self.model, self.loaded[name], inference_mode=True)
         return adapter_state(self.model)
 
-    def _inject(self, inner: str, config: Any) -> Any:
+    def _inject(self, peft_name: str, config: Any) -> Any:
         import peft
 
         if self._peft_model is not None:
-            self._peft_model.add_adapter(inner, config, low_cpu_mem_usage=True)
+            self._peft_model.add_adapter(peft_name, config, low_cpu_mem_usage=True)
             return self._peft_model
         # Hide the model's own adapters, which peft would mix with the loaded ones.
         vars(self.model).pop("peft_config", None)
-        return peft.PeftModel(self.model, config, inner, low_cpu_mem_usage=True)
+        return peft.PeftModel(self.model, config, peft_name, low_cpu_mem_usage=True)
 
-    def _delete(self, inner: str) -> None:
-        """Remove an adapter from layers, which may hold others too."""
+    def _delete(self, peft_name: str) -> None:
+        """Remove one adapter from all layers, which may have further adapters."""
         from peft.functional import delete_adapter
 
-        delete_adapter(self.model, inner, "lora_")
+        delete_adapter(self.model, peft_name, "lora_")
         if self._peft_model is not None:
-            self._peft_model.peft_config.pop(inner, None)
+            self._peft_model.peft_config.pop(peft_name, None)
             # peft reads the settings of the tuner's active adapters when it adds another one.
             self._peft_model.base_model.active_adapter = list(self._peft_model.peft_config)[:1]
 
@@ -170,61 +175,61 @@ class _Snapshot:
         self._weights = {m: dict(m.named_parameters(recurse=False)) for m in model.modules()}
         self._trainable = {p: p.requires_grad for p in model.parameters()}
         self._config = vars(model).get("peft_config")
-        self._switched = {
+        self._active_adapters = {
             layer: (list(layer.active_adapters), not layer.disable_adapters)
             for layer in adapter_layers(model)
         }
 
-    def switch_back(self) -> None:
+    def restore_active_adapters(self) -> None:
         """Activate the saved adapters only."""
         for layer in adapter_layers(self._model):
-            active, enabled = self._switched.get(layer, ([], False))
+            active, enabled = self._active_adapters.get(layer, ([], False))
             layer.enable_adapters(enabled)
             layer.set_adapter(active, inference_mode=True)
 
-    def make_trainable_again(self) -> None:
+    def restore_trainable(self) -> None:
         """Restore `requires_grad`, which peft sets for an adapter's parameters only."""
         for parameter, trainable in self._trainable.items():
             parameter.requires_grad_(trainable)
 
-    def put_weights_back(self) -> list[str]:
+    def restore_weights(self) -> list[str]:
         """Restore replaced parameters; return the names of those whose values differed.
 
-        Adapters of embeddings are saved together with a copy of the base model's weights,
-        which replaces the model's own.
+        Adapters of embeddings are saved together with a copy of the base model's embedding,
+        which replaces that of this model.
         """
         differing = []
         for module, weights in self._weights.items():
             for name, weight in weights.items():
-                found = getattr(module, name)
-                if found is not weight and not _same_but_for_rounding(found, weight):
+                current = getattr(module, name)
+                if current is not weight and not _equal_up_to_rounding(current, weight):
                     differing.append(f"{type(module).__name__}.{name}")
                 setattr(module, name, weight)
         return differing
 
     def restore(self) -> None:
         """Restore modules and weights."""
-        self.put_weights_back()
+        self.restore_weights()
         for module, children in self._children.items():
             for name, child in children.items():
                 setattr(module, name, child)
-        self.make_trainable_again()
+        self.restore_trainable()
         vars(self._model).pop("peft_config", None)
         if self._config is not None:
             self._model.peft_config = self._config
 
 
-def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
+def _refuse_unservable(preloaded: dict[str, Any], model: torch.nn.Module) -> None:
     """Raise `ModelLoadError` for adapters that act outside of a model's layers."""
     advice = "pass the base model, or what merge_and_unload returns"
-    for name, config in given.items():
+    for name, config in preloaded.items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if kind not in _IN_LAYERS or getattr(config, "alora_invocation_tokens", None):
+        if kind not in _LAYER_ADAPTER_TYPES or getattr(config, "alora_invocation_tokens", None):
             raise ModelLoadError(
-                f"the model's adapter {name!r} of type {kind} needs a forward pass of peft's "
-                f"own; {advice}"
+                f"the model's adapter {name!r} of type {kind} needs the forward pass of its "
+                f"peft class; {advice}"
             )
-    if given and any(getattr(layer, "merged", False) for layer in adapter_layers(model)):
+    if preloaded and any(getattr(layer, "merged", False) for layer in adapter_layers(model)):
         raise ModelLoadError(
             f"adapters are merged into the model's weights; call unmerge_adapter, or {advice}"
         )
@@ -244,7 +249,7 @@ def _read_config(name: str, path: str) -> Any:
     return config
 
 
-def _same_but_for_rounding(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _equal_up_to_rounding(left: torch.Tensor, right: torch.Tensor) -> bool:
     # The copy may have been saved in another precision than the model is loaded in.
     left, right = left.detach().float().cpu(), right.detach().float().cpu()
     return left.shape == right.shape and torch.allclose(left, right, rtol=1e-2, atol=1e-4)
@@ -253,13 +258,13 @@ def _same_but_for_rounding(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _refuse_misfit(report: Any, replaced: list[str]) -> None:
     if replaced:
         raise ValueError(
-            f"it brings weights of the base model that are not this model's ({replaced[0]}); "
-            f"it was trained with another base model or changed its embeddings"
+            f"it contains weights of the base model that differ from this model's "
+            f"({replaced[0]}); it was trained with another base model or changed its embeddings"
         )
     if report.missing_keys or report.unexpected_keys:
         names = [*report.missing_keys, *report.unexpected_keys]
         raise ValueError(
             f"it lacks {len(report.missing_keys)} weights that the model needs and has "
-            f"{len(report.unexpected_keys)} that the model has no place for, such as "
-            f"{names[0]}; it was made for another base model"
+            f"{len(report.unexpected_keys)} that the model does not have, such as "
+            f"{names[0]}; it was trained for another base model"
         )

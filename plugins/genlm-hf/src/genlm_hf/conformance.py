@@ -31,7 +31,7 @@ attention code, a window shorter than the sequences, a recurrent state."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield a target per architecture; each is built when it is first used.
+    """Yield a target per architecture; its model is built when it is first used.
 
     Args:
         folder: Folder for the models.

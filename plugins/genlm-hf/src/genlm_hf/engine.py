@@ -17,7 +17,7 @@ from genlm_hf.execution_paths import PATHS, choose_execution_path, use_kernels
 from genlm_hf.forward import current_device
 from genlm_hf.loading import LoadOptions, check_decoder, load_checkpoint
 from genlm_hf.prepacked import PrepackedWeights
-from genlm_hf.quantised import packed_weights_kept
+from genlm_hf.quantised import preserve_packed_weights
 from genlm_hf.served_model import (
     ServedModel,
     embedding_rows,
@@ -32,11 +32,11 @@ __all__ = ["HFEngine"]
 _TOKENS_PER_BATCH = 8192
 _TOKENS_PER_BATCH_ON_CPU = 2048
 
-# Logits of one pass on a CPU: 256 MiB in float32. On other devices a sixteenth of the memory
-# that is free beside the weights: a second pass reads all weights again.
+# Maximum logits of one pass on a CPU: 256 MiB in float32. Other devices use a sixteenth of the
+# memory that the weights leave free, because a second pass reads all weights again.
 _LOGITS_PER_BATCH_ON_CPU = 2**26
 _SHARE_OF_LOGITS = 1 / 16
-_BYTES_OF_A_LOGIT = 8  # in the model's dtype and in float32
+_BYTES_PER_LOGIT = 8  # in the model's dtype and in float32
 
 
 class HFEngine(PrefixEngine):
@@ -50,14 +50,14 @@ class HFEngine(PrefixEngine):
         device: Device of the model, such as `"cpu"` or `"cuda:1"`. The default is the first
             CUDA device if there is one, else the CPU.
         dtype: A torch dtype, its name, or `"auto"` for that of the checkpoint. The default is
-            float32 on the CPU and `"auto"` elsewhere.
+            float32 on the CPU and `"auto"` on other devices.
         hf_opts: Further arguments of transformers' `from_pretrained`, such as
             `device_map`, `attn_implementation`, `revision` or `token`.
         bitsandbytes_opts: Arguments of `BitsAndBytesConfig`.
         trust_remote_code: Whether code that comes with the model may be run.
         max_tokens_per_batch: Maximum number of positions, padding included, in one forward
-            pass. The default is 2048 on a CPU and 8192 elsewhere. Longer contexts take several
-            passes; without a cache each takes a separate pass.
+            pass. The default is 2048 on a CPU and 8192 on other devices. Longer contexts take
+            several passes; without a cache, each of them takes a separate pass.
         kv_budget_bytes: Maximum memory for cached keys and values. The default is a quarter of
             the CPU's free memory, or half of a GPU's.
         execution_path: `"packed"`, `"slot_cache"`, `"padded"`, or None for the fastest path
@@ -69,16 +69,16 @@ class HFEngine(PrefixEngine):
         cuda_graphs: Whether steps of up to 1,024 tokens are replayed from CUDA graphs. Each
             padded number of tokens is captured when it occurs for the second time and compared
             once with the step without a graph. Hooks of the model do not run in replayed
-            steps. This requires Triton and the execution path `"packed"` on one CUDA device;
-            None replays steps where that is so, True raises an error where it is not. By
-            default False for `from_model`.
+            steps. Graphs require Triton and the execution path `"packed"` on one CUDA device.
+            With None, steps are replayed if these requirements are met; True raises an error
+            if they are not. The default of `from_model` is False.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
         MissingRequirementError: A library that the model or an option needs is
             missing.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        ValueError: Options that contradict each other or do not exist.
+        ValueError: Options contradict each other or do not exist.
     """
 
     backend = "hf"
@@ -147,16 +147,16 @@ class HFEngine(PrefixEngine):
         caller keeps the model on its device and must not run or train it while the engine
         steps. Weights may be changed in place between steps; call `clear_kv_cache` and
         `clear_output_cache` afterwards, because cached results belong to the earlier weights.
-        Weights that `prepack=True` (for speed on a CPU) has copied do not change.
+        The copies of weights that `prepack=True` makes (for speed on a CPU) do not change.
         Hooks of the model run in the engine's passes too.
 
         A model with peft adapters, or a `peft.PeftModel`, is served with its current state:
-        queries without an adapter get rows with its active adapters applied, and queries
-        can name each of `adapters`.
+        rows of queries without an adapter have its active adapters applied, and queries can
+        name any of its adapters.
 
         Raises:
-            ModelLoadError: It is an encoder-decoder or not a causal language model, or has
-                adapters that act outside of its layers.
+            ModelLoadError: The model is an encoder-decoder or not a causal language model, or
+                has adapters that act outside of its layers.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
         check_decoder(model.config, type(model).__name__)
@@ -168,9 +168,9 @@ class HFEngine(PrefixEngine):
             self_test=self_test,
         )
         engine = cls.__new__(cls)
-        in_training = [module for module in model.modules() if module.training]
+        training_modules = [module for module in model.modules() if module.training]
         try:
-            engine._serve(  # noqa: SLF001 - its own class
+            engine._serve(  # noqa: SLF001 - the same class
                 model,
                 tokenizer,
                 serving,
@@ -178,7 +178,7 @@ class HFEngine(PrefixEngine):
                 cuda_graphs=cuda_graphs,
             )
         except BaseException:
-            for module in in_training:
+            for module in training_modules:
                 module.training = True
             raise
         return engine
@@ -194,15 +194,15 @@ class HFEngine(PrefixEngine):
     ) -> None:
         adapters = Adapters(model)
         model = adapters.model
-        self._in_training = [module for module in model.modules() if module.training]
+        self._training_modules = [module for module in model.modules() if module.training]
         model.eval()
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config.get_text_config())
         rows = embedding_rows(model) or self.vocabulary.size
         device = input_device(model)
         on_cpu = device.type == "cpu" and not is_offloaded(model)
-        most = _TOKENS_PER_BATCH_ON_CPU if on_cpu else _TOKENS_PER_BATCH
-        logits = _LOGITS_PER_BATCH_ON_CPU if on_cpu else _logits_on(device)
+        default_tokens = _TOKENS_PER_BATCH_ON_CPU if on_cpu else _TOKENS_PER_BATCH
+        max_logits = _LOGITS_PER_BATCH_ON_CPU if on_cpu else _max_logits(device)
         self._served = ServedModel(
             model=model,
             vocabulary=self.vocabulary,
@@ -210,8 +210,8 @@ class HFEngine(PrefixEngine):
             embedding_rows=rows,
             pad_id=padding_id(model.config, rows),
             max_context=self.max_context,
-            max_tokens=options.max_tokens_per_batch or most,
-            max_rows=max(1, logits // max(rows, self.vocabulary.size)),
+            max_tokens=options.max_tokens_per_batch or default_tokens,
+            max_rows=max(1, max_logits // max(rows, self.vocabulary.size)),
         )
         self._prepacked = PrepackedWeights(model.modules() if prepack else ())
         with current_device(device):
@@ -230,31 +230,31 @@ class HFEngine(PrefixEngine):
             yield
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, which queries use as `name`.
+        """Load the LoRA adapter in folder `path`; queries refer to it by `name`.
 
         Raises:
             UnsupportedCapabilityError: peft is not installed, or layers are offloaded.
             AdapterError: The name is taken, the folder holds no LoRA adapter, or
                 it does not fit the model; the engine is unchanged.
         """
-        with packed_weights_kept(self._served.model):
+        with preserve_packed_weights(self._served.model):
             super().add_adapter(name, path)
         if self._kernels is not None:
             self._kernels.clear()
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
+        """Remove an adapter that `add_adapter` loaded; adapters that the model came with stay.
 
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
         """
-        with packed_weights_kept(self._served.model):
+        with preserve_packed_weights(self._served.model):
             super().remove_adapter(name)
         if self._kernels is not None:
             self._kernels.clear()
 
     def model_statistics(self) -> Mapping[str, int | float | str]:
-        """Return the model's class, device and dtype, the size of prepacked weights, graphs."""
+        """Return the model's class, device and dtype, prepacked bytes and counts of graphs."""
         return {
             **({} if self._kernels is None else self._kernels.statistics()),
             "prepacked_bytes": self._prepacked.nbytes,
@@ -264,27 +264,27 @@ class HFEngine(PrefixEngine):
         }
 
     def close(self) -> None:
-        """Remove the engine's adapters from the model and free everything computed.
+        """Remove the engine's adapters from the model and free all cached state.
 
-        `from_model`'s model returns to its earlier state, including training mode.
+        A model passed to `from_model` returns to its earlier state, including training mode.
         """
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
         super().close()
         adapters.unload()
-        for module in self._in_training:
+        for module in self._training_modules:
             module.training = True
-        del adapters, self._in_training, self._prepacked, self._served, self._kernels
+        del adapters, self._training_modules, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()
 
 
-def _logits_on(device: torch.device) -> int:
+def _max_logits(device: torch.device) -> int:
     """Return the maximum number of logits of a pass on a device."""
-    return int(free_memory_bytes(device) * _SHARE_OF_LOGITS) // _BYTES_OF_A_LOGIT
+    return int(free_memory_bytes(device) * _SHARE_OF_LOGITS) // _BYTES_PER_LOGIT
 
 
 def _hints(model: Any) -> dict[Capability, str]:
-    """Return why a model cannot have adapters, None if it can."""
+    """Return why a model lacks capabilities, by capability."""
     if is_offloaded(model):
         return {
             Capability.LORA: "its device_map offloads layers, which cannot have adapters; load "

@@ -54,9 +54,9 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
             does not support it.
     """
     padded = PaddedPath(served)
-    known_ids = min(served.embedding_rows, served.vocabulary.size)
+    n_ids = min(served.embedding_rows, served.vocabulary.size)
     self_test = SelfTest(
-        sample_ids(served.vocabulary.tokenizer, known_ids, served.max_context),
+        sample_ids(served.vocabulary.tokenizer, n_ids, served.max_context),
         padded,
         tolerance=served.row_tolerance,
         max_context=served.max_context,
@@ -65,8 +65,8 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     choice = choose_path(
         type(served.model).__name__,
         {
-            "packed": lambda: _packed(served, padded, options),
-            "slot_cache": lambda: _slot_cache(served, padded, options),
+            "packed": lambda: _packed_path(served, padded, options),
+            "slot_cache": lambda: _slot_cache_path(served, padded, options),
         },
         padded,
         options=options,
@@ -79,17 +79,17 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
 
 
 def use_kernels(choice: PathChoice, *, graphs: bool | None) -> KernelSteps | None:
-    """Return kernels that compute steps of the chosen execution path, if possible.
+    """Return kernels that compute the steps of an execution path, if possible.
 
     Args:
         choice: The execution path.
-        graphs: Whether steps are replayed from CUDA graphs; None where they can be.
+        graphs: Whether steps are replayed from CUDA graphs; None replays them if possible.
 
     Returns:
         The kernels, None if they cannot compute steps of the model.
 
     Raises:
-        ModelLoadError: Steps must be replayed and cannot be captured.
+        ModelLoadError: `graphs` is True and steps cannot be captured.
     """
     forward = choice.path.forward if isinstance(choice.path, PrefixRows) else None
     try:
@@ -103,7 +103,7 @@ def use_kernels(choice: PathChoice, *, graphs: bool | None) -> KernelSteps | Non
         if not graphs:
             return None
         raise ModelLoadError(
-            f"asked for cuda_graphs=True, but {error}. Load the model without cuda_graphs"
+            f"cuda_graphs=True is not possible: {error}. Load the model without cuda_graphs"
         ) from error
 
 
@@ -111,8 +111,8 @@ def use_kernels(choice: PathChoice, *, graphs: bool | None) -> KernelSteps | Non
 def known_paths() -> Mapping[str, Mapping[str, str]]:
     """Return the listed `execution_paths` by `ModelFacts.key`, and the `versions` used."""
     file = importlib.resources.files("genlm_hf").joinpath("execution_paths.json")
-    found: dict[str, dict[str, str]] = json.loads(file.read_text("utf-8"))
-    return found
+    tables: dict[str, dict[str, str]] = json.loads(file.read_text("utf-8"))
+    return tables
 
 
 def known_path(model: Any) -> str | None:
@@ -122,8 +122,8 @@ def known_path(model: Any) -> str | None:
 
 
 def _warn_if_slow(model: Any, choice: PathChoice) -> None:
-    known = known_path(model)
-    if known is None or PATHS.index(known) >= PATHS.index(choice.name):
+    listed_path = known_path(model)
+    if listed_path is None or PATHS.index(listed_path) >= PATHS.index(choice.name):
         return
     versions = [
         f"{library} {version} (installed: {importlib.metadata.version(library)})"
@@ -132,19 +132,19 @@ def _warn_if_slow(model: Any, choice: PathChoice) -> None:
     # Logged, not warned: programs that turn warnings into errors still get right rows,
     # and Python prints records of this level where logging is not configured.
     _logger.warning(
-        "%s is served by the execution path %r, which is much slower than %r with %s, by "
-        "which models of its kind were served. Rows are right. Reason: %s. Install the "
-        "versions named, or report this; execution_path=%r suppresses this message",
+        "%s is served by the execution path %r, which is much slower than %r, the path of "
+        "this model family with %s. Rows are right. Reason: %s. Install these versions, or "
+        "report this; execution_path=%r suppresses this message",
         type(model).__name__,
         choice.name,
-        known,
+        listed_path,
         " and ".join(versions),
         choice.reason,
         choice.name,
     )
 
 
-def _packed(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
+def _packed_path(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
     """Return the path `packed`.
 
     Raises:
@@ -154,28 +154,30 @@ def _packed(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> P
         raise UnsupportedModelError("its forward takes no position_ids")
     _refuse_by_config(served, padded)
     layout = _layout(served, padded)
-    _refuse_few_layers(served, len(layout.layers), "use transformers' attention interface")
+    _require_all_layers(served, len(layout.layers), "use transformers' attention interface")
     storage = _storage([layer.shape for layer in layout.layers], options)
     return _prefix_rows(PackedForward(served, layout, storage), served, padded, storage)
 
 
-def _slot_cache(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
+def _slot_cache_path(
+    served: ServedModel, padded: PaddedPath, options: ServeOptions
+) -> PrefixRows:
     """Return the path `slot_cache`.
 
     Raises:
         UnsupportedModelError: The model breaks one of the rules.
     """
     _refuse_by_config(served, padded)
-    if not padded.pads:
+    if not padded.can_mix_lengths:
         raise UnsupportedModelError("padding changes its rows")
     try:
         _layout(served, padded)
     except UnsupportedMaskError:
         raise
     except UnsupportedModelError:
-        pass  # custom attention does not matter here
+        pass  # this path supports custom attention functions
     shapes = read_cache(served, _probe_length(served))
-    _refuse_few_layers(served, len(shapes), "keep keys and values")
+    _require_all_layers(served, len(shapes), "keep keys and values")
     storage = _storage(shapes, options)
     return _prefix_rows(SlotCacheForward(served, storage), served, padded, storage)
 
@@ -184,12 +186,12 @@ def _storage(shapes: list[LayerShape], options: ServeOptions) -> KVStorage:
     budget = options.kv_budget_bytes
     try:
         return KVStorage(shapes, default_budget_bytes(shapes) if budget is None else budget)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one too
+    except RuntimeError as error:  # includes torch.OutOfMemoryError
         device = shapes[0].device
         free = free_memory_bytes(device)
         raise ModelLoadError(
-            f"asked for kv_budget_bytes={budget}; {device} cannot allocate as much, "
-            f"{free:,} bytes are free. Pass a smaller budget, or none for a share of these"
+            f"{device} cannot allocate kv_budget_bytes={budget}; {free:,} bytes are free. Pass "
+            f"a smaller budget, or none for a share of the free bytes"
         ) from error
 
 
@@ -208,8 +210,8 @@ def _prefix_rows(
 
 
 def _layout(served: ServedModel, padded: PaddedPath) -> AttentionLayout:
-    ids, first = [0] * _probe_length(served), np.zeros((2, 1), np.int64)
-    return read_layout(served.model, lambda: padded.logits([ids], first))
+    ids, positions = [0] * _probe_length(served), np.zeros((2, 1), np.int64)
+    return read_layout(served.model, lambda: padded.logits([ids], positions))
 
 
 def _probe_length(served: ServedModel) -> int:
@@ -220,15 +222,15 @@ def _refuse_by_config(served: ServedModel, padded: PaddedPath) -> None:
     config = served.model.config.get_text_config()
     if padded.by_longest:
         raise UnsupportedModelError("its rotary embedding depends on the longest sequence")
-    others = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
-    if others:
+    unsupported = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
+    if unsupported:
         raise UnsupportedModelError(
-            f"it has layers of kind {', '.join(sorted(map(str, others)))}"
+            f"it has layers of kind {', '.join(sorted(map(str, unsupported)))}"
         )
 
 
-def _refuse_few_layers(served: ServedModel, count: int, what: str) -> None:
+def _require_all_layers(served: ServedModel, count: int, condition: str) -> None:
     config = served.model.config.get_text_config()
     expected = getattr(config, "num_hidden_layers", None)
     if not count or count != expected:
-        raise UnsupportedModelError(f"{count} of its {expected} layers {what}")
+        raise UnsupportedModelError(f"{count} of its {expected} layers {condition}")

@@ -1,4 +1,4 @@
-"""Forward passes whose output embedding is applied to the wanted positions only.
+"""Forward passes whose output embedding is applied to the requested positions only.
 
 `padded_pass` pads sequences on the right and caches nothing, which is right for every
 causal model, whatever its attention, positions or state. Position ids are left to
@@ -18,15 +18,15 @@ import torch
 from genlm_hf.served_model import ServedModel
 
 __all__ = [
-    "Take",
-    "accepted",
+    "Selector",
+    "accepted_arguments",
+    "compute_logits",
     "current_device",
     "padded_pass",
-    "taken_logits",
 ]
 
-Take = Callable[[torch.Tensor], torch.Tensor]
-"""Selector of some positions of all positions of a pass."""
+Selector = Callable[[torch.Tensor], torch.Tensor]
+"""Function that selects positions from the states, or logits, of all positions of a pass."""
 
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
@@ -38,46 +38,46 @@ def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> dict
     longest = max(len(sequence) for sequence in sequences)
     padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
     mask = torch.arange(longest, device=device) < lengths[:, None]
-    others = {"attention_mask": mask.long(), "use_cache": False, "return_dict": True}
+    arguments = {"attention_mask": mask.long(), "use_cache": False, "return_dict": True}
     return {
         "input_ids": torch.tensor(padded, device=device),
-        **accepted(served.model, others),
+        **accepted_arguments(served.model, arguments),
     }
 
 
 @torch.inference_mode()
-def taken_logits(model: Any, inputs: dict[str, Any], take: Take) -> torch.Tensor:
-    """Run a model; compute logits of `take(states)` only, if the model permits it.
+def compute_logits(model: Any, inputs: dict[str, Any], select: Selector) -> torch.Tensor:
+    """Run a model; compute the logits of `select(states)` only, if the model permits it.
 
-    The output embedding is applied to `take(states)` instead of all states; the model's scaling
-    or capping of logits still follows. A model that applies its output embedding to states of
-    another shape than `(*shape of the ids, width)` computes all logits.
+    The output embedding is applied to `select(states)` instead of all states; the model's
+    scaling or capping of logits still follows. A model that applies its output embedding to
+    states of another shape than `(*shape of the ids, width)` computes all logits.
 
     Args:
         model: A causal language model of transformers.
         inputs: Arguments of its `forward`.
-        take: Selects positions of tensors of shape `(*shape of the ids, width)`.
+        select: Selects positions of tensors of shape `(*shape of the ids, width)`.
 
     Returns:
-        `take(logits)`, in the model's dtype, on the device of its output.
+        `select(logits)`, in the model's dtype, on the device of its output.
     """
-    shape, is_taken = inputs["input_ids"].shape, False
+    shape, is_selected = inputs["input_ids"].shape, False
 
-    def selected(states: torch.Tensor) -> torch.Tensor:
-        nonlocal is_taken
+    def select_states(states: torch.Tensor) -> torch.Tensor:
+        nonlocal is_selected
         if states.shape[:-1] != shape:
             return states
-        is_taken = True
-        return take(states)
+        is_selected = True
+        return select(states)
 
-    with _head_input(model.get_output_embeddings(), selected):
+    with _replace_head_input(model.get_output_embeddings(), select_states):
         output = model(**inputs)
     logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits if is_taken else take(logits)
+    return logits if is_selected else select(logits)
 
 
-def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `inputs` that the model's `forward` has parameters for."""
+def accepted_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of `inputs` that are parameters of the model's `forward`."""
     names = _parameters.get(model)
     if names is None:
         names = _parameters[model] = frozenset(inspect.signature(model.forward).parameters)
@@ -85,23 +85,23 @@ def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _head_input(head: Any, selected: Take) -> Iterator[None]:
-    """Apply the output embedding to `selected(states)` within this context."""
+def _replace_head_input(head: Any, replace: Selector) -> Iterator[None]:
+    """Apply the output embedding to `replace(states)` within this context."""
     if not isinstance(head, torch.nn.Module):
         yield
         return
-    attributes, whole = vars(head), head.forward
-    replaced = attributes.get("forward")
-    attributes["forward"] = lambda states, *args, **kwargs: whole(
-        selected(states), *args, **kwargs
+    attributes, forward = vars(head), head.forward
+    instance_forward = attributes.get("forward")
+    attributes["forward"] = lambda states, *args, **kwargs: forward(
+        replace(states), *args, **kwargs
     )
     try:
         yield
     finally:
-        if replaced is None:
+        if instance_forward is None:
             del attributes["forward"]
         else:
-            attributes["forward"] = replaced
+            attributes["forward"] = instance_forward
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:

@@ -25,15 +25,15 @@ from genlm.plugin import (
     loading_stage,
     model_source,
 )
-from genlm_hf.progress import without_bars
-from genlm_hf.quantised import is_quantised, say_once
+from genlm_hf.progress import hidden_progress_bars
+from genlm_hf.quantised import dedupe_logs, is_quantised
 
 __all__ = ["LoadOptions", "check_decoder", "load_checkpoint"]
 
 _DEMO = Path(__file__).parent / "demo"
 
-# Error message for a folder without a model.
-_MOST_FILES_SHOWN = 12
+# Files named in the error message for a folder without a model.
+_MAX_LISTED_FILES = 12
 
 # Options of `hf_opts` that locate files; config and tokenizer need them too.
 _LOCATION_OPTIONS = frozenset(
@@ -66,31 +66,33 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
         MissingRequirementError: A library that the model or an option needs is missing.
-        ValueError: Options that contradict each other or do not exist.
+        ValueError: Options contradict each other or do not exist.
         TypeError: `model` is not a name, or an option is not a mapping.
     """
     loading_stage("config and tokenizer")
     import transformers
 
-    source = _demo() if model == "demo" else model_source(model)
+    source = _demo_folder() if model == "demo" else model_source(model)
     arguments, device = _model_arguments(options)
-    where = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
-    where["trust_remote_code"] = arguments.get("trust_remote_code", options.trust_remote_code)
-    config = _read(transformers.AutoConfig, source, where)
+    location_options = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
+    location_options["trust_remote_code"] = arguments.get(
+        "trust_remote_code", options.trust_remote_code
+    )
+    config = _read(transformers.AutoConfig, source, location_options)
     check_decoder(config, source, options.hf_opts)
-    tokenizer = _read(transformers.AutoTokenizer, source, where)
+    tokenizer = _read(transformers.AutoTokenizer, source, location_options)
     if getattr(config, "quantization_config", None) is not None and device is not None:
         arguments["device_map"], device = {"": device}, None
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # torch's attention, transformers' default, does not cap scores.
         arguments.setdefault("attn_implementation", "eager")
-    arguments |= {**where, "output_loading_info": True}
-    is_shown = loading_stage("weights")
-    with nullcontext() if is_shown else without_bars():
+    arguments |= {**location_options, "output_loading_info": True}
+    shows_progress = loading_stage("weights")
+    with nullcontext() if shows_progress else hidden_progress_bars():
         loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)
     _refuse_random_weights(source, config, info)
     if is_quantised(loaded):
-        say_once()
+        dedupe_logs()
     return (loaded if device is None else loaded.to(device)).eval(), tokenizer
 
 
@@ -113,7 +115,7 @@ def check_decoder(config: Any, source: str, changes: Mapping[str, Any] | None = 
     check_causal(ModelFacts.of({**config.to_dict(), **(changes or {})}))
 
 
-def _demo() -> str:
+def _demo_folder() -> str:
     if not (_DEMO / "config.json").is_file():
         raise ModelLoadError(f"the packaged model 'demo' is not in {_DEMO}; reinstall genlm-hf")
     return str(_DEMO)
@@ -122,9 +124,9 @@ def _demo() -> str:
 def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device | None]:
     """Return `from_pretrained`'s arguments, and where to move the model afterwards."""
     for name in ("hf_opts", "bitsandbytes_opts"):
-        given = getattr(options, name)
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"{name}={given!r}; expected a mapping from names to values")
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name}={value!r}; expected a mapping from names to values")
     arguments = dict(options.hf_opts or {})
     if "torch_dtype" in arguments:
         if "dtype" in arguments:
@@ -132,15 +134,15 @@ def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device
         arguments["dtype"] = arguments.pop("torch_dtype")
     for name in ("dtype", "trust_remote_code"):
         if name in arguments and getattr(options, name):
-            raise ValueError(f"{name!r} is given twice, as an argument and in hf_opts")
-    mapped = "device_map" in arguments
-    if mapped and options.device is not None:
-        raise ValueError("give either device or hf_opts['device_map'], not both")
-    device = None if mapped else _device(options.device)
-    if mapped:
+            raise ValueError(f"{name!r} is passed twice, as an argument and in hf_opts")
+    has_device_map = "device_map" in arguments
+    if has_device_map and options.device is not None:
+        raise ValueError("pass either device or hf_opts['device_map'], not both")
+    device = None if has_device_map else _device(options.device)
+    if has_device_map:
         _require("hf_opts['device_map']", "accelerate", extra="accelerate")
     if options.bitsandbytes_opts:
-        arguments |= _quantisation(options.bitsandbytes_opts, arguments, device)
+        arguments |= _quantisation_arguments(options.bitsandbytes_opts, arguments, device)
         device = None
     if isinstance(arguments.get("dtype"), str):
         arguments["dtype"] = _dtype(arguments["dtype"], "auto")
@@ -156,42 +158,42 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"no device {device!r}; examples: 'cpu', 'cuda', 'cuda:1'") from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
         raise ModelLoadError(
-            f"asked for device {str(device)!r}; torch finds {torch.cuda.device_count()} CUDA "
-            f"devices. Use device='cpu', or a torch built for your GPU"
+            f"device {str(device)!r} is not available; torch finds {torch.cuda.device_count()} "
+            f"CUDA devices. Use device='cpu', or a torch built for your GPU"
         )
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=torch_device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ModelLoadError(
-            f"asked for device {str(device)!r}; this torch was not built for {found.type}, or "
-            f"finds no such device. Use device='cpu', or another torch"
+            f"device {str(device)!r} is not available; this torch was not built for "
+            f"{torch_device.type}, or finds no such device. Use device='cpu', or another torch"
         ) from error
-    return found
+    return torch_device
 
 
 def _dtype(dtype: str | torch.dtype | None, default: str) -> torch.dtype | str:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype  # also those without a common name, such as float8_e4m3fn
+        return dtype  # including those without a common name, such as float8_e4m3fn
     name = dtype_name(default if dtype is None else dtype)
     return name if name == "auto" else cast("torch.dtype", getattr(torch, name))
 
 
-def _quantisation(
-    wanted: Mapping[str, Any], arguments: Mapping[str, Any], device: torch.device | None
+def _quantisation_arguments(
+    options: Mapping[str, Any], arguments: Mapping[str, Any], device: torch.device | None
 ) -> dict[str, Any]:
     if "quantization_config" in arguments:
-        raise ValueError("give either bitsandbytes_opts or hf_opts['quantization_config']")
+        raise ValueError("pass either bitsandbytes_opts or hf_opts['quantization_config']")
     _require(
-        f"bitsandbytes_opts={dict(wanted)}", "bitsandbytes", "accelerate", extra="bitsandbytes"
+        f"bitsandbytes_opts={dict(options)}", "bitsandbytes", "accelerate", extra="bitsandbytes"
     )
     import transformers
 
-    settings = {"quantization_config": transformers.BitsAndBytesConfig(**wanted)}
+    settings = {"quantization_config": transformers.BitsAndBytesConfig(**options)}
     return settings if device is None else {**settings, "device_map": {"": device}}
 
 
@@ -210,11 +212,11 @@ def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
             raise MissingRequirementError(
                 f"model {source!r}", [error.name], "install the package that provides it"
             ) from error
-        # The first line has the cause; transformers' next lines list everything it supports.
+        # The first line states the cause; the next ones list everything transformers supports.
         cause = f"{type(error).__name__}: {error}".strip().split("\n")[0]
         raise ModelLoadError(
-            f"asked for model {source!r}; {auto_class.__name__}.from_pretrained raised {cause} "
-            f"({_advice(source)})"
+            f"cannot load model {source!r}; {auto_class.__name__}.from_pretrained raised "
+            f"{cause} ({_advice(source)})"
         ) from error
 
 
@@ -222,27 +224,27 @@ def _advice(source: str) -> str:
     if Path(source).is_file():
         return "this is a file; pass its folder, and hf_opts={'gguf_file': name} if it is GGUF"
     if Path(source).is_dir():
-        found = sorted(path.name for path in Path(source).iterdir())
-        shown = ", ".join(found[:_MOST_FILES_SHOWN]) or "nothing"
-        more = ", ..." if len(found) > _MOST_FILES_SHOWN else ""
+        names = sorted(path.name for path in Path(source).iterdir())
+        listed = ", ".join(names[:_MAX_LISTED_FILES]) or "nothing"
+        more = ", ..." if len(names) > _MAX_LISTED_FILES else ""
         return (
-            f"the folder holds {shown}{more}; it must hold config.json, weights and "
-            f"tokenizer of a decoder-only model, and one with code of its own needs "
+            f"the folder contains {listed}{more}; it must contain config.json, weights and "
+            f"tokenizer of a decoder-only model; a model with custom code needs "
             f"trust_remote_code=True"
         )
     return (
         "there is no folder of that name; a hub id must exist, be accessible with your token, "
         "and be in the local cache when the hub cannot be reached (HF_HUB_OFFLINE=1 then "
-        "spares the wait for it)"
+        "avoids the timeout)"
     )
 
 
 def _refuse_random_weights(source: str, config: Any, info: Mapping[str, Any]) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ModelLoadError(
             f"{source!r} lacks {len(missing)} of the weights of a causal language model "
-            f"({shown}), which would be random; its config names {config.architectures}. "
+            f"({names}), which would be random; its config names {config.architectures}. "
             f"Use a checkpoint that was saved with its language-model head"
         )

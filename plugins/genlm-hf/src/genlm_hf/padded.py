@@ -13,16 +13,16 @@ import torch
 
 from genlm.plugin import ModelFacts
 from genlm.prefix import BatchLimits, Integers64, UncachedPath
-from genlm_hf.forward import padded_pass, taken_logits
+from genlm_hf.forward import compute_logits, padded_pass
 from genlm_hf.probe import padding_is_safe, sample_ids
 from genlm_hf.quantised import is_quantised
-from genlm_hf.rope import forget_longest
+from genlm_hf.rope import reset_dynamic_rope
 from genlm_hf.served_model import ServedModel
 
 __all__ = ["PaddedPath"]
 
-# Kinds of layers that padding on the right does not change. Others may choose the tokens
-# that they attend to by scores, of which many are equal, and padding decides between them.
+# Kinds of layers that padding on the right does not change. Layers of other kinds may select
+# the tokens that they attend to by scores; padding changes the choice between equal scores.
 _PADDABLE_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
 _PADDABLE_LAYERS |= {"chunked_attention", "linear_attention", "recurrent", "mamba", "conv"}
 _PADDABLE_LAYERS |= {"hybrid", "hybrid_sliding", "moe", "mlp", "dense"}
@@ -55,7 +55,7 @@ class PaddedPath(UncachedPath):
             self.scores_by_rows = True
 
     @property
-    def pads(self) -> bool:
+    def can_mix_lengths(self) -> bool:
         """Whether sequences of different lengths may share a pass."""
         return not self.limits.equal_lengths
 
@@ -66,28 +66,30 @@ class PaddedPath(UncachedPath):
         counts = np.array([len(sequence) for sequence in sequences]) - firsts
         rows = np.repeat(np.arange(len(counts)), counts)
         positions = np.concatenate([np.arange(n) for n in counts]) + firsts[rows]
-        wanted, most = np.stack([rows, positions]), self.limits.max_rows
-        for begin in range(0, wanted.shape[1], most):
-            part = wanted[:, begin : begin + most]
+        requested, max_rows = np.stack([rows, positions]), self.limits.max_rows
+        for begin in range(0, requested.shape[1], max_rows):
+            part = requested[:, begin : begin + max_rows]
             yield part, self.logits(sequences, part).to(self._served.device)
 
-    def logits(self, sequences: Sequence[Sequence[int]], wanted: Integers64) -> torch.Tensor:
+    def logits(self, sequences: Sequence[Sequence[int]], positions: Integers64) -> torch.Tensor:
         """Run one pass.
 
         Args:
             sequences: The sequences.
-            wanted: Sequences and positions in them, shape `(2, n)`.
+            positions: Indices of sequences, and positions in them, shape `(2, n)`.
 
         Returns:
-            Their logits, shape `(n, width)`, on the device of the model's output.
+            The logits of these positions, shape `(n, width)`, on the device of the model's
+            output.
         """
         if self.by_longest:
-            forget_longest(self._served.model)
-        where = torch.from_numpy(wanted)
+            reset_dynamic_rope(self._served.model)
+        indices = torch.from_numpy(positions)
 
-        def take(states: torch.Tensor) -> torch.Tensor:
-            rows, positions = where.to(states.device)
-            return states[rows, positions][None]
+        def select(states: torch.Tensor) -> torch.Tensor:
+            rows, columns = indices.to(states.device)
+            return states[rows, columns][None]
 
         self.count(sequences)
-        return taken_logits(self._served.model, padded_pass(self._served, sequences), take)[0]
+        inputs = padded_pass(self._served, sequences)
+        return compute_logits(self._served.model, inputs, select)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AdapterState", "adapter_layers", "adapter_state", "put_beside_base"]
+__all__ = ["AdapterState", "adapter_layers", "adapter_state", "move_to_base_devices"]
 
 # Attributes of peft's layers that say which adapters are active. peft's methods set them too,
 # but visit every parameter, which takes longer than a forward pass of a small model.
@@ -33,24 +33,29 @@ def adapter_state(model: torch.nn.Module) -> AdapterState:
     ]
 
 
-def put_beside_base(model: torch.nn.Module, adapter: str) -> None:
+def move_to_base_devices(model: torch.nn.Module, adapter: str) -> None:
     """Move an adapter's weights to the devices of the layers that it adapts.
 
-    peft leaves modules that an adapter replaces on the CPU and as they were saved, and
-    follows a copy of an embedding, which comes with the adapter, instead of the model's.
+    peft leaves modules that an adapter replaces on the CPU, in the dtype in which they were
+    saved. For adapters of an embedding it uses the device of the embedding's copy that comes
+    with the adapter, instead of the device of the model's embedding.
     """
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     for layer in adapter_layers(model):
-        wraps = isinstance(layer, AuxiliaryTrainingWrapper)
-        base = layer.original_module if wraps else layer.get_base_layer()
-        like = next(base.parameters(), None)
-        if like is None:
-            continue  # quantised, which peft handles
-        replaces = isinstance(layer, ModulesToSaveWrapper) and like.is_floating_point()
+        is_wrapper = isinstance(layer, AuxiliaryTrainingWrapper)
+        base = layer.original_module if is_wrapper else layer.get_base_layer()
+        base_weight = next(base.parameters(), None)
+        if base_weight is None:
+            continue  # quantised: peft handles it
+        is_replaced = (
+            isinstance(layer, ModulesToSaveWrapper) and base_weight.is_floating_point()
+        )
         for name, weight in list(layer.named_parameters()):
             path, _, leaf = name.rpartition(".")
             if adapter in name.split("."):
-                moved = weight.detach().to(like.device, like.dtype if replaces else None)
+                moved = weight.detach().to(
+                    base_weight.device, base_weight.dtype if is_replaced else None
+                )
                 moved = torch.nn.Parameter(moved, weight.requires_grad)
                 setattr(layer.get_submodule(path), leaf, moved)

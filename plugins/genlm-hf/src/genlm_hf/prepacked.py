@@ -21,17 +21,17 @@ __all__ = ["PrepackedWeights"]
 
 _logger = logging.getLogger("genlm_hf")
 
-# Largest share of the free memory that copies may take.
-_SHARE = 0.25
+# Maximum share of the free memory for the copies.
+_MEMORY_SHARE = 0.25
 
-# With fewer weights the call costs more than it saves (measured on two CPU cores).
-_FEWEST_WEIGHTS = 2**16
+# With fewer weights the call costs more time than it saves (measured on two CPU cores).
+_MIN_WEIGHTS = 2**16
 
 # oneDNN packs weights for a number of tokens; this one suits all measured numbers, 1-2048.
 _TOKENS = 16
 
 # It compiles and caches code for each number of tokens, 0.5 ms and 0.7 MB per weight shape.
-# Other numbers are therefore padded to one of these, or split into passes of the last.
+# Other numbers are therefore padded to one of these, or split into passes of the largest.
 _SIZES = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16))
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ class _MissingOperatorError(LookupError):
 class PrepackedWeights:
     """Prepacked copies of a model's weights, which forward passes on a CPU read.
 
-    The model keeps its own weights. Later changes of them do not change the copies.
+    The weights of the model itself stay; later changes to them do not change the copies.
 
     Args:
         modules: Modules of a model. Only plain linear layers on a CPU are copied, if the
@@ -71,21 +71,23 @@ class PrepackedWeights:
 
     def _prepack(self, modules: Iterable[torch.nn.Module]) -> None:
         layers: list[tuple[Any, torch.Tensor]]
-        layers = [(m, weight) for m in modules if (weight := _weight(m)) is not None]
+        layers = [
+            (m, weight) for m in modules if (weight := _prepackable_weight(m)) is not None
+        ]
         needed = sum(weight.nbytes for _, weight in layers)
-        if needed > _SHARE * free_memory_bytes():
+        if needed > _MEMORY_SHARE * free_memory_bytes():
             _logger.info("weights are not prepacked: %d bytes are too many", needed)
             return
         with torch.inference_mode():
             for layer, weight in layers:
-                forward = _forward(weight, layer.bias)
+                forward = _prepacked_forward(weight, layer.bias)
                 if forward is not None:
                     self._forwards.append((vars(layer), forward))
                     self.nbytes += weight.nbytes
         if layers and not self._forwards:
             _logger.warning(
                 "none of %d weights could be prepacked, so forward passes on this CPU are "
-                "slower (the level INFO says why); prepack=False loads without this message",
+                "slower (the log level INFO shows why); prepack=False suppresses this message",
                 len(layers),
             )
 
@@ -101,7 +103,7 @@ class PrepackedWeights:
                 del attributes["forward"]
 
 
-def _weight(layer: torch.nn.Module) -> torch.Tensor | None:
+def _prepackable_weight(layer: torch.nn.Module) -> torch.Tensor | None:
     """Return the weight of a layer that can be prepacked, `(outputs, inputs)`."""
     from transformers.pytorch_utils import Conv1D
 
@@ -109,7 +111,7 @@ def _weight(layer: torch.nn.Module) -> torch.Tensor | None:
     if type(layer) not in {torch.nn.Linear, Conv1D} or "forward" in vars(layer):
         return None
     weight = layer.weight
-    if type(weight) is not torch.nn.Parameter or weight.numel() < _FEWEST_WEIGHTS:
+    if type(weight) is not torch.nn.Parameter or weight.numel() < _MIN_WEIGHTS:
         return None
     if weight.device.type != "cpu" or not _is_supported(weight.dtype):
         return None
@@ -133,46 +135,46 @@ def _operator(name: str) -> Any:
         raise _MissingOperatorError(name) from error
 
 
-def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None:
-    """Return a forward pass that reads a copy, None if it fails or is inexact on this CPU."""
+def _prepacked_forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None:
+    """Return a forward pass on a prepacked copy, None if it fails or is inexact on this CPU."""
     product = _operator("_linear_pointwise").default
     reorder = _operator("_reorder_linear_weight")
     outputs, inputs = weight.shape
 
     def forward(states: torch.Tensor) -> torch.Tensor:
         if states.numel() // inputs in _SIZES:
-            whole: torch.Tensor = product(states, copy, bias, "none", [], "")
-            return whole
+            output: torch.Tensor = product(states, copy, bias, "none", [], "")
+            return output
         parts = torch.split(states.reshape(-1, inputs), _SIZES[-1])
         if len(parts) == 1:
-            return filled_up(parts[0]).view(*states.shape[:-1], outputs)
-        found = states.new_empty(*states.shape[:-1], outputs)
-        places = torch.split(found.view(-1, outputs), _SIZES[-1])
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(filled_up(part))  # one part at a time is in memory twice
-        return found
+            return padded_product(parts[0]).view(*states.shape[:-1], outputs)
+        joined = states.new_empty(*states.shape[:-1], outputs)
+        targets = torch.split(joined.view(-1, outputs), _SIZES[-1])
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(padded_product(part))  # one part at a time is in memory twice
+        return joined
 
-    def filled_up(states: torch.Tensor) -> torch.Tensor:
+    def padded_product(states: torch.Tensor) -> torch.Tensor:
         count = len(states)
         states = pad(states, (0, 0, 0, _SIZES[bisect_left(_SIZES, count)] - count))
-        found: torch.Tensor = product(states, copy, bias, "none", [], "")[:count]
-        return found
+        output: torch.Tensor = product(states, copy, bias, "none", [], "")[:count]
+        return output
 
     try:
         copy = reorder(weight.contiguous(), _TOKENS)
-        agree = _agree(forward, lambda states: linear(states, weight, bias), weight)
+        is_exact = _products_agree(forward, lambda states: linear(states, weight, bias), weight)
     except RuntimeError as error:
         _logger.info("oneDNN refuses a weight of shape %s: %s", tuple(weight.shape), error)
         return None
-    if not agree:
+    if not is_exact:
         _logger.info("oneDNN's products differ for a weight of shape %s", tuple(weight.shape))
-    return forward if agree else None
+    return forward if is_exact else None
 
 
-def _agree(left: _Forward, right: _Forward, weight: torch.Tensor) -> bool:
+def _products_agree(left: _Forward, right: _Forward, weight: torch.Tensor) -> bool:
     """Whether two functions that multiply by a weight agree up to rounding."""
     states = torch.linspace(-1, 1, weight.shape[1]).to(weight.dtype)[None]
     difference = (left(states) - right(states)).float().abs()[0]
-    largest = states.float().norm() * weight.norm(dim=1, dtype=torch.float32)
+    scale = states.float().norm() * weight.norm(dim=1, dtype=torch.float32)
     rounding = max(1e-5, 4 * torch.finfo(weight.dtype).eps)
-    return bool((difference <= rounding * largest).all())
+    return bool((difference <= rounding * scale).all())

@@ -52,7 +52,7 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
     end = max(len(ids) // 2 - 1, 0)
     start = ids[: end + 1]
     try:
-        alone = logits([start], np.array([[0], [end]]))
+        unbatched = logits([start], np.array([[0], [end]]))
         padded, continued = logits([start, ids], np.array([[0, 1], [end, end]]))[:, None]
     except Exception as error:
         raise ModelLoadError(
@@ -60,14 +60,16 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
             f"{error}; the model must accept token ids as its only input, and the device needs "
             f"memory for the pass"
         ) from error
-    tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE.get(alone.dtype, _COARSE_TOLERANCE)
-    if _total_variation(alone, continued) > tolerance:
+    tolerance = (
+        _COARSE_TOLERANCE if coarse else _TOLERANCE.get(unbatched.dtype, _COARSE_TOLERANCE)
+    )
+    if _total_variation(unbatched, continued) > tolerance:
         raise ModelLoadError(
             "its prediction after a token changes with the tokens that follow, so it is not "
             "a causal language model; use a decoder-only model (a BERT-like checkpoint "
             'trained as a decoder needs hf_opts={"is_decoder": True})'
         )
-    return _total_variation(alone, padded) <= tolerance
+    return _total_variation(unbatched, padded) <= tolerance
 
 
 def _total_variation(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
 """Hides transformers' progress bars while a model is loaded.
 
-The bars of the hub's downloads, which may take long, remain visible.
+Progress bars of downloads from the hub, which may take long, remain visible.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["without_bars"]
+__all__ = ["hidden_progress_bars"]
 
 _lock = threading.Lock()
 _users = 0
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def hidden_progress_bars() -> Iterator[None]:
     """Hide transformers' bars within this context, on all threads.
 
     A hook that the program has installed keeps its effect. When the last of several
@@ -28,21 +28,23 @@ def without_bars() -> Iterator[None]:
     global _users  # noqa: PLW0603 - the hook is transformers' global, and so is its count
     with _lock:
         _users += 1
-        _replace(set_tqdm_hook, None, _hidden)
+        _replace(set_tqdm_hook, None, _create_hidden_bar)
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if not _users:
-                _replace(set_tqdm_hook, _hidden, None)
+                _replace(set_tqdm_hook, _create_hidden_bar, None)
 
 
 def _replace(set_hook: Callable[[Any], Any], old: Any, new: Any) -> None:
-    found = set_hook(new)
-    if found is not old:
-        set_hook(found)
+    current = set_hook(new)
+    if current is not old:
+        set_hook(current)
 
 
-def _hidden(factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _create_hidden_bar(
+    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     return factory(*args, **{**kwargs, "disable": True})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["is_quantised", "packed_weights_kept", "say_once"]
+__all__ = ["dedupe_logs", "is_quantised", "preserve_packed_weights"]
 
 
 def is_quantised(model: Any) -> bool:
@@ -16,14 +16,14 @@ def is_quantised(model: Any) -> bool:
 
 
 @contextmanager
-def packed_weights_kept(model: Any) -> Iterator[None]:
+def preserve_packed_weights(model: Any) -> Iterator[None]:
     """Restore 4-bit weights that `state_dict`, which peft calls, has unpacked.
 
     On CPUs with AVX512-BF16 bitsandbytes packs them in the first forward pass.
     `state_dict` unpacks them, but not their scales (seen in bitsandbytes 0.50.2), which
     would change the rows.
     """
-    kept = [
+    packed_weights = [
         (weight, weight.data, weight.quant_state, dict(vars(weight.quant_state)))
         for weight in model.parameters()
         if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False)
@@ -31,27 +31,27 @@ def packed_weights_kept(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for weight, data, state, settings in kept:
+        for weight, data, state, settings in packed_weights:
             weight.data, weight.quant_state = data, state
             vars(state).clear()
             vars(state).update(settings)
 
 
-def say_once() -> None:
+def dedupe_logs() -> None:
     """Let bitsandbytes log each message once instead of at every matrix product."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_once)
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_duplicate_filter)
 
 
-class _Once(logging.Filter):
+class _DuplicateFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._seen_messages: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        is_new = message not in self._said
-        self._said.add(message)
+        is_new = message not in self._seen_messages
+        self._seen_messages.add(message)
         return is_new
 
 
-_once = _Once()
+_duplicate_filter = _DuplicateFilter()

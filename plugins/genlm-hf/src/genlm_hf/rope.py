@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["forget_longest"]
+__all__ = ["reset_dynamic_rope"]
 
 
-def forget_longest(model: torch.nn.Module) -> None:
+def reset_dynamic_rope(model: torch.nn.Module) -> None:
     """Reset dynamic rotary embeddings to their initial state.
 
     Otherwise a sequence would use the frequencies of an earlier, longer one.
@@ -25,7 +25,7 @@ def forget_longest(model: torch.nn.Module) -> None:
         for name in _original_frequencies(module):
             current = name.replace("original_", "")
             original = getattr(module, name)
-            # A copy, because newer releases of transformers write into the current ones.
+            # A copy, because newer releases of transformers write into the current frequencies.
             setattr(module, current, original.to(getattr(module, current).device, copy=True))
 
 

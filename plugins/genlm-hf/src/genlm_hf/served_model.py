@@ -18,7 +18,7 @@ __all__ = [
     "padding_id",
 ]
 
-# Largest errors in log-probability; other dtypes and few bits round more.
+# Maximum errors in log-probability. Other dtypes and quantised weights round more.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 3e-2}
 _COARSE_TOLERANCE = 0.3
 
@@ -31,7 +31,7 @@ class ServedModel:
         model: A transformers model.
         vocabulary: The tokenizer's vocabulary.
         device: Device of the model's input.
-        embedding_rows: The model can embed ids from 0 up to here.
+        embedding_rows: Number of ids, from 0 on, that the model can embed.
         pad_id: Id that pads batches.
         max_context: Maximum number of tokens of a context, None for no limit.
         max_tokens: Maximum number of positions in one forward pass; without a cache a longer
@@ -67,18 +67,19 @@ def embedding_rows(model: Any) -> int | None:
 
 def padding_id(config: Any, rows: int | None) -> int:
     """Return an id that the model can embed; its padding id if it has one."""
-    own = getattr(config.get_text_config(), "pad_token_id", None)
-    known = isinstance(own, int) and own >= 0 and (rows is None or own < rows)
-    return int(own) if known and own is not None else 0
+    pad_id = getattr(config.get_text_config(), "pad_token_id", None)
+    if isinstance(pad_id, int) and pad_id >= 0 and (rows is None or pad_id < rows):
+        return pad_id
+    return 0
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device of the input of a model, which may be spread over devices."""
+    """Return the device of a model's input; the model may be spread over several devices."""
     device: torch.device = model.get_input_embeddings().weight.device
-    # Offloaded weights rest on "meta"; accelerate then moves the inputs.
+    # Offloaded weights are on "meta"; accelerate then moves the inputs.
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def is_offloaded(model: Any) -> bool:
-    """Whether weights are on disk or a CPU until a pass needs them."""
+    """Whether weights stay on disk or a CPU until a pass needs them."""
     return any(parameter.is_meta for parameter in model.parameters())

@@ -3,7 +3,7 @@
 For decoder-only models whose layers keep plain keys and values, but attend in custom
 code. In place of transformers' cache the model gets a `SlotCache`, which writes the keys and
 values of new tokens into their slots and returns the whole past of each sequence, gathered
-from the slots. The model's own cache would copy the pasts as well.
+from the slots. transformers' cache would copy the pasts in addition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from genlm.prefix import (
     SegmentLimits,
     UnsupportedModelError,
 )
-from genlm_hf.forward import accepted, taken_logits
+from genlm_hf.forward import accepted_arguments, compute_logits
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
@@ -34,7 +34,7 @@ _CACHE_NAMES = ("cache", "past_key_values")
 
 # CPU tensors of more bytes get new pages from the system at each allocation, which takes
 # longer than filling them.
-_LARGE = 2**25
+_LARGE_BYTES = 2**25
 
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
@@ -50,7 +50,7 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
 
 
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer that sees all of its past, padding included."""
+    """The cache of one layer; its length includes padding."""
 
     def __init__(self, past: int, index: int, storage: KVStorage, slots: _Slots) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _by_head(states: torch.Tensor) -> torch.Tensor:
 
 
 class _Slots:
-    """A batch's slots as tensors, made once for each device and number of heads."""
+    """Slots of a batch as tensors, created once per device and number of heads."""
 
     def __init__(self, batch: PassLayout) -> None:
         self._batch = batch
@@ -95,25 +95,25 @@ class _Slots:
             self._writes[device] = torch.from_numpy(self._batch.writes.reshape(-1)).to(device)
         return self._writes[device]
 
-    def gathered(self, what: str, states: torch.Tensor) -> torch.Tensor:
+    def gathered(self, kind: str, states: torch.Tensor) -> torch.Tensor:
         """Return the past of every sequence, `(segments, heads, all, width)`.
 
         A large result is overwritten by that of the next layer.
 
         Args:
-            what: Whether `states` are keys or values.
+            kind: Whether `states` are keys or values.
             states: Keys or values of a layer, `(heads, slots, width)`.
         """
-        index = self._read(states)
-        key = (what, states.device, states.dtype, states.shape)
-        found = torch.index_select(
+        index = self._past_index(states)
+        key = (kind, states.device, states.dtype, states.shape)
+        past = torch.index_select(
             states.flatten(0, 1), 0, index.reshape(-1), out=self._gathered.get(key)
         )
-        if found.nbytes > _LARGE:
-            self._gathered[key] = found
-        return found.view(*index.shape, states.shape[2])
+        if past.nbytes > _LARGE_BYTES:
+            self._gathered[key] = past
+        return past.view(*index.shape, states.shape[2])
 
-    def _read(self, states: torch.Tensor) -> torch.Tensor:
+    def _past_index(self, states: torch.Tensor) -> torch.Tensor:
         """Return the past's indices in `states.flatten(0, 1)`, (segments, heads, all)."""
         heads, slots, _ = states.shape
         key = (states.device, heads)
@@ -173,13 +173,13 @@ class SlotCacheForward(SegmentForward):
         batch = PassLayout.of_segments(segments, self._served.pad_id)
         inputs = _inputs(model, batch, device)
         inputs[_cache_name(model)] = SlotCache(self.storage, batch)
-        where = torch.from_numpy(np.stack([rows, places])).to(device)
+        indices = torch.from_numpy(np.stack([rows, places])).to(device)
 
-        def take(states: torch.Tensor) -> torch.Tensor:
-            row, place = where.to(states.device)
-            return states[row, place][None]
+        def select(states: torch.Tensor) -> torch.Tensor:
+            row, column = indices.to(states.device)
+            return states[row, column][None]
 
-        return taken_logits(model, inputs, take)[0].to(device)
+        return compute_logits(model, inputs, select)[0].to(device)
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
@@ -194,7 +194,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
     """
     model, device = served.model, served.device
     needed = (_cache_name(model), "attention_mask", "use_cache")
-    missing = [name for name in needed if not accepted(model, {name: None})]
+    missing = [name for name in needed if not accepted_arguments(model, {name: None})]
     if missing:
         raise UnsupportedModelError(f"its forward takes no {missing[0]}")
     cache = RecordingCache()
@@ -216,7 +216,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
 
 def _cache_name(model: Any) -> str:
     """Return the name of the cache among the arguments of a model's `forward`."""
-    return next(iter(accepted(model, dict.fromkeys(_CACHE_NAMES))), _CACHE_NAMES[-1])
+    return next(iter(accepted_arguments(model, dict.fromkeys(_CACHE_NAMES))), _CACHE_NAMES[-1])
 
 
 def _inputs(model: Any, batch: PassLayout, device: torch.device) -> dict[str, Any]:
@@ -227,4 +227,4 @@ def _inputs(model: Any, batch: PassLayout, device: torch.device) -> dict[str, An
         "position_ids": torch.from_numpy(batch.positions).to(device),
         "return_dict": True,
     }
-    return accepted(model, inputs)
+    return accepted_arguments(model, inputs)

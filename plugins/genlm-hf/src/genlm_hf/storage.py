@@ -20,8 +20,8 @@ __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 _SHARE_OF_CPU = 0.25
 _SHARE_OF_ACCELERATOR = 0.5
 
-# Larger than any particle population; bounds a tiny model's pool.
-_MOST_SLOTS_BY_DEFAULT = 2**20
+# More than any particle population uses; bounds the pool of a tiny model.
+_MAX_DEFAULT_SLOTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class KVStorage:
         budget_bytes: Upper bound of the memory of all tensors together.
 
     Attributes:
-        budget_bytes: As above.
+        budget_bytes: The upper bound passed in.
         bytes_per_token: Memory of one slot in all layers.
     """
 
@@ -97,14 +97,15 @@ class KVStorage:
 def default_budget_bytes(layers: Sequence[LayerShape]) -> int:
     """Return a quarter of the free memory of CPUs, half of that of accelerators.
 
-    With several devices, as many tokens as fit on the fullest one; at most 2**20 tokens.
+    With several devices, the device with the least room limits the number of tokens. The
+    maximum is 2**20 tokens.
     """
     per_device: dict[torch.device, int] = {}
     for layer in layers:
-        known = per_device.get(layer.device, 0)
-        per_device[layer.device] = known + layer.bytes_per_token
+        total = per_device.get(layer.device, 0)
+        per_device[layer.device] = total + layer.bytes_per_token
     tokens = min(_available_bytes(device) // size for device, size in per_device.items())
-    return min(tokens, _MOST_SLOTS_BY_DEFAULT) * sum(per_device.values())
+    return min(tokens, _MAX_DEFAULT_SLOTS) * sum(per_device.values())
 
 
 def _available_bytes(device: torch.device) -> int:

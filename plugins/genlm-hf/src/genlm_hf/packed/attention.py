@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardResult, TableBatch, TreeBatch
-from genlm_hf.forward import accepted, taken_logits
+from genlm_hf.forward import accepted_arguments, compute_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
@@ -27,7 +27,7 @@ from genlm_hf.storage import KVStorage
 
 __all__ = ["PackedForward", "takes_positions"]
 
-# Maximum entries of a mask, or of the scores of all heads, at once: 4 MiB, 16 in float32.
+# Maximum entries of a mask, or of the scores of all heads, at once: 4 MiB, or 16 in float32.
 _MASK_ENTRIES = 2**22
 
 # Scores of a head between the tokens of a group and their prefix from which torch's attention
@@ -36,7 +36,7 @@ _MASK_ENTRIES = 2**22
 _MANY_SCORES = 2**16
 
 # Devices with fused kernels that take a causal flag, or a mask if heads are not shared.
-_FUSED = {"cuda", "xpu"}
+_FUSED_DEVICES = {"cuda", "xpu"}
 
 # Also returns the log-sum-exps that merge attention over parts of the past.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -80,8 +80,8 @@ class PackedForward:
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
-        plan_on = functools.cache(functools.partial(DevicePlan, plan))
-        first = plan_on(self._device)
+        device_plan = functools.cache(functools.partial(DevicePlan, plan))
+        first = device_plan(self._device)
         inputs = {
             "input_ids": first.tokens[None],
             "position_ids": first.positions[None],
@@ -89,20 +89,20 @@ class PackedForward:
             "return_dict": True,
         }
 
-        def take(states: torch.Tensor) -> torch.Tensor:
+        def select(states: torch.Tensor) -> torch.Tensor:
             return states[:, first.results.to(states.device)]
 
-        with self._layout.attending(functools.partial(_attend, plan_on, self.storage)):
-            return taken_logits(self._model, inputs, take)[0].to(self._device)
+        with self._layout.attending(functools.partial(_attend, device_plan, self.storage)):
+            return compute_logits(self._model, inputs, select)[0].to(self._device)
 
 
 def takes_positions(model: Any) -> bool:
     """Whether a model accepts the position of each token."""
-    return bool(accepted(model, {"position_ids": None}))
+    return bool(accepted_arguments(model, {"position_ids": None}))
 
 
 def _attend(  # noqa: PLR0917 - as `Attend`
-    plan_on: Callable[[torch.device], DevicePlan],
+    device_plan: Callable[[torch.device], DevicePlan],
     storage: KVStorage,
     layer: AttentionLayer,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -111,7 +111,7 @@ def _attend(  # noqa: PLR0917 - as `Attend`
 ) -> torch.Tensor:
     """Store the keys and values of a pass, and attend group by group, chunk by chunk."""
     query, key, value = states
-    plan = plan_on(query.device)
+    plan = device_plan(query.device)
     keys, values = storage.write(layer.index, plan.writes, key, value)
     attention = _Attention(layer, keys, values, scale=scale, sinks=sinks)
     parts, first = [], 0
@@ -121,7 +121,7 @@ def _attend(  # noqa: PLR0917 - as `Attend`
     for chunk in plan.chunks:
         parts.append(attention.chunk(query[:, first : first + chunk.length], chunk))
         first += chunk.length
-    return _joined(parts).transpose(0, 1).contiguous()
+    return _concatenate(parts).transpose(0, 1).contiguous()
 
 
 class _Attention:
@@ -158,11 +158,11 @@ class _Attention:
         on_cpu = query.device.type == "cpu" and keys.shape[2] == values.shape[2]
         is_large = group.count * group.prefix_length >= _MANY_SCORES
         if self._is_plain and hidden is None and on_cpu and is_large:
-            return self._plain_group(query, group)
+            return self._compute_plain_group(query, group)
         heads, count, prefix = keys.shape[0], group.count, group.prefix_length
         grouped = query.view(heads, -1, count, query.shape[2]).transpose(1, 2) * self._scale
         per_head = grouped.shape[2]
-        scores = _joined(
+        scores = _concatenate(
             [
                 grouped[:, tokens] @ suffixes.transpose(2, 3)
                 for tokens, suffixes in group.suffixes_of(keys)
@@ -173,7 +173,7 @@ class _Attention:
             shared = torch.bmm(flat, group.prefix_of(keys).transpose(1, 2))
             scores = torch.cat([shared.view(heads, count, per_head, prefix), scores], dim=-1)
         weights = self._weights(scores, hidden).to(query.dtype)
-        output = _joined(
+        output = _concatenate(
             [
                 weights[:, tokens, :, prefix:] @ suffixes
                 for tokens, suffixes in group.suffixes_of(values)
@@ -184,74 +184,75 @@ class _Attention:
             output = output + torch.bmm(flat, group.prefix_of(values)).view(output.shape)
         return output.transpose(1, 2).reshape(query.shape[0], count, -1)
 
-    def _plain_group(self, query: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+    def _compute_plain_group(self, query: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
         """Compute `group` on a CPU: prefix and suffixes separately, then merged."""
         heads, count, scale = self._keys.shape[0], group.count, self._scale
         grouped = query.view(heads, -1, count, query.shape[2])
         per_head = grouped.shape[1]
         flat = grouped.transpose(1, 2).reshape(1, heads, count * per_head, -1)
         prefixes = (group.prefix_of(states)[None] for states in (self._keys, self._values))
-        shared, shared_sums = _flash_on_cpu(flat, *prefixes, scale=scale)
+        prefix_output, prefix_sums = _flash_on_cpu(flat, *prefixes, scale=scale)
         by_token = grouped.permute(2, 0, 1, 3)
         parts, sums = [], []
-        for (tokens, some_keys), (_, some_values) in zip(
+        for (tokens, keys), (_, values) in zip(
             group.suffixes_of(self._keys), group.suffixes_of(self._values), strict=True
         ):
-            pasts = (some_keys.transpose(0, 1), some_values.transpose(0, 1))
-            part, part_sums = _flash_on_cpu(by_token[tokens], *pasts, scale=scale)
+            suffixes = (keys.transpose(0, 1), values.transpose(0, 1))
+            part, part_sums = _flash_on_cpu(by_token[tokens], *suffixes, scale=scale)
             parts.append(part.transpose(0, 1))
             sums.append(part_sums.view(-1, heads, per_head).transpose(0, 1))
-        own, own_sums = _joined(parts), _joined(sums)  # (heads, tokens, heads for each, ...)
-        share = torch.sigmoid(shared_sums.view(own_sums.shape) - own_sums)[..., None]
-        output = torch.lerp(own, shared.view(own.shape), share.to(own.dtype))
+        # Shape (key heads, tokens, query heads per key head, ...).
+        output, output_sums = _concatenate(parts), _concatenate(sums)
+        share = torch.sigmoid(prefix_sums.view(output_sums.shape) - output_sums)[..., None]
+        output = torch.lerp(output, prefix_output.view(output.shape), share.to(output.dtype))
         return output.transpose(1, 2).reshape(query.shape[0], count, -1)
 
     def chunk(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
         """Attend from a chunk to its past and itself."""
         if not self._is_plain:
-            return self._chunk_eagerly(query, chunk)
+            return self._compute_chunk(query, chunk)
         keys, values = chunk.all_of(self._keys)[None], chunk.all_of(self._values)[None]
         window, total = self._window, chunk.past + chunk.length
-        fused = query.device.type in _FUSED
+        fused = query.device.type in _FUSED_DEVICES
         if (window is None or total <= window) and (chunk.past == 0 or fused):
             return _attend_causally(query, keys, values, chunk.past, self._scale)
         if fused:  # kernels with masks do not support shared heads
-            keys, values = _for_each_query(keys, query), _for_each_query(values, query)
+            keys, values = _repeat_heads(keys, query), _repeat_heads(values, query)
         step = max(1, _MASK_ENTRIES // total)
         parts = []
         for first in range(0, chunk.length, step):
             end = min(first + step, chunk.length)
-            seen = chunk.seen(first, end, window)
+            visible = chunk.visible_range(first, end, window)
             part = scaled_dot_product_attention(
                 query[None, :, first:end],
-                keys[:, :, seen],
-                values[:, :, seen],
-                attn_mask=chunk.visible(first, end, window)[:, seen],
+                keys[:, :, visible],
+                values[:, :, visible],
+                attn_mask=chunk.visible(first, end, window)[:, visible],
                 scale=self._scale,
                 enable_gqa=keys.shape[1] != query.shape[0],
             )
             parts.append(part[0])
-        return _joined(parts)
+        return _concatenate(parts)
 
-    def _chunk_eagerly(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
-        """Compute `chunk` with caps and sinks, which torch's function lacks."""
+    def _compute_chunk(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
+        """Compute `chunk` with caps and sinks, which torch's attention function lacks."""
         keys, values = chunk.all_of(self._keys), chunk.all_of(self._values)
-        heads, seen = keys.shape[:2]
+        heads, total = keys.shape[:2]
         grouped = query.view(heads, -1, chunk.length, query.shape[-1]).transpose(1, 2)
         grouped = grouped * self._scale
         per_head = grouped.shape[2]
-        step = max(1, _MASK_ENTRIES // (seen * query.shape[0]))
+        step = max(1, _MASK_ENTRIES // (total * query.shape[0]))
         parts = []
         for first in range(0, chunk.length, step):
             part = grouped[:, first : first + step]
             count = part.shape[1]
             flat = part.reshape(heads, count * per_head, -1)
-            scores = torch.bmm(flat, keys.transpose(1, 2)).view(heads, count, per_head, seen)
+            scores = torch.bmm(flat, keys.transpose(1, 2)).view(heads, count, per_head, total)
             hidden = ~chunk.visible(first, first + count, self._window)
             weights = self._weights(scores, hidden).to(query.dtype)
-            found = torch.bmm(weights.view(heads, count * per_head, seen), values)
-            parts.append(found.view(heads, count, per_head, -1))
-        return _joined(parts).transpose(1, 2).reshape(query.shape[0], chunk.length, -1)
+            output = torch.bmm(weights.view(heads, count * per_head, total), values)
+            parts.append(output.view(heads, count, per_head, -1))
+        return _concatenate(parts).transpose(1, 2).reshape(query.shape[0], chunk.length, -1)
 
     def _weights(self, scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         """Compute attention weights from scores, in float32.
@@ -277,16 +278,16 @@ def _attend_causally(
     """Attend from the last tokens, `(heads, tokens, width)`, by a kernel without a mask.
 
     Args:
-        query: Queries of the tokens after `past` others.
+        query: Queries of the last tokens.
         keys: Keys of all tokens, `(1, heads, past + tokens, width)`.
         values: Values of all tokens.
-        past: Number of earlier tokens.
+        past: Number of tokens before these.
         scale: Factor of the scores.
     """
     shared_heads = keys.shape[1] != query.shape[0]
-    if shared_heads and query.device.type in _FUSED and query.dtype == torch.float32:
+    if shared_heads and query.device.type in _FUSED_DEVICES and query.dtype == torch.float32:
         # Flash attention supports shared heads, the kernel for float32 does not.
-        keys, values = _for_each_query(keys, query), _for_each_query(values, query)
+        keys, values = _repeat_heads(keys, query), _repeat_heads(values, query)
         shared_heads = False
     mask = causal_lower_right(query.shape[1], keys.shape[2]) if past else None
     return scaled_dot_product_attention(
@@ -300,11 +301,11 @@ def _attend_causally(
     )[0]
 
 
-def _for_each_query(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _repeat_heads(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Repeat keys or values, `(1, heads, tokens, width)`, for each head of the queries."""
     return states.repeat_interleave(query.shape[0] // states.shape[1], dim=1)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate parts along the second dimension."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)

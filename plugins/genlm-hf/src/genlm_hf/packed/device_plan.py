@@ -1,10 +1,11 @@
-"""A plan's numbers as tensors on one device, and the masks made from them.
+"""The numbers of a plan as tensors on one device, and masks computed from them.
 
 A model spread over several devices needs one `DevicePlan` for each.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,9 +26,9 @@ class DevicePlan:
     """The plan of one forward pass on one device, copied in one transfer.
 
     Attributes:
-        tokens, positions, writes, results: As in the plan.
-        groups: Its groups on the device.
-        chunks: Its chunks on the device.
+        tokens, positions, writes, results: As in `PackedPlan`.
+        groups: The groups of the plan, on the device.
+        chunks: The chunks of the plan, on the device.
     """
 
     def __init__(self, plan: PackedPlan, device: torch.device) -> None:
@@ -37,14 +38,15 @@ class DevicePlan:
         arrays += [chunk.slots for chunk in plan.chunks]
         numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
         parts = moved(numbers, device).split_with_sizes([array.size for array in arrays])
-        found = (part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
-        self.tokens, self.positions, self.writes, self.results = (next(found) for _ in range(4))
+        tensors = (part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
+        self.tokens, self.positions, self.writes, self.results = itertools.islice(tensors, 4)
         self.groups, end = [], 0
         for group in plan.groups:
-            own = slice(end, end := end + len(group.members))
-            known, positions = plan.positions[own], self.positions[own]
-            self.groups.append(DeviceGroup(group, known, positions, next(found), next(found)))
-        self.chunks = [DeviceChunk(chunk, next(found)) for chunk in plan.chunks]
+            tokens = slice(end, end := end + len(group.members))
+            shortest = int(plan.positions[tokens].min()) + 1
+            positions, suffixes, prefix = self.positions[tokens], next(tensors), next(tensors)
+            self.groups.append(DeviceGroup(group, shortest, positions, suffixes, prefix))
+        self.chunks = [DeviceChunk(chunk, next(tensors)) for chunk in plan.chunks]
 
 
 class DeviceGroup:
@@ -52,16 +54,16 @@ class DeviceGroup:
 
     Args:
         group: The query tokens.
-        known: Their positions in their sequences.
-        positions: The same on the device.
-        suffixes: The group's suffixes on the device.
-        prefix: Its prefix on the device.
+        shortest: Length of the shortest sequence, up to its query token.
+        positions: Positions of the query tokens in their sequences, on the device.
+        suffixes: The suffixes of the group, on the device.
+        prefix: The prefix of the group, on the device.
     """
 
     def __init__(
         self,
         group: QueryGroup,
-        known: Slots,
+        shortest: int,
         positions: torch.Tensor,
         suffixes: torch.Tensor,
         prefix: torch.Tensor,
@@ -71,7 +73,7 @@ class DeviceGroup:
         self._suffixes = suffixes.reshape(-1)
         self._prefix = _Slots(group.prefix, prefix)
         self._longest = self.prefix_length + self._suffix
-        self._ragged = bool(known.min() + 1 < self._longest)
+        self._ragged = shortest < self._longest
         self._positions = positions
         self._hidden: dict[int | None, torch.Tensor | None] = {}
 
@@ -94,13 +96,13 @@ class DeviceGroup:
     def hidden(self, window: int | None) -> torch.Tensor | None:
         """Return which keys are hidden from each query token, `(tokens, prefix + suffix)`.
 
-        None if all are visible.
+        The result is None if all keys are visible.
         """
         if window not in self._hidden:
-            self._hidden[window] = self._make_hidden(window)
+            self._hidden[window] = self._compute_hidden(window)
         return self._hidden[window]
 
-    def _make_hidden(self, window: int | None) -> torch.Tensor | None:
+    def _compute_hidden(self, window: int | None) -> torch.Tensor | None:
         if window is not None and self._longest <= window:
             window = None
         if not self._ragged and window is None:
@@ -125,7 +127,7 @@ class DeviceChunk:
         """Return keys or values of past and chunk, `(heads, past + chunk, width)`."""
         return self._slots.of(states)
 
-    def seen(self, first: int, end: int, window: int | None) -> slice:
+    def visible_range(self, first: int, end: int, window: int | None) -> slice:
         """Return the range of past and chunk visible to the tokens `first ... end - 1`."""
         begin = 0 if window is None else max(0, self.past + first + 1 - window)
         return slice(begin, self.past + end)
@@ -136,12 +138,12 @@ class DeviceChunk:
         The mask of the whole chunk is computed once for all layers of one window.
         """
         if end - first < self.length:
-            return self._make_visible(first, end, window)
+            return self._compute_visible(first, end, window)
         if window not in self._visible:
-            self._visible[window] = self._make_visible(first, end, window)
+            self._visible[window] = self._compute_visible(first, end, window)
         return self._visible[window]
 
-    def _make_visible(self, first: int, end: int, window: int | None) -> torch.Tensor:
+    def _compute_visible(self, first: int, end: int, window: int | None) -> torch.Tensor:
         key = torch.arange(self.past + self.length, device=self._device)
         position = key[self.past + first : self.past + end, None]
         visible = key <= position
@@ -149,7 +151,7 @@ class DeviceChunk:
 
 
 class _Slots:
-    """Return an index of slots: a slice if they are contiguous, else a tensor."""
+    """An index of slots: a slice if they are contiguous, else a tensor."""
 
     def __init__(self, slots: Slots, index: torch.Tensor) -> None:
         is_contiguous = len(slots) > 0 and bool((np.diff(slots) == 1).all())

@@ -1,14 +1,14 @@
 """Passes of query tokens by Triton kernels, optionally replayed from CUDA graphs.
 
-The kernels read keys and values where they are stored (`packed.kernels`), which
-`packed.attention` gathers in every layer. A step of some dozens of tokens still launches
+The kernels (`packed.kernels`) read keys and values where they are stored; `packed.attention`
+gathers them in every layer. A step of some dozens of tokens still launches
 hundreds of kernels that take microseconds each, and launching them takes longer than running
 them. Replaying a graph takes one launch. Its tensors and launches have one size, so passes
 are padded (`packed.work_items`), and attention reads everything that differs between passes
 from device memory.
 
-Results come from verified kernels and graphs only: the kernels' first pass, and every graph
-once, is compared with the pass that gathers.
+Only verified kernels and graphs return results: the first pass of the kernels, and one replay
+of every graph, are compared with the gathering pass of `packed.attention`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from cachetools import LRUCache
 
 from genlm.prefix import UnsupportedModelError
-from genlm_hf.forward import taken_logits
+from genlm_hf.forward import compute_logits
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan
 from genlm_hf.packed.step_attention import StepMemory, step_attention, tile_of
@@ -43,10 +43,10 @@ __all__ = ["KernelSteps", "check_kernels"]
 _logger = logging.getLogger("genlm_hf")
 
 # With more tokens, computation takes longer than the launches.
-_MOST_TOKENS = 1024
+_MAX_TOKENS = 1024
 
 # Maximum number of graphs. Their intermediate results share one memory pool.
-_MOST_GRAPHS = 64
+_MAX_GRAPHS = 64
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,15 +54,16 @@ Run = Callable[[PackedPlan], torch.Tensor]
 
 
 class KernelSteps:
-    """Computes passes of query tokens by kernels; another function computes other passes.
+    """Computes passes without prefill chunks by kernels, and other passes by another function.
 
-    With graphs, a number of tokens is captured when it comes for the second time. Where Triton
-    interprets its kernels (`TRITON_INTERPRET=1`), passes run on the CPU and are not captured.
+    With graphs, a step is captured when its padded number of tokens occurs for the second
+    time. Where Triton interprets its kernels (`TRITON_INTERPRET=1`), passes run on the CPU and
+    are not captured.
 
     Args:
         served: The model.
-        layout: Its attention layers.
-        storage: Keeps keys and values.
+        layout: The attention layers of the model.
+        storage: The tensors of keys and values.
         graphs: Whether steps are replayed from CUDA graphs.
 
     Raises:
@@ -82,7 +83,7 @@ class KernelSteps:
         self._tile = tile_of(layout)
         self._memory = StepMemory(served.device)
         self._graphs: LRUCache[tuple[str | None, int], _Graph | None] | None
-        self._graphs = LRUCache(_MOST_GRAPHS) if graphs else None
+        self._graphs = LRUCache(_MAX_GRAPHS) if graphs else None
         self._logits: torch.Tensor | None = None
         self._captured = self._replayed = self._steps = 0
         self._refused = self._graphs_refused = ""
@@ -106,7 +107,7 @@ class KernelSteps:
             return run(plan)
         items, tokens = work_items(plan, self._tile), len(plan.tokens)
         size = graph_size(tokens, self._tile)
-        if self._graphs is not None and tokens <= _MOST_TOKENS and items.fit(size):
+        if self._graphs is not None and tokens <= _MAX_TOKENS and items.fit(size):
             key = adapter, size.tokens
             if key not in self._graphs:
                 self._graphs[key] = None
@@ -117,16 +118,16 @@ class KernelSteps:
                     return graph.logits[: len(plan.results)]
             elif not self._graphs_refused:
                 capture = functools.partial(self._capture, key, size, plan, items)
-                return self._verified(plan, run, capture, self._refuse_graphs)
+                return self._verify(plan, run, capture, self._refuse_graphs)
         return self._step(plan, items, run)
 
     def clear(self) -> None:
-        """Forget all graphs: the model's weights are at other addresses now."""
+        """Drop all graphs, because the model's weights have other addresses now."""
         if self._graphs is not None:
             self._graphs.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of kernel steps, captures and replays, and why any of them are off."""
+        """Return counts of kernel steps, captures and replays, and why they are disabled."""
         counts: dict[str, int | float | str]
         counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
         if self._graphs is not None:
@@ -136,36 +137,39 @@ class KernelSteps:
 
     def _step(self, plan: PackedPlan, items: WorkItems, run: Run) -> torch.Tensor:
         """Compute a pass without a graph; the first one is compared with `run`."""
-        size = StepSize(len(plan.tokens), len(items.shared), len(items.own), self._tile)
+        size = StepSize(
+            len(plan.tokens), len(items.prefix_items), len(items.suffix_items), self._tile
+        )
 
         def compute() -> torch.Tensor:
             self._fill(plan, items, size)
-            found = self._run(size)[: len(plan.results)]
+            logits = self._run(size)[: len(plan.results)]
             self._steps += 1
-            return found
+            return logits
 
-        return compute() if self._steps else self._verified(plan, run, compute, self._refuse)
+        return compute() if self._steps else self._verify(plan, run, compute, self._refuse)
 
-    def _verified(
+    def _verify(
         self,
         plan: PackedPlan,
         run: Run,
         compute: Callable[[], torch.Tensor],
         refuse: Callable[[str], None],
     ) -> torch.Tensor:
-        """Compare what `compute` returns with the pass without kernels; return the latter.
+        """Compare the result of `compute` with the pass without kernels, which is returned.
 
-        `refuse` gets the reason if `compute` raises. Wrong results end all kernels.
+        If `compute` raises, `refuse` is called with the reason. If the results differ, kernels
+        are no longer used.
         """
-        found: torch.Tensor | None = None
+        logits: torch.Tensor | None = None
         try:
-            found = compute().clone()
+            logits = compute().clone()
         except Exception as error:  # noqa: BLE001 - the pass without kernels is right
             refuse(f"one raised {type(error).__name__}: {error}")
         # Runs last, so that the keys and values that remain stored are right.
         expected = run(plan)
-        if found is not None:
-            difference = _difference(found, expected)
+        if logits is not None:
+            difference = _difference(logits, expected)
             if not difference <= self._served.row_tolerance:
                 self._refuse(f"rows of one differed by {difference:.3g}")
         return expected
@@ -182,16 +186,16 @@ class KernelSteps:
     def _capture(
         self, key: tuple[str | None, int], size: StepSize, plan: PackedPlan, items: WorkItems
     ) -> torch.Tensor:
-        """Capture a graph and return what it computes."""
+        """Capture a graph, replay it, and return its logits."""
         assert self._graphs is not None  # noqa: S101 - our own mistake
         self._fill(plan, items, size)
-        graph = self._captured_graph(size)
+        graph = self._capture_graph(size)
         graph.replay()
         self._graphs[key] = graph
         self._captured += 1
         return graph.logits[: len(plan.results)]
 
-    def _captured_graph(self, size: StepSize) -> _Graph:
+    def _capture_graph(self, size: StepSize) -> _Graph:
         if self._pool is None:
             logits = self._output(self._run(size))
             return _Graph(lambda: logits.copy_(self._run(size)), logits)
@@ -216,18 +220,18 @@ class KernelSteps:
         return self._logits[: len(logits)]
 
     def _run(self, size: StepSize) -> torch.Tensor:
-        """Run the model over a step of a size whose numbers are in the memory."""
-        found = self._memory.parts(size)
+        """Run the model over the step of this size whose numbers are in the memory."""
+        tensors = self._memory.parts(size)
         arguments = {
-            "input_ids": found.tokens[None],
-            "position_ids": found.positions[None],
+            "input_ids": tensors.tokens[None],
+            "position_ids": tensors.positions[None],
             "use_cache": False,
             "return_dict": True,
         }
-        attend = functools.partial(step_attention, self._storage, size, found)
+        attend = functools.partial(step_attention, self._storage, size, tensors)
         with self._layout.attending(attend):
-            return taken_logits(
-                self._served.model, arguments, lambda states: states[:, found.results]
+            return compute_logits(
+                self._served.model, arguments, lambda states: states[:, tensors.results]
             )[0]
 
     def _refuse(self, reason: str) -> None:
@@ -275,8 +279,8 @@ def check_kernels(device: torch.device, layout: AttentionLayout) -> None:
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return how much the log-probabilities of the worst row differ; nan if one is nan.
 
-    The root mean square over ids: among millions of logits in bfloat16 a few always differ by
-    several times their rounding, those of a wrong row nearly all.
+    The difference is the root mean square over ids: among millions of logits in bfloat16 a few
+    always differ by several times their rounding, but nearly all logits of a wrong row do.
     """
     first, second = a.float().log_softmax(-1), b.float().log_softmax(-1)
     differences = (first - second).masked_fill(first == second, 0.0)

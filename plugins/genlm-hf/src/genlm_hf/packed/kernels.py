@@ -1,7 +1,7 @@
 """Triton kernels of attention over shared prefixes, for passes of single query tokens.
 
-The division of the work is that of `packed.work_items`: `attend` computes a softmax over the
-keys of each work item, `combine` joins those of each query token. Keys and values are read
+The work is divided by `packed.work_items`: `attend` computes a softmax over the keys of each
+work item, `combine` joins the results for each query token. Keys and values are read
 where they are stored, by slot, so nothing is gathered; numbers of keys are read from device
 memory, so a launch can be replayed from a CUDA graph for other sequences.
 
@@ -57,8 +57,8 @@ def attend(
 ):
     """Attend from the query tokens of one work item and one head of keys.
 
-    A row of the tile is one head of one query token. Stores the softmax's output and the
-    logarithm of its sum, -inf where every key is hidden.
+    A row of the tile is one head of one query token. The kernel stores the softmax's output
+    and the logarithm of its sum, -inf where every key is hidden.
     """
     item = tl.program_id(0)
     head = tl.program_id(1)
@@ -71,54 +71,56 @@ def attend(
     row = tl.arange(0, ROWS)
     token = row // HEADS
     inside = (token < count) & (row % HEADS < PER_HEAD)
-    own_head = head * PER_HEAD + row % HEADS
+    query_head = head * PER_HEAD + row % HEADS
     key_column = tl.arange(0, KEY_COLUMNS)
     value_column = tl.arange(0, VALUE_COLUMNS)
-    at = own_head.to(tl.int64) * query_head_stride + (first_query + token) * query_token_stride
-    given = inside[:, None] & (key_column < KEY_WIDTH)[None, :]
-    asked = tl.load(query + at[:, None] + key_column[None, :], mask=given, other=0.0)
+    at = (
+        query_head.to(tl.int64) * query_head_stride + (first_query + token) * query_token_stride
+    )
+    query_mask = inside[:, None] & (key_column < KEY_WIDTH)[None, :]
+    query_tile = tl.load(query + at[:, None] + key_column[None, :], mask=query_mask, other=0.0)
     if WINDOW:
-        first_seen = tl.load(positions + first_query + token, mask=inside, other=0) - window
+        last_hidden = tl.load(positions + first_query + token, mask=inside, other=0) - window
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
     output = tl.full((ROWS, VALUE_COLUMNS), 0.0, tl.float32)
     for start in range(0, n_keys, KEYS):
         number = start + tl.arange(0, KEYS)
-        known = number < n_keys
-        slot = tl.load(slots + first_slot + number, mask=known, other=0)
+        is_key = number < n_keys
+        slot = tl.load(slots + first_slot + number, mask=is_key, other=0)
         key_at = keys + head.to(tl.int64) * key_head_stride + slot[:, None] * KEY_WIDTH
-        read = known[:, None] & (key_column < KEY_WIDTH)[None, :]
-        key = tl.load(key_at + key_column[None, :], mask=read, other=0.0)
-        scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+        key_mask = is_key[:, None] & (key_column < KEY_WIDTH)[None, :]
+        key = tl.load(key_at + key_column[None, :], mask=key_mask, other=0.0)
+        scores = tl.dot(query_tile, tl.trans(key), input_precision="ieee") * scale
         if SOFTCAP:
             # The hyperbolic tangent, which Triton's language lacks.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         if WINDOW:
-            seen = (first_position + number)[None, :] > first_seen[:, None]
-            scores = tl.where(known[None, :] & seen, scores, float("-inf"))
+            visible = (first_position + number)[None, :] > last_hidden[:, None]
+            scores = tl.where(is_key[None, :] & visible, scores, float("-inf"))
         else:
-            scores = tl.where(known[None, :], scores, float("-inf"))
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
         larger = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp(scores - shift[:, None])
         decay = tl.exp(top - shift)
         value_at = values + head.to(tl.int64) * value_head_stride + slot[:, None] * VALUE_WIDTH
-        read = known[:, None] & (value_column < VALUE_WIDTH)[None, :]
-        value = tl.load(value_at + value_column[None, :], mask=read, other=0.0)
+        value_mask = is_key[:, None] & (value_column < VALUE_WIDTH)[None, :]
+        value = tl.load(value_at + value_column[None, :], mask=value_mask, other=0.0)
         added = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         output = output * decay[:, None] + added
         total = total * decay + tl.sum(weights, 1)
         top = larger
 
-    result = (first_row + item * QUERIES + token).to(tl.int64) * n_heads + own_head
-    is_seen = total > 0.0
-    logsum = tl.where(is_seen, top + tl.log(tl.where(is_seen, total, 1.0)), float("-inf"))
+    result = (first_row + item * QUERIES + token).to(tl.int64) * n_heads + query_head
+    has_keys = total > 0.0
+    logsum = tl.where(has_keys, top + tl.log(tl.where(has_keys, total, 1.0)), float("-inf"))
     tl.store(logsums + result, logsum, mask=inside)
-    output = output / tl.where(is_seen, total, 1.0)[:, None]
-    stored = inside[:, None] & (value_column < VALUE_WIDTH)[None, :]
+    output = output / tl.where(has_keys, total, 1.0)[:, None]
+    output_mask = inside[:, None] & (value_column < VALUE_WIDTH)[None, :]
     out_at = result[:, None] * VALUE_WIDTH + value_column[None, :]
-    tl.store(outputs + out_at, output, mask=stored)
+    tl.store(outputs + out_at, output, mask=output_mask)
 
 
 @triton.jit

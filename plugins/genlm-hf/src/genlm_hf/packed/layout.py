@@ -2,12 +2,12 @@
 
 A forward pass over a few tokens with a recording attention function shows the layers in
 order, their heads and widths, their masks, and every argument that the packed attention
-would have to support. An unknown argument makes the model unsupported; nothing is inferred from
-the model's name.
+must support. A model with an unknown argument is unsupported; nothing is inferred from the
+model's name.
 
-transformers' masks are functions of two positions. Evaluated at positions far beyond any
-test sequence, they tell a window of 4,096 from full attention without a forward pass of
-4,096 tokens.
+transformers' masks are functions of two positions. They are evaluated at positions far beyond
+any test sequence, which distinguishes a window of 4,096 tokens from full attention without a
+forward pass of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AttentionLayer:
 
     Attributes:
         index: Index in the order in which layers run.
-        window: Number of tokens that a token sees, itself included; None for all.
+        window: Number of tokens that a token attends to, itself included; None for all.
         shape: Shape of the keys and values of a token.
         queries_per_head: Number of query heads per key head.
         softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
@@ -109,7 +109,7 @@ class AttentionLayout:
 
     @contextmanager
     def attending(self, attend: Attend) -> Iterator[None]:
-        """Let the model attend by a function within this context, on this thread."""
+        """Replace the attention function of the model within this context, on this thread."""
         _active.layers, _active.attend = self._layers, attend
         try:
             with _attention_function(self._configs, _ATTENTION):
@@ -142,8 +142,8 @@ def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> Attent
     configs = _configs(model)
     if not configs:
         raise UnsupportedModelError(f"none of its configs has the attribute {_ATTRIBUTE}")
-    own = {getattr(config, _ATTRIBUTE) for config in configs}
-    recorder = _active.recorder = _Recorder(eager=own != {"sdpa"})
+    implementations = {getattr(config, _ATTRIBUTE) for config in configs}
+    recorder = _active.recorder = _Recorder(eager=implementations != {"sdpa"})
     try:
         with _attention_function(configs, _RECORDING_ATTENTION):
             forward()
@@ -252,8 +252,8 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
 ) -> tuple[torch.Tensor, None]:
     """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`.
 
-    `s_aux` is transformers' name of attention sinks. Other keyword arguments were checked
-    when the layout was read.
+    `s_aux` is transformers' name of attention sinks. The other keyword arguments were
+    checked when the layout was read.
     """
     assert attention_mask is None  # noqa: S101 - our own mistake
     layer = _active.layers[module]
@@ -292,49 +292,49 @@ def _record_mask(
 
 def _configs(model: torch.nn.Module) -> list[Any]:
     """Return the configs from which modules read the name of their attention function."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, _ATTRIBUTE):
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 @contextmanager
 def _attention_function(configs: Sequence[Any], name: str) -> Iterator[None]:
-    before = [getattr(config, _ATTRIBUTE) for config in configs]
+    implementations = [getattr(config, _ATTRIBUTE) for config in configs]
     try:
         for config in configs:
             setattr(config, _ATTRIBUTE, name)
         yield
     finally:
-        for config, own in zip(configs, before, strict=True):
-            setattr(config, _ATTRIBUTE, own)
+        for config, implementation in zip(configs, implementations, strict=True):
+            setattr(config, _ATTRIBUTE, implementation)
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """Return how many tokens a token sees, itself included; None for all, 0 for none.
+    """Return how many tokens a token attends to, itself included; None for all, 0 for none.
 
     Args:
-        mask_function: Whether, in `(batch, head, query position, key position)`,
-            the query sees the key, as in `transformers.masking_utils`.
+        mask_function: Function of `(batch, head, query position, key position)` that returns
+            whether the key is visible to the query, as in `transformers.masking_utils`.
 
     Raises:
-        UnsupportedMaskError: A token sees later tokens, blocks, chunks or something else.
+        UnsupportedMaskError: The mask is not a sliding window (later tokens, blocks, chunks).
     """
-    seen = [_seen(mask_function, position) for position in _POSITIONS]
-    window = seen[-1]
+    counts = [_visible_count(mask_function, position) for position in _POSITIONS]
+    window = counts[-1]
     expected = [min(position + 1, window) for position in _POSITIONS]
-    if seen != expected:
+    if counts != expected:
         raise UnsupportedMaskError(
-            f"one of its masks is unknown: tokens at positions {_POSITIONS} see {seen} tokens, "
-            f"which is not a sliding window"
+            f"one of its masks is unknown: tokens at positions {_POSITIONS} see {counts} "
+            f"tokens, which is not a sliding window"
         )
     return None if window > _POSITIONS[-1] else window
 
 
-def _seen(mask_function: Callable[..., Any], position: int) -> int:
-    """Return how many consecutive tokens up to itself the token at `position` sees."""
+def _visible_count(mask_function: Callable[..., Any], position: int) -> int:
+    """Return how many consecutive tokens up to `position` its token attends to."""
     keys = torch.arange(position + 3)
     zero = torch.zeros((), dtype=torch.long)
     try:

@@ -14,9 +14,9 @@ Shapes of a pass of two groups and one chunk::
 
     QueryGroup of q0, q1, q2
         prefix    (p,)     p p p p p p      read once for all three
-        suffixes  (3, s)   a a a 0          one row each; its last slot, here 0, 1 or 2, is
-                           b 1 1 1          the query token's own, which also pads the row
-                           c c 2 2
+        suffixes  (3, s)   a a a 0          one row per query token; its last slot, here 0, 1
+                           b 1 1 1          or 2, is the query token's slot, which also pads
+                           c c 2 2          the row
 
     PrefillChunk
         slots     (past + 4,)   x x x x x | c0 c1 c2 c3
@@ -48,13 +48,13 @@ _GROUP_COST = 2000
 _GATHER_COST = 3
 
 # Maximum slots gathered at once: 128 MiB a layer at 2 KiB a slot.
-_GATHERED_AT_ONCE = 2**16
+_MAX_GATHERED_SLOTS = 2**16
 
 # Maximum scores of a head between the tokens of a group and the prefix that they share.
-_SCORES_AT_ONCE = 2**22
+_MAX_SCORES = 2**22
 
 # Nodes of up to this many uncached tokens run faster as query tokens than as a chunk.
-_LONGEST_UNGROUPED = 8
+_MAX_QUERY_TOKENS = 8
 
 Integers = NDArray[np.int64]
 
@@ -65,9 +65,9 @@ class QueryGroup:
 
     Attributes:
         members: Indices into all query tokens, at least one.
-        prefix: Slots of the first tokens of every sequence, without the query tokens' own.
-        suffixes: The slots after the prefix up to the query token's own, shape (members,
-            longest suffix); shorter suffixes are padded with the query token's own slot.
+        prefix: Slots of the first tokens of every sequence, without those of query tokens.
+        suffixes: The slots after the prefix, up to and including the query token's, shape
+            (members, longest suffix); shorter suffixes are padded with the query token's slot.
     """
 
     members: Integers
@@ -77,7 +77,7 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive tokens of one sequence, computed together, or run again for their logits.
+    """Consecutive tokens of one sequence, computed together, or recomputed for their logits.
 
     Attributes:
         past: Number of tokens before them.
@@ -125,22 +125,22 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     writes = slots.copy()
     writes[batch.tree.uncached_tokens :] = SCRATCH_SLOT
     lengths = np.array([end - first for _, first, end in runs])
-    is_query = np.repeat(lengths <= _LONGEST_UNGROUPED, lengths)
+    is_query = np.repeat(lengths <= _MAX_QUERY_TOKENS, lengths)
     queries = np.flatnonzero(is_query)
-    short = [run for run in runs if run.end - run.first <= _LONGEST_UNGROUPED]
-    long = [run for run in runs if run.end - run.first > _LONGEST_UNGROUPED]
+    short = [run for run in runs if run.end - run.first <= _MAX_QUERY_TOKENS]
+    long = [run for run in runs if run.end - run.first > _MAX_QUERY_TOKENS]
     groups = list(_tree_groups(short, positions[queries]))
     parts = [queries[group.members] for group in groups]
     order = np.concatenate([*parts, np.flatnonzero(~is_query)])
     by_slot = np.argsort(slots[order])
-    wanted = np.searchsorted(slots[order], batch.wanted, sorter=by_slot)
+    result_indices = np.searchsorted(slots[order], batch.wanted, sorter=by_slot)
     return PackedPlan(
         tokens=tokens[order],
         positions=positions[order],
         writes=writes[order],
         groups=groups,
         chunks=[PrefillChunk(run.first, run.node.path_slots(0, run.end)) for run in long],
-        results=by_slot[wanted],
+        results=by_slot[result_indices],
     )
 
 
@@ -148,15 +148,15 @@ def plan_table(batch: TableBatch) -> PackedPlan:
     """Plan the pass over tokens that continue rows of a block table."""
     groups = list(_groups(batch.trunk, batch.slots, batch.rows, batch.positions))
     order = np.concatenate([group.members for group in groups])
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order))
+    indices = np.empty(len(order), np.int64)
+    indices[order] = np.arange(len(order))
     return PackedPlan(
         tokens=batch.tokens[order],
         positions=batch.positions[order],
         writes=batch.writes[order],
         groups=groups,
         chunks=[],
-        results=places[batch.results],
+        results=indices[batch.results],
     )
 
 
@@ -186,16 +186,15 @@ def _groups(
     *,
     begin: int = 0,
 ) -> Iterator[QueryGroup]:
-    """Divide query tokens into groups: those of the trunk, and clusters that share more.
+    """Divide query tokens into groups: one for the trunk, and clusters with longer prefixes.
 
     Args:
         trunk: First slots of all sequences.
         slots: The slots after the trunk, shape `(sequences, longest)`; entries after the end of
             a sequence are undefined.
-        rows: Sequence of each query token.
-        positions: Position of each query token in its sequence; its slot is there.
-        begin: Number of slots after the trunk that all sequences share, too few to be worth a
-            prefix.
+        rows: Index of each query token's sequence.
+        positions: Position of each query token in its sequence.
+        begin: Number of slots after the trunk that all sequences share, too few for a prefix.
     """
     lengths = positions + 1 - len(trunk)
     waiting = [(np.arange(len(lengths)), begin)]
@@ -204,14 +203,16 @@ def _groups(
         clusters = list(_clusters(slots, rows, lengths, members, shared, len(trunk)))
         waiting += clusters
         if clusters:
-            members = np.setdiff1d(members, np.concatenate([each for each, _ in clusters]))
+            members = np.setdiff1d(
+                members, np.concatenate([cluster for cluster, _ in clusters])
+            )
         if len(members):
             shared = 0 if shared == begin else shared
             prefix = np.concatenate([trunk, slots[rows[members[0]], :shared].astype(np.int64)])
-            suffixes = lengths[members] - shared
-            for part in _similar_lengths(suffixes, len(prefix)):
-                own, longest = members[part], suffixes[part]
-                yield QueryGroup(own, prefix, _suffixes(slots, rows[own], shared, longest))
+            suffix_lengths = lengths[members] - shared
+            for part in _similar_lengths(suffix_lengths, len(prefix)):
+                suffixes = _suffixes(slots, rows[members[part]], shared, suffix_lengths[part])
+                yield QueryGroup(members[part], prefix, suffixes)
 
 
 def _clusters(  # noqa: PLR0917 - the state of `_groups`
@@ -228,21 +229,21 @@ def _clusters(  # noqa: PLR0917 - the state of `_groups`
         A subset of the members, which share `shared` slots after the trunk, and the number of
         slots after the trunk that the subset shares.
     """
-    others = members[lengths[members] > shared + 1]  # the last slot is a token's own
+    candidates = members[lengths[members] > shared + 1]  # the last slot is the query token's
     longest = int(lengths[members].max()) - shared
-    least = (_GROUP_COST + trunk + shared) // _GATHER_COST  # slots to be saved
-    if len(others) * longest <= least:
+    min_saved = (_GROUP_COST + trunk + shared) // _GATHER_COST  # in slots
+    if len(candidates) * longest <= min_saved:
         return
-    keys = slots[rows[others], shared]
+    keys = slots[rows[candidates], shared]
     order = np.argsort(keys, kind="stable")
     bounds = np.flatnonzero(np.diff(keys[order], prepend=-1, append=-1))
     counts = np.diff(bounds)
-    for place in np.flatnonzero(counts * longest > least).tolist():
-        cluster = others[order[bounds[place] : bounds[place + 1]]]
-        most = int(lengths[cluster].min()) - 1
-        found = slots[rows[cluster], shared:most]
-        added = _shared_columns(found)
-        if _saves_gathering(len(cluster), trunk + shared, found[0, :added]):
+    for index in np.flatnonzero(counts * longest > min_saved).tolist():
+        cluster = candidates[order[bounds[index] : bounds[index + 1]]]
+        end = int(lengths[cluster].min()) - 1
+        cluster_slots = slots[rows[cluster], shared:end]
+        added = _shared_columns(cluster_slots)
+        if _saves_gathering(len(cluster), trunk + shared, cluster_slots[0, :added]):
             yield cluster, shared + added
 
 
@@ -257,8 +258,8 @@ def _saves_gathering(members: int, shared: int, added: NDArray[np.integer]) -> b
 
     Args:
         members: Number of its query tokens.
-        shared: Number of slots that they share with others.
-        added: Slots that they share in addition; contiguous ones cost less.
+        shared: Number of slots that they share with other query tokens.
+        added: Further slots that they share; contiguous slots cost less.
     """
     saved, prefix = _GATHER_COST * members * len(added), shared + len(added)
     is_contiguous = bool((added[1:] - added[:-1] == 1).all())
@@ -266,17 +267,17 @@ def _saves_gathering(members: int, shared: int, added: NDArray[np.integer]) -> b
 
 
 def _similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
-    """Divide tokens with suffixes of these lengths into groups that attend at once."""
-    most = max(1, min(len(lengths), _SCORES_AT_ONCE // max(1, prefix)))
-    limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=most)
-    for chosen in plan_batches(lengths, limits):
-        yield np.array(chosen)
+    """Divide tokens with suffixes of these lengths into groups of limited size."""
+    max_rows = max(1, min(len(lengths), _MAX_SCORES // max(1, prefix)))
+    limits = BatchLimits(max_tokens=_MAX_GATHERED_SLOTS, max_rows=max_rows)
+    for indices in plan_batches(lengths, limits):
+        yield np.array(indices)
 
 
 def _suffixes(
     slots: NDArray[np.integer], rows: Integers, shared: int, lengths: Integers
 ) -> Integers:
-    """Return the slots after a prefix, padded with the last of each; see `QueryGroup`."""
+    """Return the slots after a prefix; see `QueryGroup`."""
     longest = int(lengths.max())
     suffixes = slots[rows, shared : shared + longest].astype(np.int64)
     if lengths.min() < longest:

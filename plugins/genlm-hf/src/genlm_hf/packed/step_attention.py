@@ -1,6 +1,6 @@
-"""Attention of steps by kernels: it reads everything step-specific from device memory.
+"""Attention of steps by kernels, which read everything step-specific from device memory.
 
-It serves passes of query tokens alone. Each layer takes three launches: `kernels.attend` over
+Steps are passes without prefill chunks. Each layer takes three launches: `kernels.attend` over
 shared prefixes and over suffixes, and `kernels.combine`.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["StepMemory", "keys_at_once", "step_attention", "tile_of"]
 _TILE_ROWS, _TILE_TOKENS = 64, 16
 
 # The smallest side of a matrix product in Triton.
-_LEAST = 16
+_MIN_SIDE = 16
 
 # Explicit because Triton warns that the default will change.
 _OPTIONS = {"enable_fp_fusion": True}
@@ -28,8 +28,8 @@ _OPTIONS = {"enable_fp_fusion": True}
 # Bytes of keys that a program reads at once.
 _KEY_BYTES = 2**13
 
-# Initial capacity, 2 MiB: graphs are captured again when it grows.
-_LEAST_NUMBERS = 2**18
+# Initial capacity, 2 MiB. When it grows, graphs are captured again.
+_INITIAL_NUMBERS = 2**18
 
 
 class StepMemory:
@@ -40,7 +40,7 @@ class StepMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.zeros(_LEAST_NUMBERS, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(_INITIAL_NUMBERS, dtype=torch.int64, device=device)
 
     def reserve(self, count: int) -> bool:
         """Make room for `count` numbers; return whether memory was reallocated."""
@@ -56,7 +56,7 @@ class StepMemory:
 
     def parts(self, size: StepSize) -> Sections[torch.Tensor]:
         """Return the parts of the memory that belong to a step of a size."""
-        return Sections(*(self._numbers[part] for part in sections(size)))
+        return Sections(*(self._numbers[section] for section in sections(size)))
 
 
 def tile_of(layout: AttentionLayout) -> int:
@@ -66,14 +66,14 @@ def tile_of(layout: AttentionLayout) -> int:
 
 
 def keys_at_once(columns: int, itemsize: int) -> int:
-    """Return how many keys of that width a program reads at once."""
-    return min(64, max(_LEAST, _KEY_BYTES // (columns * itemsize)))
+    """Return the number of keys of `columns` columns that a program reads at once."""
+    return min(64, max(_MIN_SIDE, _KEY_BYTES // (columns * itemsize)))
 
 
 def step_attention(  # noqa: PLR0917 - as `Attend`
     storage: KVStorage,
     size: StepSize,
-    found: Sections[torch.Tensor],
+    tensors: Sections[torch.Tensor],
     layer: AttentionLayer,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
@@ -81,14 +81,14 @@ def step_attention(  # noqa: PLR0917 - as `Attend`
 ) -> torch.Tensor:
     """Store the keys and values of a step, and attend to its work items."""
     query, key, value = states
-    keys, values = storage.write(layer.index, found.writes, key, value)
-    outputs, logsums = _attend(size, found, query, keys, values, layer=layer, scale=scale)
-    return _combine(found, outputs, logsums, sinks, query)
+    keys, values = storage.write(layer.index, tensors.writes, key, value)
+    outputs, logsums = _attend(size, tensors, query, keys, values, layer=layer, scale=scale)
+    return _combine(tensors, outputs, logsums, sinks, query)
 
 
 def _attend(
     size: StepSize,
-    found: Sections[torch.Tensor],
+    tensors: Sections[torch.Tensor],
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -96,32 +96,32 @@ def _attend(
     layer: AttentionLayer,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each work item's outputs, (rows, heads, width), and logarithms of sums."""
+    """Return the outputs of work items, (rows, heads, width), and the logs of their sums."""
     from genlm_hf.packed import kernels  # Triton is installed where steps are captured
 
     n_heads, _, width = query.shape
     if query.stride(2) != 1:
         query = query.contiguous()
-    rows = size.shared * size.tile + size.own
+    rows = size.prefix_items * size.tile + size.suffix_items
     outputs = query.new_empty((rows, n_heads, values.shape[2]), dtype=torch.float32)
     logsums = query.new_empty((rows, n_heads), dtype=torch.float32)
     per_head = layer.queries_per_head
-    columns = max(_LEAST, power_of_two(width))
+    columns = max(_MIN_SIDE, power_of_two(width))
     for items, count, queries, first_row in (
-        (found.shared, size.shared, size.tile, 0),
-        (found.own, size.own, 1, size.shared * size.tile),
+        (tensors.prefix_items, size.prefix_items, size.tile, 0),
+        (tensors.suffix_items, size.suffix_items, 1, size.prefix_items * size.tile),
     ):
         if count:
             kernels.attend[(count, len(keys))](
-                query, keys, values, found.slots, found.positions, items, outputs, logsums,
+                query, keys, values, tensors.slots, tensors.positions, items, outputs, logsums,
                 query.stride(0), query.stride(1), keys.stride(0), values.stride(0),
                 n_heads, first_row, scale, layer.softcap or 0.0, layer.window or 0,
                 PER_HEAD=per_head, KEY_WIDTH=width, VALUE_WIDTH=values.shape[2],
                 QUERIES=queries, HEADS=power_of_two(per_head),
-                ROWS=max(_LEAST, queries * power_of_two(per_head)),
+                ROWS=max(_MIN_SIDE, queries * power_of_two(per_head)),
                 KEYS=keys_at_once(columns, keys.itemsize),
                 KEY_COLUMNS=columns,
-                VALUE_COLUMNS=max(_LEAST, power_of_two(values.shape[2])),
+                VALUE_COLUMNS=max(_MIN_SIDE, power_of_two(values.shape[2])),
                 SOFTCAP=layer.softcap is not None, WINDOW=layer.window is not None,
                 **_OPTIONS,
             )  # fmt: skip
@@ -129,7 +129,7 @@ def _attend(
 
 
 def _combine(
-    found: Sections[torch.Tensor],
+    tensors: Sections[torch.Tensor],
     outputs: torch.Tensor,
     logsums: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -142,8 +142,8 @@ def _combine(
     n_tokens = query.shape[1]
     out = query.new_empty((n_tokens, n_heads, width))
     kernels.combine[(n_tokens, n_heads)](
-        outputs, logsums, found.offsets, found.rows, out if sinks is None else sinks, out,
-        n_heads, VALUE_WIDTH=width, VALUE_COLUMNS=max(_LEAST, power_of_two(width)),
+        outputs, logsums, tensors.offsets, tensors.rows, out if sinks is None else sinks, out,
+        n_heads, VALUE_WIDTH=width, VALUE_COLUMNS=max(_MIN_SIDE, power_of_two(width)),
         SINKS=sinks is not None, **_OPTIONS,
     )  # fmt: skip
     return out

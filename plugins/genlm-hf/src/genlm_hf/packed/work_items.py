@@ -1,9 +1,10 @@
 """The work items of a pass of query tokens, as numbers for the kernels.
 
-A work item is a tile of consecutive query tokens and a range of slots that all of them see:
-a part of a shared prefix, or a part of one token's suffix. A program of `kernels.attend`
-computes a partial result for every token of its work item, and `kernels.combine` joins them.
-Numbers are padded to a `StepSize`, since a CUDA graph has launches of one size.
+A work item is a tile of consecutive query tokens and a range of slots that all of them attend
+to: a part of a shared prefix, or a part of one token's suffix. A program of `kernels.attend`
+computes a partial result for every token of its work item, and `kernels.combine` joins the
+partial results. Numbers are padded to a `StepSize`, because a CUDA graph has launches of one
+size.
 
 Graphs have a size for each padded number of tokens, whatever the lengths and prefixes of the
 sequences are, so that a population that grows is not captured again.
@@ -37,29 +38,29 @@ Part = TypeVar("Part")
 FIELDS = 5
 """Numbers of a work item: first query token, tokens, first slot, slots, first position."""
 
-# Keys of a work item are a multiple of those that a program reads at once.
+# The number of keys of a work item is a multiple of this, which a program reads at once.
 _KEYS = 64
 
-# Programs for one head of keys that keep a GPU busy; more items only cost more joining.
-_ITEMS_WANTED = 64
+# Number of programs per key head that occupies a GPU; more items only add joining.
+_TARGET_ITEMS = 64
 
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Largest numbers that fit into a pass, padding included.
+    """The size of a pass, padding included.
 
     Attributes:
-        tokens: Query tokens.
-        shared: Work items of shared prefixes.
-        own: Work items of suffixes.
-        tile: Query tokens of a work item of a shared prefix.
+        tokens: Number of query tokens.
+        prefix_items: Number of work items of shared prefixes.
+        suffix_items: Number of work items of suffixes.
+        tile: Maximum number of query tokens of a work item of a shared prefix.
     """
 
     tokens: int
-    shared: int
-    own: int
+    prefix_items: int
+    suffix_items: int
     tile: int
 
 
@@ -68,29 +69,32 @@ class WorkItems:
     """The work items of a pass.
 
     Attributes:
-        shared: Items of shared prefixes, shape (items, `FIELDS`).
-        own: Items of suffixes, of one query token each, shape (items, `FIELDS`).
+        prefix_items: Items of shared prefixes, shape (items, `FIELDS`).
+        suffix_items: Items of suffixes, of one query token each, shape (items, `FIELDS`).
         slots: Slots of all prefixes and suffixes.
     """
 
-    shared: Integers
-    own: Integers
+    prefix_items: Integers
+    suffix_items: Integers
     slots: Integers
 
     def fit(self, size: StepSize) -> bool:
         """Whether a pass of this size has room for the items."""
-        return len(self.shared) <= size.shared and len(self.own) <= size.own
+        return (
+            len(self.prefix_items) <= size.prefix_items
+            and len(self.suffix_items) <= size.suffix_items
+        )
 
 
 def graph_size(tokens: int, tile: int) -> StepSize:
     """Return the size that a pass of that many query tokens is padded to.
 
     It has room for the suffixes of all tokens, and for the shared prefixes of tokens that are
-    in few groups. `_divided` makes `_ITEMS_WANTED` items, or one for each tile.
+    in few groups. `_split_items` makes `_TARGET_ITEMS` items, or one for each tile.
     """
     padded = _padded_tokens(tokens)
     tiles = -(-padded // tile)
-    return StepSize(padded, max(_ITEMS_WANTED, 2 * tiles), max(_ITEMS_WANTED, padded), tile)
+    return StepSize(padded, max(_TARGET_ITEMS, 2 * tiles), max(_TARGET_ITEMS, padded), tile)
 
 
 class Sections(NamedTuple, Generic[Part]):
@@ -102,8 +106,8 @@ class Sections(NamedTuple, Generic[Part]):
     results: Part
     offsets: Part
     rows: Part
-    shared: Part
-    own: Part
+    prefix_items: Part
+    suffix_items: Part
     slots: Part
 
 
@@ -114,22 +118,24 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
         plan: The pass.
         tile: Maximum number of query tokens of an item of a shared prefix.
     """
-    shared, own, slots = [], [], []
-    first = used = 0
+    prefix_items, suffix_items, slots = [], [], []
+    first = used_slots = 0
     for group in plan.groups:
         count, longest = group.suffixes.shape
         prefix, end = len(group.prefix), first + count
         tokens = np.arange(first, end)
         if prefix:
             begins = tokens[::tile]
-            tiles = (begins, np.minimum(tile, end - begins), used, prefix, 0)
-            shared.append(_columns(*tiles))
+            counts = np.minimum(tile, end - begins)
+            prefix_items.append(_stack_fields(begins, counts, used_slots, prefix, 0))
         lengths = plan.positions[first:end] + 1 - prefix
-        begins = used + prefix + longest * np.arange(count)
-        own.append(_columns(tokens, 1, begins, lengths, prefix))
+        begins = used_slots + prefix + longest * np.arange(count)
+        suffix_items.append(_stack_fields(tokens, 1, begins, lengths, prefix))
         slots += [group.prefix, group.suffixes.reshape(-1)]
-        first, used = end, used + prefix + group.suffixes.size
-    return WorkItems(_divided(shared), _divided(own), np.concatenate(slots))
+        first, used_slots = end, used_slots + prefix + group.suffixes.size
+    return WorkItems(
+        _split_items(prefix_items), _split_items(suffix_items), np.concatenate(slots)
+    )
 
 
 def sections(size: StepSize) -> Sections[slice]:
@@ -140,9 +146,9 @@ def sections(size: StepSize) -> Sections[slice]:
         for length in (
             *[size.tokens] * 4,
             size.tokens + 1,
-            size.shared * size.tile + size.own,
-            size.shared * FIELDS,
-            size.own * FIELDS,
+            size.prefix_items * size.tile + size.suffix_items,
+            size.prefix_items * FIELDS,
+            size.suffix_items * FIELDS,
         ):
             yield slice(begin, begin + length)
             begin += -(-length // _ALIGNMENT) * _ALIGNMENT
@@ -152,26 +158,25 @@ def sections(size: StepSize) -> Sections[slice]:
 
 
 def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:
-    """Return the numbers of a pass, padded; `sections` tells where each is.
+    """Return the numbers of a pass, padded; `sections` returns their ranges.
 
     Padding query tokens write to the scratch slot and belong to no work item; padding work
-    items have neither query tokens nor slots. Slots, the last section, are not
-    padded.
+    items have neither query tokens nor slots. Slots, the last section, are not padded.
     """
-    where = sections(size)
-    numbers = np.zeros(where.slots.start + len(items.slots), np.int64)
-    numbers[where.writes] = SCRATCH_SLOT
+    ranges = sections(size)
+    numbers = np.zeros(ranges.slots.start + len(items.slots), np.int64)
+    numbers[ranges.writes] = SCRATCH_SLOT
     offsets, rows = _partial_results(items, size)
-    numbers[where.offsets] = offsets
+    numbers[ranges.offsets] = offsets
     for section, values in (
-        (where.tokens, plan.tokens),
-        (where.positions, plan.positions),
-        (where.writes, plan.writes),
-        (where.results, plan.results),
-        (where.rows, rows),
-        (where.shared, items.shared.reshape(-1)),
-        (where.own, items.own.reshape(-1)),
-        (where.slots, items.slots),
+        (ranges.tokens, plan.tokens),
+        (ranges.positions, plan.positions),
+        (ranges.writes, plan.writes),
+        (ranges.results, plan.results),
+        (ranges.rows, rows),
+        (ranges.prefix_items, items.prefix_items.reshape(-1)),
+        (ranges.suffix_items, items.suffix_items.reshape(-1)),
+        (ranges.slots, items.slots),
     ):
         numbers[section.start : section.start + len(values)] = values
     return numbers
@@ -181,52 +186,55 @@ def _partial_results(items: WorkItems, size: StepSize) -> tuple[Integers, Intege
     """Return the rows of partial results of every query token.
 
     Returns:
-        The first of each query token and the end of all, and the rows, token by token.
+        The index of each query token's first row, then the number of rows; and the rows,
+        token by token.
     """
-    counts = items.shared[:, 1]
-    within = _counting(counts)
-    tokens = np.concatenate([np.repeat(items.shared[:, 0], counts) + within, items.own[:, 0]])
+    counts = items.prefix_items[:, 1]
+    within = _count_up(counts)
+    tokens = np.concatenate(
+        [np.repeat(items.prefix_items[:, 0], counts) + within, items.suffix_items[:, 0]]
+    )
     rows = np.concatenate(
         [
             np.repeat(np.arange(len(counts)) * size.tile, counts) + within,
-            size.shared * size.tile + np.arange(len(items.own)),
+            size.prefix_items * size.tile + np.arange(len(items.suffix_items)),
         ]
     )
     ends = np.cumsum(np.bincount(tokens, minlength=size.tokens))
     return np.concatenate([[0], ends]), rows[np.argsort(tokens, kind="stable")]
 
 
-def _columns(*fields: Integers | int) -> Integers:
-    """Return work items from their fields, each an array or the same for all."""
+def _stack_fields(*fields: Integers | int) -> Integers:
+    """Return work items from their fields; an integer is the same for all items."""
     return np.stack(np.broadcast_arrays(*fields), axis=1)
 
 
-def _divided(parts: list[Integers]) -> Integers:
-    """Split items of many slots, so that there are enough items for a GPU."""
+def _split_items(parts: list[Integers]) -> Integers:
+    """Split items of many slots, so that there are enough items to occupy a GPU."""
     if not parts:
         return np.empty((0, FIELDS), np.int64)
     items = np.concatenate(parts)
     lengths = items[:, 3]
-    cuts = max(1, _ITEMS_WANTED // len(items))
-    most = -(-int(lengths.max()) // (cuts * _KEYS)) * _KEYS
-    pieces = -(-lengths // most)
-    skipped = _counting(pieces) * most
-    found = np.repeat(items, pieces, axis=0)
-    found[:, 2] += skipped
-    found[:, 3] = np.minimum(found[:, 3] - skipped, most)
-    found[:, 4] += skipped
-    return found
+    cuts = max(1, _TARGET_ITEMS // len(items))
+    max_length = -(-int(lengths.max()) // (cuts * _KEYS)) * _KEYS
+    pieces = -(-lengths // max_length)
+    skipped = _count_up(pieces) * max_length
+    split = np.repeat(items, pieces, axis=0)
+    split[:, 2] += skipped
+    split[:, 3] = np.minimum(split[:, 3] - skipped, max_length)
+    split[:, 4] += skipped
+    return split
 
 
-def _counting(counts: Integers) -> Integers:
-    """Return 0 ... count - 1 for each count, one after the other."""
+def _count_up(counts: Integers) -> Integers:
+    """Return the concatenation of `arange(count)` of all counts."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - counts, counts)
 
 
 def _padded_tokens(count: int) -> int:
-    """Round up: few sizes, and less than an eighth of padding above 64 tokens."""
+    """Round up to one of few sizes, with less than an eighth of padding above 64 tokens."""
     if count <= 64:
         return max(8, power_of_two(count))
     step = power_of_two(count) // 16

@@ -54,7 +54,7 @@ def kernel_bytes(
     """
     values = _load_values(plan) + _tree_values(plan, operation)
     values += _interval_values(plan, operation) + 2 * len(plan.source)
-    indices = len(plan.place) + len(plan.piece) + len(plan.source)
+    indices = len(plan.rank_of) + len(plan.piece) + len(plan.source)
     tiles_indices = 2 * (len(plan.piece_offset) - 1) + len(plan.piece_count)
     groups = -(-rows // ROWS_AT_ONCE)
     return (

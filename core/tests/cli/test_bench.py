@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import genlm
 from genlm.cli import app
-from genlm.cli.measurement import Plan, first_row_s, measured
+from genlm.cli.measurement import Plan, first_row_s, measure
 
 PLAN = Plan(lengths=(3, 5), batch_sizes=(1, 4), repeats=2, steps=3, most_tokens=18, seed=0)
 SMALL = ("--lengths", "4,16", "--batches", "1,3", "--repeats", "1", "--steps", "1")
@@ -25,7 +25,7 @@ def bench(*arguments: str) -> Result:
 def test_every_batch_of_new_contexts_is_continued_token_by_token() -> None:
     engine = ScriptedEngine()
     with genlm.AsyncLM(lambda: engine, output_cache=genlm.OutputCache(0)) as llm:
-        cells = list(measured(llm, PLAN))
+        cells = list(measure(llm, PLAN))
     assert [(cell.context_tokens, cell.batch_size) for cell in cells] == [
         (3, 1),
         (3, 4),
@@ -48,7 +48,7 @@ def test_contexts_fit_the_model_with_their_continuations() -> None:
     assert PLAN.within(None).batches == [(3, 1), (3, 4), (5, 1)]
     assert PLAN.within(7).batches == [(3, 1), (3, 4), (4, 1), (4, 4)]
     with genlm.AsyncLM(lambda: ScriptedEngine(max_context=7)) as llm:
-        assert len(list(measured(llm, PLAN))) == 4
+        assert len(list(measure(llm, PLAN))) == 4
         assert first_row_s(llm, 7) > 0
 
 

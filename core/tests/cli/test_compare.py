@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import genlm
 from genlm import ModelFacts
 from genlm.cli import app, engine_process
-from genlm.cli.engine_process import Answer, Request, answer_here, limits_of, longest_of
+from genlm.cli.engine_process import EngineRows, Request, compute_here, limits_of, longest_of
 from genlm.plugin import refresh
 from genlm.testing.comparison import contexts_of, differences
 
@@ -111,7 +111,9 @@ def run(folder: str, *arguments: str, here: bool = True) -> Result:
         patch.setenv("PYTHONPATH", folder + os.pathsep + os.environ.get("PYTHONPATH", ""))
         patch.syspath_prepend(folder)
         if here:
-            patch.setattr(engine_process, "answer_of", lambda request, _: answer_here(request))
+            patch.setattr(
+                engine_process, "compute_in_process", lambda request, _: compute_here(request)
+            )
         refresh()
         result = CliRunner().invoke(app, ["compare", *arguments])
     refresh()
@@ -192,8 +194,8 @@ def test_no_engine_needs_a_tokenizer(folder: str) -> None:
 
 def test_given_ids_are_requested_twice() -> None:
     given = [[1, 2, 3], [7, 7, 200, 9]]
-    answer = answer_here(Request("demo", "reference", "float32", longest=20, ids=given))
-    assert isinstance(answer, Answer)
+    answer = compute_here(Request("demo", "reference", "float32", longest=20, ids=given))
+    assert isinstance(answer, EngineRows)
     assert [ids for ids in map(tuple, given) if ids not in answer.contexts] == []
     assert {token for ids in answer.ids for token in ids} == {*given[0], *given[1]}
     with genlm.load_model("demo", "reference") as llm:

@@ -7,7 +7,7 @@ from scripted_target import CertifiedEngine, scripted_target
 
 from genlm import find_backend
 from genlm.testing import Settings, TrieTarget, all_checks, cases_of, prepared
-from genlm.testing.run import chosen, find, targets_of
+from genlm.testing.run import find, select_cases, targets_of
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def test_every_check_runs_with_every_target(cases):
 
 def test_checks_cases_and_models_can_be_named(cases):
     only = ["rows-are-right", "batch-equals-map[blue]"]
-    found = [case.id for case in chosen(cases, only, [])]
+    found = [case.id for case in select_cases(cases, only, [])]
     assert found == ["rows-are-right[red]", "rows-are-right[blue]", "batch-equals-map[blue]"]
-    found = [case.id for case in chosen(cases, only, ["blue"])]
+    found = [case.id for case in select_cases(cases, only, ["blue"])]
     assert found == ["rows-are-right[blue]", "batch-equals-map[blue]"]
 
 
@@ -32,9 +32,9 @@ def test_a_misspelt_check_or_model_is_an_error_with_a_suggestion(cases):
     with pytest.raises(
         LookupError, match=r"no check 'rows-are-rihgt'\. Did you mean 'rows-are-r"
     ):
-        chosen(cases, ["rows-are-rihgt"], [])
+        select_cases(cases, ["rows-are-rihgt"], [])
     with pytest.raises(LookupError, match=r"no model 'bleu'\. Did you mean 'blue'"):
-        chosen(cases, [], ["bleu"])
+        select_cases(cases, [], ["bleu"])
 
 
 def test_every_check_has_an_id_of_its_own_and_states_its_property_in_a_sentence():

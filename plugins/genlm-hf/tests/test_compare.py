@@ -17,7 +17,9 @@ def test_an_ignored_window_is_found_beyond_it(
 ) -> None:
     model = TinyModel.of(tmp_path / "model", families()["mistral with a window of 16"])
     monkeypatch.setattr(
-        engine_process, "answer_of", lambda request, _: engine_process.answer_here(request)
+        engine_process,
+        "compute_in_process",
+        lambda request, _: engine_process.compute_here(request),
     )
     options = {"genlm-hf:hf": {"hf_opts": {"sliding_window": None}}}
     arguments = ["compare", str(model.path), "--json", "--backends", "hf,genlm-hf:hf"]

@@ -86,11 +86,11 @@ def test_what_fails_to_grow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(mx, "eval", failing)
         with pytest.raises(RuntimeError, match="allocate"):
             storage.make_room(3000)
-    assert storage.lost
+    assert storage.is_corrupt
     storage.reset()
-    assert not storage.lost
+    assert not storage.is_corrupt
     storage.make_room(3000)
-    assert not storage.lost
+    assert not storage.is_corrupt
 
 
 @pytest.mark.parametrize("most", [3, 5000, 10**6])

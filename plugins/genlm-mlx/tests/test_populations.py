@@ -141,7 +141,7 @@ def test_families_with_a_prefix_tree_have_right_populations(
 def test_passes_that_gather_little_have_the_same_rows(
     gathered: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_GATHERED_AT_ONCE", gathered)
+    monkeypatch.setattr(forward, "_MAX_GATHERED_SLOTS", gathered)
     oracle = functools.cache(llama.logprobs)
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
         prompts = [(5, 6, 7), (5, 6, 8, 9), (11,)]
@@ -266,7 +266,7 @@ def test_rows_are_right_after_a_pass_that_lost_the_storage(
         assert calls
         assert mx.eval is of_mlx
         path: Any = engine._choice.path
-        assert not path.forward.storage.lost
+        assert not path.forward.storage.is_corrupt
         assert engine.statistics()["kv_tokens"] == 0
         rows = extended.next_token_logprobs_sync()
         expected = torch.stack([llama.logprobs(each.token_ids) for each in extended])

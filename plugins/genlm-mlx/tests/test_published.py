@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from genlm_mlx.published import as_mlx_reads, read_config
+from genlm_mlx.published import mlx_settings, read_config
 
 LOCAL = {"rope_type": "default", "rope_theta": 5000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
@@ -14,7 +14,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 
 def added(model_type: str, **settings: Any) -> dict[str, Any]:
     written = {"model_type": model_type, **settings}
-    return as_mlx_reads(written, read_config(written))
+    return mlx_settings(written, read_config(written))
 
 
 def test_rotary_settings_get_their_older_names() -> None:

@@ -29,13 +29,13 @@ def long_llama(make: Make) -> TinyModel:
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sequences' pasts each layer of each pass gathered."""
     counts: list[int] = []
-    gather = storage.KVStorage.gathered
+    gather = storage.KVStorage.gather
 
     def counted(self: Any, layer: int, rows: mx.array) -> list[mx.array]:
         counts.append(rows.shape[0])
         return gather(self, layer, rows)
 
-    monkeypatch.setattr(storage.KVStorage, "gathered", counted)
+    monkeypatch.setattr(storage.KVStorage, "gather", counted)
     return counts
 
 
@@ -101,7 +101,7 @@ def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
 def test_what_is_held_fits_into_the_budget_beside_the_storage(
     slots: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_FIRST_SLOTS", 4)
+    monkeypatch.setattr(storage, "_INITIAL_SLOTS", 4)
     budget = (slots + 1) * TOKEN_BYTES
     engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=budget)
     resident_bytes = watch(engine, budget, monkeypatch)
@@ -114,7 +114,7 @@ def test_what_is_held_fits_into_the_budget_beside_the_storage(
 def test_an_older_batch_makes_way_before_the_next_is_held(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_FIRST_SLOTS", 64)
+    monkeypatch.setattr(storage, "_INITIAL_SLOTS", 64)
     budget = (
         64 + 200
     ) * TOKEN_BYTES  # of either population 5 * 26 tokens are held, not of both
@@ -133,7 +133,7 @@ def test_slots_that_get_other_tokens_are_not_taken_for_what_they_held(
 
     The token whose past is looked for follows slot 6, which ended a held past.
     """
-    monkeypatch.setattr(storage, "_FIRST_SLOTS", 8)
+    monkeypatch.setattr(storage, "_INITIAL_SLOTS", 8)
     engine = MLXEngine(
         long_llama.path, dtype="float32", kv_budget_bytes=(207 + 1) * TOKEN_BYTES
     )

@@ -14,7 +14,7 @@ from triton_compiler import NVIDIA_AND_AMD, compiled, stack_bytes
 
 from genlm_trie_cuda import kernels
 from genlm_trie_cuda.plan import BLOCK
-from genlm_trie_cuda.triton_path import ROWS_OF_A_TREE
+from genlm_trie_cuda.triton_path import TREE_ROWS
 
 INDICES = {"place", "piece", "piece_offset", "piece_count", "source"}
 CONSTANTS = {
@@ -22,7 +22,7 @@ CONSTANTS = {
     "TOKENS": 64,
     "INTERVALS": 64,
     "PREFIXES": 64,
-    "ROWS": ROWS_OF_A_TREE,
+    "ROWS": TREE_ROWS,
     "BLOCK": BLOCK,
     "LEVELS": BLOCK.bit_length() - 1,
 }

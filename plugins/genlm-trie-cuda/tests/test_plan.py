@@ -46,7 +46,7 @@ def test_every_prefix_reads_the_tokens_below_it(items, block) -> None:
     for prefix, slot in enumerate(plan.source.tolist()):
         lo, hi = layout.lo[n + prefix], layout.hi[n + prefix]
         assert slots[slot] == set(range(lo, hi))
-    np.testing.assert_array_equal(plan.place[plan.order], np.arange(n))
+    np.testing.assert_array_equal(plan.rank_of[plan.order], np.arange(n))
     assert (np.diff(plan.piece_count) <= 0).all()
 
 

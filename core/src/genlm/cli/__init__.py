@@ -1,7 +1,7 @@
 """The `genlm` command: thin commands over public names.
 
-Each command is a module of its own with one function, and imports what is heavy
-inside that function. `app.py` lists them.
+Every command is a module with one function, which imports heavy libraries when it is called.
+`app.py` lists the commands.
 """
 
 from genlm.cli.app import app, main

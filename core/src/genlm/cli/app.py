@@ -1,4 +1,4 @@
-"""The list of commands, and how their errors reach the terminal."""
+"""The list of commands, and the output of their errors."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ app.add_typer(plugin_commands)
 app.command()(serve)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"genlm {importlib.metadata.version('genlm-core')}")
         raise typer.Exit
 

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
-    """Return a function that completes the name of a usable engine, trie, or either."""
+    """Return a function that completes the names of usable engines, tries, or both."""
 
     def complete(incomplete: str) -> list[str]:
         names = {info.name for info in list_backends(kind) if info.status == "ok"}
@@ -69,7 +69,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 
 def checked_dtype(text: str) -> str:
-    """Return the name of a dtype, given in any usual spelling; a callback of options."""
+    """Return the name of a dtype from any usual spelling; a callback of options."""
     try:
         return dtype_name(text)
     except ValueError as error:
@@ -78,26 +78,26 @@ def checked_dtype(text: str) -> str:
 
 def checked_options(text: str, option: str = "--options") -> dict[str, Any]:
     """Return the value of an option that is a JSON object."""
-    found = json_object(text)
-    if found is None:
+    value = json_object(text)
+    if value is None:
         raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint=option)
-    return found
+    return value
 
 
 def json_object(text: str) -> dict[str, Any] | None:
     """Parse a JSON object; None if the text is not one."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):  # also integers of too many digits
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def require_writable(option: str, path: Path) -> None:
     """Refuse a file that cannot be written, before its content is computed.
 
     Raises:
-        typer.BadParameter: It cannot be written.
+        typer.BadParameter: The file cannot be written.
     """
     existed = path.exists()
     try:
@@ -111,7 +111,7 @@ def require_writable(option: str, path: Path) -> None:
 
 
 def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
-    """Load a model with options that the user gave as `--options`; terminals show progress."""
+    """Load a model with the options of `--options`; terminals show progress."""
     from genlm.core.model.lm import load_model  # imports torch
 
     progress = Console(stderr=True).is_terminal

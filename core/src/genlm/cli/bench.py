@@ -23,13 +23,13 @@ from genlm.cli.arguments import (
     load,
     require_writable,
 )
-from genlm.cli.measurement import Cell, Plan, first_row_s, measured
+from genlm.cli.measurement import Cell, Plan, first_row_s, measure
 from genlm.cli.output import borderless_table, print_json, progress_bar
 from genlm.core.base.errors import MissingRequirementError
 
 __all__ = ["bench"]
 
-_FIRST_TOKENS = 16
+_FIRST_ROW_TOKENS = 16
 
 
 def bench(
@@ -64,29 +64,29 @@ def bench(
     )  # fmt: skip
     if plot is not None:
         _check_plot(plot)
-    report = _measured(backend, model, checked_options(options), plan)
+    report = _measure(backend, model, checked_options(options), plan)
     if plot is not None:
         _draw(report, plot)
     if as_json:
-        print_json(report | {"cells": [dataclasses.asdict(each) for each in report["cells"]]})
+        print_json(report | {"cells": [dataclasses.asdict(cell) for cell in report["cells"]]})
     else:
         _print(report, plan, Console())
 
 
 def _integers(option: str, text: str) -> list[int]:
     try:
-        found = [int(each) for each in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        numbers = []
+    if not numbers or min(numbers) < 1:
         raise typer.BadParameter(
             f"{text!r}: expected numbers of at least 1, separated by commas", param_hint=option
         )
-    return found
+    return numbers
 
 
-def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Measure a plan; return what `--json` prints, with the cells as objects."""
+def _measure(backend: str, model: str, options: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Measure a plan; return the report of `--json`, with the cells as objects."""
     from genlm.cli.engine_process import device_memory, peak_memory
     from genlm.cli.env import environment
     from genlm.core.rows.output_cache import OutputCache
@@ -96,10 +96,10 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
         load_s = time.perf_counter() - began
         possible = plan.within(llm.max_context)
         _check_plan(possible, llm.max_context)
-        first = first_row_s(llm, min(_FIRST_TOKENS, llm.max_context or _FIRST_TOKENS))
+        first = first_row_s(llm, min(_FIRST_ROW_TOKENS, llm.max_context or _FIRST_ROW_TOKENS))
         with progress_bar() as bar:
             batches = len(possible.batches)
-            cells = list(bar.track(measured(llm, possible), batches, description="measuring"))
+            cells = list(bar.track(measure(llm, possible), batches, description="measuring"))
         engine = dict(llm.statistics().engine)
     return {
         "backend": backend,
@@ -165,12 +165,10 @@ def _table(figure: str, cells: Sequence[Cell], plan: Plan) -> Table:
     sizes = sorted({*plan.batch_sizes})
     columns = ("tokens", *(f"batch of {size}" for size in sizes))
     table = borderless_table(*columns, justify="right")
-    found = {(cell.context_tokens, cell.batch_size): getattr(cell, figure) for cell in cells}
+    values = {(cell.context_tokens, cell.batch_size): getattr(cell, figure) for cell in cells}
     for length in sorted({*plan.lengths}):
-        figures = (found.get((length, size)) for size in sizes)
-        table.add_row(
-            str(length), *("-" if each is None else f"{each:,.0f}" for each in figures)
-        )
+        row = (values.get((length, size)) for size in sizes)
+        table.add_row(str(length), *("-" if x is None else f"{x:,.0f}" for x in row))
     return table
 
 

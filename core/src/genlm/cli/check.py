@@ -84,7 +84,7 @@ def check(
             for case in run.cases:
                 typer.echo(f"{case.id}: {case.check.property}")
             return
-        report = _reported(run, quiet=as_json, fail_fast=fail_fast)
+        report = _run_cases(run, quiet=as_json, fail_fast=fail_fast)
     if as_json:
         print_json(report.as_json())
     else:
@@ -92,7 +92,7 @@ def check(
     raise typer.Exit(code=bool(report.failures))
 
 
-def _reported(run: Run, *, quiet: bool, fail_fast: bool) -> Report:
+def _run_cases(run: Run, *, quiet: bool, fail_fast: bool) -> Report:
     from genlm.testing.report import Report, one_line
 
     outcomes = []

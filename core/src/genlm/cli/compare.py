@@ -20,7 +20,7 @@ from genlm.core.plugins.lookup import find_backend
 from genlm.testing.target import TOLERANCE_CAPS
 
 if TYPE_CHECKING:
-    from genlm.cli.engine_process import Answer
+    from genlm.cli.engine_process import EngineRows
     from genlm.testing.comparison import Differences
 
 __all__ = ["Outcome", "compare"]
@@ -34,9 +34,9 @@ class Outcome:
         backend: Name of the engine.
         status: `"reference"`, `"within the bound"`, `"beyond the bound"` or `"failed"`.
         reason: Reason of a failure.
-        differences: Differences from the rows of the first engine that answered; None for
+        differences: Differences from the rows of the first engine that succeeded; None for
             that engine.
-        skipped: Number of contexts that the engine does not take: too long, or with unknown
+        skipped: Number of contexts that the engine does not support: too long, or with unknown
             ids.
         figures: Memory, speed and sizes.
     """
@@ -101,48 +101,50 @@ def compare(
     2: an argument is invalid.
     """
     if texts is not None and ids is not None:
-        raise _wrong("--ids", "give --texts or --ids, not both")
+        raise _bad_option("--ids", "pass --texts or --ids, not both")
     if timeout is not None and not timeout > 0:
-        raise _wrong("--timeout", f"{timeout:g}: expected a positive number")
-    names = _backends(backends)
+        raise _bad_option("--timeout", f"{timeout:g}: expected a positive number")
+    names = _backend_names(backends)
     limit = _bound(bound, dtype)
-    chosen = _options(options, names)
+    engine_options = _engine_options(options, names)
     read_texts = None if texts is None else list(_lines("--texts", texts).values())
-    read_ids = None if ids is None else _ids(ids)
+    read_ids = None if ids is None else _read_ids(ids)
 
-    from genlm.cli.engine_process import Request, answer_of
+    from genlm.cli.engine_process import Request, compute_in_process
 
     outcomes: list[Outcome] = []
-    reference: Answer | None = None
+    reference: EngineRows | None = None
     for name in names:
         if not as_json:
             typer.echo(f"{name} ...", err=True)
         contexts = None if reference is None else reference.contexts
         request = Request(
-            model, name, dtype, chosen[name], longest, read_texts, read_ids, contexts
+            model, name, dtype, engine_options[name], longest, read_texts, read_ids, contexts
         )
-        answer = answer_of(request, timeout)
-        if isinstance(answer, str):
-            outcomes.append(Outcome(name, "failed", answer))
+        result = compute_in_process(request, timeout)
+        if isinstance(result, str):
+            outcomes.append(Outcome(name, "failed", result))
         elif reference is None:
-            reference = answer
-            outcomes.append(Outcome(name, "reference", figures=answer.figures))
+            reference = result
+            outcomes.append(Outcome(name, "reference", figures=result.figures))
         else:
-            outcomes.append(_compared(name, answer, reference, limit, seed))
+            outcomes.append(_compare(name, result, reference, limit, seed))
     report: dict[str, Any] = {"model": model, "dtype": dtype, "bound": limit, "seed": seed}
     report |= {"contexts": 0, "longest": 0, "not_reached": [], "family": None}
     if reference is not None:
         report |= {"contexts": len(reference.contexts), **reference.about}
     if as_json:
-        print_json(report | {"engines": [dataclasses.asdict(each) for each in outcomes]})
+        print_json(report | {"engines": [dataclasses.asdict(outcome) for outcome in outcomes]})
     else:
         _print(report, outcomes)
-    good = {"reference", "within the bound"}
-    raise typer.Exit(code=any(outcome.status not in good for outcome in outcomes))
+    successes = {"reference", "within the bound"}
+    raise typer.Exit(code=any(outcome.status not in successes for outcome in outcomes))
 
 
-def _compared(name: str, answer: Answer, reference: Answer, bound: float, seed: int) -> Outcome:
-    """Compare the rows of the contexts that both engines take."""
+def _compare(
+    name: str, result: EngineRows, reference: EngineRows, bound: float, seed: int
+) -> Outcome:
+    """Compare the rows of the contexts that both engines support."""
     import torch
 
     from genlm.testing.comparison import differences
@@ -151,83 +153,83 @@ def _compared(name: str, answer: Answer, reference: Answer, bound: float, seed: 
         ids: torch.from_numpy(row)
         for ids, row in zip(reference.ids[::-1], reference.rows[::-1])  # the first of two rows
     }
-    pairs = zip(answer.ids, map(torch.from_numpy, answer.rows))
-    answers = [(ids, row) for ids, row in pairs if ids in expected]
-    if not answers:
-        why = "takes no context that the first engine takes"
-        return Outcome(name, "failed", why, figures=answer.figures)
+    pairs = zip(result.ids, map(torch.from_numpy, result.rows))
+    rows = [(ids, row) for ids, row in pairs if ids in expected]
+    if not rows:
+        reason = "supports no context that the first engine supports"
+        return Outcome(name, "failed", reason, figures=result.figures)
     kinds = reference.contexts
     try:
-        found = differences(answers, expected.__getitem__, kinds=kinds, seed=seed)
+        measured = differences(rows, expected.__getitem__, kinds=kinds, seed=seed)
     except ValueError as error:
-        return Outcome(name, "failed", str(error), figures=answer.figures)
-    within = max(found.largest, found.repeats) <= bound
-    status = "within the bound" if within else "beyond the bound"
-    skipped = len(kinds) - len({ids for ids, _ in answers})
-    return Outcome(name, status, "", found, skipped, answer.figures)
+        return Outcome(name, "failed", str(error), figures=result.figures)
+    is_within = max(measured.largest, measured.repeats) <= bound
+    status = "within the bound" if is_within else "beyond the bound"
+    skipped = len(kinds) - len({ids for ids, _ in rows})
+    return Outcome(name, status, "", measured, skipped, result.figures)
 
 
 # -- arguments ------------------------------------------------------------------------------
 
 
-def _backends(text: str) -> list[str]:
+def _backend_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) < 2 or len({*names}) < len(names):
-        raise _wrong(
+        raise _bad_option(
             "--backends", f"{text!r}: name two or more different engines, such as hf,vllm"
         )
     for name in names:
         try:
             find_backend(name)
         except UnknownBackendError as error:
-            raise _wrong("--backends", str(error)) from error
+            raise _bad_option("--backends", str(error)) from error
     return names
 
 
 def _bound(bound: float | None, dtype: str) -> float:
     if dtype not in TOLERANCE_CAPS:
         expected = ", ".join(TOLERANCE_CAPS)
-        raise _wrong("--dtype", f"{dtype!r}: expected one of {expected}")
+        raise _bad_option("--dtype", f"{dtype!r}: expected one of {expected}")
     limit = TOLERANCE_CAPS[dtype] if bound is None else bound
     if not (math.isfinite(limit) and limit > 0):
-        raise _wrong("--bound", f"{limit}: expected a positive number")
+        raise _bad_option("--bound", f"{limit}: expected a positive number")
     return limit
 
 
 def _lines(option: str, path: Path) -> dict[int, str]:
-    """Return the lines that are not empty by their numbers, from 1."""
+    """Return the lines that are not empty, by their numbers from 1."""
     lines = enumerate(read_lines(str(path), option), 1)
     return {number: line for number, line in lines if line.strip()}
 
 
-def _ids(path: Path) -> list[list[int]]:
-    found = []
+def _read_ids(path: Path) -> list[list[int]]:
+    sequences = []
     for number, line in _lines("--ids", path).items():
         try:
             ids = json.loads(line)
         except (ValueError, RecursionError):
             ids = None
         if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
-            raise _wrong(
+            raise _bad_option(
                 "--ids",
                 f"{str(path)!r}, line {number}: expected an array of token ids, such as "
                 f"[1, 17, 4]; found {line[:60]!r}",
             )
-        found.append(ids)
-    return found
+        sequences.append(ids)
+    return sequences
 
 
-def _options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    given = checked_options(text)
-    for name, found in given.items():
-        if not isinstance(found, dict):
-            raise _wrong("--options", f"{name}: expected a JSON object; found {found!r}")
+def _engine_options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    options = checked_options(text)
+    for name, value in options.items():
+        if not isinstance(value, dict):
+            raise _bad_option("--options", f"{name}: expected a JSON object; found {value!r}")
         if name not in names:
-            raise _wrong("--options", f"{name!r} is not among the --backends")
-    return {name: given.get(name, {}) for name in names}
+            raise _bad_option("--options", f"{name!r} is not among the --backends")
+    return {name: options.get(name, {}) for name in names}
 
 
-def _wrong(option: str, message: str) -> typer.BadParameter:
+def _bad_option(option: str, message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint=option)
 
 
@@ -258,14 +260,20 @@ def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
 
 
 def _cells(outcome: Outcome) -> list[str]:
-    apart, figures = outcome.differences, outcome.figures
+    differences, figures = outcome.differences, outcome.figures
     cells = [outcome.backend, outcome.status]
-    if apart is None:
+    if differences is None:
         cells += [""] * 6
     else:
-        variation = f"{apart.total_variation:.1e} (mean {apart.mean_total_variation:.1e})"
-        cells += [f"{apart.largest:.1e}", apart.where, variation]
-        cells += [f"{apart.same_greedy:.1%}", f"{apart.same_draw:.1%}", f"{apart.repeats:.1e}"]
+        variation = (
+            f"{differences.total_variation:.1e} (mean {differences.mean_total_variation:.1e})"
+        )
+        cells += [f"{differences.largest:.1e}", differences.where, variation]
+        cells += [
+            f"{differences.same_greedy:.1%}",
+            f"{differences.same_draw:.1%}",
+            f"{differences.repeats:.1e}",
+        ]
     if not figures:
         return [*cells, "", "", "", ""]
     gpu = figures["device_memory_bytes"]

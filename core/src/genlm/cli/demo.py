@@ -55,7 +55,7 @@ def demo(
             param_hint="--prompt",
         )
     with load(model, backend, {}) as llm:
-        found = _report(
+        coroutine = _report(
             llm,
             model,
             prompt=prompt,
@@ -64,7 +64,7 @@ def demo(
             max_letters=max_letters,
             seed=seed,
         )
-        report = asyncio.run(found)
+        report = asyncio.run(coroutine)
     if as_json:
         print_json(report)
     else:
@@ -84,14 +84,14 @@ async def _report(
     """Draw the samples, then the particles, from independent streams of one seed.
 
     Returns:
-        What `--json` prints. The particles are in descending order of their weights.
+        The report of `--json`. The particles are in descending order of their weights.
     """
     from genlm.cli.smc import max_word_length
     from genlm.cli.text_ids import text_ids
     from genlm.smc import steer
 
     ids = text_ids(llm.vocabulary, prompt)
-    drawn = await llm.batch_sample([ids] * _SAMPLES, max_tokens, seed=seed)
+    continuations = await llm.batch_sample([ids] * _SAMPLES, max_tokens, seed=seed)
     rule = max_word_length(max_letters).start(llm, count, text=prompt.encode())
     steps = steer(llm, ids, count, max_tokens=max_tokens, constraint=rule, seed=seed)
     began = time.perf_counter()
@@ -104,8 +104,8 @@ async def _report(
     weights = particles.weights.tolist()
     statistics = llm.statistics()
     tokens = sum(len(text) - len(ids) for text in texts)
-    samples = [(*ids, *sample) for sample in drawn]
-    heaviest_first = sorted(range(count), key=lambda i: -weights[i])
+    samples = [(*ids, *sample) for sample in continuations]
+    by_weight = sorted(range(count), key=lambda i: -weights[i])
     return {
         "backend": llm.name,
         "model": model,
@@ -113,9 +113,7 @@ async def _report(
         "constraint": f"no word has more than {max_letters} letters",
         "seed": seed,
         "samples": [llm.decode(sample) for sample in samples],
-        "particles": [
-            {"text": llm.decode(texts[i]), "weight": weights[i]} for i in heaviest_first
-        ],
+        "particles": [{"text": llm.decode(texts[i]), "weight": weights[i]} for i in by_weight],
         "effective_sample_size": 1 / sum(weight**2 for weight in weights),
         "log_evidence": particles.log_evidence,
         "tokens": tokens,
@@ -127,7 +125,7 @@ async def _report(
 
 
 def _cut_by_context(llm: AsyncLM, texts: Sequence[Sequence[int]], longest: int) -> int:
-    """Count the texts that the model's context ended, not their own end or `--max-tokens`."""
+    """Count the texts that end because the model's context is full."""
     if llm.max_context is None:
         return 0
     end = llm.vocabulary.eos_token_id
@@ -143,9 +141,9 @@ def _print(report: Mapping[str, Any], console: Console) -> None:
     console.print(Text(f"\nconstrained: {report['constraint']}", "bold"))
     console.print(_table(particles))
     if report["cut_by_context"]:
-        cut = f"{report['cut_by_context']} of {len(samples) + len(particles)} texts"
-        where = "end where the model's context is full, before --max-tokens"
-        console.print(Text(f"\n{cut} {where}", "yellow"))
+        count = f"{report['cut_by_context']} of {len(samples) + len(particles)} texts"
+        problem = "end where the model's context is full, before --max-tokens"
+        console.print(Text(f"\n{count} {problem}", "yellow"))
     figures = report["statistics"]
     console.print(
         Text(
@@ -162,7 +160,7 @@ def _print(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _table(particles: Sequence[Mapping[str, Any]]) -> Table:
-    """List the different texts, the heaviest first, with their copies' summed weight."""
+    """Return a table of the distinct texts, in descending order of their total weights."""
     copies: dict[str, list[float]] = {}
     for particle in particles:
         copies.setdefault(particle["text"], []).append(particle["weight"])

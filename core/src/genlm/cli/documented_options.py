@@ -1,6 +1,6 @@
-"""Options of a backend as its source documents them, read without importing it.
+"""Options of a backend from its source, which is read without importing it.
 
-An engine whose library is missing cannot be imported, and others take seconds.
+An engine whose library is missing cannot be imported, and importing others takes seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Option:
     """A keyword argument of a backend.
 
     Attributes:
-        name: Its name.
-        default: As the source has it; `""` for a required one.
-        meaning: Its description in the docstring, on one line.
+        name: Name of the argument.
+        default: The default in the source; `""` for a required argument.
+        meaning: The description in the docstring, on one line.
     """
 
     name: str
@@ -39,31 +39,31 @@ def options_of(target: str) -> list[Option] | None:
             model or the vocabulary.
 
     Returns:
-        Its options; None if they are not in its source, because that is no readable Python or
-        it inherits its `__init__`.
+        The options; None if they are not in the source, because it cannot be parsed or the
+        class inherits its `__init__`.
     """
     module, _, name = target.partition(":")
     definition = _definition(module, name)
     if definition is None:
         return None
-    called, skipped = definition, 1
-    documents = [ast.get_docstring(definition) or ""]
+    function, skipped = definition, 1
+    docstrings = [ast.get_docstring(definition) or ""]
     if isinstance(definition, ast.ClassDef):
-        methods = [each for each in definition.body if isinstance(each, ast.FunctionDef)]
-        found = next((each for each in methods if each.name == "__init__"), None)
-        if found is None:
+        methods = [node for node in definition.body if isinstance(node, ast.FunctionDef)]
+        init = next((method for method in methods if method.name == "__init__"), None)
+        if init is None:
             return None if definition.bases else []
-        called, skipped = found, 2
-        documents.append(ast.get_docstring(found) or "")
-    meanings = {key: text for each in documents for key, text in _arguments(each)}
+        function, skipped = init, 2
+        docstrings.append(ast.get_docstring(init) or "")
+    meanings = {key: text for docstring in docstrings for key, text in _arguments(docstring)}
     return [
         Option(name, default, meanings.get(name, ""))
-        for name, default in list(_parameters(called))[skipped:]
+        for name, default in list(_parameters(function))[skipped:]
     ]
 
 
 def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """Find a class or function in the source of a module, or where it is imported from."""
+    """Return a class or function from the source of a module, or of one it imports from."""
     try:
         spec = importlib.util.find_spec(module)
         tree = ast.parse(Path(spec.origin or "").read_text("utf-8")) if spec else None

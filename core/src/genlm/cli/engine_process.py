@@ -1,4 +1,4 @@
-"""Rows of one engine, computed in a process of its own.
+"""Rows of one engine, computed in a separate process.
 
 The memory of a process is freed when it ends, and an engine that changes or ends its process
 does not affect the next one.
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
 
 __all__ = [
-    "Answer",
+    "EngineRows",
     "Request",
-    "answer_here",
-    "answer_of",
+    "compute_here",
+    "compute_in_process",
     "device_memory",
     "peak_memory",
 ]
@@ -57,8 +57,8 @@ class Request:
         backend: Name of the engine.
         dtype: Dtype in which the engine computes.
         options: Options of `load_model`.
-        longest: Maximum length of a context; None chooses it by the model.
-        texts: Texts to compare on; None takes the embedded text.
+        longest: Maximum length of a context; by default it depends on the model.
+        texts: Texts to compare on; by default the embedded text.
         ids: Token ids to compare on, in place of texts.
         contexts: Kinds of the contexts to request, by token ids; None makes contexts with the
             vocabulary of this engine.
@@ -75,13 +75,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineRows:
     """The rows of one engine.
 
     Attributes:
-        contexts: The contexts, of which the engine took those that fit.
-        about: Their maximum length, the limits of the model that none exceeds, and the model's
-            architecture, where the request had no contexts.
+        contexts: The contexts; the engine computed those that it supports.
+        about: Their maximum length, the limits of the model that no context exceeds, and the
+            model's architecture; empty if the request had contexts.
         ids: Token ids of each row; every context occurs twice.
         rows: Shape `(len(ids), vocab_size)`, float32.
         figures: Memory, speed and sizes.
@@ -94,60 +94,62 @@ class Answer:
     figures: Mapping[str, Any]
 
 
-def answer_of(request: Request, timeout: float | None) -> Answer | str:
-    """Answer a request in a new process.
+def compute_in_process(request: Request, timeout: float | None) -> EngineRows | str:
+    """Compute the rows of a request in a new process.
 
     Returns:
-        The answer, or the error with which loading, computing or the process ended. Output of
+        The rows, or the error with which loading, computing or the process ended. Output of
         the engine goes to standard error.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_answer, args=(sender, request))
+    process = context.Process(target=_send_rows, args=(sender, request))
     process.start()
     sender.close()
     try:
         if not receiver.poll(timeout):
             return f"did not answer within {timeout:g} s"
-        answer: Answer | str = receiver.recv()
+        result: EngineRows | str = receiver.recv()
     except EOFError:
         process.join()
         return f"its process ended with exit code {process.exitcode}"
     else:
         process.join(timeout)
-        return answer
+        return result
     finally:
         process.kill()
         receiver.close()
 
 
-def _send_answer(sender: Connection, request: Request) -> None:
+def _send_rows(sender: Connection, request: Request) -> None:
     os.dup2(2, 1)  # programs read the standard output of the command
-    sender.send(answer_here(request))
+    sender.send(compute_here(request))
 
 
-def answer_here(request: Request) -> Answer | str:
-    """Answer a request in this process."""
+def compute_here(request: Request) -> EngineRows | str:
+    """Compute the rows of a request in this process; return the error if there is one."""
     try:
-        return _answer(request)
+        return _compute_rows(request)
     except Exception as error:  # noqa: BLE001 - reported; the next engine is not affected
         return f"{type(error).__name__}: {error}"
 
 
-def _answer(request: Request) -> Answer:
+def _compute_rows(request: Request) -> EngineRows:
     options = _engine_options(request)
     start = time.perf_counter()
     with load_model(request.model, request.backend, **options) as llm:
         loaded_s = time.perf_counter() - start
-        given = request.contexts
-        contexts, about = _contexts(llm, request) if given is None else (given, {})
+        if request.contexts is None:
+            contexts, about = _contexts(llm, request)
+        else:
+            contexts, about = dict(request.contexts), {}
         fitting = [ids for ids in contexts if _fits(llm, ids)]
         if not fitting:
-            raise ValueError("takes none of the contexts: too long, or of unknown token ids")
+            raise ValueError("supports none of the contexts: too long, or of unknown token ids")
         start = time.perf_counter()
-        answers = asyncio.run(request_rows(llm, fitting))
+        results = asyncio.run(request_rows(llm, fitting))
         seconds = time.perf_counter() - start
-        answers += asyncio.run(request_rows(llm, fitting[::-1]))
+        results += asyncio.run(request_rows(llm, fitting[::-1]))
         figures = {
             "load_s": loaded_s,
             "rows": len(fitting),
@@ -157,8 +159,8 @@ def _answer(request: Request) -> Answer:
             "device_memory_bytes": device_memory(),
         }
     figures["peak_memory_bytes"] = peak_memory()
-    rows = np.stack([row.cpu().numpy() for _, row in answers])
-    return Answer(contexts, about, [ids for ids, _ in answers], rows, figures)
+    rows = np.stack([row.cpu().numpy() for _, row in results])
+    return EngineRows(contexts, about, [ids for ids, _ in results], rows, figures)
 
 
 def _engine_options(request: Request) -> dict[str, Any]:
@@ -174,15 +176,15 @@ def _engine_options(request: Request) -> dict[str, Any]:
 
 
 def _fits(llm: AsyncLM, ids: Sequence[int]) -> bool:
-    short = llm.max_context is None or len(ids) <= llm.max_context
-    return short and max(ids) < llm.vocab_size
+    is_short = llm.max_context is None or len(ids) <= llm.max_context
+    return is_short and max(ids) < llm.vocab_size
 
 
 # -- contexts -------------------------------------------------------------------------------
 
 
 def _contexts(llm: AsyncLM, request: Request) -> tuple[dict[TokenIds, str], dict[str, Any]]:
-    """Choose contexts; return their kinds, and what `Answer.about` has."""
+    """Return contexts with their kinds, and the mapping `EngineRows.about`."""
     facts = _facts(llm, request.model)
     limits = limits_of(facts)
     longest = longest_of(request.longest, limits, llm.max_context)
@@ -206,15 +208,17 @@ def limits_of(facts: ModelFacts | None) -> dict[str, int]:
     return limits
 
 
-def longest_of(wanted: int | None, limits: Mapping[str, int], max_context: int | None) -> int:
-    """Choose the longest context: beyond every limit, and within the engine's maximum."""
+def longest_of(
+    requested: int | None, limits: Mapping[str, int], max_context: int | None
+) -> int:
+    """Return the maximum length: beyond every limit, and within the engine's maximum."""
     needed = max([DEFAULT_LONGEST, *(limit + 16 for limit in limits.values())])
-    longest = min(needed, MAX_DEFAULT_LONGEST) if wanted is None else wanted
+    longest = min(needed, MAX_DEFAULT_LONGEST) if requested is None else requested
     return longest if max_context is None else min(longest, max_context)
 
 
 def _sequences(llm: AsyncLM, request: Request) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Return ids to repeat, and ids to request: those given, of texts, or of the vocabulary."""
+    """Return ids to repeat, and ids to request: of the request, of texts, or random ones."""
     if request.ids is not None:
         return list(itertools.chain(*request.ids)), request.ids
     texts = request.texts or default_text().decode().split("\n\n")
@@ -224,14 +228,14 @@ def _sequences(llm: AsyncLM, request: Request) -> tuple[list[int], Sequence[Sequ
     except TokenizerError:
         if request.texts:
             raise
-    # The vocabulary cannot spell the embedded texts; any tokens serve.
+    # The vocabulary cannot spell the embedded texts; random tokens replace them.
     missing = {*llm.vocabulary.missing_ids, *llm.vocabulary.special_ids}
-    known = [token_id for token_id in range(llm.vocab_size) if token_id not in missing]
-    return random.Random(0).choices(known, k=DEFAULT_LONGEST), []
+    usable = [token_id for token_id in range(llm.vocab_size) if token_id not in missing]
+    return random.Random(0).choices(usable, k=DEFAULT_LONGEST), []
 
 
 def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:
-    """Read the config of the model; None if transformers finds none."""
+    """Return the facts of the model's config; None if transformers finds no config."""
     try:
         from transformers import AutoConfig
     except ImportError:
@@ -248,13 +252,13 @@ def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:
 
 
 def peak_memory() -> int:
-    """Peak resident memory in bytes, of this process and the largest that it started."""
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return _KIB * (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    """Return the peak resident memory in bytes of this process and its largest child."""
+    this_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _KIB * (this_process + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def device_memory() -> int | None:
-    """Peak GPU memory in bytes that this process allocated with torch; None without a GPU."""
+    """Return the peak GPU memory in bytes that torch allocated here; None without a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() or None  # 0 where torch used no GPU

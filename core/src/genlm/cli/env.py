@@ -47,19 +47,19 @@ _VARIABLES = (
     "TOKENIZERS_PARALLELISM",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Besides those that begin with GENLM_: none has a secret or a path."""
+"""Variables in addition to those that begin with GENLM_; they contain no secrets or paths."""
 
 
 def env(
     as_json: JsonOption = False,
 ) -> None:
     """Print versions, hardware and the status of plugins, for bug reports."""
-    found = environment()
+    report = environment()
     if as_json:
-        print_json(found)
+        print_json(report)
         return
-    plugins = found.pop("plugins")
-    for title, section in found.items():
+    plugins = report.pop("plugins")
+    for title, section in report.items():
         typer.echo(title)
         for name, value in section.items():
             typer.echo(f"  {name:<22} {value}")
@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    return {name: found for name in distributions if (found := installed_version(name))}
+    return {name: version for name in distributions if (version := installed_version(name))}
 
 
 def _processor() -> str:
@@ -124,16 +124,16 @@ def _devices() -> dict[str, str]:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
         return {"torch": f"cannot be imported: {describe_error(error)}"}
-    found = {"torch built for": torch.version.cuda or torch.version.hip or "the CPU only"}
+    devices = {"torch built for": torch.version.cuda or torch.version.hip or "the CPU only"}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
+        devices[f"cuda:{index}"] = (
             f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability "
             f"{device.major}.{device.minor}"
         )
     if torch.backends.mps.is_available():
-        found["mps"] = "available"
-    return found
+        devices["mps"] = "available"
+    return devices
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:

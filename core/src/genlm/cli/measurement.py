@@ -1,7 +1,7 @@
 """Throughput of a loaded model for each batch size and context length.
 
 Each batch is measured twice: with new contexts, which share no prefix and are not cached, and
-with the same contexts extended by one token, as the particles of a filter are.
+with the same contexts extended by one token, like the particles of a filter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from genlm.core.model.context import Context
     from genlm.core.model.lm import AsyncLM
 
-__all__ = ["Cell", "Plan", "first_row_s", "measured"]
+__all__ = ["Cell", "Plan", "first_row_s", "measure"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class Cell:
 
 def first_row_s(llm: AsyncLM, tokens: int) -> float:
     """Return the latency in seconds of the first row after loading."""
-    return _seconds(llm, [next(_contexts(llm, tokens, random.Random(0)))])
+    return _measure_seconds(llm, [next(_contexts(llm, tokens, random.Random(0)))])
 
 
-def measured(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
+def measure(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
     """Measure every batch of a plan.
 
     Args:
@@ -92,13 +92,12 @@ def measured(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
     for length, size in plan.within(llm.max_context).batches:
         new, continued = [], []
         for _ in range(plan.repeats + 1):
-            made = _contexts(llm, length, rng)
-            contexts = [next(made) for _ in range(size)]
-            new.append(_seconds(llm, contexts))
+            contexts = list(itertools.islice(_contexts(llm, length, rng), size))
+            new.append(_measure_seconds(llm, contexts))
             steps = []
             for _ in range(plan.steps):
-                contexts = [each.extend(_token_id(llm, rng)) for each in contexts]
-                steps.append(_seconds(llm, contexts))
+                contexts = [context.extend(_random_token_id(llm, rng)) for context in contexts]
+                steps.append(_measure_seconds(llm, contexts))
             continued.append(statistics.median(steps))
         # The first measurement of a shape compiles kernels and allocates buffers.
         yield Cell(
@@ -109,7 +108,7 @@ def measured(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
         )
 
 
-def _seconds(llm: AsyncLM, contexts: Sequence[Context]) -> float:
+def _measure_seconds(llm: AsyncLM, contexts: Sequence[Context]) -> float:
     began = time.perf_counter()
     llm.batch_next_token_logprobs_sync(contexts)
     return time.perf_counter() - began
@@ -117,12 +116,12 @@ def _seconds(llm: AsyncLM, contexts: Sequence[Context]) -> float:
 
 def _contexts(llm: AsyncLM, tokens: int, rng: random.Random) -> Iterator[Context]:
     while True:
-        yield llm.context([_token_id(llm, rng) for _ in range(tokens)])
+        yield llm.context([_random_token_id(llm, rng) for _ in range(tokens)])
 
 
-def _token_id(llm: AsyncLM, rng: random.Random) -> int:
-    """Draw an id of text; models may embed none of the highest ids."""
+def _random_token_id(llm: AsyncLM, rng: random.Random) -> int:
+    """Return a random id of text; models may lack embeddings of the highest ids."""
     excluded = {*llm.vocabulary.special_ids, *llm.vocabulary.missing_ids}
-    while (drawn := rng.randrange(max(1, llm.vocab_size // 2))) in excluded:
+    while (token_id := rng.randrange(max(1, llm.vocab_size // 2))) in excluded:
         pass
-    return drawn
+    return token_id

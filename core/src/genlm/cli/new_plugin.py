@@ -27,14 +27,14 @@ _FILES = {
     "test_conformance.py.template": "tests/test_conformance.py",
     "test_engine.py.template": "tests/test_engine.py",
 }
-"""Templates and where they go."""
+"""Templates and the paths of the files made from them."""
 
 _OTHER_DISTRIBUTIONS = {"backend", "bytes", "control", "core", "grammar"}
 
 
 @plugin_commands.callback()
 def _commands() -> None:
-    """Keep `new` a command of its own while it is the only one."""
+    """Make `new` a subcommand although it is the only one."""
 
 
 @plugin_commands.command()
@@ -46,13 +46,13 @@ def new(
 ) -> None:
     """Create a package with a small engine, its tests and its metadata."""
     _check(name)
-    place = Path(f"genlm-{name}") if folder is None else folder
-    if place.exists():
-        raise typer.BadParameter(f"{place} exists; name another with --folder")
-    written = _write(place, name)
-    path = place if place.is_absolute() else f"./{place}"
+    root = Path(f"genlm-{name}") if folder is None else folder
+    if root.exists():
+        raise typer.BadParameter(f"{root} exists; name another with --folder")
+    written = _write(root, name)
+    path = root if root.is_absolute() else f"./{root}"
     typer.echo(
-        f"wrote {place}. Next:\n"
+        f"wrote {root}. Next:\n"
         f"  pip install -e '{path}[test]'\n"
         f"  genlm check {name}\n"
         f"  genlm demo --backend {name}\n"
@@ -67,14 +67,14 @@ def _check(name: str) -> None:
             f"'mine' or 'my-engine'; genlm- is added to the name of the distribution"
         )
     taken = {info.name: info.distribution for info in list_backends()}
-    taken |= {each: distribution for each, (_, distribution) in PUBLISHED.items()}
-    taken |= {each: f"genlm-{each}" for each in _OTHER_DISTRIBUTIONS}
+    taken |= {published: distribution for published, (_, distribution) in PUBLISHED.items()}
+    taken |= {other: f"genlm-{other}" for other in _OTHER_DISTRIBUTIONS}
     if name in taken:
         raise typer.BadParameter(f"{name!r} is taken by {taken[name]}; choose another name")
 
 
-def _write(place: Path, name: str) -> dict[str, Path]:
-    """Write the files; return each one's path by its template."""
+def _write(root: Path, name: str) -> dict[str, Path]:
+    """Write the files; return their paths by template."""
     package = f"genlm_{name.replace('-', '_')}"
     words = {
         "name": name,
@@ -84,13 +84,13 @@ def _write(place: Path, name: str) -> dict[str, Path]:
         "version": importlib.metadata.version("genlm-core"),
     }
     texts = {
-        place / "src" / package / "__init__.py": f'"""The engine {name} for genlm."""\n',
-        place / "src" / package / "py.typed": "",
+        root / "src" / package / "__init__.py": f'"""The engine {name} for genlm."""\n',
+        root / "src" / package / "py.typed": "",
     }
     written = {}
     for template, target in _FILES.items():
         source = resources.files("genlm.cli") / "plugin_template" / template
-        path = written[template] = place / target.format(package=package)
+        path = written[template] = root / target.format(package=package)
         texts[path] = Template(source.read_text("utf-8")).substitute(words)
     try:
         for path, text in texts.items():

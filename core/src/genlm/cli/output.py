@@ -24,7 +24,7 @@ def output_console() -> Console:
 
 
 def borderless_table(*columns: str, **options: Any) -> Table:
-    """Create a table; `options` are those of its columns."""
+    """Create a table without borders; `options` apply to its columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, **options)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import backends as completed
+from genlm.cli.arguments import backends as complete_backends
 from genlm.cli.documented_options import Option, options_of
 from genlm.cli.output import borderless_table, output_console, print_json
 from genlm.cli.tested_versions import tested_versions
@@ -39,7 +39,7 @@ def plugins(
         str | None,
         typer.Argument(
             help="Name of a backend to describe with its options and capabilities.",
-            autocompletion=completed(),
+            autocompletion=complete_backends(),
         ),
     ] = None,
     as_json: Annotated[
@@ -49,35 +49,34 @@ def plugins(
     """List the installed engines and tries, or describe one. No engine is imported."""
     backends = list_backends()
     if name is not None:
-        backends = _named(name, backends)
+        backends = _find(name, backends)
     if as_json:
-        described = [_described(info, options=name is not None) for info in backends]
-        print_json(described)
+        print_json([_describe(info, options=name is not None) for info in backends])
         return
     console = output_console()
     if name is None:
         console.print(_table(backends))
-        if absent := sorted(PUBLISHED.keys() - {info.name for info in backends}):
-            names = ", ".join(absent)
+        if not_installed := sorted(PUBLISHED.keys() - {info.name for info in backends}):
+            names = ", ".join(not_installed)
             console.print(f"\nnot installed: {names}; `genlm plugins NAME` says how to get one")
         return
     for info in backends:
         _print(info, console)
 
 
-def _named(name: str, backends: list[BackendInfo]) -> list[BackendInfo]:
-    found = [info for info in backends if name in {info.name, info.provider}]
-    if not found:
+def _find(name: str, backends: list[BackendInfo]) -> list[BackendInfo]:
+    named = [info for info in backends if name in {info.name, info.provider}]
+    if not named:
         find_backend(name, PUBLISHED[name][0] if name in PUBLISHED else "engine")  # raises
-    return found
+    return named
 
 
-def _described(info: BackendInfo, *, options: bool) -> dict[str, Any]:
+def _describe(info: BackendInfo, *, options: bool) -> dict[str, Any]:
     fields = dataclasses.asdict(info)
     if not options:
         return fields
-    known = options_of(info.target)
-    documented = None if known is None else [dataclasses.asdict(each) for each in known]
+    found = options_of(info.target)
+    documented = None if found is None else [dataclasses.asdict(option) for option in found]
     return fields | {"options": documented, "links": dict(_links(info.distribution))}
 
 

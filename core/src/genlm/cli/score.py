@@ -22,7 +22,7 @@ from genlm.cli.arguments import (
     require_writable,
 )
 from genlm.cli.output import borderless_table, finite, output_console
-from genlm.cli.text_file import LineOfText, bad_file, texts_of
+from genlm.cli.text_file import LineOfText, file_error, texts_of
 from genlm.core.base.errors import GenlmError
 
 if TYPE_CHECKING:
@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 
 __all__ = ["TextScore", "score"]
 
-_SHOWN = 20
+_MAX_ROWS = 20
 """Maximum number of texts in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextScore:
-    """The score of one text; `--output` writes one per line.
+    """The score of one text, which is one line of `--output`.
 
     Attributes:
         line: Line number in the file, from 1.
         text: The text.
         prompt: Text before it, which is not scored; None without a prompt.
-        logprob: Natural-log probability of its tokens.
+        logprob: Natural-log probability of the scored tokens.
         tokens: Number of scored tokens: all tokens of the text, except the first one if neither
             a prompt nor a BOS token precedes it.
         bytes: Number of scored bytes in UTF-8.
         perplexity: Perplexity per token: `exp(-logprob / tokens)`.
         bits_per_byte: `-logprob / log(2) / bytes`.
-        token_logprobs: With `--tokens`, each token's bytes, as text, and log-probability.
+        token_logprobs: With `--tokens`, the bytes, as text, and the log-probability of every
+            scored token.
     """
 
     line: int
@@ -63,12 +64,12 @@ class TextScore:
     token_logprobs: list[tuple[str, float]] | None = None
 
     def as_json(self) -> str:
-        """One line of JSON without fields that are None; infinities are strings."""
-        found = {key: value for key, value in vars(self).items() if value is not None}
-        return json.dumps(finite(found))
+        """Return one line of JSON without fields that are None; infinities are strings."""
+        fields = {key: value for key, value in vars(self).items() if value is not None}
+        return json.dumps(finite(fields))
 
 
-class _Encoded(NamedTuple):
+class _EncodedText(NamedTuple):
     """Token ids of a text, the index of the first scored id, and the number of scored bytes."""
 
     ids: list[int]
@@ -105,23 +106,23 @@ def score(
     options: LoadOptions = "{}",
 ) -> None:
     """Compute the log-probability, perplexity and bits per byte of texts."""
-    chosen = checked_options(options)
+    load_options = checked_options(options)
     texts = texts_of(file, form)
     if output not in (None, "-"):
         require_writable("--output", Path(output))  # a run may take an hour
-    with load(model, backend, chosen) as llm:
-        encoded = _encoded(llm, texts)
-        found = llm.batch_score_sync(
-            [each.ids for each in encoded],
-            [each.start for each in encoded],
+    with load(model, backend, load_options) as llm:
+        encoded = _encode_texts(llm, texts)
+        rows = llm.batch_score_sync(
+            [item.ids for item in encoded],
+            [item.start for item in encoded],
             progress=Console(stderr=True).is_terminal,
         )
         scores = [
-            _scored(text, of, logprobs.tolist(), llm.vocabulary if tokens else None)
-            for text, of, logprobs in zip(texts, encoded, found, strict=True)
+            _score_text(text, item, logprobs.tolist(), llm.vocabulary if tokens else None)
+            for text, item, logprobs in zip(texts, encoded, rows, strict=True)
         ]
     if output is not None:
-        lines = "".join(f"{each.as_json()}\n" for each in scores)
+        lines = "".join(f"{score.as_json()}\n" for score in scores)
         if output == "-":
             typer.echo(lines, nl=False)
             return
@@ -132,71 +133,74 @@ def score(
 # -- scores ---------------------------------------------------------------------------------
 
 
-def _encoded(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_Encoded]:
+def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedText]:
     """Encode all texts; raise an error if one is too long or has no token to score."""
-    begin = _begin(llm.vocabulary)
+    begin = _begin_ids(llm.vocabulary)
     encoded = []
     for text in texts:
         try:
-            of = _ids(llm.vocabulary, begin, text)
+            item = _encode_text(llm.vocabulary, begin, text)
         except GenlmError as error:
-            raise bad_file(f"line {text.line}: {error}") from error
-        if len(of.ids) <= of.start:
-            raise bad_file(
-                f"line {text.line}: {text.text!r} has no token to score: the first needs one "
-                f"before it, and the vocabulary names none that begins a text; give a prompt"
+            raise file_error(f"line {text.line}: {error}") from error
+        if len(item.ids) <= item.start:
+            raise file_error(
+                f"line {text.line}: {text.text!r} has no token to score: the first token needs "
+                f"one before it, and the vocabulary has no BOS token; pass a prompt"
             )
-        encoded.append(of)
-    most = math.inf if llm.max_context is None else llm.max_context + 1
-    long = [text.line for text, of in zip(texts, encoded) if len(of.ids) > most]
+        encoded.append(item)
+    limit = math.inf if llm.max_context is None else llm.max_context + 1
+    lengths = {text.line: len(item.ids) for text, item in zip(texts, encoded)}
+    long = {line: length for line, length in lengths.items() if length > limit}
     if long:
-        length = next(len(of.ids) for of in encoded if len(of.ids) > most)
-        others = f"; lines that are too long: {len(long)}" if long[1:] else ""
-        raise bad_file(
-            f"line {long[0]} has {length:,} tokens, and the model scores {most:,} at most"
-            f"{others}. Split the text"
+        line, length = next(iter(long.items()))
+        total = f"; lines that are too long: {len(long)}" if len(long) > 1 else ""
+        raise file_error(
+            f"line {line} has {length:,} tokens, and the model scores {limit:,} at most"
+            f"{total}. Split the text"
         )
     return encoded
 
 
-def _begin(vocabulary: Vocabulary) -> list[int]:
+def _begin_ids(vocabulary: Vocabulary) -> list[int]:
     """Return the ids before the first token of a text: BOS, or else the end-of-text token."""
     from genlm.cli.text_ids import text_ids
 
     begin = text_ids(vocabulary, "")
-    ends = vocabulary.eos_token_id
-    return begin if begin or ends is None else [ends]
+    eos = vocabulary.eos_token_id
+    return begin if begin or eos is None else [eos]
 
 
-def _ids(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _Encoded:
-    """Encode a text and its prompt together if a token boundary lies between them."""
+def _encode_text(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _EncodedText:
+    """Encode a text and its prompt together if a token boundary is between them."""
     from genlm.cli.text_ids import text_ids
 
-    def begun(of: str) -> list[int]:
-        ids = text_ids(vocabulary, of)
+    def encode_with_begin(content: str) -> list[int]:
+        ids = text_ids(vocabulary, content)
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     size = len(text.text.encode())
     if not text.prompt:
-        ids = begun(text.text)
+        ids = encode_with_begin(text.text)
         if begin:
-            return _Encoded(ids, len(begin), size)
-        return _Encoded(ids, 1, size - sum(len(vocabulary.byte_vocab[i]) for i in ids[:1]))
-    before, whole = begun(text.prompt), begun(text.prompt + text.text)
-    if whole[: len(before)] != before:
-        whole = [*before, *text_ids(vocabulary, text.text, begin=False)]
-    return _Encoded(whole, len(before), size)
+            return _EncodedText(ids, len(begin), size)
+        return _EncodedText(ids, 1, size - sum(len(vocabulary.byte_vocab[i]) for i in ids[:1]))
+    prompt_ids = encode_with_begin(text.prompt)
+    ids = encode_with_begin(text.prompt + text.text)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        ids = [*prompt_ids, *text_ids(vocabulary, text.text, begin=False)]
+    return _EncodedText(ids, len(prompt_ids), size)
 
 
-def _scored(
-    text: LineOfText, of: _Encoded, logprobs: list[float], names: Vocabulary | None
+def _score_text(
+    text: LineOfText, encoded: _EncodedText, logprobs: list[float], names: Vocabulary | None
 ) -> TextScore:
-    """Sum the log-probabilities; with `names`, list them by token as well."""
-    each = None
+    """Sum the log-probabilities; with `names`, also list them by token."""
+    by_token = None
     if names is not None:
-        tokens = (names.byte_vocab[i].byte_string for i in of.ids[of.start :])
-        each = [(token.decode(errors="replace"), at) for token, at in zip(tokens, logprobs)]
-    return _text_score(text, math.fsum(logprobs), len(logprobs), of.size, each)
+        ids = encoded.ids[encoded.start :]
+        tokens = (names.byte_vocab[i].byte_string.decode(errors="replace") for i in ids)
+        by_token = list(zip(tokens, logprobs))
+    return _text_score(text, math.fsum(logprobs), len(logprobs), encoded.size, by_token)
 
 
 def _text_score(
@@ -204,13 +208,15 @@ def _text_score(
     logprob: float,
     tokens: int,
     size: int,
-    each: list[tuple[str, float]] | None,
+    by_token: list[tuple[str, float]] | None,
 ) -> TextScore:
     bits = -logprob / math.log(2) / size if size else math.inf
-    return TextScore(*text, logprob, tokens, size, _exp(-logprob / tokens), bits, each)
+    return TextScore(
+        *text, logprob, tokens, size, _exp_or_inf(-logprob / tokens), bits, by_token
+    )
 
 
-def _exp(exponent: float) -> float:
+def _exp_or_inf(exponent: float) -> float:
     try:
         return math.exp(exponent)
     except OverflowError:
@@ -226,19 +232,19 @@ def _print(scores: Sequence[TextScore], title: str) -> None:
     figures = ("line", "log-probability", "tokens", "perplexity", "bits per byte")
     table = borderless_table(*figures, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
-    for each in scores[:_SHOWN]:
-        table.add_row(str(each.line), *_figures(each), Text(each.text))
-    if len(scores) > _SHOWN:
-        table.add_row("...", *[""] * 4, f"{len(scores) - _SHOWN:,} more; --output has all")
+    for score in scores[:_MAX_ROWS]:
+        table.add_row(str(score.line), *_figures(score), Text(score.text))
+    if len(scores) > _MAX_ROWS:
+        table.add_row("...", *[""] * 4, f"{len(scores) - _MAX_ROWS:,} more; --output has all")
     if len(scores) > 1:
         table.add_row("all", *_figures(_sum(scores)), f"{len(scores):,} texts")
     console.print(table)
 
 
 def _sum(scores: Sequence[TextScore]) -> TextScore:
-    """Score all texts as one."""
-    logprob = math.fsum(each.logprob for each in scores)
-    tokens, size = sum(each.tokens for each in scores), sum(each.bytes for each in scores)
+    """Return the score of all texts together."""
+    logprob = math.fsum(score.logprob for score in scores)
+    tokens, size = sum(score.tokens for score in scores), sum(score.bytes for score in scores)
     return _text_score(LineOfText(0, "", None), logprob, tokens, size, None)
 
 

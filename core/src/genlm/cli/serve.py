@@ -1,7 +1,7 @@
 """`genlm serve`: replicas of a model that keep running after the command, with plugin `ray`.
 
-The core knows only the functions `join`, `serve`, `served`, `stop` and `leave` of the engine
-that serves. A cluster is joined only if it was named: what it serves outlives the command.
+The core uses only the functions `join`, `serve`, `served`, `stop` and `leave` of the plugin. A
+cluster is joined only if the user names it, because served models outlive the command.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def serve(
         raise typer.BadParameter("--local and --address exclude each other")
     if not (local or address or os.environ.get("RAY_ADDRESS")):
         raise typer.BadParameter(
-            "name the Ray cluster: --address host:port, RAY_ADDRESS, or --local for the one "
-            "that runs on this machine"
+            "name the Ray cluster: --address host:port, RAY_ADDRESS, or --local for the "
+            "cluster that runs on this machine"
         )
-    read_options = checked_options(options)
-    read_resources = checked_options(resources, "--resources")
+    engine_options = checked_options(options)
+    replica_resources = checked_options(resources, "--resources")
     server: Any = get_backend(_SERVER)
-    status_code = 1  # of a command that raises
+    status_code = 1  # if the command raises
 
     def leave() -> None:
-        # Ray's own exit waits without limit for a cluster that does not answer.
+        # Ray's exit handler waits without limit for a cluster that does not answer.
         if not server.leave():
             typer.echo("the Ray cluster does not answer; left it as it is", err=True)
             sys.stdout.flush()
@@ -83,39 +83,42 @@ def serve(
         status_code = 0
         return
     if status:
-        found = [each for each in server.served(address) if name in {"", each["name"]}]
+        served = [entry for entry in server.served(address) if name in {"", entry["name"]}]
     else:
-        found = server.serve(
+        served = server.serve(
             name,
             model,
             backend,
             replicas=replicas,
-            engine_opts=read_options,
-            resources=read_resources,
+            engine_opts=engine_options,
+            resources=replica_resources,
             address=address,
         )
     if as_json:
-        print_json(found)
+        print_json(served)
     else:
-        _print(found, Console())
+        _print(served, Console())
     status_code = 0
 
 
-def _print(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    if not found:
+def _print(served: Sequence[Mapping[str, Any]], console: Console) -> None:
+    if not served:
         console.print("no served models")
         return
     table = Table(
         "name", "replica", "state", "engine", "model", "drivers", "pending", "answered"
     )
-    for each in found:
-        drivers: Mapping[str, int] = each.get("drivers", {})
-        cells = (each["name"], each["replica"], each["state"], each.get("engine", ""))
-        rest = (
-            each.get("model", ""),
+    for entry in served:
+        drivers: Mapping[str, int] = entry.get("drivers", {})
+        cells = (
+            entry["name"],
+            entry["replica"],
+            entry["state"],
+            entry.get("engine", ""),
+            entry.get("model", ""),
             len(drivers),
             sum(drivers.values()),
-            each.get("answered", ""),
+            entry.get("answered", ""),
         )
-        table.add_row(*map(str, cells + rest))
+        table.add_row(*map(str, cells))
     console.print(table)

@@ -1,4 +1,4 @@
-"""Which versions of libraries a backend was tested with, beside the installed ones."""
+"""The tested and the installed versions of the libraries of a backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def tested_versions(tested: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield, for each library, the versions that were tested and how the installed one differs.
+    """Yield the tested versions of every library, and the installed one if it was not tested.
 
     Args:
         tested: `BackendSpec.tested`.

@@ -1,4 +1,4 @@
-"""Reads the texts of a file for a command: one a line, or JSON lines."""
+"""Reads the texts of a file for a command: one per line, or JSON lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 
 from genlm.cli.arguments import json_object
 
-__all__ = ["LineOfText", "bad_file", "read_lines", "texts_of"]
+__all__ = ["LineOfText", "file_error", "read_lines", "texts_of"]
 
 
 _JSON_LINES = ".jsonl", ".ndjson"
 
 
 class LineOfText(NamedTuple):
-    """A text, the number of its line from 1, and what comes before it, if anything."""
+    """A text, its line number from 1, and the prompt before it, if there is one."""
 
     line: int
     text: str
@@ -28,12 +28,12 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     """Read a file.
 
     Args:
-        file: Its path; `"-"` for standard input.
+        file: Path of the file; `"-"` for standard input.
         form: `"text"`, `"jsonl"`, or `"auto"`: JSON lines if the name ends in `.jsonl` or the
             first line begins with a brace.
 
     Returns:
-        The texts; empty lines at the end of the file are left out.
+        The texts, without empty lines at the end of the file.
 
     Raises:
         typer.BadParameter: The file cannot be read, or a line is empty or malformed.
@@ -42,22 +42,24 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     hint = ""
     if form == "auto" and (file.endswith(_JSON_LINES) or lines[0].lstrip().startswith("{")):
         form, hint = "jsonl", ". If the file is plain text, pass --format text"
-    found = []
+    texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise bad_file(f"line {number} is empty")
-        found.append(
-            _of_json(number, line, hint) if form == "jsonl" else LineOfText(number, line, None)
+            raise file_error(f"line {number} is empty")
+        is_json = form == "jsonl"
+        text = (
+            _parse_json_line(number, line, hint) if is_json else LineOfText(number, line, None)
         )
-    return found
+        texts.append(text)
+    return texts
 
 
 def read_lines(file: str, hint: str = "FILE") -> list[str]:
-    """Return the lines of a file without empty ones at its end.
+    """Return the lines of a file, without empty lines at its end.
 
     Args:
-        file: Its path; `"-"` for standard input.
-        hint: The argument or option that names it.
+        file: Path of the file; `"-"` for standard input.
+        hint: The argument or option that names the file.
 
     Raises:
         typer.BadParameter: The file cannot be read or contains no text.
@@ -66,32 +68,34 @@ def read_lines(file: str, hint: str = "FILE") -> list[str]:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         content = data.decode("utf-8-sig")
     except OSError as error:
-        raise bad_file(f"{file!r}: {error.strerror}", hint) from error
+        raise file_error(f"{file!r}: {error.strerror}", hint) from error
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise bad_file(f"{file!r}, line {line}: not UTF-8", hint) from error
+        raise file_error(f"{file!r}, line {line}: not UTF-8", hint) from error
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise bad_file(f"{file!r} contains no text", hint)
+        raise file_error(f"{file!r} contains no text", hint)
     return lines
 
 
-def _of_json(number: int, line: str, hint: str) -> LineOfText:
-    found = json_object(line)
-    if found is None:
-        raise bad_file(f"line {number} is not a JSON object: {line[:60]!r}{hint}")
-    text, prompt = found.get("text"), found.get("prompt")
+def _parse_json_line(number: int, line: str, hint: str) -> LineOfText:
+    fields = json_object(line)
+    if fields is None:
+        raise file_error(f"line {number} is not a JSON object: {line[:60]!r}{hint}")
+    text, prompt = fields.get("text"), fields.get("prompt")
     if not isinstance(text, str) or not text:
-        raise bad_file(f'line {number}: expected a string that is not empty as "text"')
+        raise file_error(f'line {number}: expected a string that is not empty as "text"')
     if not (prompt is None or isinstance(prompt, str)):
-        raise bad_file(f'line {number}: expected a string as "prompt"')
+        raise file_error(f'line {number}: expected a string as "prompt"')
     if any("\ud800" <= letter <= "\udfff" for letter in text + (prompt or "")):
-        raise bad_file(f"line {number} has half of a surrogate pair, which is not a character")
+        raise file_error(
+            f"line {number} has half of a surrogate pair, which is not a character"
+        )
     return LineOfText(number, text, prompt)
 
 
-def bad_file(message: str, hint: str = "FILE") -> typer.BadParameter:
+def file_error(message: str, hint: str = "FILE") -> typer.BadParameter:
     """Return an error that names the argument."""
     return typer.BadParameter(message, param_hint=hint)

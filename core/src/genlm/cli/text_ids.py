@@ -14,8 +14,8 @@ __all__ = ["fewest_token_ids", "text_ids"]
 def fewest_token_ids(vocabulary: Vocabulary, data: bytes) -> list[int]:
     """Spell bytes with as few tokens as possible, special tokens excepted.
 
-    For vocabularies without a tokenizer. A tokenizer may split a text otherwise, and a model
-    continues best what was split as in its training.
+    It is used for vocabularies without a tokenizer. A tokenizer may split a text differently,
+    and models compute better rows for texts that are split as in their training.
 
     Raises:
         TokenizerError: No tokens have these bytes.
@@ -26,8 +26,8 @@ def fewest_token_ids(vocabulary: Vocabulary, data: bytes) -> list[int]:
         if token.byte_string and token.token_id not in vocabulary.special_ids
     }
     longest = max(map(len, id_of), default=0)
-    counts: list[float] = [0.0]  # fewest tokens, for each length of a prefix of `data`
-    starts = [0]  # where the last of them starts
+    counts: list[float] = [0.0]  # minimum number of tokens, by length of a prefix of `data`
+    starts = [0]  # start of the last token, by length
     for end in range(1, len(data) + 1):
         count, start = math.inf, end
         for first in range(max(0, end - longest), end):
@@ -49,7 +49,7 @@ def text_ids(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[i
     """Encode a text for any engine: as `encode`, or without a tokenizer by `fewest_token_ids`.
 
     Raises:
-        TokenizerError: As they raise.
+        TokenizerError: The text cannot be encoded.
     """
     if callable(getattr(vocabulary.tokenizer, "encode", None)):
         return encode(vocabulary, text, begin=begin)

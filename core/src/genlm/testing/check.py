@@ -41,8 +41,8 @@ class Check:
     Attributes:
         function: Takes a fixture; raises if the property is violated.
         kind: `"engine"` or `"trie"`.
-        needs: A capability without which it does not apply.
-        member: A method of the trie without which it does not apply.
+        needs: A capability without which the check does not apply.
+        member: A method of the trie without which the check does not apply.
         oracle: Whether the check needs an oracle that is independent of the engine.
         cases: Cases that the check must cover. The function reports each with
             `fixture.saw`; the check fails if one never occurred.
@@ -101,7 +101,7 @@ class CheckFailure(AssertionError):
     Attributes:
         expected: Description of the required result.
         found: Description of the actual result.
-        example: The values with which it happened, by name.
+        example: The values of the failing example, by name.
     """
 
     def __init__(self, expected: str, found: str, example: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class NotApplicable(Exception):
 
 
 class Skipped(Exception):
-    """Raised by a check for which the target lacks something; the message names it."""
+    """Raised by a check that needs something that the target lacks; the message names it."""
 
 
 def expect(holds: bool, expected: str, found: object, **example: Any) -> None:
@@ -150,7 +150,7 @@ def expect(holds: bool, expected: str, found: object, **example: Any) -> None:
         holds: Whether the property holds.
         expected: Description of the required result.
         found: The actual result.
-        **example: The values with which it happened.
+        **example: The values of the example.
     """
     if not holds:
         raise CheckFailure(expected, str(found), example)

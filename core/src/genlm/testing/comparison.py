@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 TokenIds = tuple[int, ...]
-Answers = Sequence[tuple[TokenIds, torch.Tensor]]
+RowsByRequest = Sequence[tuple[TokenIds, torch.Tensor]]
 """Token ids and the row that an engine returned for them, in the order of the requests."""
 
-_SHORT = (1, 2, 3, 5, 8, 13, 21, 34, 55)
-_AROUND = (-1, 0, 1, 2, 9)
-_STEM, _FORKS = 40, 8
+_SHORT_LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55)
+_OFFSETS = (-1, 0, 1, 2, 9)
+_STEM_LENGTH, _FORKS = 40, 8
 _CUTS = 4
 
 
@@ -53,13 +53,13 @@ def contexts_of(
 
     Args:
         base: At least one token id. Contexts of every length repeat these ids.
-        sequences: Further token ids. Each is requested whole and in part.
-        limits: Lengths at which the computation of a model changes, by name. Contexts have
-            fewer, as many and more tokens.
+        sequences: Further token ids, which are requested whole and in part.
+        limits: Lengths at which the computation of a model changes, by name. Contexts are
+            slightly shorter, equally long and longer.
         longest: Maximum number of tokens of a context.
 
     Returns:
-        Distinct contexts, and the kind of each.
+        Distinct contexts with their kinds.
 
     Raises:
         ValueError: `base` is empty.
@@ -67,28 +67,28 @@ def contexts_of(
     if not base:
         raise ValueError("the texts have no tokens; pass some text")
     repeated = (list(base) * (longest // len(base) + 1))[:longest]
-    found: dict[TokenIds, str] = {}
+    contexts: dict[TokenIds, str] = {}
     for kind, ids in _contexts(repeated, sequences, limits):
         if 0 < len(ids) <= longest:
-            found.setdefault(tuple(ids), kind)
-    return found
+            contexts.setdefault(tuple(ids), kind)
+    return contexts
 
 
 def _contexts(
     base: Sequence[int], sequences: Iterable[Sequence[int]], limits: Mapping[str, int]
 ) -> Iterator[tuple[str, Sequence[int]]]:
-    for length in _SHORT:
+    for length in _SHORT_LENGTHS:
         yield "short", base[:length]
-    stem = base[:_STEM]
+    stem = base[:_STEM_LENGTH]
     for fork in range(_FORKS):
         start = (7 * fork) % max(len(base) - 4, 1)
         yield "fork", [*stem, *base[start : start + 1 + fork % 4]]
     for name, limit in limits.items():
-        for length in (limit + more for more in _AROUND):
+        for length in (limit + offset for offset in _OFFSETS):
             yield f"around the {name}", base[:length] if length <= len(base) else []
-    for kind, whole in [*(("text", ids) for ids in sequences), ("long", base)]:
+    for kind, sequence in [*(("text", ids) for ids in sequences), ("long", base)]:
         for part in range(1, _CUTS + 1):
-            yield kind, whole[: len(whole) * part // _CUTS]
+            yield kind, sequence[: len(sequence) * part // _CUTS]
 
 
 async def request_rows(
@@ -136,7 +136,7 @@ class Differences:
 
 
 def differences(
-    answers: Answers,
+    answers: RowsByRequest,
     expected: Callable[[TokenIds], torch.Tensor],
     *,
     kinds: Mapping[TokenIds, str] | None = None,
@@ -154,30 +154,30 @@ def differences(
     Raises:
         ValueError: The lengths of a row and its expected row differ.
     """
-    apart, variations, greedy, draws, repeats = [], [], [], [], [0.0]
-    first: dict[TokenIds, torch.Tensor] = {}
+    errors, variations, greedy, draws, repeats = [], [], [], [], [0.0]
+    first_rows: dict[TokenIds, torch.Tensor] = {}
     for number, (ids, answer) in enumerate(answers):
-        row, right = answer.cpu().double(), expected(ids).cpu().double()
-        if row.shape != right.shape:
-            raise ValueError(f"a row of {len(row)} ids; expected {len(right)}")
-        apart.append(largest_difference(row, right))
-        variations.append(float((row.exp() - right.exp()).abs().sum() / 2))
-        both, uniform = torch.stack([row, right]).float(), stream_uniform(seed, number)
-        greedy.append(len(set(both.argmax(-1).tolist())) == 1)
-        draws.append(len(set(draw_tokens(both, [1.0] * 2, [uniform] * 2).tolist())) == 1)
-        repeats.append(largest_difference(row, first.setdefault(ids, row)))
-    worst = max(range(len(apart)), key=apart.__getitem__)
+        row, expected_row = answer.cpu().double(), expected(ids).cpu().double()
+        if row.shape != expected_row.shape:
+            raise ValueError(f"a row of {len(row)} ids; expected {len(expected_row)}")
+        errors.append(largest_difference(row, expected_row))
+        variations.append(float((row.exp() - expected_row.exp()).abs().sum() / 2))
+        pair, uniform = torch.stack([row, expected_row]).float(), stream_uniform(seed, number)
+        greedy.append(len(set(pair.argmax(-1).tolist())) == 1)
+        draws.append(len(set(draw_tokens(pair, [1.0] * 2, [uniform] * 2).tolist())) == 1)
+        repeats.append(largest_difference(row, first_rows.setdefault(ids, row)))
+    worst = max(range(len(errors)), key=errors.__getitem__)
     ids = answers[worst][0]
     kind = (kinds or {}).get(ids)
     return Differences(
-        largest=apart[worst],
+        largest=errors[worst],
         where=", ".join(filter(None, [kind, f"{len(ids)} tokens"])),
         total_variation=max(variations),
         mean_total_variation=sum(variations) / len(variations),
         same_greedy=sum(greedy) / len(greedy),
         same_draw=sum(draws) / len(draws),
         repeats=max(repeats),
-        rows=len(apart),
+        rows=len(errors),
     )
 
 
@@ -194,14 +194,14 @@ def largest_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
     """
     if row.shape != expected.shape:
         return math.inf
-    apart = entry_differences(row, expected)
-    return float(apart.max()) if len(apart) else 0.0
+    errors = entry_differences(row, expected)
+    return float(errors.max()) if len(errors) else 0.0
 
 
 def entry_differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Absolute difference of each entry of two rows of one shape; float64, on the CPU."""
-    found, right = row.detach().cpu().double(), expected.cpu().double()
-    same = found == right  # the difference of equal infinities is NaN
-    return torch.where(same, 0.0, (found - right).abs()).nan_to_num(
+    row, expected = row.detach().cpu().double(), expected.cpu().double()
+    same = row == expected  # the difference of equal infinities is NaN
+    return torch.where(same, 0.0, (row - expected).abs()).nan_to_num(
         nan=math.inf, posinf=math.inf
     )

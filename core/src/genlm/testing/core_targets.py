@@ -33,13 +33,13 @@ def reference_targets(folder: Path) -> Iterator[EngineTarget]:
     """
     engine = get_backend("reference")
     adapters = {
-        name: _adapter(folder / name, seed) for seed, name in enumerate(("red", "blue"))
+        name: _write_adapter(folder / name, seed) for seed, name in enumerate(("red", "blue"))
     }
     build = functools.partial(engine, text=_text(seed=2), order=ORDER, max_context=MAX_CONTEXT)
     yield EngineTarget(
         model=f"{ORDER}-gram",
         build=build,
-        oracle=_exact(build, adapters),
+        oracle=_exact_oracle(build, adapters),
         adapters=adapters,
         token_ids=ALPHABET,
         max_length=MAX_CONTEXT,
@@ -65,13 +65,13 @@ def _text(seed: int) -> bytes:
     return b"\n\n".join(bytes(document.tolist()) for document in symbols)
 
 
-def _adapter(folder: Path, seed: int) -> str:
+def _write_adapter(folder: Path, seed: int) -> str:
     folder.mkdir(parents=True)
     (folder / "text.txt").write_bytes(_text(seed))
     return str(folder)
 
 
-def _exact(
+def _exact_oracle(
     build: Callable[[], Any], adapters: dict[str, str]
 ) -> Callable[[tuple[int, ...], str | None], Any]:
     engine = build()

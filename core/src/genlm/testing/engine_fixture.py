@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def describe_difference(row: Any, expected: torch.Tensor) -> str:
-    """Say where a row differs most from the expected one."""
+    """Describe where a row differs most from the expected row."""
     if not isinstance(row, torch.Tensor):
         return f"a {type(row).__name__}"
     if row.shape != expected.shape:
@@ -42,7 +42,7 @@ def describe_difference(row: Any, expected: torch.Tensor) -> str:
 def _oracle_row(
     oracle: Callable[[TokenTuple, str | None], Any], token_ids: TokenTuple, adapter: str | None
 ) -> torch.Tensor:
-    """Compute a row once for all checks and targets of an oracle, which ask for the same."""
+    """Compute an oracle's row, once for all checks and targets that use the oracle."""
     return torch.as_tensor(oracle(token_ids, adapter)).detach().cpu().double()
 
 
@@ -67,7 +67,7 @@ class EngineFixture(Fixture):
         self.listed = listed
         self.devices: set[str] = set()
         self._expected = (
-            functools.cache(self._lone_row)
+            functools.cache(self._single_row)
             if target.oracle is None
             else functools.partial(_oracle_row, target.oracle)
         )
@@ -139,14 +139,14 @@ class EngineFixture(Fixture):
         return st.lists(self.sequences(), min_size=1, max_size=max_size)
 
     def some_sequences(self, count: int, *, salt: int = 0) -> list[TokenTuple]:
-        """Distinct sequences of mixed lengths from the seed."""
+        """Distinct sequences of mixed lengths, derived from the seed."""
         generator = np.random.default_rng([self.seed, salt])
         ids = np.asarray(self.token_ids)
-        found: dict[TokenTuple, None] = {}
-        while len(found) < count:
+        distinct: dict[TokenTuple, None] = {}
+        while len(distinct) < count:
             length = int(generator.integers(2, max(3, self.max_length - 1)))
-            found[tuple(generator.choice(ids, length).tolist())] = None
-        return list(found)
+            distinct[tuple(generator.choice(ids, length).tolist())] = None
+        return list(distinct)
 
     def adapter_names(self) -> list[str]:
         """Names of the target's adapters; raises `CheckFailure` if there are fewer than two."""
@@ -162,9 +162,11 @@ class EngineFixture(Fixture):
         """The oracle's row: shape `(vocab_size,)`, float64, on the CPU; do not modify."""
         return self._expected(tuple(token_ids), adapter)
 
-    def concurrent_rows(self, asked: Sequence[TokenTuple], lm: AsyncLM) -> list[torch.Tensor]:
+    def concurrent_rows(
+        self, token_sequences: Sequence[TokenTuple], lm: AsyncLM
+    ) -> list[torch.Tensor]:
         """Request the rows of sequences concurrently."""
-        return [row for _, row in self.run(request_rows(lm, asked, cached=True))]
+        return [row for _, row in self.run(request_rows(lm, token_sequences, cached=True))]
 
     def check_row(
         self,
@@ -181,11 +183,11 @@ class EngineFixture(Fixture):
             self.devices.add(str(row.device))
             if largest_difference(row, expected) <= limit:
                 return
-        whose = f"the row of {tuple(token_ids)}"
+        subject = f"the row of {tuple(token_ids)}"
         if adapter is not None:
-            whose += f" with adapter {adapter!r}"
+            subject += f" with adapter {adapter!r}"
         raise CheckFailure(
-            f"{whose}, every log-probability within {limit:g}",
+            f"{subject}, every log-probability within {limit:g}",
             describe_difference(row, expected),
             example,
         )
@@ -193,18 +195,23 @@ class EngineFixture(Fixture):
     def check_rows(
         self,
         rows: Sequence[torch.Tensor] | torch.Tensor,
-        asked: Sequence[Sequence[int]],
+        token_sequences: Sequence[Sequence[int]],
         adapter: str | None = None,
         /,
         **example: Any,
     ) -> None:
         """Raise `CheckFailure` unless each row is the expected row of its sequence."""
-        expect(len(rows) == len(asked), f"{len(asked)} rows", len(rows), **example)
-        for position, (row, token_ids) in enumerate(zip(rows, asked, strict=True)):
+        expect(
+            len(rows) == len(token_sequences),
+            f"{len(token_sequences)} rows",
+            len(rows),
+            **example,
+        )
+        for position, (row, token_ids) in enumerate(zip(rows, token_sequences, strict=True)):
             self.check_row(row, token_ids, adapter, position=position, **example)
 
     def check_context(self, context: Context, /, **example: Any) -> None:
-        """Request the row of a context; raise `CheckFailure` unless it is the expected one."""
+        """Request the row of a context; raise `CheckFailure` unless it is the expected row."""
         row = self.run(context.next_token_logprobs())
         self.check_row(row, context.token_ids, **example)
 
@@ -217,14 +224,14 @@ class EngineFixture(Fixture):
         /,
         **example: Any,
     ) -> float:
-        """Raise `CheckFailure` unless a uniform number draws a token, whatever the rounding.
+        """Raise `CheckFailure` unless a uniform number draws a token, up to rounding.
 
         Args:
             logits: Log-probabilities divided by the temperature, `-inf` where masked; float64.
             token_id: The token.
             uniform: The number that inverts the cumulative distribution.
-            slack: Maximum error of the cumulative distribution. Where each log-probability is
-                off by at most e, it is e / 2t at temperature t: its logit moves by at most
+            slack: Maximum error of the cumulative distribution. If no log-probability is off
+                by more than e, it is e / 2t at temperature t: its logit moves by at most
                 2e / t, and the slope of the logistic function is at most a quarter.
             **example: Reported with the failure.
 
@@ -237,17 +244,17 @@ class EngineFixture(Fixture):
         expect(
             token_id >= 0 and low - slack <= uniform <= high + slack,
             f"the token that {uniform:.6f} draws",
-            f"{token_id}, which numbers from {low:.6f} to {high:.6f} draw",
+            f"{token_id}, drawn by numbers from {low:.6f} to {high:.6f}",
             **example,
         )
         return high - low
 
-    def _lone_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
-        row = self._lone_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)
+    def _single_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
+        row = self._reference_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)
         return row.detach().cpu().double()
 
     @functools.cached_property
-    def _lone_lm(self) -> AsyncLM:
-        """The same model, evaluated one row at a time: the reference without an oracle."""
-        declared = Capability.LORA in self.lm.capabilities
-        return self.load(adapters=declared, output_cache=OutputCache(0))
+    def _reference_lm(self) -> AsyncLM:
+        """The same model, evaluated one row at a time: the reference if there is no oracle."""
+        has_adapters = Capability.LORA in self.lm.capabilities
+        return self.load(adapters=has_adapters, output_cache=OutputCache(0))

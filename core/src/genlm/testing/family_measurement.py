@@ -1,7 +1,7 @@
 """`measure_family`: compares an engine's rows of a tiny model with the oracle.
 
-Sends the requests of a particle program to an `AsyncLM`. The caller provides the time limit
-and, where the engine needs it, a separate process.
+The requests are those of a particle program. The caller provides the time limit and, if the
+engine needs one, a separate process.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FamilyResult:
             `"refused"`: loading raised `ModelLoadError`. `"fails"`: loading raised another
             exception, or a request raised.
         error: Largest difference of a log-probability from the oracle's; infinite if a row
-            has NaN. None without rows.
-        reason: Why it was refused or failed, or the position of the largest error.
+            has NaN, None if there are no rows.
+        reason: Why the model was refused or failed, or the position of the largest error.
         rows: Number of rows that were compared.
         statistics: The engine's statistics at the end.
     """
@@ -84,15 +84,15 @@ def measure_family(
     except ModelLoadError as error:
         return FamilyResult("refused", reason=str(error))
     except Exception as error:  # noqa: BLE001 - reported
-        return FamilyResult("fails", reason=f"at load: {_described(error)}")
+        return FamilyResult("fails", reason=f"at load: {_describe_error(error)}")
     program = _Program(llm, random.Random(seed))
     try:
         with llm:
             asyncio.run(program.run())
             statistics = dict(llm.statistics().engine)
     except Exception as error:  # noqa: BLE001 - reported
-        return FamilyResult("fails", reason=_described(error), rows=len(program.answers))
-    return _compared(program.answers, model, bound, statistics)
+        return FamilyResult("fails", reason=_describe_error(error), rows=len(program.answers))
+    return _compare(program.answers, model, bound, statistics)
 
 
 class _Program:
@@ -106,8 +106,8 @@ class _Program:
 
     async def run(self) -> None:
         """Send all requests; append the rows to `answers`."""
-        texts = [self._ids(min(length, self._longest)) for length in _LENGTHS]
-        contexts = [*contexts_of(self._ids(_LONGEST), texts, _LIMITS, self._longest)]
+        texts = [self._random_ids(min(length, self._longest)) for length in _LENGTHS]
+        contexts = [*contexts_of(self._random_ids(_LONGEST), texts, _LIMITS, self._longest)]
         contexts += contexts[:4]  # duplicates
         await self._request(contexts, cancel_some=True)
         await self._grow()
@@ -122,19 +122,21 @@ class _Program:
 
     async def _grow(self) -> None:
         """Grow particles token by token across the windows and resample one of them."""
-        particles = [self._ids(n) for n in _GROWING_FROM]
+        particles = [self._random_ids(n) for n in _GROWING_FROM]
         for step in range(_STEPS):
             if step % 4 == 3:
                 particles[1] = self._rng.choice(particles)
-            grown = [(*ids, *self._ids(1)) for ids in particles]
-            particles = [ids[: self._longest] for ids in grown]
+            extended = [(*ids, *self._random_ids(1)) for ids in particles]
+            particles = [ids[: self._longest] for ids in extended]
             await self._request(particles, cancel_some=step % 3 == 1)
 
     async def _request(
         self, sequences: Sequence[TokenIds], *, cached: bool = True, cancel_some: bool = False
     ) -> None:
         """Request rows concurrently; with `cancel_some`, cancel some further requests."""
-        extra = [self._ids(min(20, self._longest)), *sequences[:1]] if cancel_some else []
+        extra = (
+            [self._random_ids(min(20, self._longest)), *sequences[:1]] if cancel_some else []
+        )
         cancelled = [asyncio.ensure_future(self._llm.next_token_logprobs(ids)) for ids in extra]
         answers = asyncio.ensure_future(request_rows(self._llm, sequences, cached=cached))
         for _ in range(2):  # so that all requests are scheduled
@@ -144,29 +146,29 @@ class _Program:
         self.answers += await answers
         await asyncio.gather(*cancelled, return_exceptions=True)
 
-    def _ids(self, count: int) -> TokenIds:
+    def _random_ids(self, count: int) -> TokenIds:
         return tuple(self._rng.randrange(_FIRST_ID, TINY_VOCABULARY) for _ in range(count))
 
     def _shuffled(self, sequences: Iterable[TokenIds]) -> list[TokenIds]:
         return sorted(sequences, key=lambda _: self._rng.random())
 
 
-def _compared(
+def _compare(
     answers: Sequence[tuple[TokenIds, torch.Tensor]],
     model: TinyModel,
     bound: float,
     statistics: dict[str, Any],
 ) -> FamilyResult:
     try:
-        found = differences(answers, functools.cache(model.logprobs))
+        result = differences(answers, functools.cache(model.logprobs))
     except ValueError as error:
         return FamilyResult("wrong", math.inf, str(error), len(answers), statistics)
-    if found.largest <= bound:
-        return FamilyResult("right", found.largest, "", found.rows, statistics)
-    where = f"largest after {found.where}"
-    return FamilyResult("wrong", found.largest, where, found.rows, statistics)
+    if result.largest <= bound:
+        return FamilyResult("right", result.largest, "", result.rows, statistics)
+    where = f"largest after {result.where}"
+    return FamilyResult("wrong", result.largest, where, result.rows, statistics)
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
     return f"{type(error).__name__}: {error}{cause}"

@@ -1,7 +1,4 @@
-"""The configs of `families` as functions of the head width.
-
-Longer than other modules because it is one table.
-"""
+"""The configs of `families` as functions of the head width, as one table."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Sizes(NamedTuple):
         return model_type, settings | {"bos_token_id": 1, "eos_token_id": 2} | changes
 
     def bare(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-        """Only the sizes of vocabulary and model, and the given settings."""
+        """Settings with the sizes of vocabulary and model only, and `changes`."""
         return model_type, {
             "vocab_size": TINY_LOGITS,
             "hidden_size": self.hidden,

@@ -1,7 +1,7 @@
 """`Fixture`: examples, time limits, threads and event loops for one check, and the profile.
 
 One fixture serves one check of one target and closes everything that the check opened. All
-threads are daemon threads: one that never ends must not keep the process alive.
+threads are daemon threads: a call that never returns must not keep the process alive.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class Fixture:
         examples: int | None = None,
         **strategies: st.SearchStrategy[Any],
     ) -> None:
-        """Test a property on many examples; raise what it raised for the smallest failing one.
+        """Test a property on many examples; raise the error of the smallest failing one.
 
         Args:
             holds: Takes one keyword argument per strategy; raises if the property is violated.
             examples: Number of examples; by default the profile's.
-            **strategies: Generate the arguments.
+            **strategies: Strategies of the arguments.
         """
         phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
         # Under these settings the same seed gives the same examples.
@@ -127,16 +127,16 @@ class Fixture:
         @hypothesis.seed(self.seed)
         @settings
         @hypothesis.given(**strategies)
-        def one_example(**values: Any) -> None:
+        def test_example(**values: Any) -> None:
             holds(**values)
 
-        one_example()
+        test_example()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the fixture's event loop.
 
         Raises:
-            CheckTimeout: It took too long.
+            CheckTimeout: It took longer than `timeout_s`.
         """
         return self.loop.run(coroutine, self.timeout_s)
 
@@ -144,7 +144,7 @@ class Fixture:
         """Call a function on a separate thread.
 
         Raises:
-            CheckTimeout: It took too long.
+            CheckTimeout: It took longer than `timeout_s`.
         """
         return call_within(function, self.timeout_s)
 
@@ -153,23 +153,23 @@ class Fixture:
     ) -> None:
         """Raise `CheckFailure` unless a call, or the coroutine it returns, raises `error`."""
 
-        async def awaited(coroutine: Any) -> Any:
+        async def await_result(coroutine: Any) -> Any:
             return await coroutine
 
         result: Any
         try:
             result = self.call(call)
             if inspect.isawaitable(result):
-                result = self.run(awaited(result))
+                result = self.run(await_result(result))
         except Exception as raised:  # noqa: BLE001 - checked below
             result = raised
         self.expect_raised(error, result, **example)
 
     def expect_raised(
-        self, error: type[BaseException], found: object, /, **example: Any
+        self, error: type[BaseException], result: object, /, **example: Any
     ) -> None:
-        """Raise `CheckFailure` unless `found` is an exception of the class `error`."""
-        expect(isinstance(found, error), error.__name__, repr(found), **example)
+        """Raise `CheckFailure` unless `result` is an exception of the class `error`."""
+        expect(isinstance(result, error), error.__name__, repr(result), **example)
 
 
 # -- threads and event loops ---------------------------------------------------------------
@@ -205,15 +205,15 @@ class LoopThread:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:  # the loop is closed
-            coroutine.close()  # else it would warn that it was not awaited
+            coroutine.close()  # avoids the warning that it was not awaited
             raise
         done, _ = concurrent.futures.wait([future], timeout_s)
         if not done:
             future.cancel()
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # never started: it would warn that it was not awaited
-            what = getattr(coroutine, "__qualname__", repr(coroutine))
-            raise CheckTimeout(f"the coroutine {what}", timeout_s)
+                coroutine.close()  # avoids the warning that it was not awaited
+            name = getattr(coroutine, "__qualname__", repr(coroutine))
+            raise CheckTimeout(f"the coroutine {name}", timeout_s)
         return future.result()
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -236,22 +236,22 @@ class LoopThread:
 
 
 async def _cancel_all() -> None:
-    """Cancel all other tasks: if collected later, they would need the closed loop."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    """Cancel all other tasks, because collecting them later would need the closed loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=0.5)
+    if tasks:
+        await asyncio.wait(tasks, timeout=0.5)
 
 
 def call_within(function: Callable[[], T], timeout_s: float) -> T:
     """Call a function on a separate thread.
 
     Raises:
-        CheckTimeout: It took longer than `timeout_s`.
-        BaseException: The exception that it raised.
+        CheckTimeout: The call took longer than `timeout_s`.
+        BaseException: The exception that the function raised.
     """
-    future = _started(function)
+    future = _start_call(function)
     done, _ = concurrent.futures.wait([future], timeout_s)
     if not done:
         name = getattr(function, "__qualname__", repr(function))
@@ -264,17 +264,17 @@ def on_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
 
     With `asyncio.to_thread` a lost request would keep the process from exiting.
     """
-    return asyncio.wrap_future(_started(functools.partial(function, *arguments)))
+    return asyncio.wrap_future(_start_call(functools.partial(function, *arguments)))
 
 
-def _started(function: Callable[[], T]) -> concurrent.futures.Future[T]:
+def _start_call(function: Callable[[], T]) -> concurrent.futures.Future[T]:
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # the waiter cannot cancel the call
+    future.set_running_or_notify_cancel()  # the waiting thread cannot cancel the call
 
     def call() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised in the waiter
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             future.set_exception(error)
 
     threading.Thread(target=call, name="genlm-testing-call", daemon=True).start()

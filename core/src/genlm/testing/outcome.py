@@ -33,7 +33,7 @@ class Outcome:
         reason: Reason why it was skipped, does not apply, or was expected to fail.
         expected: Description of the required result, if the property was violated.
         found: Description of the actual result.
-        example: The smallest example with which it happened: `repr` of each value.
+        example: The smallest failing example: `repr` of each value, by name.
         details: Hypothesis' notes and the traceback, if the failure was not a `CheckFailure`.
         cases: Number of occurrences of each case that the check must cover.
         devices: Devices of the rows that were checked.
@@ -91,7 +91,7 @@ class ExpectedFailures:
             reasons[name] = reason
         return cls(reasons)
 
-    def applied_to(self, outcome: Outcome) -> Outcome:
+    def apply_to(self, outcome: Outcome) -> Outcome:
         """Mark a failure that is expected, and a pass that is not."""
         check_id = outcome.id.partition("[")[0]
         reason = self.reasons.get(outcome.id, self.reasons.get(check_id))

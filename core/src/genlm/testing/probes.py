@@ -1,4 +1,4 @@
-"""`EngineProbe`: an engine through which a check records and pauses calls."""
+"""`EngineProbe`: a wrapper with which a check records and pauses calls of an engine."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class StepGate:
         """Block until the gate was entered `count` times in all.
 
         Raises:
-            CheckTimeout: It was not.
+            CheckTimeout: It was not entered in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._entered >= count, self._timeout_s):
-                what = f"waiting for entry {count} into {type(self).__name__}"
-                raise CheckTimeout(what, self._timeout_s)
+                wait = f"waiting for entry {count} into {type(self).__name__}"
+                raise CheckTimeout(wait, self._timeout_s)
 
 
 class EngineProbe(StepGate):
-    """An engine around an engine: records calls and pauses steps.
+    """A wrapper around an engine that records its calls and can pause its steps.
 
     Pass it as `watch` to `EngineTarget.load`, once. `hold` pauses the engine's steps.
 
@@ -68,7 +68,7 @@ class EngineProbe(StepGate):
         in_step: Number of unanswered queries at each step.
         finished: Number of queries that each step completed.
         closed: Number of calls of `close`.
-        engine: The engine inside, once it is built.
+        engine: The wrapped engine, once it is built.
     """
 
     vocabulary: Vocabulary
@@ -110,7 +110,9 @@ class EngineProbe(StepGate):
         self.enter()
         self.in_step.append(len(self._unanswered))
         completions = list(self.engine.step())
-        answered = self._unanswered.intersection(each.query_id for each in completions)
+        answered = self._unanswered.intersection(
+            completion.query_id for completion in completions
+        )
         self._unanswered -= answered
         self.finished.append(len(answered))
         return completions

@@ -15,8 +15,8 @@ from genlm.testing.run import Run
 
 __all__ = ["Report", "one_line"]
 
-_ROW_WITH_A_SUM = "a row that is not a distribution: a sum of"
-_HINT_ABOUT_LOGITS = (
+_SUM_FAILURE = "a row that is not a distribution: a sum of"
+_LOGITS_HINT = (
     "if the model gives logits, return genlm.plugin.rows_from_logits(logits, self.vocabulary)"
 )
 
@@ -42,10 +42,12 @@ class Report:
 
     @property
     def certified(self) -> bool:
-        """Whether every applicable check of all the backend's own targets ran and passed."""
+        """Whether every applicable check of all targets of the backend ran and passed."""
         settings = self.run.settings
-        whole = not settings.only and not settings.models and settings.model is None
-        return whole and all(o.status in {"passed", "not applicable"} for o in self.outcomes)
+        is_complete = not settings.only and not settings.models and settings.model is None
+        return is_complete and all(
+            o.status in {"passed", "not applicable"} for o in self.outcomes
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The whole report as plain values."""
@@ -65,12 +67,12 @@ class Report:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        for first, *others in _by_cause(self.failures):
+        for first, *similar in _group_by_cause(self.failures):
             yield from ("", *describe(first))
-            if others:
-                yield f"  likewise  {', '.join(outcome.id for outcome in others)}"
-            if _ROW_WITH_A_SUM in first.found:
-                yield f"  hint      {_HINT_ABOUT_LOGITS}"
+            if similar:
+                yield f"  likewise  {', '.join(outcome.id for outcome in similar)}"
+            if _SUM_FAILURE in first.found:
+                yield f"  hint      {_LOGITS_HINT}"
         environment, settings = _environment(self.run), self.run.settings
         versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items())
         yield ""
@@ -79,8 +81,8 @@ class Report:
         yield f"run      profile {settings.profile}, seed {settings.seed}"
         counts = Counter(outcome.status for outcome in self.outcomes)
         seconds = sum(outcome.seconds for outcome in self.outcomes)
-        summed = ", ".join(f"{count} {status}" for status, count in counts.items())
-        yield f"checks   {summed} in {seconds:.1f} s"
+        totals = ", ".join(f"{count} {status}" for status, count in counts.items())
+        yield f"checks   {totals} in {seconds:.1f} s"
         if settings.model is not None:
             yield (
                 "oracle   none: compared with the engine's own rows, one at a time, uncached"
@@ -95,8 +97,8 @@ class Report:
         return "no failures; only a complete run that passes every check certifies"
 
 
-def _by_cause(failures: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Group failures with the same finding, numbers apart: one bug fails many checks."""
+def _group_by_cause(failures: Iterable[Outcome]) -> list[list[Outcome]]:
+    """Group failures that differ in numbers only, because one bug fails many checks."""
     groups: dict[object, list[Outcome]] = {}
     for outcome in failures:
         cause = re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", outcome.found)

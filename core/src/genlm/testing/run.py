@@ -27,18 +27,18 @@ __all__ = [
     "Run",
     "Settings",
     "cases_of",
-    "chosen",
     "find",
     "prepared",
     "run_case",
+    "select_cases",
     "targets_of",
 ]
 
-_SHOWN_FRAMES = 3  # of the exception and of each of its causes
-_SHOWN_NAMES = 3
+_MAX_FRAMES = 3  # of the exception and of each of its causes
+_MAX_NAMES = 3
 
 MODEL_TIMEOUT_S = 600.0
-"""Time limit for loading a user's own model and for each answer."""
+"""Time limit for loading a user's model, and for each request to it."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class Run:
     def outcome(self, case: Case) -> Outcome:
         """Run one case and apply the expected failures."""
         profile = PROFILES[self.settings.profile]
-        found = run_case(case, profile, self.settings.seed)
-        return self.expected.applied_to(found)
+        outcome = run_case(case, profile, self.settings.seed)
+        return self.expected.apply_to(outcome)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Run all cases, one after another.
 
         Raises:
-            Exception: Loading the user's own model failed; every check would fail with it.
+            Exception: Loading the user's model failed; every check would fail with it.
         """
         target = self.cases[0].target
         if self.settings.model is not None and isinstance(target, EngineTarget):
@@ -141,12 +141,10 @@ def prepared(settings: Settings) -> Iterator[Run]:
     info = find(settings.backend)
     with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:
         targets = targets_of(info, Path(folder), settings.model, settings.dtype)
-        everything = cases_of(targets, info)
+        all_cases = cases_of(targets, info)
         failures = ExpectedFailures.read(settings.xfail)
-        _refuse_unknown(
-            f"check, named in {settings.xfail},", failures.reasons, _ids(everything)
-        )
-        cases = chosen(everything, settings.only, settings.models)
+        _refuse_unknown(f"check, named in {settings.xfail},", failures.reasons, _ids(all_cases))
+        cases = select_cases(all_cases, settings.only, settings.models)
         try:
             yield Run(settings, info, cases, failures)
         finally:
@@ -162,7 +160,7 @@ def _ids(cases: Iterable[Case]) -> set[str]:
 def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
     """Run one check of one target; exceptions become part of the outcome."""
     began = time.perf_counter()
-    found: dict[str, Any] = {"status": "passed"}
+    result: dict[str, Any] = {"status": "passed"}
     fixture: EngineFixture | TrieFixture | None = None
     try:
         with _fixture_of(case, profile, seed) as fixture:
@@ -170,16 +168,16 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
             case.check.function(fixture)
             _expect_cases(case.check, fixture)
     except NotApplicable as reason:
-        found = {"status": "not applicable", "reason": str(reason)}
+        result = {"status": "not applicable", "reason": str(reason)}
     except Skipped as reason:
-        found = {"status": "skipped", "reason": str(reason)}
+        result = {"status": "skipped", "reason": str(reason)}
     except (Exception, CheckTimeout) as error:  # noqa: BLE001 - reported
-        found = {"status": "failed", **_described(error)}
+        result = {"status": "failed", **_describe_error(error)}
     if fixture is not None:
-        found["cases"] = {name: count for name, count in fixture.cases.items() if count}
-        found["devices"] = tuple(sorted(fixture.devices))
+        result["cases"] = {name: count for name, count in fixture.cases.items() if count}
+        result["devices"] = tuple(sorted(fixture.devices))
     seconds = time.perf_counter() - began
-    return Outcome(id=case.id, property=case.check.property, seconds=seconds, **found)
+    return Outcome(id=case.id, property=case.check.property, seconds=seconds, **result)
 
 
 def _fixture_of(case: Case, profile: Profile, seed: int) -> EngineFixture | TrieFixture:
@@ -201,20 +199,20 @@ def _require_applicable(check: Check, fixture: EngineFixture | TrieFixture) -> N
         if check.oracle:
             raise Skipped("needs an oracle, and the target has none")
         if check.needs is Capability.LORA and not fixture.target.adapters:
-            raise Skipped("needs adapters, and none were given")
+            raise Skipped("needs adapters, and the target has none")
 
 
 def _expect_cases(check: Check, fixture: Fixture) -> None:
-    absent = [case for case in check.cases if not fixture.cases[case]]
-    if absent:
+    missing = [case for case in check.cases if not fixture.cases[case]]
+    if missing:
         raise CheckFailure(
             "every case that the check must cover to occur",
-            f"none of: {', '.join(absent)}",
+            f"none of: {', '.join(missing)}",
             {"cases": dict(fixture.cases)},
         )
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, Any]:
     failure = _first_failure(error)
     if failure is not None:
         example = {name: repr(value) for name, value in failure.example.items()}
@@ -222,7 +220,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CheckTimeout):
         return {"expected": "every request to end", "found": str(error)}
     notes = "\n".join(getattr(error, "__notes__", ()))
-    frames = traceback.format_exception(error, limit=-_SHOWN_FRAMES)
+    frames = traceback.format_exception(error, limit=-_MAX_FRAMES)
     return {
         "expected": "no exception",
         "found": f"{type(error).__name__}: {error}",
@@ -231,12 +229,12 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _first_failure(error: BaseException) -> CheckFailure | None:
-    """Find the violated property, also in Hypothesis' exception group of a flaky failure."""
+    """Return the failed check, also from Hypothesis' exception group of a flaky failure."""
     if isinstance(error, CheckFailure):
         return error
     if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            failure = _first_failure(inner)
+        for part in error.exceptions:
+            failure = _first_failure(part)
             if failure is not None:
                 return failure
     return None
@@ -259,21 +257,21 @@ def find(backend: str) -> BackendInfo:
 def targets_of(
     info: BackendInfo, folder: Path, model: str | None = None, dtype: str = "float32"
 ) -> list[Target]:
-    """The targets of a backend, or one made of `model`.
+    """The targets of a backend, or a target of `model`.
 
     Args:
         info: An installed backend.
-        folder: An empty folder that is kept until the run ends.
+        folder: An empty folder that exists until the run ends.
         model: A model for the engine to load, to be checked without an oracle.
         dtype: Dtype in which that model computes.
 
     Raises:
-        LookupError: It has none, and `model` is None.
+        LookupError: The backend has no target, and `model` is None.
         TypeError: `BackendSpec.conformance` names something other than a target.
         ValueError: `dtype` has no tolerance.
     """
     if model is not None:
-        return [_without_oracle(info, model, dtype)]
+        return [_target_without_oracle(info, model, dtype)]
     if info.conformance is None:
         raise LookupError(
             f"{info.provider} has no conformance target. Name one in its BackendSpec "
@@ -281,10 +279,10 @@ def targets_of(
             f"genlm check {info.name} --model MODEL"
         )
     module, _, attribute = info.conformance.partition(":")
-    found: Any = getattr(importlib.import_module(module), attribute)
-    if callable(found):
-        found = found(folder)
-    targets = list(found) if isinstance(found, Iterable) else [found]
+    conformance: Any = getattr(importlib.import_module(module), attribute)
+    if callable(conformance):
+        conformance = conformance(folder)
+    targets = list(conformance) if isinstance(conformance, Iterable) else [conformance]
     for target in targets:
         if not isinstance(target, (EngineTarget, TrieTarget)) or target.kind != info.kind:
             raise TypeError(
@@ -305,8 +303,10 @@ def cases_of(targets: Sequence[Target], info: BackendInfo | None = None) -> list
     ]
 
 
-def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) -> list[Case]:
-    """The cases of these checks and models.
+def select_cases(
+    cases: Sequence[Case], only: Sequence[str], models: Sequence[str]
+) -> list[Case]:
+    """The cases with these checks and models.
 
     Args:
         cases: All cases.
@@ -326,23 +326,24 @@ def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) ->
     ]
 
 
-def _refuse_unknown(what: str, names: Iterable[str], known: set[str]) -> None:
+def _refuse_unknown(kind: str, names: Iterable[str], known_names: set[str]) -> None:
     for name in names:
-        if name not in known:
-            raise LookupError(f"no {what} {name!r}. {_nearest(name, known)}")
+        if name not in known_names:
+            raise LookupError(f"no {kind} {name!r}. {_suggestion(name, known_names)}")
 
 
-def _nearest(name: str, known: set[str]) -> str:
-    """Suggest a few of many names."""
-    ids = known if "[" in name else {each for each in known if "[" not in each} or known
-    close = difflib.get_close_matches(name, ids, n=_SHOWN_NAMES, cutoff=0.5)
-    close = close or sorted(each for each in ids if name in each)[:_SHOWN_NAMES]
+def _suggestion(name: str, known_names: set[str]) -> str:
+    """Return a message with the known names that are most similar."""
+    checks = {known for known in known_names if "[" not in known}
+    ids = known_names if "[" in name else checks or known_names
+    close = difflib.get_close_matches(name, ids, n=_MAX_NAMES, cutoff=0.5)
+    close = close or sorted(known for known in ids if name in known)[:_MAX_NAMES]
     if close:
         return f"Did you mean {' or '.join(map(repr, close))}?"
     return f"`genlm check BACKEND --list` prints all {len(ids)}"
 
 
-def _without_oracle(info: BackendInfo, model: str, dtype: str) -> EngineTarget:
+def _target_without_oracle(info: BackendInfo, model: str, dtype: str) -> EngineTarget:
     build = get_backend(info.provider)
     return EngineTarget(
         model=model,

@@ -1,7 +1,7 @@
-"""`SharedEngine`: one engine behind all the models that a target loads.
+"""`SharedEngine`: one engine for all the models that a target loads.
 
-For engines that are slow to build. The engine runs on a dedicated thread, as every engine
-does; each model has an `EngineHandle`, which forwards calls to that thread.
+It is used for engines that are slow to build. The engine runs on a dedicated thread, like every
+engine; every model has an `EngineHandle`, which forwards calls to that thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["EngineHandle", "SharedEngine"]
 T = TypeVar("T")
 
 _ADAPTER_METHODS = frozenset({"add_adapter", "remove_adapter"})
-"""Methods of the engine that `SharedEngine` calls itself, to know what is loaded."""
+"""Methods of the engine that `SharedEngine` wraps, to track the loaded adapters."""
 
 
 class SharedEngine:
-    """An engine on a dedicated thread, and the handles of its queries.
+    """An engine on a dedicated thread, and the handles that receive its completions.
 
     Args:
         build: Builds the engine, on that thread.
@@ -44,19 +44,19 @@ class SharedEngine:
             self._calls.put(None)
             raise
         # The adapters built into the model, without those that `add_adapter` loads.
-        self.own_adapters = tuple(getattr(self.engine, "adapters", ()))
+        self.built_in_adapters = tuple(getattr(self.engine, "adapters", ()))
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the engine's thread and wait."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def answer() -> None:
+        def run_call() -> None:
             try:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
-        self._calls.put(answer)
+        self._calls.put(run_call)
         return future.result()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class SharedEngine:
 
     def abort_all(self, handle: EngineHandle) -> None:
         """Abort all queries of one handle."""
-        for query_id in [each for each, owner in self._owners.items() if owner is handle]:
+        for query_id in [id_ for id_, owner in self._owners.items() if owner is handle]:
             self.abort(query_id)
 
     def add_adapter(self, name: str, path: str) -> None:
@@ -113,7 +113,7 @@ class EngineHandle:
     """View of the shared engine for one model.
 
     Attributes:
-        ready: Completions of this model's queries, from its own steps and other models' steps.
+        ready: Completions of this model's queries, from steps of this and of other models.
     """
 
     vocabulary: Vocabulary
@@ -127,22 +127,22 @@ class EngineHandle:
         self.max_context = shared.engine.max_context
         self.capabilities = shared.engine.capabilities
         self.capability_hints = getattr(shared.engine, "capability_hints", {})
-        self.adapters = shared.own_adapters
+        self.adapters = shared.built_in_adapters
 
     def submit(self, query: Query | GroupQuery) -> None:
         """Submit a query or a group."""
         self._shared.call(lambda: self._shared.submit(query, self))
 
     def step(self) -> list[Completion]:
-        """Return waiting completions; if there are none, step the engine."""
+        """Return the ready completions; if there are none, step the engine."""
 
-        def answered() -> list[Completion]:
+        def collect_ready() -> list[Completion]:
             if not self.ready:
                 self._shared.step()
             ready, self.ready = self.ready, []
             return ready
 
-        return self._shared.call(answered)
+        return self._shared.call(collect_ready)
 
     def abort(self, query_id: int) -> None:
         """Abort a query of this model."""

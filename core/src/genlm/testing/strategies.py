@@ -26,7 +26,7 @@ TokenTuple = tuple[int, ...]
 def sequences(token_ids: Sequence[int], max_length: int) -> st.SearchStrategy[TokenTuple]:
     """Sequences of at least one token, half of them long.
 
-    Hypothesis' own lists have about six elements, which is shorter than windows and blocks.
+    Lists of Hypothesis have about six elements, fewer than the windows and blocks of engines.
     """
     ids = st.sampled_from(token_ids)
     long = st.lists(ids, min_size=max(1, max_length // 2), max_size=max_length)
@@ -53,7 +53,7 @@ def near_misses(sequence: TokenTuple) -> dict[str, TokenTuple]:
 
 
 class EndOfSequence:
-    """A vocabulary item that is not bytes and is its own only symbol, as clients define it."""
+    """A vocabulary item that is not bytes and has one symbol, itself, as in clients."""
 
     def __iter__(self) -> Any:
         return iter([self])
@@ -67,7 +67,7 @@ EOS = EndOfSequence()
 
 def tokens(*byte_strings: bytes) -> list[Token]:
     """Tokens with these bytes and the ids 0, 1, 2, ..."""
-    return [Token(position, each) for position, each in enumerate(byte_strings)]
+    return [Token(token_id, content) for token_id, content in enumerate(byte_strings)]
 
 
 SPECIAL: dict[str, Sequence[Any]] = {
@@ -85,9 +85,8 @@ SPECIAL: dict[str, Sequence[Any]] = {
 
 
 def vocabularies(max_size: int = 24) -> st.SearchStrategy[list[Token]]:
-    """Tokens over four symbols, so that they share prefixes; with duplicate and empty ones."""
+    """Tokens over four symbols, so that they share prefixes; some are duplicate or empty."""
     symbols = st.sampled_from([b"a", b"b", b"\x00", b"\xff"])
     byte_strings = st.lists(symbols, max_size=12).map(b"".join)
-    return st.lists(byte_strings, min_size=1, max_size=max_size).map(
-        lambda found: tokens(*found)
-    )
+    lists = st.lists(byte_strings, min_size=1, max_size=max_size)
+    return lists.map(lambda contents: tokens(*contents))

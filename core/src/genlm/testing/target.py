@@ -1,7 +1,7 @@
 """Targets of the conformance suite: tiny models or tries of a backend, with their oracles.
 
-`BackendSpec.conformance` names a target, a sequence of targets, or a function that takes an
-empty folder, kept until the run ends, and returns either.
+`BackendSpec.conformance` names a target, a sequence of targets, or a function that returns
+either; its argument is an empty folder that exists until the run ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Oracle = Callable[[tuple[int, ...], str | None], Any]
 """`oracle(token_ids, adapter)`: the natural-log row as an array, float64 or float32."""
 
 TOLERANCE_CAPS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1.5e-1}
-"""Largest tolerance for log-probabilities, by the dtype in which the engine computes."""
+"""Maximum tolerance for log-probabilities, by the dtype in which the engine computes."""
 
 DEFAULT_TEXTS = (
     "hello world",
@@ -36,21 +36,21 @@ class EngineTarget:
     """A tiny model of an engine, with an oracle for its rows.
 
     Attributes:
-        model: Names the model in reports.
-        build: Builds the engine on the thread that will own it. Takes the engine options
-            in `tight_options` as keyword arguments.
+        model: Name of the model in reports.
+        build: Builds the engine, on the thread that will own it. Its keyword arguments are
+            the engine options in `tight_options`.
         oracle: Computes the expected row of a sequence: a closed form, or an unbatched
             float32 forward pass. None, only for models without an oracle, compares with the
-            engine's own answers to single requests; checks of correctness are then skipped.
+            engine's rows of single requests; checks of correctness are then skipped.
         adapters: Folder of each adapter, by name; at least two if the engine declares
             `Capability.LORA`. Their rows must differ.
         dtype: Dtype in which the engine computes; sets the tolerance.
-        tolerance: Largest difference of a log-probability from the oracle's; at most, and by
+        tolerance: Maximum difference of a log-probability from the oracle's; at most, and by
             default, the cap for `dtype`.
-        token_ids: Ids that sequences are made of, including 0; by default the vocabulary.
-        max_length: Length of the longest sequence.
-        tight_options: Sets of engine options that limit its own caches to almost nothing, from
-            no room at all to a few tokens; none for an engine without caches.
+        token_ids: Ids of which sequences consist, including 0; by default the vocabulary.
+        max_length: Maximum length of a sequence.
+        tight_options: Sets of engine options that limit the engine's caches to no or a few
+            tokens; empty for an engine without caches.
         texts: Texts that the tokenizer encodes without loss, for the round trip.
         timeout_s: Time after which an unanswered request counts as lost.
         shared: Whether all checks use one engine, because building it is slow; its caches
@@ -92,7 +92,7 @@ class EngineTarget:
 
     @property
     def largest_error(self) -> float:
-        """Largest difference of a log-probability that a check accepts."""
+        """Maximum difference of a log-probability that a check accepts."""
         return TOLERANCE_CAPS[self.dtype] if self.tolerance is None else self.tolerance
 
     def load(
@@ -136,7 +136,7 @@ class TrieTarget:
     """A way to build a token trie.
 
     Attributes:
-        model: Names it in reports, for example a device.
+        model: Name of the trie in reports, for example its device.
         build: Builds a trie of a vocabulary's tokens.
         dtypes: Names of the torch dtypes of weights.
         devices: torch devices of weights; results stay there.

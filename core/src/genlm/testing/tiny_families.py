@@ -17,7 +17,7 @@ from genlm.testing.family_settings import Sizes, attention, experts, positions, 
 
 __all__ = ["Family", "families"]
 
-# One or two for each mechanism; `make test` runs them on every engine.
+# One or two families per mechanism; `make test` runs them on every engine.
 _REPRESENTATIVE = frozenset(
     {
         "bloom",
@@ -79,7 +79,7 @@ class Family:
 
 
 def families(head_dim: int = 16) -> dict[str, Family]:
-    """List the families, by name.
+    """Return the families, by name.
 
     Args:
         head_dim: Width of an attention head, a multiple of 8; kernels support some widths only.
@@ -94,7 +94,7 @@ def families(head_dim: int = 16) -> dict[str, Family]:
     if head_dim < 8 or head_dim % 8:
         raise ValueError(f"head_dim={head_dim!r}; use a positive multiple of 8")
     sizes = Sizes(head_dim)
-    listed = attention(sizes) | positions(sizes) | experts(sizes) | recurrent(sizes)
+    configs = attention(sizes) | positions(sizes) | experts(sizes) | recurrent(sizes)
     return {
         name: Family(
             name,
@@ -103,5 +103,5 @@ def families(head_dim: int = 16) -> dict[str, Family]:
             sizes.hidden,
             name in _REPRESENTATIVE,
         )
-        for name, (model_type, settings) in listed.items()
+        for name, (model_type, settings) in configs.items()
     }

@@ -63,8 +63,8 @@ _SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"
 class TinyModel:
     """A causal language model with random weights in a folder, and its oracle.
 
-    The weights are so large that every token affects every row. Needs transformers, and peft
-    for adapters.
+    The weights are so large that every token affects every row. The class needs transformers,
+    and peft for adapters.
 
     Args:
         folder: Folder of model, tokenizer and adapters, written on first use of `path`.
@@ -99,7 +99,7 @@ class TinyModel:
 
     @classmethod
     def of(cls, folder: Path, family: Family, **options: Any) -> Self:
-        """Create the model of a family; the wider it is, the smaller are the weights.
+        """Create the model of a family; wider models have smaller weights.
 
         Args:
             folder: Folder of model, tokenizer and adapters.
@@ -114,7 +114,7 @@ class TinyModel:
     @functools.cached_property
     def path(self) -> Path:
         """The folder with the model, its tokenizer and its adapters, written on first use."""
-        with torch.random.fork_rng(devices=()), _no_progress_bars():
+        with torch.random.fork_rng(devices=()), _hidden_progress_bars():
             model = random_model(self._model_type, self._settings, scale=self._scale)
             model.save_pretrained(self._folder)
             for seed, path in enumerate(self.adapters.values()):
@@ -145,9 +145,7 @@ class TinyModel:
         ids = torch.tensor([list(token_ids)])
         model = self._model_of(adapter)
         if ModelFacts.of(model.config).rope_by_longest:
-            model = copy.deepcopy(
-                model
-            )  # these embeddings depend on the longest sequence so far
+            model = copy.deepcopy(model)  # it stores the length of the longest sequence so far
         with torch.no_grad():
             outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         logits: torch.Tensor = outputs.logits[0, :, : self.vocab_size]
@@ -157,16 +155,16 @@ class TinyModel:
         import peft
 
         config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **self._lora)
-        adapted = peft.get_peft_model(_loaded(self._folder), config)
+        peft_model = peft.get_peft_model(_load_model(self._folder), config)
         with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
+            for name, parameter in peft_model.named_parameters():
                 if "lora_" in name:
                     parameter.normal_(0, 0.3)
-        adapted.save_pretrained(path)
+        peft_model.save_pretrained(path)
 
     @functools.cache  # noqa: B019 - the model lives as long as its target
     def _model_of(self, adapter: str | None) -> Any:
-        model = _loaded(self.path)
+        model = _load_model(self.path)
         if adapter is None:
             return model
         import peft
@@ -224,12 +222,12 @@ def tiny_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **_SPECIAL_TOKENS)
 
 
-def _loaded(folder: Path) -> Any:
+def _load_model(folder: Path) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    with _no_progress_bars():
+    with _hidden_progress_bars():
         return load(
             folder,
             config=config,
@@ -239,20 +237,20 @@ def _loaded(folder: Path) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """Choose eager attention for soft-capped scores, which torch's kernels do not support."""
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return "eager" if capped else None
+    """Return eager attention for soft-capped scores, which torch's kernels do not support."""
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if is_capped else None
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _hidden_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars, which appear once per model."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    is_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if is_enabled:
             logging.enable_progress_bar()

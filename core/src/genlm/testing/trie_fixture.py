@@ -1,7 +1,7 @@
 """`TrieFixture`: tries and a brute-force oracle for a check of a token trie.
 
-The oracle enumerates every prefix and every token below it: slow, exact and without arrays. A
-sum is `math.fsum` of the same weights in float64.
+The oracle enumerates every prefix and every token below it; it is slow and exact, and uses no
+arrays. A sum is `math.fsum` of the same weights in float64.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from genlm.testing.check import expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.target import TrieTarget
 
-__all__ = ["EXACT", "TrieFixture", "below", "known_nodes", "nodes_by_symbols", "symbols_of"]
+__all__ = ["EXACT", "TrieFixture", "below", "nodes_by_symbols", "oracle_nodes", "symbols_of"]
 
 RELATIVE_ERROR = {"float32": 2e-6, "float64": 1e-13}
-"""Largest error of a sum of weights that are not negative: a few units in the last place."""
+"""Maximum relative error of a sum of non-negative weights: a few units in the last place."""
 
 Symbols = tuple[Any, ...]
 
@@ -33,12 +33,12 @@ def symbols_of(item: Any) -> Symbols:
 
 def below(items: Sequence[Any]) -> dict[Symbols, list[int]]:
     """Positions of the items below every prefix, including the empty prefix."""
-    found: dict[Symbols, list[int]] = {(): []}
+    positions: dict[Symbols, list[int]] = {(): []}
     for position, item in enumerate(items):
         symbols = symbols_of(item)
         for length in range(len(symbols) + 1):
-            found.setdefault(symbols[:length], []).append(position)
-    return found
+            positions.setdefault(symbols[:length], []).append(position)
+    return positions
 
 
 def _logsumexp(weights: Sequence[float]) -> float:
@@ -53,7 +53,7 @@ EXACT: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "logsumexp": _logsumexp,
 }
-"""Each reduction of a list of float64 values."""
+"""The reductions of a list of float64 values, by name."""
 
 
 class TrieFixture(Fixture):
@@ -77,20 +77,20 @@ class TrieFixture(Fixture):
         self, count: int, *, salt: int = 0, low: float = 0.0, high: float = 1.0
     ) -> torch.Tensor:
         """Random weights from the seed, float32, on the CPU."""
-        drawn = np.random.default_rng([self.seed, salt]).uniform(low, high, count)
-        return torch.from_numpy(drawn.astype(np.float32))
+        values = np.random.default_rng([self.seed, salt]).uniform(low, high, count)
+        return torch.from_numpy(values.astype(np.float32))
 
-    def reduced(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
+    def reduce(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
         """Reduce one row of weights."""
         return self.call(lambda: getattr(trie, f"weight_{operation}")(ws, **options))
 
-    def reduced_some(
+    def reduce_nodes(
         self, trie: Any, ws: Any, nodes: Any, operation: str, **options: Any
     ) -> Any:
         """Reduce the weights below some nodes."""
         return self.call(lambda: getattr(trie, f"partial_{operation}")(ws, nodes, **options))
 
-    def reduced_batch(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
+    def reduce_batch(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
         """Reduce several rows of weights."""
         return self.call(lambda: getattr(trie, f"batch_weight_{operation}")(ws, **options))
 
@@ -108,28 +108,28 @@ class TrieFixture(Fixture):
 
         Args:
             trie: The trie.
-            values: One per node: numpy, or torch on any device.
+            values: The value of each node: numpy, or torch on any device.
             weights: The row that was reduced: numpy or torch.
             operation: `"sum"`, `"max"` or `"logsumexp"`.
-            nodes: The nodes that `values` are of; by default all, in their order.
+            nodes: The nodes of `values`; by default all, in their order.
             **example: Reported with the vocabulary and the weights.
         """
         count = len(trie) if nodes is None else len(nodes)
         expect(np.shape(values) == (count,), f"{count} values", np.shape(values), **example)
-        known = known_nodes(trie)
-        found = np.asarray(_on_cpu(values))
-        given = [float(weight) for weight in _on_cpu(weights)]
-        places = zip(known, known) if nodes is None else enumerate(nodes)
-        for place, number in places:
-            node, value = known[number], float(found[place])
-            exact = EXACT[operation]([given[position] for position in node.below])
-            limit = 0.0 if node.leaf else largest_error(operation, exact, str(found.dtype))
+        expected_nodes = oracle_nodes(trie)
+        results = np.asarray(_on_cpu(values))
+        row = [float(weight) for weight in _on_cpu(weights)]
+        indices = ((n, n) for n in expected_nodes) if nodes is None else enumerate(nodes)
+        for index, number in indices:
+            node, value = expected_nodes[number], float(results[index])
+            exact = EXACT[operation]([row[position] for position in node.below])
+            limit = 0.0 if node.leaf else largest_error(operation, exact, str(results.dtype))
             expect(
                 value == exact or (math.isfinite(value) and abs(value - exact) <= limit),
                 f"{operation} {exact!r} at {node.name}, within {limit:.1g}",
                 repr(value),
                 vocabulary=trie.decode,
-                weights=given,
+                weights=row,
                 **example,
             )
 
@@ -149,47 +149,47 @@ class Node:
     leaf: bool = False
 
 
-def known_nodes(trie: Any) -> dict[int, Node]:
+def oracle_nodes(trie: Any) -> dict[int, Node]:
     """Every node, from an enumeration of the vocabulary, `children` and `word2leaf`."""
     tokens_below = below(trie.decode)
-    found = {
-        node: Node(f"the node of {_shown(symbols)}", tokens_below[symbols])
+    nodes = {
+        node: Node(f"the node of {_format_symbols(symbols)}", tokens_below[symbols])
         for symbols, node in nodes_by_symbols(trie).items()
     }
     for position in range(len(trie.decode)):
         leaf = leaf_of(trie, position)
-        found[leaf] = Node(f"the leaf of token {position}", [position], leaf=True)
-    return found
+        nodes[leaf] = Node(f"the leaf of token {position}", [position], leaf=True)
+    return nodes
 
 
 def largest_error(operation: str, exact: float, dtype: str) -> float:
     """Return the maximum error of a result of a dtype."""
     if operation == "max":
         return 0.0
-    # The log has the absolute error of the sum's relative error, and is itself rounded.
+    # The absolute error of the log is the sum's relative error, plus the log's rounding.
     scale = 1 + abs(exact) / 8 if operation == "logsumexp" else abs(exact)
     return RELATIVE_ERROR[dtype] * scale
 
 
 def nodes_by_symbols(trie: Any) -> dict[Symbols, int]:
-    """The node of every prefix, found by walking `children` from the root; without leaves."""
-    found: dict[Symbols, int] = {(): trie.root}
+    """The node of every prefix, from a walk over `children` from the root; without leaves."""
+    nodes: dict[Symbols, int] = {(): trie.root}
     waiting: list[Symbols] = [()]
     while waiting:
         symbols = waiting.pop()
-        for edge, child in trie.children[found[symbols]].items():
+        for edge, child in trie.children[nodes[symbols]].items():
             if _is_symbol(edge):
-                found[(*symbols, edge)] = child
+                nodes[(*symbols, edge)] = child
                 waiting.append((*symbols, edge))
     expected = below(trie.decode)
     expect(
-        found.keys() == expected.keys(),
+        nodes.keys() == expected.keys(),
         f"a path of `children` to each of {len(expected)} prefixes and to no other",
-        f"{len(found)} paths; missing: {[_shown(each) for each in expected.keys() - found]}, "
-        f"too many: {[_shown(each) for each in found.keys() - expected]}",
+        f"{len(nodes)} paths; missing: {[*map(_format_symbols, expected.keys() - nodes)]}, "
+        f"too many: {[*map(_format_symbols, nodes.keys() - expected)]}",
         vocabulary=trie.decode,
     )
-    return found
+    return nodes
 
 
 def leaf_of(trie: Any, position: int) -> int:
@@ -206,7 +206,7 @@ def _is_symbol(edge: Any) -> bool:
     return not (isinstance(edge, tuple) and len(edge) == 2 and edge[0] is None)
 
 
-def _shown(symbols: Symbols) -> str:
+def _format_symbols(symbols: Symbols) -> str:
     try:
         return repr(bytes(symbols))
     except (TypeError, ValueError):

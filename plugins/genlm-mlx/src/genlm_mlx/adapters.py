@@ -1,8 +1,7 @@
 """LoRA adapters, whose layers replace those of the model in the passes that need them.
 
-Each adapter wraps layers of the model in LoRA layers that no other adapter uses. So adapters
-may differ in rank and in the layers that they change, and the base model is unchanged between
-passes.
+Every adapter has its own LoRA layers around layers of the model. Adapters may therefore differ
+in rank and in the layers that they change, and the base model is unchanged between passes.
 """
 
 from __future__ import annotations
@@ -43,29 +42,29 @@ class Adapters(prefix.Adapters[_Layers]):
         self._base_layers: _Layers = dict(model.named_modules())
 
     def _load(self, name: str, path: Path) -> _Layers:
-        """Return the layers of an adapter that mlx-lm or peft has saved."""
+        """Return the layers of an adapter that mlx-lm or peft saved."""
         if (path / "adapters.safetensors").is_file():
-            return self._written_by_mlx(name, path)
-        return self._written_by_peft(name, path)
+            return self._load_from_mlx(name, path)
+        return self._load_from_peft(name, path)
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
         """Apply an adapter in forward passes within the context."""
         layers = self.loaded[name]
-        self._put(layers)
+        self._insert(layers)
         try:
             yield
         finally:
-            self._put({path: self._base_layers[path] for path in layers})
+            self._insert({path: self._base_layers[path] for path in layers})
 
-    def _put(self, layers: _Layers) -> None:
+    def _insert(self, layers: _Layers) -> None:
         self._model.update_modules(tree_unflatten(list(layers.items())))
 
-    def _written_by_mlx(self, name: str, folder: Path) -> _Layers:
+    def _load_from_mlx(self, name: str, folder: Path) -> _Layers:
         """Let mlx-lm insert the layers, then remove them from the model."""
         config = _lora_settings(name, folder)
         before = dict(self._model.named_modules())
-        problem = None
+        failure = None
         try:
             linear_to_lora_layers(
                 self._model,
@@ -76,26 +75,29 @@ class Adapters(prefix.Adapters[_Layers]):
             weights: Any = mx.load(str(folder / "adapters.safetensors"))
             _check_shapes(self._model, weights)
             self._model.load_weights(list(weights.items()), strict=False)
-        except Exception as error:  # noqa: BLE001 - mlx-lm's errors of bad adapters have any type
-            problem = error
+        except Exception as error:  # noqa: BLE001 - mlx-lm raises many types
+            failure = error
         after = dict(self._model.named_modules())
-        layers = {path: after[path] for path, own in before.items() if after[path] is not own}
-        self._put({path: before[path] for path in layers})
-        if problem is not None:
+        layers = {
+            path: after[path] for path, layer in before.items() if after[path] is not layer
+        }
+        self._insert({path: before[path] for path in layers})
+        if failure is not None:
             raise AdapterError(
-                f"adapter {name!r} in {str(folder)!r} does not fit the model: {problem}"
-            ) from problem
-        return _ready(layers)
+                f"adapter {name!r} in {str(folder)!r} does not fit the model: {failure}"
+            ) from failure
+        return _prepare(layers)
 
-    def _written_by_peft(self, name: str, folder: Path) -> _Layers:
+    def _load_from_peft(self, name: str, folder: Path) -> _Layers:
         config = read_lora_config(name, folder, engine="genlm-mlx", supported={"use_rslora"})
         layers: _Layers = {}
         for path, (down, up) in _factors(name, folder).items():
             linear = self._base_layers.get(path)
             if not isinstance(linear, (Linear, QuantizedLinear)):
-                found = "no such layer" if linear is None else f"a {type(linear).__name__}"
+                actual = "no such layer" if linear is None else f"a {type(linear).__name__}"
                 raise AdapterError(
-                    f"adapter {name!r} changes the linear layer {path!r}; the model has {found}"
+                    f"adapter {name!r} changes the linear layer {path!r}; the model has "
+                    f"{actual}"
                 )
             layer = LoRALinear.from_base(linear, r=down.shape[0], scale=_scale(config, down))
             expected = [tuple(layer.lora_a.shape), tuple(layer.lora_b.shape)]
@@ -106,10 +108,10 @@ class Adapters(prefix.Adapters[_Layers]):
                 )
             layer.lora_a, layer.lora_b = down.T, up.T
             layers[path] = layer
-        return _ready(layers)
+        return _prepare(layers)
 
 
-def _ready(layers: _Layers) -> _Layers:
+def _prepare(layers: _Layers) -> _Layers:
     for layer in layers.values():
         layer.eval()  # without dropout
         mx.eval(layer.parameters())
@@ -117,13 +119,15 @@ def _ready(layers: _Layers) -> _Layers:
 
 
 def _check_shapes(model: Module, weights: Mapping[str, mx.array]) -> None:
-    """Refuse weights that the inserted layers do not have; mlx-lm 0.31 would ignore them."""
-    own = dict(tree_flatten(model.parameters()))
+    """Refuse weights without an inserted layer, which mlx-lm 0.31 would ignore."""
+    parameters = dict(tree_flatten(model.parameters()))
     for path, array in weights.items():
-        if path not in own or path.rpartition(".")[2] not in {"lora_a", "lora_b", "m"}:
+        if path not in parameters or path.rpartition(".")[2] not in {"lora_a", "lora_b", "m"}:
             raise ValueError(f"it has weights {path!r}, the model has no such adapter layer")
-        if array.shape != own[path].shape:
-            raise ValueError(f"{path!r} has shape {array.shape} in place of {own[path].shape}")
+        if array.shape != parameters[path].shape:
+            raise ValueError(
+                f"{path!r} has shape {array.shape} in place of {parameters[path].shape}"
+            )
 
 
 def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
@@ -138,7 +142,7 @@ def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
     if kind not in {"lora", "dora"}:
         raise AdapterError(
             f"adapter {name!r} has fine_tune_type {kind!r}; only 'lora' and 'dora' can be "
-            f"loaded as adapters. Load the fine-tuned model itself"
+            f"loaded as adapters. Load the fine-tuned model instead"
         )
     return config
 
@@ -150,7 +154,7 @@ def _scale(config: Mapping[str, Any], down: mx.array) -> float:
 
 
 def _factors(name: str, folder: Path) -> dict[str, tuple[mx.array, mx.array]]:
-    """Return the two matrices, (rank, in) and (out, rank), of each layer."""
+    """Return the two matrices of every layer, (rank, in) and (out, rank)."""
     file = folder / "adapter_model.safetensors"
     try:
         weights: Any = mx.load(str(file))
@@ -158,16 +162,16 @@ def _factors(name: str, folder: Path) -> dict[str, tuple[mx.array, mx.array]]:
         raise AdapterError(
             f"adapter {name!r}: MLX cannot read {str(file)!r}: {error}"
         ) from error
-    found: dict[str, dict[str, Any]] = {}
+    pairs: dict[str, dict[str, Any]] = {}
     for key, array in weights.items():
-        path, _, which = key.removeprefix("base_model.model.").rpartition(".lora_")
-        if which not in {"A.weight", "B.weight"}:
+        path, _, matrix = key.removeprefix("base_model.model.").rpartition(".lora_")
+        if matrix not in {"A.weight", "B.weight"}:
             raise AdapterError(
                 f"adapter {name!r} has weights {key!r}; only plain LoRA of linear layers is "
                 f"served"
             )
-        found.setdefault(path, {})[which] = array
-    for path, pair in found.items():
+        pairs.setdefault(path, {})[matrix] = array
+    for path, pair in pairs.items():
         if len(pair) != 2:
             raise AdapterError(f"adapter {name!r} has one of the two matrices of {path!r} only")
-    return {path: (pair["A.weight"], pair["B.weight"]) for path, pair in found.items()}
+    return {path: (pair["A.weight"], pair["B.weight"]) for path, pair in pairs.items()}

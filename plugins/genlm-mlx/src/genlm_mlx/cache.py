@@ -1,8 +1,8 @@
 """Caches with mlx-lm's interface that keep keys and values in slots.
 
-The model passes the keys and values of new tokens to `SlotCache` and gets those of whole
-sequences, gathered from the slots or resident from the last pass. `RecordingCache` records
-what a model passes.
+The model passes the keys and values of new tokens to `SlotCache` and receives those of whole
+sequences, gathered from the slots or resident from the last pass. `RecordingCache` records the
+tensors that a model passes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def slot_caches(
     """Return the caches that a model gets for one forward pass.
 
     Args:
-        storage: Takes the new keys and values.
+        storage: Stores the new keys and values.
         batch: Slots to write and to read.
-        windows: Number of tokens that a token sees in each layer; None for all.
-        resident: Keeps the keys and values that the layers read; None to keep nothing.
-        continues: Whether `resident` has the pasts already, so that they are not gathered.
+        windows: Attention window of each layer in tokens; None for all tokens.
+        resident: Batch that keeps the keys and values that the layers read; None to keep
+            nothing.
+        continues: Whether `resident` already has the pasts, so that they are not gathered.
     """
     shared = _Batch(storage, batch, resident, continues=continues)
     return [SlotCache(shared, layer, window) for layer, window in enumerate(windows)]
@@ -65,13 +66,13 @@ class SlotCache:
 
     def make_mask(
         self,
-        N: int,  # noqa: N803 - as models call it
+        N: int,  # noqa: N803 - the name that models use
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | None:
         """Return the attention mask of the new tokens, `(sequences, 1, new, all)`.
 
-        None if they see all.
+        The result is None if every new token attends to all tokens.
         """
         window = window_size or self._window
         return self._shared.visible(window, as_array=return_array or N > 1)
@@ -94,7 +95,7 @@ class _Batch:
         self.pasts = mx.array(pasts)
         self.ends = mx.array(pasts + batch.tokens.shape[1])
         self._first = batch.past - pasts  # columns of padding before each past
-        self._made: dict[tuple[int, int], mx.array] = {}
+        self._row_indices: dict[tuple[int, int], mx.array] = {}
         self._visible: dict[int | None, mx.array] = {}
 
     def exchange(self, layer: int, keys: mx.array, values: mx.array) -> list[mx.array]:
@@ -102,18 +103,18 @@ class _Batch:
         self._storage.write(layer, self._rows(self._batch.writes, heads), (keys, values))
         if self._resident is not None and self._continues:
             return self._resident.append(layer, (keys, values))
-        found = self._storage.gathered(layer, self._rows(self._batch.reads, heads))
+        states = self._storage.gather(layer, self._rows(self._batch.reads, heads))
         if self._resident is not None:
-            self._resident.arrays[layer] = list(found)
-        return found
+            self._resident.arrays[layer] = list(states)
+        return states
 
     def _rows(self, slots: Slots, heads: int) -> mx.array:
         """Return the rows of slots in a layer's arrays, `(sequences, heads, tokens)`."""
         key = id(slots), heads
-        if key not in self._made:
+        if key not in self._row_indices:
             first = np.arange(heads)[:, None] * self._storage.slots
-            self._made[key] = mx.array((slots[:, None] + first).astype(np.int32))
-        return self._made[key]
+            self._row_indices[key] = mx.array((slots[:, None] + first).astype(np.int32))
+        return self._row_indices[key]
 
     def visible(self, window: int | None, *, as_array: bool) -> mx.array | None:
         if not as_array and not self._first.any() and not self._hides(window):
@@ -121,10 +122,10 @@ class _Batch:
         if window not in self._visible:
             new = self._batch.tokens.shape[1]
             column = np.arange(self._batch.past + new)
-            own = column[self._batch.past :, None]
-            visible = column <= own
+            position = column[self._batch.past :, None]
+            visible = column <= position
             if window is not None:
-                visible &= column > own - window
+                visible &= column > position - window
             padding = column < self._first[:, None]
             self._visible[window] = mx.array((visible & ~padding[:, None])[:, None])
         return self._visible[window]
@@ -166,11 +167,11 @@ class RecordingCache:
 
     def make_mask(
         self,
-        N: int,  # noqa: N803 - as models call it
+        N: int,  # noqa: N803 - the name that models use
         return_array: bool = False,
         window_size: int | None = None,  # noqa: ARG002
     ) -> mx.array | str | None:
-        """Return a causal mask; windows do not matter here."""
+        """Return a causal mask; windows do not change the recorded shapes."""
         if N == 1:
             return None
         return mx.tril(mx.ones((N, N), mx.bool_)) if return_array else "causal"

@@ -27,13 +27,13 @@ sequences, a recurrent state."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield a target per architecture; each is built when it is first used.
+    """Yield a target per architecture; its model is built when it is first used.
 
     Args:
         folder: Folder for the models.
     """
     for name, lora in LORA.items():
-        # Of width 64: mlx-lm rounds the root of other widths to bfloat16 in Gemma models.
+        # The width is 64: mlx-lm rounds the root of other widths to bfloat16 in Gemma models.
         model = TinyModel.of(
             folder / name, families()[name], adapters=("red", "blue"), lora=lora
         )

@@ -29,7 +29,7 @@ from genlm_mlx.loading import (
     check_model,
     embedding_rows,
     load_model,
-    unwrapped,
+    unwrap_tokenizer,
 )
 from genlm_mlx.published import read_config
 
@@ -65,7 +65,7 @@ class MLXEngine(PrefixEngine):
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        ValueError: Options that contradict each other or do not exist.
+        ValueError: Options contradict each other or do not exist.
     """
 
     backend = "mlx"
@@ -94,12 +94,12 @@ class MLXEngine(PrefixEngine):
             execution_path=execution_path,
             self_test=self_test,
         )
-        wanted = None if dtype in {None, "auto"} else as_dtype(dtype)
+        mlx_dtype = None if dtype in {None, "auto"} else as_dtype(dtype)
         loaded, tokenizer, settings, config = load_model(
             model, mlx_opts or {}, trust_remote_code=trust_remote_code
         )
-        if wanted is not None:
-            loaded.set_dtype(wanted)
+        if mlx_dtype is not None:
+            loaded.set_dtype(mlx_dtype)
         self._serve(loaded, tokenizer, settings, config, options, unverified=unverified)
 
     @classmethod
@@ -119,8 +119,8 @@ class MLXEngine(PrefixEngine):
         """Serve a model and tokenizer that the caller has loaded with mlx-lm.
 
         The caller keeps the model. It must not be changed or run elsewhere while the engine
-        steps, and its weights must have been evaluated. Where it computes other rows than
-        transformers it is corrected in place, if its config is given.
+        steps, and its weights must have been evaluated. If its config is passed and it computes
+        other rows than transformers, it is corrected in place.
 
         Args:
             model: The model that `mlx_lm.load` returned.
@@ -134,7 +134,7 @@ class MLXEngine(PrefixEngine):
             unverified: As in `MLXEngine`; a model without its config is unverified.
 
         Raises:
-            ModelLoadError: It is not an mlx-lm model, or cannot be served.
+            ModelLoadError: The model is not an mlx-lm model, or cannot be served.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
         options = ServeOptions(
@@ -148,7 +148,7 @@ class MLXEngine(PrefixEngine):
         engine = cls.__new__(cls)
         settings = config or dict(vars(model.args) if hasattr(model, "args") else {})
         published = None if config is None else read_config(config)
-        engine._serve(model, tokenizer, settings, published, options, unverified=unverified)  # noqa: SLF001 - the class is MLXEngine
+        engine._serve(model, tokenizer, settings, published, options, unverified=unverified)  # noqa: SLF001 - the same class
         return engine
 
     def _serve(
@@ -163,7 +163,7 @@ class MLXEngine(PrefixEngine):
     ) -> None:
         check_model(model)
         model.eval()
-        self.vocabulary = Vocabulary.from_tokenizer(unwrapped(tokenizer))
+        self.vocabulary = Vocabulary.from_tokenizer(unwrap_tokenizer(tokenizer))
         limits = context_window(settings.get("text_config") or settings), options.max_context
         self.max_context = min(filter(None, limits), default=None)
         rows = embedding_rows(settings, self.vocabulary.size)
@@ -186,7 +186,7 @@ class MLXEngine(PrefixEngine):
         self._model_type = type(model).__module__.rpartition(".")[2]
 
     def clear_prefix_cache(self) -> None:
-        """Free everything computed, kept prefixes included. Rows do not change."""
+        """Free all cached state, pinned prefixes included. Rows do not change."""
         super().clear_prefix_cache()
         mx.clear_cache()
 
@@ -195,6 +195,6 @@ class MLXEngine(PrefixEngine):
         return {"model": self._model_type, "device": str(mx.default_device())}
 
     def close(self) -> None:
-        """Free the model and everything computed."""
+        """Free the model and all cached state."""
         super().close()
         mx.clear_cache()

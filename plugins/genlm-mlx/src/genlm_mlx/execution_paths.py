@@ -1,4 +1,4 @@
-"""The two execution paths: a prefix tree over slots, or mlx-lm's cache for each context.
+"""The two execution paths: a prefix tree over slots, or mlx-lm's cache for every context.
 
 The prefix tree supports models whose layers keep plain keys and values of their past. A
 self-test at loading compares its rows with those of mlx-lm's cache.
@@ -34,7 +34,7 @@ from genlm_mlx.forward import LOGITS_PER_PASS, SlotCacheForward, as_tensor
 __all__ = [
     "DEFAULT_TOKENS_PER_BATCH",
     "PATHS",
-    "OwnCachePath",
+    "ModelCachePath",
     "SlotCachePath",
     "choose_execution_path",
 ]
@@ -44,7 +44,7 @@ PATHS = ("slot_cache", "uncached")
 
 DEFAULT_TOKENS_PER_BATCH = 2048
 
-# Largest errors in log-probability in float32 and in half precision.
+# Maximum errors in log-probability, in float32 and in half precision.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.3
 
 
@@ -63,13 +63,13 @@ def choose_execution_path(
         vocabulary: The tokenizer's vocabulary.
         options: Options of the engine.
         max_context: Maximum number of tokens of a context.
-        embedding_rows: The model can embed ids from 0 up to here.
+        embedding_rows: Number of ids, from 0 on, that the model can embed.
 
     Raises:
         ModelLoadError: The requested path does not support the model.
     """
     max_tokens = options.max_tokens_per_batch or DEFAULT_TOKENS_PER_BATCH
-    uncached = OwnCachePath(model, vocabulary, max_tokens)
+    uncached = ModelCachePath(model, vocabulary, max_tokens)
 
     def slot_cache() -> SlotCachePath:
         limits = SegmentLimits(max_tokens, max_context)
@@ -102,7 +102,7 @@ def choose_execution_path(
     )
 
 
-class OwnCachePath(UncachedPath):
+class ModelCachePath(UncachedPath):
     """Recomputes every context through mlx-lm's cache; batches contexts of one length.
 
     Args:
@@ -112,10 +112,10 @@ class OwnCachePath(UncachedPath):
     """
 
     def __init__(self, model: Any, vocabulary: Vocabulary, max_tokens: int) -> None:
-        most = max(1, min(max_tokens, LOGITS_PER_PASS // vocabulary.size))
-        # Of any number of tokens, which run in several passes: recurrent layers compute the
-        # tokens of a sequence one after the other.
-        limits = BatchLimits(sys.maxsize, most, equal_lengths=True)
+        max_rows = max(1, min(max_tokens, LOGITS_PER_PASS // vocabulary.size))
+        # Batches have any number of tokens, which run in several passes: recurrent layers
+        # compute the tokens of a sequence one after the other.
+        limits = BatchLimits(sys.maxsize, max_rows, equal_lengths=True)
         super().__init__(vocabulary, limits)
         self._model, self._max_tokens = model, max_tokens
 
@@ -130,7 +130,7 @@ class OwnCachePath(UncachedPath):
         sequences: Sequence[Sequence[int]],
         firsts: Sequence[int] | None = None,  # noqa: ARG002 - `run` limits logits
     ) -> Sequence[int]:
-        """Choose the first sequence and others, up to about the tokens of one pass."""
+        """Choose the first sequences, up to about the number of tokens of one pass."""
         totals = itertools.accumulate(map(len, sequences))
         return range(max(1, sum(total <= self._max_tokens for total in totals)))
 
@@ -141,23 +141,23 @@ class OwnCachePath(UncachedPath):
         ids = np.array(sequences, np.int32)
         count, length = ids.shape
         cache = make_prompt_cache(self._model)
-        is_wanted = np.arange(length) >= firsts[:, None]
+        is_requested = np.arange(length) >= firsts[:, None]
         first = int(firsts.min())  # MLX does not compute the logits before it
         pieces = [(0, first, self._max_tokens), (first, length, self.limits.max_rows)]
         bounds = [
             (begin, min(begin + step, stop))
-            for start, stop, most in pieces
-            for step in [max(1, most // count)]
+            for start, stop, max_positions in pieces
+            for step in [max(1, max_positions // count)]
             for begin in range(start, stop, step)
         ]
         for begin, end in bounds:
             logits = self._model(mx.array(ids[:, begin:end]), cache=cache)
-            wanted = np.argwhere(is_wanted[:, begin:end]).T
-            requested = [logits[tuple(map(mx.array, wanted))]] if wanted.size else []
-            mx.eval([layer.state for layer in cache], *requested)
-            if requested:
-                wanted[1] += begin
-                yield wanted, as_tensor(requested[0])
+            indices = np.argwhere(is_requested[:, begin:end]).T
+            results = [logits[tuple(map(mx.array, indices))]] if indices.size else []
+            mx.eval([layer.state for layer in cache], *results)
+            if results:
+                indices[1] += begin
+                yield indices, as_tensor(results[0])
         self.count(sequences, len(bounds))
 
 
@@ -167,12 +167,12 @@ class SlotCachePath(PrefixRows):
     forward: SlotCacheForward
 
     def restore(self) -> None:
-        """Remove tokens that were not computed, or all of them if a write failed half-way."""
+        """Remove tokens that were not computed, or all tokens if a write failed half-way."""
         super().restore()
-        if self.forward.storage.lost:
+        if self.forward.storage.is_corrupt:
             self.clear()
 
     def clear(self) -> None:
-        """Remove everything computed, kept prefixes included, and free its memory."""
+        """Remove all cached tokens, pinned prefixes included, and free their memory."""
         super().clear()
         self.forward.clear()

@@ -40,7 +40,7 @@ _LOGITS_AT_ONCE = 2**24
 
 # Maximum number of slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a
 # slot.
-_GATHERED_AT_ONCE = 2**16
+_MAX_GATHERED_SLOTS = 2**16
 
 
 class SlotCacheForward(SegmentForward):
@@ -52,9 +52,9 @@ class SlotCacheForward(SegmentForward):
         limits: Limits of one pass.
 
     Attributes:
-        storage: Keeps keys and values.
+        storage: The arrays of keys and values.
         budget_bytes: Maximum size of keys and values.
-        bytes_per_token: Size of those of one token.
+        bytes_per_token: Size of the keys and values of one token.
         width: Width of the model's output.
 
     Raises:
@@ -75,7 +75,7 @@ class SlotCacheForward(SegmentForward):
         self._resident = ResidentBatches()
 
     def clear(self) -> None:
-        """Free everything computed."""
+        """Free all cached state."""
         self._resident.clear()
         self.storage.reset()
 
@@ -89,10 +89,12 @@ class SlotCacheForward(SegmentForward):
         """
         first = int(places.min()) if len(places) else 0
         if len(segments) * first * self.width > _LOGITS_AT_ONCE:
-            self.run_segments([_part(s, slice(first)) for s in segments], rows[:0], rows[:0])
-            kept = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
-            segments = [_part(segments[i], slice(first, None)) for i in kept]
-            rows, places = np.searchsorted(kept, rows), places - first
+            self.run_segments(
+                [_slice_segment(s, slice(first)) for s in segments], rows[:0], rows[:0]
+            )
+            remaining = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
+            segments = [_slice_segment(segments[i], slice(first, None)) for i in remaining]
+            rows, places = np.searchsorted(remaining, rows), places - first
         return self._run_pass(
             PassLayout.of_segments(segments),
             rows,
@@ -104,25 +106,25 @@ class SlotCacheForward(SegmentForward):
     def run_table(
         self,
         batch: TableBatch,
-        adapter: str | None,  # noqa: ARG002 - it is active in the model
+        adapter: str | None,  # noqa: ARG002 - the adapter is active in the model
     ) -> ForwardResult:
         """Run tokens that continue rows of a table, each as a sequence with one new token.
 
-        Pasts that the last passes left resident are not gathered. A pass that gathers has few
-        enough tokens; later ones see the keys and values that earlier ones stored.
+        Pasts that are resident from the last passes are not gathered. The number of tokens of
+        a pass limits gathering; later passes read the keys and values that earlier ones stored.
         """
         count, width = len(batch.tokens), int(batch.positions.max()) + 1
-        most = max(1, min(_GATHERED_AT_ONCE // width, LOGITS_PER_PASS // self.width))
-        is_wanted = np.zeros(count, bool)
-        is_wanted[batch.results] = True
-        known, parts = [], []
-        for first in range(0, count, most):
-            part = slice(first, min(first + most, count))
-            rows = np.flatnonzero(is_wanted[part])
+        max_tokens = max(1, min(_MAX_GATHERED_SLOTS // width, LOGITS_PER_PASS // self.width))
+        is_requested = np.zeros(count, bool)
+        is_requested[batch.results] = True
+        keys, parts = [], []
+        for first in range(0, count, max_tokens):
+            part = slice(first, min(first + max_tokens, count))
+            rows = np.flatnonzero(is_requested[part])
             layout = PassLayout.of_table(batch, part)
-            known.append(first + rows)
+            keys.append(first + rows)
             parts.append(self._run_pass(layout, rows, np.zeros_like(rows), stays_resident=True))
-        logits = logits_of_keys(batch.results, known, parts)
+        logits = logits_of_keys(batch.results, keys, parts)
         return ForwardResult(logits, count, forwards=len(parts))
 
     def _run_pass(
@@ -132,17 +134,17 @@ class SlotCacheForward(SegmentForward):
 
         Args:
             layout: The sequences.
-            rows: Sequence of each requested position.
-            places: New token of each requested position.
+            rows: Index of the sequence of each requested position.
+            places: Index of the new token of each requested position.
             stays_resident: Whether the sequences may be kept for the next pass.
         """
-        # First: a reallocated slot is no longer the end of its earlier sequence.
+        # This comes first: a reallocated slot is no longer the end of its earlier sequence.
         self._resident.forget_slots(layout.writes)
         slot = int(layout.writes.max())
         room = self.budget_bytes // self.bytes_per_token - self.storage.slots_with(slot)
         resident, continues, tokens = None, False, 0
         if stays_resident:
-            resident, continues, tokens = self._chosen(layout, room)
+            resident, continues, tokens = self._choose_resident(layout, room)
         self._resident.fit((room - tokens) * self.bytes_per_token)
         self.storage.make_room(slot)
         if resident is not None:
@@ -151,23 +153,25 @@ class SlotCacheForward(SegmentForward):
             self.storage, layout, self._windows, resident=resident, continues=continues
         )
         logits = self._model(mx.array(layout.tokens.astype(np.int32)), cache=caches)
-        wanted = [logits[mx.array(rows), mx.array(places)]] if len(rows) else []
-        self.storage.settle(*wanted, *([] if resident is None else [resident.arrays]))
+        requested = [logits[mx.array(rows), mx.array(places)]] if len(rows) else []
+        self.storage.settle(*requested, *([] if resident is None else [resident.arrays]))
         if resident is not None:
             resident.columns = layout.past + layout.tokens.shape[1]
             if layout.is_even:
                 self._resident.put(resident)
-        return as_tensor(wanted[0]) if wanted else torch.empty(0, self.width)
+        return as_tensor(requested[0]) if requested else torch.empty(0, self.width)
 
-    def _chosen(self, layout: PassLayout, room: int) -> tuple[ResidentBatch | None, bool, int]:
-        """Return the resident batch that keeps what the pass reads, if any.
+    def _choose_resident(
+        self, layout: PassLayout, room: int
+    ) -> tuple[ResidentBatch | None, bool, int]:
+        """Return the resident batch for the keys and values that the pass reads, if any.
 
         Args:
             layout: The pass.
-            room: Number of tokens that fit beside the storage.
+            room: Number of tokens that fit into memory beside the storage.
 
         Returns:
-            The batch; whether it has the pasts already; its future number of tokens.
+            The batch; whether it already has the pasts; its number of tokens after the pass.
         """
         resident, new = self._resident.take(layout, room), layout.tokens.shape[1]
         if resident is not None:
@@ -178,7 +182,7 @@ class SlotCacheForward(SegmentForward):
         return None, False, 0
 
 
-def _part(segment: Segment, part: slice) -> Segment:
+def _slice_segment(segment: Segment, part: slice) -> Segment:
     """Return some tokens of a segment, whose past includes the tokens before them."""
     end = len(segment.tokens[: part.stop])
     slots = segment.slots[: segment.past + end]
@@ -232,6 +236,6 @@ def _read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
     shapes = [cache.shape for cache in caches if cache.shape is not None]
     if len(shapes) != layers:
         raise UnsupportedModelError(
-            f"{len(shapes)} of its {layers} caches take keys and values"
+            f"{len(shapes)} of its {layers} caches receive keys and values"
         )
     return shapes, int(logits.shape[-1])

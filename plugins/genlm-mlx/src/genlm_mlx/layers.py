@@ -19,9 +19,9 @@ from mlx_lm.models.deepseek_v32 import Indexer
 __all__ = [
     "ACTIVATIONS",
     "TANH_GELUS",
+    "can_correct_activation",
     "correct_layers",
-    "corrects_activation",
-    "with_call",
+    "subclass_with_call",
 ]
 
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
@@ -33,13 +33,13 @@ TANH_GELUS = {"gelu_pytorch_tanh", "gelu_new", "gelu_fast"}
 _GELUS = {"gelu": gelu} | dict.fromkeys(TANH_GELUS, gelu_approx)
 
 # Models of mlx-lm whose feed-forward layers have a fixed GELU, independent of the config.
-_FIXED = {"gemma", "gpt_bigcode", "gpt_neox", "starcoder2"}
+_FIXED_GELU_MODELS = {"gemma", "gpt_bigcode", "gpt_neox", "starcoder2"}
 
-# Epsilon of the norm of the keys by which DeepSeek 3.2 chooses tokens.
+# Epsilon of the norm of the keys by which DeepSeek 3.2 selects tokens.
 _INDEX_EPS = 1e-6
 
 # Name of the last projection by that of the first.
-_PLAIN = {"c_fc": "c_proj", "dense_h_to_4h": "dense_4h_to_h"}
+_PROJECTIONS = {"c_fc": "c_proj", "dense_h_to_4h": "dense_4h_to_h"}
 
 
 def correct_layers(model: Any, config: Any) -> None:
@@ -49,11 +49,11 @@ def correct_layers(model: Any, config: Any) -> None:
         model: An mlx-lm model; it is changed in place.
         config: transformers' config of its language model.
     """
-    name = _name(model)
-    if corrects_activation(model, config):
-        wanted = _GELUS[_activation(config)]
+    name = _module_name(model)
+    if can_correct_activation(model, config):
+        activation = _GELUS[_activation(config)]
         for layer in model.layers:
-            layer.mlp.__class__ = with_call(type(layer.mlp), _feed_forward(wanted))
+            layer.mlp.__class__ = subclass_with_call(type(layer.mlp), _feed_forward(activation))
     if name in {"gemma3_text", "recurrent_gemma"}:
         _scale_embeddings(model.model.embed_tokens, config.hidden_size, name)
     for part in model.modules():
@@ -61,24 +61,24 @@ def correct_layers(model: Any, config: Any) -> None:
             part.k_norm.eps = _INDEX_EPS
 
 
-def with_call(kind: type[Any], call: Callable[..., mx.array]) -> type[Any]:
+def subclass_with_call(kind: type[Any], call: Callable[..., mx.array]) -> type[Any]:
     """Return a subclass of modules with another `__call__`, marked `corrected`."""
     members = {"__call__": call, "__module__": kind.__module__, "corrected": True}
     return type(kind.__name__, (kind,), members)
 
 
-def corrects_activation(model: Any, config: Any) -> bool:
+def can_correct_activation(model: Any, config: Any) -> bool:
     """Whether `correct_layers` sets the GELU of feed-forward layers to that of the config."""
-    return _name(model) in _FIXED and _activation(config) in _GELUS
+    return _module_name(model) in _FIXED_GELU_MODELS and _activation(config) in _GELUS
 
 
-def _name(model: Any) -> str:
+def _module_name(model: Any) -> str:
     return type(model).__module__.rpartition(".")[2]
 
 
 def _activation(config: Any) -> str:
-    found = (getattr(config, name, None) for name in ACTIVATIONS)
-    return next((str(name) for name in found if name), "")
+    values = (getattr(config, name, None) for name in ACTIVATIONS)
+    return next((str(value) for value in values if value), "")
 
 
 def _feed_forward(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
@@ -87,7 +87,7 @@ def _feed_forward(activation: Callable[[mx.array], mx.array]) -> Callable[..., m
         if "gate_proj" in mlp:
             result = mlp.down_proj(activation(mlp.gate_proj(x)) * mlp.up_proj(x))
         else:
-            first, last = next(names for names in _PLAIN.items() if names[0] in mlp)
+            first, last = next(names for names in _PROJECTIONS.items() if names[0] in mlp)
             result = mlp[last](activation(mlp[first](x)))
         return result
 
@@ -105,13 +105,10 @@ def _scale_embeddings(embeddings: Module, hidden_size: int, name: str) -> None:
         return
 
     def call(module: Any, ids: mx.array) -> mx.array:
-        found: mx.array = kind.__call__(module, ids)
-        root, coarse = (
-            math.sqrt(hidden_size),
-            float(mx.array(math.sqrt(hidden_size), mx.bfloat16)),
-        )
-        if name == "gemma3_text":
-            return found * (float(mx.array(root, found.dtype)) / coarse)
-        return found * (coarse / float(mx.array(root, found.dtype)))
+        embedded: mx.array = kind.__call__(module, ids)
+        root = math.sqrt(hidden_size)
+        coarse = float(mx.array(root, mx.bfloat16))
+        exact = float(mx.array(root, embedded.dtype))
+        return embedded * (exact / coarse if name == "gemma3_text" else coarse / exact)
 
-    embeddings.__class__ = with_call(kind, call)
+    embeddings.__class__ = subclass_with_call(kind, call)

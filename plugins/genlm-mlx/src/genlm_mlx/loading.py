@@ -10,20 +10,20 @@ from typing import Any
 import mlx.core as mx
 
 from genlm.plugin import ModelLoadError, dtype_name, loading_stage, model_source
-from genlm_mlx.published import as_mlx_reads, published_config
+from genlm_mlx.published import mlx_settings, published_config
 
 __all__ = [
     "as_dtype",
     "check_model",
     "embedding_rows",
     "load_model",
-    "unwrapped",
+    "unwrap_tokenizer",
 ]
 
-_OURS = {
+_RESERVED_OPTIONS = {
     "adapter_path": "call load_lora, which keeps the base model available",
-    "lazy": "weights are read where they are used, on the engine's thread",
-    "return_config": "the engine reads the config itself",
+    "lazy": "weights are read on the engine's thread, which uses them",
+    "return_config": "the engine always reads the config",
     "trust_remote_code": "it is a separate option",
 }
 
@@ -38,21 +38,21 @@ def load_model(
     Args:
         model: A folder or a hub id.
         mlx_opts: Further arguments of `mlx_lm.load`.
-        trust_remote_code: Whether code that comes with it may be run.
+        trust_remote_code: Whether code that comes with the model may be run.
 
     Returns:
-        The model, its tokenizer, its settings as mlx-lm has read them, and transformers'
-        config, None for an architecture that it does not support.
+        The model, its tokenizer, its settings as mlx-lm reads them, and transformers'
+        config, None for an architecture that transformers does not support.
 
     Raises:
         ModelLoadError: The model does not exist, or mlx-lm cannot load it.
-        ValueError: An option that the engine decides.
+        ValueError: An option is reserved for the engine.
     """
     from mlx_lm import load
 
-    for name, why in _OURS.items():
+    for name, reason in _RESERVED_OPTIONS.items():
         if name in mlx_opts:
-            raise ValueError(f"mlx_opts has {name!r}, which the engine decides: {why}")
+            raise ValueError(f"mlx_opts has {name!r}, which the engine decides: {reason}")
     source = model_source(model)
     loading_stage("weights and tokenizer")
     options = dict(mlx_opts)
@@ -62,21 +62,23 @@ def load_model(
         options["tokenizer_config"] = tokenizer_config
     changes = options.pop("model_config", None) or {}
     try:
-        written, config = published_config(source, changes, revision=options.get("revision"))
-        added = {} if config is None else as_mlx_reads(written, config)
+        file_settings, config = published_config(
+            source, changes, revision=options.get("revision")
+        )
+        missing_settings = {} if config is None else mlx_settings(file_settings, config)
         loaded, tokenizer, settings = load(
-            source, return_config=True, model_config={**changes, **added}, **options
+            source, return_config=True, model_config={**changes, **missing_settings}, **options
         )
     except TypeError as error:
         if "unexpected keyword" in str(error):
             raise ValueError(f"mlx_opts are arguments of mlx_lm.load: {error}") from error
-        raise _not_loaded(model, error) from error
-    except (Exception, SystemExit) as error:  # one of its models exits if a package is missing
-        raise _not_loaded(model, error) from error
+        raise _load_error(model, error) from error
+    except (Exception, SystemExit) as error:  # a model of mlx-lm exits if a package is missing
+        raise _load_error(model, error) from error
     return loaded, tokenizer, settings, config
 
 
-def _not_loaded(model: object, error: BaseException) -> ModelLoadError:
+def _load_error(model: object, error: BaseException) -> ModelLoadError:
     return ModelLoadError(
         f"mlx-lm could not load {str(model)!r}: {type(error).__name__}: "
         f"{shorten(str(error), 400)}"
@@ -87,26 +89,27 @@ def check_model(model: Any) -> None:
     """Refuse a model that is not an mlx-lm language model or cannot run on this thread.
 
     Raises:
-        ModelLoadError: It is not such a model, or its weights belong to another thread.
+        ModelLoadError: It is not an mlx-lm model, or its weights belong to another thread.
     """
     if not hasattr(model, "layers") or not hasattr(model, "parameters"):
         raise ModelLoadError(
-            f"asked to serve a {type(model).__name__}; pass a model that mlx_lm.load returned"
+            f"a {type(model).__name__} is not a model of mlx-lm; pass a model that mlx_lm.load "
+            f"returned"
         )
     try:
         mx.eval(model.parameters())
     except RuntimeError as error:
         raise ModelLoadError(
             f"the model's weights cannot be evaluated on the engine's thread ({error}); call "
-            "mx.eval(model.parameters()) on the thread that made them"
+            "mx.eval(model.parameters()) on the thread that created them"
         ) from error
 
 
-def unwrapped(tokenizer: Any) -> Any:
-    """Return the transformers tokenizer in mlx-lm's wrapper; others unchanged."""
+def unwrap_tokenizer(tokenizer: Any) -> Any:
+    """Return the transformers tokenizer in mlx-lm's wrapper; other tokenizers unchanged."""
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    # Tokenizers of transformers have an attribute of this name too, of another meaning.
+    # Tokenizers of transformers have an attribute of this name with another meaning.
     return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer  # noqa: SLF001
 
 
@@ -116,10 +119,10 @@ def as_dtype(name: str) -> mx.Dtype:
     Raises:
         ValueError: The name is not a dtype of weights.
     """
-    found = dtype_name(name)
-    if found not in _DTYPES:
+    common_name = dtype_name(name)
+    if common_name not in _DTYPES:
         raise ValueError(f"dtype={name!r}; choose one of {', '.join(map(repr, _DTYPES))}")
-    return _DTYPES[found]
+    return _DTYPES[common_name]
 
 
 def embedding_rows(config: Mapping[str, Any], default: int) -> int:

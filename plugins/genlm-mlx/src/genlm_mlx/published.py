@@ -1,4 +1,4 @@
-"""Translates a config as transformers reads it to the names that mlx-lm reads.
+"""Translates a config of transformers to the names that mlx-lm reads.
 
 mlx-lm reads the names of older configs, such as `rope_theta` and `rope_scaling`, for which
 transformers 5 writes `rope_parameters`. Where a setting is missing, mlx-lm uses its default
@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["as_mlx_reads", "published_config", "read_config"]
+__all__ = ["mlx_settings", "published_config", "read_config"]
 
 
 def published_config(
@@ -34,32 +34,32 @@ def published_config(
     from transformers import PretrainedConfig
 
     try:
-        written, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        settings, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     except OSError:  # mlx-lm reads the same files and reports what is missing
         return changes, None
-    written = {**written, **changes}
-    return written, read_config(written)
+    settings = {**settings, **changes}
+    return settings, read_config(settings)
 
 
-def read_config(written: Mapping[str, Any]) -> Any:
+def read_config(settings: Mapping[str, Any]) -> Any:
     """Return transformers' config of settings, None for an unsupported architecture."""
     from transformers import CONFIG_MAPPING
 
-    kind = written.get("model_type")
+    kind = settings.get("model_type")
     if kind not in CONFIG_MAPPING:
         return None
-    return CONFIG_MAPPING[kind].from_dict(dict(written))
+    return CONFIG_MAPPING[kind].from_dict(dict(settings))
 
 
-def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the settings that make mlx-lm read a config as transformers does.
+def mlx_settings(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the settings with which mlx-lm builds the model that transformers builds.
 
     Args:
         written: Contents of the config's file.
-        config: As `published_config` returns it.
+        config: The config that `published_config` returns.
     """
     nested = written.get("text_config")
-    inner = nested if isinstance(nested, Mapping) else written
+    text_settings = nested if isinstance(nested, Mapping) else written
     text = config.get_text_config()
     settings = text.to_dict()
     names = {alias: name for alias, name in text.attribute_map.items() if name in settings}
@@ -67,14 +67,14 @@ def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
     added = {
         name: value
         for name, value in settings.items()
-        if value is not None and inner.get(name) is None
+        if value is not None and text_settings.get(name) is None
     }
-    added |= _rotary(settings.get("rope_parameters") or {})
-    added |= _derived(settings)
-    return {"text_config": {**inner, **added}} if inner is nested else added
+    added |= _older_rope_settings(settings.get("rope_parameters") or {})
+    added |= _derived_settings(settings)
+    return {"text_config": {**text_settings, **added}} if text_settings is nested else added
 
 
-def _rotary(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _older_rope_settings(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of rotary embeddings by their older names."""
     added: dict[str, Any] = {}
     if any(isinstance(value, Mapping) for value in parameters.values()):  # by kind of layer
@@ -94,8 +94,8 @@ def _rotary(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return added
 
 
-def _derived(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of mlx-lm that transformers derives from others."""
+def _derived_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of mlx-lm that transformers derives from other settings."""
     added: dict[str, Any] = {}
     if settings.get("n_positions"):
         added["n_ctx"] = settings["n_positions"]
@@ -104,17 +104,17 @@ def _derived(settings: Mapping[str, Any]) -> dict[str, Any]:
     heads = settings.get("num_attention_heads")
     if settings.get("head_dim") is None and isinstance(heads, int):
         added["head_dim"] = settings["hidden_size"] // heads
-    return added | _pattern(settings["model_type"], settings.get("layer_types") or ())
+    return added | _window_pattern(settings["model_type"], settings.get("layer_types") or ())
 
 
-def _pattern(model_type: str, kinds: Sequence[str]) -> dict[str, Any]:
+def _window_pattern(model_type: str, kinds: Sequence[str]) -> dict[str, Any]:
     """Return the period of layers with full attention, if all others have windows."""
-    full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if model_type == "exaone4":  # a letter for each layer
         letters = "".join("G" if kind == "full_attention" else "L" for kind in kinds)
         return {"sliding_window_pattern": letters if "L" in letters else None}
     if not full or set(kinds) != {"full_attention", "sliding_attention"}:
         return {}
-    every = full[0] + 1
-    regular = full == list(range(full[0], len(kinds), every))
-    return {"sliding_window_pattern": every} if regular else {}
+    period = full[0] + 1
+    is_periodic = full == list(range(full[0], len(kinds), period))
+    return {"sliding_window_pattern": period} if is_periodic else {}

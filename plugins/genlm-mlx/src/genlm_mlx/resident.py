@@ -19,14 +19,14 @@ __all__ = ["ResidentBatch", "ResidentBatches"]
 # Number of columns added when a batch is full.
 _STEP = 64
 
-# Searching more batches rarely finds a past.
-_MOST_BATCHES = 8
+# More batches rarely contain a past.
+_MAX_BATCHES = 8
 
-# Padding columns before the longest past that are read rather than removed by a copy.
-_MOST_PADDING = 64
+# Maximum padding columns before the longest past; more are removed by a copy.
+_MAX_PADDING = 64
 
 # Replaces the last slot of a sequence after another token was written to that slot.
-_FORGOTTEN = -1
+_NO_SLOT = -1
 
 
 class ResidentBatch:
@@ -49,30 +49,30 @@ class ResidentBatch:
         return sum(int(array.nbytes) for pair in self.arrays for array in pair)
 
     @property
-    def is_known(self) -> bool:
-        """Whether the batch still contains any indexed sequence."""
-        return bool((self._ends != _FORGOTTEN).any())
+    def has_sequences(self) -> bool:
+        """Whether the batch still contains a sequence that can be continued."""
+        return bool((self._ends != _NO_SLOT).any())
 
     def sources(self, pasts: Slots) -> Slots | None:
         """Return the row of each past by its last slot, None if one of them is missing."""
         order = np.argsort(self._ends, kind="stable")
         ends = self._ends[order]
-        places = np.minimum(np.searchsorted(ends, pasts), len(ends) - 1)
-        return order[places] if (ends[places] == pasts).all() else None
+        indices = np.minimum(np.searchsorted(ends, pasts), len(ends) - 1)
+        return order[indices] if (ends[indices] == pasts).all() else None
 
     def forget(self, slots: Slots) -> None:
-        """Forget the sequences that end in some slots."""
-        self._ends = np.where(np.isin(self._ends, slots), _FORGOTTEN, self._ends)
+        """Drop the sequences that end in some slots."""
+        self._ends = np.where(np.isin(self._ends, slots), _NO_SLOT, self._ends)
 
     def tokens_after(self, rows: int, new: int) -> int:
         """Return the capacity in tokens after `new` tokens are appended to `rows` sequences."""
-        end, have = self.columns + new, int(self.arrays[0][0].shape[2])
-        return rows * (have if end <= have else end + _STEP)
+        end, capacity = self.columns + new, int(self.arrays[0][0].shape[2])
+        return rows * (capacity if end <= capacity else end + _STEP)
 
     def continue_with(self, layout: PassLayout, sources: Slots) -> None:
-        """Select the pasts of these sequences; `append` then adds their new tokens."""
-        same = np.array_equal(sources, np.arange(len(self._ends)))
-        self._sources = None if same else mx.array(sources.astype(np.int32))
+        """Select the pasts of these sequences, to which `append` adds their new tokens."""
+        is_identity = np.array_equal(sources, np.arange(len(self._ends)))
+        self._sources = None if is_identity else mx.array(sources.astype(np.int32))
         self._ends = layout.ends
 
     def append(self, layer: int, new: Sequence[mx.array]) -> list[mx.array]:
@@ -82,10 +82,10 @@ class ResidentBatch:
             layer: Index of the layer.
             new: Keys and values, `(sequences, heads, new, width)`.
         """
-        return [self._appended(layer, which, states) for which, states in enumerate(new)]
+        return [self._append_states(layer, index, states) for index, states in enumerate(new)]
 
-    def _appended(self, layer: int, which: int, new: mx.array) -> mx.array:
-        array = self.arrays[layer][which]
+    def _append_states(self, layer: int, index: int, new: mx.array) -> mx.array:
+        array = self.arrays[layer][index]
         if self._sources is not None:
             array = mx.take(array, self._sources, axis=0)
         end = self.columns + new.shape[2]
@@ -93,8 +93,8 @@ class ResidentBatch:
             rows, heads, _, width = array.shape
             room = mx.zeros((rows, heads, end - array.shape[2] + _STEP, width), array.dtype)
             array = mx.concatenate([array, room], axis=2)
-        self.arrays[layer][which] = array
-        # In place: after evaluation no other array refers to the old one.
+        self.arrays[layer][index] = array
+        # In place, because after evaluation no other array refers to the old one.
         array[:, :, self.columns : end] = new
         return array[:, :, :end]
 
@@ -110,36 +110,39 @@ class ResidentBatches:
         """Size of all batches."""
         return sum(batch.nbytes for batch in self._batches)
 
-    def take(self, layout: PassLayout, most_tokens: int) -> ResidentBatch | None:
+    def take(self, layout: PassLayout, max_tokens: int) -> ResidentBatch | None:
         """Remove and return the batch that has the pasts of all sequences, ready to continue.
 
-        None if there is no such batch, or if it would then hold more than `most_tokens`.
+        The result is None if there is no such batch, or if it would then have more than
+        `max_tokens` tokens.
         """
         for batch in reversed(self._batches):
-            if batch.columns > layout.past + _MOST_PADDING:
+            if batch.columns > layout.past + _MAX_PADDING:
                 continue
             sources = batch.sources(layout.past_ends)
             if sources is None:
                 continue
             self._batches.remove(batch)
-            if batch.tokens_after(len(layout), layout.tokens.shape[1]) > most_tokens:
+            if batch.tokens_after(len(layout), layout.tokens.shape[1]) > max_tokens:
                 return None
             batch.continue_with(layout, sources)
             return batch
         return None
 
     def forget_slots(self, written: Slots) -> None:
-        """Forget the sequences that end in slots which a pass has written."""
+        """Drop the sequences that end in slots which a pass has written."""
         for batch in self._batches:
             batch.forget(written)
 
     def put(self, batch: ResidentBatch) -> None:
-        """Keep a batch, for which `fit` has freed memory."""
+        """Add a batch, for which `fit` has freed memory."""
         self._batches.append(batch)
 
     def fit(self, room: int) -> None:
-        """Free the oldest batches until all take at most `room` bytes."""
-        self._batches = [batch for batch in self._batches if batch.is_known][-_MOST_BATCHES:]
+        """Free the oldest batches until all batches take at most `room` bytes."""
+        self._batches = [batch for batch in self._batches if batch.has_sequences][
+            -_MAX_BATCHES:
+        ]
         while self._batches and self.nbytes > room:
             del self._batches[0]
 

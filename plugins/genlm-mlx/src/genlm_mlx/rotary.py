@@ -1,9 +1,9 @@
-"""Rotary embeddings with the frequencies of transformers, where mlx-lm has others.
+"""Rotary embeddings with the frequencies of transformers, where those of mlx-lm differ.
 
 mlx-lm's models ignore kinds of scaling that they do not support. Where frequencies depend on
-the length of the context (dynamic NTK scaling, LongRoPE), mlx-lm rotates each key by the length
-at the time of its computation, or always as in long contexts: such models are served up to the
-length that is not scaled.
+the length of the context (dynamic NTK scaling, LongRoPE), mlx-lm rotates a key by the length
+at the time of its computation, or always as in long contexts. Such models are served up to the
+maximum length without scaling.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = ["PublishedRoPE", "correct_rotary", "scaled_beyond"]
+__all__ = ["PublishedRoPE", "correct_rotary", "unscaled_length"]
 
-_KINDS: tuple[type[Module], ...] = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
+_ROPE_CLASSES: tuple[type[Module], ...] = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 if hasattr(rope_utils, "DynamicNTKScalingRoPE"):  # since mlx-lm 0.32
-    _KINDS += (rope_utils.DynamicNTKScalingRoPE,)
+    _ROPE_CLASSES += (rope_utils.DynamicNTKScalingRoPE,)
 
 # Larger relative differences are more than rounding.
 _TOLERANCE = 1e-5
@@ -34,7 +34,7 @@ class PublishedRoPE(Module):
     """Rotates by the frequencies that transformers computes.
 
     Args:
-        frequencies: Those of contexts that are not scaled by their length.
+        frequencies: Frequencies of contexts that are not scaled by their length.
         factor: Factor of rotated values.
         traditional: Whether neighbours are rotated, rather than the halves of a head.
     """
@@ -68,26 +68,28 @@ def correct_rotary(model: Any, config: Any) -> None:
         model: An mlx-lm model; it is changed in place.
         config: transformers' config of its language model.
     """
-    placed: list[tuple[str, Module]] = []
+    replacements: list[tuple[str, Module]] = []
     for path, module in model.named_modules():
         layer_type = _layer_type(config, path)
         parameters = _parameters(config, layer_type)
         kind = parameters.get("rope_type", "default")
-        known = kind == "default" or kind in ROPE_INIT_FUNCTIONS
-        if not isinstance(module, _KINDS) or not parameters or not known:
+        is_supported = kind == "default" or kind in ROPE_INIT_FUNCTIONS
+        if not isinstance(module, _ROPE_CLASSES) or not parameters or not is_supported:
             continue
-        own = module.dim if isinstance(module, SuScaledRoPE) else module.dims
-        frequencies, factor = _published(config, layer_type, own)
-        if scaled_beyond(config, parameters) is None and _agrees(module, frequencies, factor):
+        dims = module.dim if isinstance(module, SuScaledRoPE) else module.dims
+        frequencies, factor = _published_frequencies(config, layer_type, dims)
+        if unscaled_length(config, parameters) is None and _has_frequencies(
+            module, frequencies, factor
+        ):
             continue
         traditional = bool(getattr(module, "traditional", False))
         rope = PublishedRoPE(frequencies, factor, traditional=traditional)
-        placed.append((path, rope))
-    model.update_modules(tree_unflatten(placed))
+        replacements.append((path, rope))
+    model.update_modules(tree_unflatten(replacements))
 
 
-def scaled_beyond(config: Any, parameters: Mapping[str, Any]) -> int | None:
-    """Return the longest context with the frequencies of short ones; None if all have them.
+def unscaled_length(config: Any, parameters: Mapping[str, Any]) -> int | None:
+    """Return the maximum length with the frequencies of short contexts; None for no limit.
 
     Args:
         config: transformers' config of a language model.
@@ -99,26 +101,26 @@ def scaled_beyond(config: Any, parameters: Mapping[str, Any]) -> int | None:
     return int(config.max_position_embeddings) if kind == "dynamic" else None
 
 
-def _agrees(module: Any, expected: np.ndarray[Any, Any], factor: float) -> bool:
-    """Whether a module rotates as transformers does."""
+def _has_frequencies(module: Any, expected: np.ndarray[Any, Any], factor: float) -> bool:
+    """Whether a module has the frequencies and the factor of transformers."""
     if isinstance(module, RoPE):
-        found = module.scale * module.base ** -(np.arange(0, module.dims, 2) / module.dims)
+        actual = module.scale * module.base ** -(np.arange(0, module.dims, 2) / module.dims)
     else:
-        found = 1 / np.array(module._freqs)  # noqa: SLF001 - kept nowhere else
-    close = found.shape == expected.shape and np.allclose(
-        found, expected, rtol=_TOLERANCE, atol=0
+        actual = 1 / np.array(module._freqs)  # noqa: SLF001 - not available elsewhere
+    is_close = actual.shape == expected.shape and np.allclose(
+        actual, expected, rtol=_TOLERANCE, atol=0
     )
-    return bool(close) and abs(getattr(module, "mscale", 1.0) - factor) < _TOLERANCE
+    return bool(is_close) and abs(getattr(module, "mscale", 1.0) - factor) < _TOLERANCE
 
 
-def _published(
+def _published_frequencies(
     config: Any, layer_type: str | None, dims: int
 ) -> tuple[np.ndarray[Any, Any], float]:
     """Return transformers' frequencies of short contexts, and the factor of rotated values.
 
     Args:
         config: Config of the language model.
-        layer_type: The kind of layer, if kinds have settings of their own.
+        layer_type: The kind of layer, if kinds have different settings.
         dims: Number of dimensions of a head that mlx-lm rotates.
     """
     parameters = _parameters(config, layer_type)
@@ -132,22 +134,22 @@ def _published(
         exponents = np.arange(0, dims, 2, dtype=np.float32) / dims
         return parameters["rope_theta"] ** -exponents, 1.0
     options = {} if layer_type is None else {"layer_type": layer_type}
-    found, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=1, **options)
-    return found.numpy(), float(factor)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=1, **options)
+    return frequencies.numpy(), float(factor)
 
 
 def _layer_type(config: Any, path: str) -> str | None:
     """Return the kind of the layer of a module, if kinds have different settings."""
-    if not any(isinstance(value, Mapping) for value in _all(config).values()):
+    if not any(isinstance(value, Mapping) for value in _rope_parameters(config).values()):
         return None
-    place = next((int(name) for name in path.split(".") if name.isdigit()), None)
-    return None if place is None else str(config.layer_types[place])
+    index = next((int(name) for name in path.split(".") if name.isdigit()), None)
+    return None if index is None else str(config.layer_types[index])
 
 
-def _all(config: Any) -> Mapping[str, Any]:
+def _rope_parameters(config: Any) -> Mapping[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
 def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    everything = _all(config)
-    return everything if layer_type is None else everything.get(layer_type) or {}
+    parameters = _rope_parameters(config)
+    return parameters if layer_type is None else parameters.get(layer_type) or {}

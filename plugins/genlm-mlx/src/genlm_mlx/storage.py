@@ -15,13 +15,13 @@ from genlm.plugin import free_memory_bytes
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
-_FIRST_SLOTS = 1024
+_INITIAL_SLOTS = 1024
 
 # Share of free memory of the default budget.
 _SHARE = 0.25
 
-# Larger than any particle population; bounds a tiny model's budget.
-_MOST_SLOTS_BY_DEFAULT = 2**20
+# More than any particle population uses; bounds the budget of a tiny model.
+_MAX_DEFAULT_SLOTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,21 @@ class KVStorage:
 
     Args:
         layers: Shapes of the layers in the order of the model's caches.
-        most_slots: Upper bound of the number of slots.
+        max_slots: Upper bound of the number of slots.
 
     Attributes:
         slots: Current number of slots.
-        lost: Whether a write failed half-way; the contents are invalid then.
+        is_corrupt: Whether a write failed half-way, so that the contents are invalid.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], most_slots: int) -> None:
-        self.layers, self._most = layers, max(1, most_slots)
+    def __init__(self, layers: Sequence[LayerShape], max_slots: int) -> None:
+        self.layers, self._max_slots = layers, max(1, max_slots)
         self.reset()
 
     def reset(self) -> None:
-        """Free everything and return to the initial size."""
-        self.lost = False
-        self.slots = min(_FIRST_SLOTS, self._most)
+        """Free all memory and return to the initial size."""
+        self.is_corrupt = False
+        self.slots = min(_INITIAL_SLOTS, self._max_slots)
         self._arrays = [
             [
                 mx.zeros((layer.heads * self.slots, width), layer.dtype)
@@ -87,57 +87,57 @@ class KVStorage:
         """Return the number of slots after growing to this slot."""
         if slot < self.slots:
             return self.slots
-        return min(self._most, max(slot + 1, 2 * self.slots))
+        return min(self._max_slots, max(slot + 1, 2 * self.slots))
 
     def make_room(self, slot: int) -> None:
         """Grow until this slot exists; one array at a time is in memory twice."""
         slots = self.slots_with(slot)
         if slots == self.slots:
             return
-        self.lost = True  # until all arrays have grown
+        self.is_corrupt = True  # until all arrays have grown
         for layer, pair in zip(self.layers, self._arrays, strict=True):
-            for place, old in enumerate(pair):
+            for index, old in enumerate(pair):
                 by_head = old.reshape(layer.heads, self.slots, -1)
                 shape = layer.heads, slots - self.slots, by_head.shape[-1]
                 grown = mx.concatenate([by_head, mx.zeros(shape, layer.dtype)], axis=1)
-                pair[place] = grown.reshape(layer.heads * slots, -1)
+                pair[index] = grown.reshape(layer.heads * slots, -1)
                 del old, by_head
-                mx.eval(pair[place])
-        self.slots, self.lost = slots, False
+                mx.eval(pair[index])
+        self.slots, self.is_corrupt = slots, False
 
     def write(self, layer: int, rows: mx.array, new: Sequence[mx.array]) -> None:
         """Store new keys and values of a layer.
 
         Args:
             layer: Index of the layer.
-            rows: Rows of its arrays, shape `(sequences, heads, new)`.
+            rows: Rows of the layer's arrays, shape `(sequences, heads, new)`.
             new: Keys and values, `(sequences, heads, new, width)`.
         """
         for array, states in zip(self._arrays[layer], new, strict=True):
-            # In place: after evaluation no other array refers to the old one.
+            # In place, because after evaluation no other array refers to the old one.
             array[rows] = states
 
-    def gathered(self, layer: int, rows: mx.array) -> list[mx.array]:
+    def gather(self, layer: int, rows: mx.array) -> list[mx.array]:
         """Return keys and values of a layer, `(sequences, heads, all, width)`.
 
         Args:
             layer: Index of the layer.
-            rows: Rows of its arrays, shape `(sequences, heads, all)`.
+            rows: Rows of the layer's arrays, shape `(sequences, heads, all)`.
         """
         return [mx.take(array, rows, axis=0) for array in self._arrays[layer]]
 
     def settle(self, *results: Any) -> None:
-        """Evaluate MLX's pending computations: these results and everything stored."""
+        """Evaluate MLX's pending computations: these results and the stored arrays."""
         try:
             mx.eval(self._arrays, *results)
         except BaseException:
-            self.lost = True
+            self.is_corrupt = True
             raise
 
 
 def default_budget_bytes(bytes_per_token: int) -> int:
     """Return a quarter of the free memory, at most that of 2**20 tokens."""
-    return min(int(_free_bytes() * _SHARE), _MOST_SLOTS_BY_DEFAULT * bytes_per_token)
+    return min(int(_free_bytes() * _SHARE), _MAX_DEFAULT_SLOTS * bytes_per_token)
 
 
 def _free_bytes() -> int:

@@ -1,6 +1,6 @@
 """Attention windows that mlx-lm's models ignore.
 
-In several of its models (Mistral, Gemma 2, Phi-3, Qwen 2 and others) every token sees all
+In several of its models (Mistral, Gemma 2, Phi-3, Qwen 2 and others) every token attends to all
 tokens before it, even if the config has a window.
 """
 
@@ -14,19 +14,19 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_mlx.layers import with_call
+from genlm_mlx.layers import subclass_with_call
 
-__all__ = ["correct_windows", "own_windows"]
+__all__ = ["cache_windows", "correct_windows"]
 
 
-def own_windows(model: Any) -> dict[int, int | None]:
+def cache_windows(model: Any) -> dict[int, int | None]:
     """Return the windows of a model's caches by the index of the layer, None for all tokens.
 
-    Layers without keys and values are left out.
+    Layers without keys and values are not included.
     """
     return {
-        place: int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
-        for place, cache in enumerate(make_prompt_cache(model))
+        layer: int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
+        for layer, cache in enumerate(make_prompt_cache(model))
         if isinstance(cache, (KVCache, RotatingKVCache))
     }
 
@@ -36,7 +36,7 @@ def correct_windows(model: Any, windows: Sequence[int | None]) -> str | None:
 
     Args:
         model: An mlx-lm model; it is changed in place.
-        windows: Number of tokens that a token sees in each layer; None for all.
+        windows: Attention window of each layer in tokens; None for all tokens.
 
     Returns:
         Why the windows cannot be set; None on success.
@@ -44,28 +44,28 @@ def correct_windows(model: Any, windows: Sequence[int | None]) -> str | None:
     caches = make_prompt_cache(model)
     if any(type(cache) is not KVCache for cache in caches) or len(caches) != len(model.layers):
         return "its layers have windows or caches of another kind"
-    if not all(_takes_mask(type(layer)) for layer in model.layers):
+    if not all(_accepts_mask(type(layer)) for layer in model.layers):
         return "its layers take no mask"
     for layer in model.layers:
-        layer.__class__ = _with_own_mask(type(layer))
+        layer.__class__ = _subclass_with_cache_mask(type(layer))
     model.make_cache = lambda: [
         KVCache() if window is None else RotatingKVCache(max_size=window) for window in windows
     ]
     return None
 
 
-def _takes_mask(layer: type[Module]) -> bool:
+def _accepts_mask(layer: type[Module]) -> bool:
     return list(inspect.signature(layer.__call__).parameters)[1:4] == ["x", "mask", "cache"]
 
 
-def _with_own_mask(layer: type[Any]) -> type[Any]:
+def _subclass_with_cache_mask(layer: type[Any]) -> type[Any]:
     """Return a class of layers that use the mask of their cache."""
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if cache is not None:
             as_array = isinstance(mask, mx.array)
             mask = cache.make_mask(x.shape[1], return_array=as_array, window_size=None)
-        seen: mx.array = layer.__call__(self, x, mask, cache)
-        return seen
+        states: mx.array = layer.__call__(self, x, mask, cache)
+        return states
 
-    return with_call(layer, call)
+    return subclass_with_call(layer, call)

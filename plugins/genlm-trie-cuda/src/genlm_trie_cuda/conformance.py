@@ -24,7 +24,7 @@ def targets(folder: Path) -> Iterator[TrieTarget]:
     """Yield a target for each path.
 
     Args:
-        folder: Not used.
+        folder: Unused.
     """
     del folder
     yield TrieTarget(model="cpu", build=DeviceTrie)

@@ -4,7 +4,7 @@ A tile is `(rows, slots)`. Slots are stored with the rows of weights innermost, 
 `slot * GROUP + row`, so that a tree or a gather reads whole memory sectors. Weights and
 results are stored row by row; Triton transposes the tile between load and store.
 
-Rows are independent of each other. `logsumexp` stores two numbers for each slot above the
+Rows are independent of each other. `logsumexp` stores two numbers for every slot above the
 ranks: the exact largest log-weight, and the sum of exponentials relative to it.
 
 Triton compiles these functions from their source and supports a subset of Python.
@@ -25,14 +25,14 @@ LOGSUMEXP = tl.constexpr(2)
 
 
 @triton.jit
-def larger(a, b):
-    """The larger of two values; nan if either is nan."""
+def maximum(a, b):
+    """Return the maximum of two values; nan if either is nan."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def finite(top):
-    """The shift before an exponential: 0 for infinities and nan."""
+def finite_shift(top):
+    """Return the shift before an exponential: the value, or 0 for infinities and nan."""
     return tl.where(tl.abs(top) < float("inf"), top, 0.0)
 
 
@@ -41,7 +41,7 @@ def load_weights(
     weights,
     slots,
     out,
-    place,
+    ranks,
     n_tokens,
     n_rows,
     row_stride,
@@ -53,12 +53,12 @@ def load_weights(
     """Copy the weights to the leaves of the result and, in sorted order, to the ranks."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.arange(0, GROUP)
-    given = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
+    is_weight = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
     at = row[:, None].to(tl.int64) * row_stride + token[None, :].to(tl.int64) * token_stride
-    values = tl.load(weights + at, mask=given, other=0.0).to(slots.dtype.element_ty)
+    values = tl.load(weights + at, mask=is_weight, other=0.0).to(slots.dtype.element_ty)
     leaves = row[:, None].to(tl.int64) * out_stride + token[None, :]
-    tl.store(out + leaves, values, mask=given)
-    slot = tl.load(place + token, mask=token < n_tokens, other=0)
+    tl.store(out + leaves, values, mask=is_weight)
+    slot = tl.load(ranks + token, mask=token < n_tokens, other=0)
     inside = (token < n_tokens)[None, :] & (row < GROUP)[:, None]
     tl.store(slots + slot[None, :] * GROUP + row[:, None], values, mask=inside)
 
@@ -94,14 +94,14 @@ def build_trees(
             total = tl.load(sums + at - n_ranks * GROUP, mask=inside, other=0.0)
     for level in tl.static_range(LEVELS):
         left, right = tl.split(tl.reshape(top, (ROWS, BLOCK >> (level + 1), 2)))
-        top = left + right if OPERATION == SUM else larger(left, right)
+        top = left + right if OPERATION == SUM else maximum(left, right)
         entry = block * (BLOCK >> (level + 1)) + tl.arange(0, BLOCK >> (level + 1))
         at = (upper + padded - (padded >> level) + entry)[None, :] * GROUP + row[:, None]
         tl.store(slots + at, top)
         if OPERATION == LOGSUMEXP:
-            shift = finite(top)
-            sums_of = tl.reshape(total, (ROWS, BLOCK >> (level + 1), 2))
-            sum_left, sum_right = tl.split(sums_of)
+            shift = finite_shift(top)
+            pairs = tl.reshape(total, (ROWS, BLOCK >> (level + 1), 2))
+            sum_left, sum_right = tl.split(pairs)
             total = sum_left * tl.exp(left - shift) + sum_right * tl.exp(right - shift)
             tl.store(sums + at - n_ranks * GROUP, total)
 
@@ -128,22 +128,22 @@ def combine_intervals(
     top = tl.full((GROUP, INTERVALS), neutral, slots.dtype.element_ty)
     total = tl.full((GROUP, INTERVALS), 0.0, slots.dtype.element_ty)
     # Intervals are sorted by their number of pieces: the first has the most.
-    for turn in range(tl.load(piece_count + begin)):
-        offset = tl.load(piece_offset + turn)
-        known = interval < tl.load(piece_offset + turn + 1) - offset
-        slot = tl.load(piece + offset + interval, mask=known, other=0)
+    for index in range(tl.load(piece_count + begin)):
+        offset = tl.load(piece_offset + index)
+        has_piece = interval < tl.load(piece_offset + index + 1) - offset
+        slot = tl.load(piece + offset + interval, mask=has_piece, other=0)
         at = slot[None, :] * GROUP + row[:, None]
-        inside = known[None, :] & (row < GROUP)[:, None]
+        inside = has_piece[None, :] & (row < GROUP)[:, None]
         value = tl.load(slots + at, mask=inside, other=neutral)
         if OPERATION == SUM:
             top += value
         else:
             before = top
-            top = larger(top, value)
+            top = maximum(top, value)
         if OPERATION == LOGSUMEXP:
             above = inside & (slot >= n_ranks)[None, :]
             part = tl.load(sums + at - n_ranks * GROUP, mask=above, other=1.0)
-            shift = finite(top)
+            shift = finite_shift(top)
             total = total * tl.exp(before - shift) + part * tl.exp(value - shift)
     if OPERATION == LOGSUMEXP:
         top += tl.log(total)
@@ -163,11 +163,11 @@ def gather_prefixes(
     GROUP: tl.constexpr,
     PREFIXES: tl.constexpr,
 ):
-    """Copy the value of its rank or interval to every prefix."""
+    """Copy the value of a rank or an interval to every prefix."""
     prefix = tl.program_id(0) * PREFIXES + tl.arange(0, PREFIXES)
     row = tl.arange(0, GROUP)
-    known = (prefix < n_prefixes)[None, :] & (row < n_rows)[:, None]
+    is_prefix = (prefix < n_prefixes)[None, :] & (row < n_rows)[:, None]
     slot = tl.load(source + prefix, mask=prefix < n_prefixes, other=0)
-    values = tl.load(slots + slot[None, :] * GROUP + row[:, None], mask=known, other=0.0)
+    values = tl.load(slots + slot[None, :] * GROUP + row[:, None], mask=is_prefix, other=0.0)
     at = row[:, None].to(tl.int64) * out_stride + n_tokens + prefix[None, :]
-    tl.store(out + at, values, mask=known)
+    tl.store(out + at, values, mask=is_prefix)

@@ -1,8 +1,8 @@
 """The segment tree over a trie's sorted tokens, as index arrays for a device.
 
-The tree over the tokens in sorted order (their ranks) is filled in stages: a stage builds
-complete binary trees over blocks of `block` entries, and the next stage takes their roots as
-its entries, until one root is left. Every interval of the trie is then combined from a few
+The tree over the tokens in sorted order (their ranks) is computed in stages: a stage builds
+complete binary trees over blocks of `block` entries, and their roots are the entries of the
+next stage, until one root remains. Every interval of the trie is then combined from a few
 entries, its pieces, and every prefix reads the value of its interval.
 
 The values of one row are stored in slots, in this order:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "ROWS_AT_ONCE", "Stage", "TreePlan"]
 
 BLOCK = 128
-"""Entries of one block; three stages cover two million tokens. With 512, the float32 kernel
-needs more registers than a thread of an NVIDIA GPU has."""
+"""Number of entries of a block; three stages cover two million tokens. With 512 entries, the
+float32 kernel needs more registers than a thread of an NVIDIA GPU has."""
 
 ROWS_AT_ONCE = 32
-"""Rows that one read of the indices serves; a slot of 32 float32 is one cache line."""
+"""Number of rows that share one read of the indices; a slot of 32 float32 is one cache line."""
 
 Indices: TypeAlias = Any
 """int32: a numpy array, or a tensor on a device."""
@@ -60,15 +60,15 @@ class Stage:
 class TreePlan:
     """The plan of the reductions of a trie, or of some of its nodes.
 
-    Sizes are known on the host, so that reductions do not wait for a device. Indices are never
-    changed.
+    Sizes are stored on the host, so that reductions do not wait for a device. Indices are never
+    modified.
 
     Attributes:
         order: Token at each rank, `(n_ranks,)`.
-        place: Rank of each token, `(n_ranks,)`.
-        block: Entries of one block, a power of 2.
+        rank_of: Rank of each token, `(n_ranks,)`.
+        block: Number of entries of a block, a power of 2.
         stages: The stages, from the ranks upwards.
-        piece_sizes: Number of intervals that have a k-th piece, for each k.
+        piece_sizes: Number of intervals that have a k-th piece, for every k.
         piece: Slots of the first piece of every interval, then of the second piece of every
             interval that has one, and so on, smallest pieces first, `(n_pieces,)`.
         piece_offset: Index in `piece` of the first of the k-th pieces, `(max_pieces + 1,)`.
@@ -77,7 +77,7 @@ class TreePlan:
     """
 
     order: Indices
-    place: Indices
+    rank_of: Indices
     block: int
     stages: tuple[Stage, ...]
     piece_sizes: tuple[int, ...]
@@ -88,7 +88,7 @@ class TreePlan:
 
     @property
     def padded(self) -> int:
-        """Slots of the ranks, padded to whole blocks."""
+        """Number of slots of the ranks, padded to whole blocks."""
         return self.stages[0].padded
 
     @property
@@ -108,7 +108,7 @@ class TreePlan:
 
         Args:
             layout: Layout of the trie.
-            block: Entries of one block, a power of 2; by default `BLOCK`, or less for a
+            block: Number of entries of a block, a power of 2; by default `BLOCK`, or less for a
                 small trie.
         """
         lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
@@ -129,7 +129,7 @@ class TreePlan:
             order: Token at each rank, a permutation.
             lo: First rank of each interval.
             hi: One past the last rank of each interval; intervals must not be empty.
-            source: For each result a rank, or `len(order) + k` for the k-th interval.
+            source: Rank of each result, or `len(order) + k` for the k-th interval.
             block: As for `of_layout`.
         """
         n = len(order)
@@ -139,25 +139,27 @@ class TreePlan:
         interval, slot = _pieces(lo, hi, levels)
         count = np.bincount(interval, minlength=len(lo))
         by_count = np.argsort(-count, kind="stable")
-        renamed = np.empty(len(lo), dtype=np.int64)
-        renamed[by_count] = np.arange(len(lo))
-        turn = np.arange(len(interval)) - np.repeat(np.cumsum(count) - count, count)
-        by_turn = np.lexsort((renamed[interval], turn))
-        place = np.empty(n, dtype=np.int64)
-        place[order] = np.arange(n)
-        sizes = np.bincount(turn)
+        new_index = np.empty(len(lo), dtype=np.int64)
+        new_index[by_count] = np.arange(len(lo))
+        piece_number = np.arange(len(interval)) - np.repeat(np.cumsum(count) - count, count)
+        by_number = np.lexsort((new_index[interval], piece_number))
+        rank_of = np.empty(n, dtype=np.int64)
+        rank_of[order] = np.arange(n)
+        sizes = np.bincount(piece_number)
         fields = {
             "order": order,
-            "place": place,
-            "piece": slot[by_turn],
+            "rank_of": rank_of,
+            "piece": slot[by_number],
             "piece_offset": np.concatenate([[0], np.cumsum(sizes)]),
             "piece_count": count[by_count],
             "source": source.astype(np.int64),
         }
-        indices = {name: np.array(each, np.int32) for name, each in fields.items()}
+        indices = {name: np.array(field, np.int32) for name, field in fields.items()}
         plan = cls(block=block, stages=stages, piece_sizes=tuple(sizes.tolist()), **indices)
-        several = plan.source >= n
-        plan.source[several] = plan.first_interval + renamed[plan.source[several] - n]
+        of_intervals = plan.source >= n
+        plan.source[of_intervals] = (
+            plan.first_interval + new_index[plan.source[of_intervals] - n]
+        )
         return plan
 
     def to(self, device: torch.device) -> TreePlan:
@@ -165,15 +167,15 @@ class TreePlan:
         import torch
 
         indices: dict[str, Any] = {
-            name: torch.from_numpy(each).to(device)
-            for name, each in vars(self).items()
-            if isinstance(each, np.ndarray)
+            name: torch.from_numpy(array).to(device)
+            for name, array in vars(self).items()
+            if isinstance(array, np.ndarray)
         }
         return replace(self, **indices)
 
 
 def _stages(n: int, block: int) -> tuple[tuple[Stage, ...], list[int]]:
-    """The stages over `n` ranks, and the first slot of every level from the ranks up."""
+    """Return the stages over `n` ranks, and the first slot of every level from the ranks up."""
     stages: list[Stage] = []
     levels = [0]
     count, upper = n, -(-n // block) * block
@@ -194,15 +196,15 @@ def _pieces(
     """Decompose intervals into entries of the tree, at most two of each level.
 
     Returns:
-        Interval and slot of each piece; those of an interval are adjacent, smallest first.
+        Interval and slot of each piece; the pieces of an interval are adjacent, smallest first.
     """
     lo, hi = lo.astype(np.int64), hi.astype(np.int64)
-    which = np.arange(len(lo))
+    indices = np.arange(len(lo))
     intervals, slots = [], []
     for first in levels:
         at_lo = (lo < hi) & (lo & 1 == 1)
         at_hi = (lo < hi) & (hi & 1 == 1)
-        intervals += [which[at_lo], which[at_hi]]
+        intervals += [indices[at_lo], indices[at_hi]]
         slots += [first + lo[at_lo], first + hi[at_hi] - 1]
         lo, hi = (lo + at_lo) >> 1, hi >> 1
     interval, slot = np.concatenate(intervals), np.concatenate(slots)

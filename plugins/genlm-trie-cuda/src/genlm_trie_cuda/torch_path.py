@@ -1,7 +1,7 @@
 """Reductions in torch operations: of all nodes without Triton, and of some nodes.
 
-Follows the same plan as the kernels, with one torch operation for each level and each k-th
-piece. Computes in the dtype of the result, so devices without float64 (MPS) are supported.
+They follow the same plan as the kernels, with one torch operation per level and per k-th piece.
+They compute in the dtype of the result, so devices without float64 (MPS) are supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ and the sum of exponentials relative to it."""
 
 
 def result_dtype(rows: torch.Tensor) -> torch.dtype:
-    """The dtype of results: float64 for float64, else float32."""
+    """Return the dtype of results: float64 for float64, else float32."""
     return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
@@ -39,8 +39,8 @@ def reduce_rows(
         plan: Plan of the trie, on the device of the weights.
         operation: Reduction of the weights below a node.
         rows: `(rows, n_tokens)`, floating.
-        out: `(rows, n_nodes)`, float32 or float64; overwritten. Computed in its
-            dtype.
+        out: `(rows, n_nodes)`, float32 or float64; overwritten. Its dtype is that of the
+            computation.
     """
     n_tokens = rows.shape[1]
     leaves = out[:, :n_tokens]
@@ -51,7 +51,7 @@ def reduce_rows(
 def reduce_nodes(
     layout: TrieLayout, nodes: npt.NDArray[Any], operation: Operation, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Reduce the weights below each of some nodes, in time O(tokens below them) for each row.
+    """Reduce the weights below some nodes, in time O(number of tokens below them) per row.
 
     The host computes a plan for the nodes and copies it to the device.
 
@@ -76,23 +76,23 @@ def reduce_nodes(
 
 def _reduce_ranks(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> torch.Tensor:
     """Reduce sorted weights, `(rows, n_ranks)`, to the entries of the plan's `source`."""
-    slots = _tree(plan, operation, ranks)
-    intervals = _combined(plan, operation, slots)
+    slots = _compute_levels(plan, operation, ranks)
+    intervals = _combine_pieces(plan, operation, slots)
     if operation == "logsumexp":
         intervals = (intervals[0] + intervals[1].log(),)
     return torch.cat([slots[0], intervals[0]], 1).index_select(1, plan.source)
 
 
-def _tree(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> State:
+def _compute_levels(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> State:
     """Compute all levels of the tree, concatenated: the slots before the intervals."""
     combine = _COMBINE[operation]
-    ranks = _padded(ranks, plan.padded)
+    ranks = _pad(ranks, plan.padded)
     entries: State = (ranks,)
     if operation == "logsumexp":
         entries = (ranks, torch.ones_like(ranks))
     levels = [entries]
     for stage in plan.stages:
-        entries = tuple(_padded(value, stage.padded) for value in entries)
+        entries = tuple(_pad(value, stage.padded) for value in entries)
         for _ in range(plan.block.bit_length() - 1):
             left = tuple(value[:, ::2] for value in entries)
             right = tuple(value[:, 1::2] for value in entries)
@@ -101,23 +101,23 @@ def _tree(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> State:
     return tuple(torch.cat(list(values), 1) for values in zip(*levels, strict=True))
 
 
-def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
+def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[1]))
 
 
-def _combined(plan: TreePlan, operation: Operation, slots: State) -> State:
+def _combine_pieces(plan: TreePlan, operation: Operation, slots: State) -> State:
     """Combine the pieces of every interval, smallest first."""
     combine = _COMBINE[operation]
     n_intervals = len(plan.piece_count)
     intervals = tuple(value.new_empty((len(value), n_intervals)) for value in slots)
     offset = 0
     for k, count in enumerate(plan.piece_sizes):
-        which = plan.piece[offset : offset + count]
+        slot_indices = plan.piece[offset : offset + count]
         offset += count
-        pieces = tuple(value.index_select(1, which) for value in slots)
-        so_far = tuple(value[:, :count] for value in intervals)
-        combined = combine(so_far, pieces) if k else pieces
-        for value, result in zip(so_far, combined, strict=True):
+        pieces = tuple(value.index_select(1, slot_indices) for value in slots)
+        partial = tuple(value[:, :count] for value in intervals)
+        combined = combine(partial, pieces) if k else pieces
+        for value, result in zip(partial, combined, strict=True):
             value.copy_(result)
     return intervals
 

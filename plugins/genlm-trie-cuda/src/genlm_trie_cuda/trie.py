@@ -23,7 +23,7 @@ Kernels: TypeAlias = Literal["triton", "torch"]
 
 
 class DeviceTrie(TokenCharacterTrie):
-    """A `TokenCharacterTrie` that reduces weights on the device that holds them.
+    """A `TokenCharacterTrie` that reduces weights on their device.
 
     Weights on a CUDA device (NVIDIA or AMD) are reduced by Triton kernels, weights on other
     devices by torch operations, and weights on the CPU, numpy included, by
@@ -37,26 +37,26 @@ class DeviceTrie(TokenCharacterTrie):
 
     With `returns="torch"` the result stays on the device. Reductions of all nodes then do
     not wait for the device and can be captured in a CUDA graph. The first reduction on a
-    device, or of another operation, dtype or number of rows, copies index arrays and
-    compiles, so run it once before capturing. Reductions of some nodes copy indices on every
-    call and wait for the copy.
+    device, and the first with another operation, dtype or number of rows, copies index arrays
+    and compiles kernels, so run it once before capturing. Reductions of some nodes copy
+    indices on every call and wait for the copy.
 
     Args:
         decode: As for `TokenCharacterTrie`.
         device: Device that reduces weights on the CPU, for example `"cuda"`; with
             `returns="torch"` their results stay there. None reduces them on the CPU.
-        kernels: `"triton"` or `"torch"` to use only these, on the CPU as well (Triton only
-            in its interpreter).
-        compiled: As for `TokenCharacterTrie`, for weights that it reduces; by default False
-            if `device` or `kernels` leaves none to it.
+        kernels: `"triton"` or `"torch"` to use only this implementation, on the CPU as well
+            (Triton only in its interpreter).
+        compiled: As for `TokenCharacterTrie`, for the weights that it reduces; by default
+            False if `device` or `kernels` excludes all weights from it.
 
     Attributes:
-        kernels: As given.
+        kernels: The argument `kernels`.
 
     Raises:
         VocabularyError: As for `TokenCharacterTrie`.
-        ValueError: `kernels` is neither of the two.
-        RuntimeError: torch does not know the device.
+        ValueError: `kernels` is an unknown name.
+        RuntimeError: torch does not support the device.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DeviceTrie(TokenCharacterTrie):
         return reduce_nodes(self.layout, nodes, operation, weights)
 
     def _device_rows(self, rows: Any) -> torch.Tensor | None:
-        """Move rows to the device that reduces them, in a floating dtype; None for the core."""
+        """Return floating rows on the device that reduces them; None if the base class does."""
         is_array = isinstance(rows, np.ndarray)
         on_cpu = is_array or rows.device.type == "cpu"
         if on_cpu and self.kernels is None and self._device is None:
@@ -124,7 +124,7 @@ class DeviceTrie(TokenCharacterTrie):
             return None
         try:
             weights = torch.tensor(rows, device=device) if is_array else rows.to(device)
-        except TypeError as error:  # a dtype of numpy that torch does not have
+        except TypeError as error:  # a numpy dtype without an equivalent in torch
             raise WeightsError("real numbers", f"values of type {rows.dtype}") from error
         if not weights.is_floating_point():
             return weights.to(torch.float32 if device.type == "mps" else torch.float64)
@@ -137,7 +137,7 @@ class DeviceTrie(TokenCharacterTrie):
         return "triton" if device.type == "cuda" and has_triton else "torch"
 
     def _plan_on(self, device: torch.device) -> TreePlan:
-        """The plan on a device, copied there once."""
+        """Return the plan on a device, to which it is copied once."""
         if device not in self._device_plans:
             self._device_plans[device] = self._plan.to(device)
         return self._device_plans[device]

@@ -1,4 +1,4 @@
-"""Reductions by the Triton kernels: five launches a group of rows, six above 16,384 tokens.
+"""Reductions by the Triton kernels: five launches per group of rows, six above 16,384 tokens.
 
 Each group of up to 32 rows reads its weights once and writes every node once. Intermediate
 values are stored in slots (see `plan`), about as large as a GPU's second-level cache for
@@ -19,15 +19,15 @@ from genlm_trie_cuda.torch_path import Operation
 
 __all__ = ["reduce_rows"]
 
-ROWS_OF_A_TREE = 16
-"""Rows of one program of `build_trees`. On an H100, sums of 32 rows of 128,000 float32 take
-112 us with 16, 120 with 8 and 147 with 4, as a CUDA graph."""
+TREE_ROWS = 16
+"""Number of rows of a program of `build_trees`. On an H100, sums of 32 rows of 128,000 float32
+take 112 us with 16, 120 with 8 and 147 with 4, as a CUDA graph."""
 
 TILE = 1024
-"""Values of a tile, unless it has many rows."""
+"""Number of values of a tile, unless it has many rows."""
 
-NARROWEST = 64
-"""Fewest slots of a tile; each row of the result is written 256 bytes at a time."""
+MIN_SLOTS = 64
+"""Minimum number of slots of a tile, so that rows are written 256 bytes at a time."""
 
 _OPTIONS = {"enable_fp_fusion": True}
 """Explicit because Triton warns that the default will change."""
@@ -57,13 +57,13 @@ def _reduce_group(
     above = plan.first_interval - plan.padded if operation == _CODES["logsumexp"] else 0
     sums = torch.empty(above * group, dtype=out.dtype, device=out.device)
     constants = {"OPERATION": operation, "GROUP": group, **_OPTIONS}
-    tile = max(TILE // group, NARROWEST)
+    tile = max(TILE // group, MIN_SLOTS)
     kernels.load_weights[(triton.cdiv(n_tokens, tile),)](
-        rows, slots, out, plan.place, n_tokens, n_rows,
+        rows, slots, out, plan.rank_of, n_tokens, n_rows,
         rows.stride(0), rows.stride(1), out.stride(0), GROUP=group, TOKENS=tile, **_OPTIONS,
     )  # fmt: skip
     for number, stage in enumerate(plan.stages):
-        tree_rows = min(group, ROWS_OF_A_TREE)
+        tree_rows = min(group, TREE_ROWS)
         kernels.build_trees[(stage.padded // plan.block, group // tree_rows)](
             slots, sums, stage.first, stage.count, stage.padded, stage.upper, plan.padded,
             OVER_RANKS=number == 0, ROWS=tree_rows, BLOCK=plan.block,
@@ -81,5 +81,5 @@ def _reduce_group(
 
 
 def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches kernels on the current device."""
+    """Make the tensor's device current, because Triton launches kernels on that device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -20,7 +20,7 @@ from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
 from genlm.testing.strategies import TokenTuple
 
-Asked = tuple[TokenTuple, str | None]
+AdapterRequest = tuple[TokenTuple, str | None]
 
 
 @engine_check(needs=Capability.LORA, cases=("differs from the base",))
@@ -54,18 +54,18 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
     names = [None, *fixture.adapter_names()]
     lm, probe = fixture.load_probed(adapters=True)
 
-    async def together(asked: list[Asked]) -> list[torch.Tensor]:
-        requests = (lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked)
-        return list(await asyncio.gather(*requests))
+    async def request_together(requests: list[AdapterRequest]) -> list[torch.Tensor]:
+        rows = (lm.next_token_logprobs(ids, lora_name=name) for ids, name in requests)
+        return list(await asyncio.gather(*rows))
 
-    def holds(batch: list[Asked], same: TokenTuple) -> None:
+    def holds(batch: list[AdapterRequest], same: TokenTuple) -> None:
         lm.clear_output_cache()
-        asked = [*batch, *((same, name) for name in names)]
+        requests = [*batch, *((same, name) for name in names)]
         before = len(probe.in_step)
-        rows = fixture.run(together(asked))
-        for position, (row, (token_ids, name)) in enumerate(zip(rows, asked, strict=True)):
-            fixture.check_row(row, token_ids, name, position=position, asked=asked)
-        fixture.saw("several adapters in one step", probe.in_step[before] == len(set(asked)))
+        rows = fixture.run(request_together(requests))
+        for position, (row, (token_ids, name)) in enumerate(zip(rows, requests, strict=True)):
+            fixture.check_row(row, token_ids, name, position=position, requests=requests)
+        fixture.saw("several adapters in one step", probe.in_step[before] == len(set(requests)))
 
     pairs = st.tuples(fixture.sequences(), st.sampled_from(names))
     fixture.for_all(holds, batch=st.lists(pairs, max_size=5), same=fixture.sequences())
@@ -82,7 +82,7 @@ def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
         start = token_ids[:-1] or token_ids
         contexts = {name: lm.with_lora(name).context(start) for name in order}
         for added in ((), token_ids[len(start) :]):
-            contexts = {name: each.extend(added) for name, each in contexts.items()}
+            contexts = {name: context.extend(added) for name, context in contexts.items()}
             for name in order:
                 row = fixture.run(contexts[name].next_token_logprobs())
                 fixture.check_row(row, contexts[name].token_ids, name, order=order)
@@ -123,8 +123,8 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
         await asyncio.sleep(0)
         probe.release()
         await loading
-        found: torch.Tensor = await row
-        return found
+        result: torch.Tensor = await row
+        return result
 
     fixture.check_row(fixture.run(request_while_loading()), second, while_loading=names[0])
     load = functools.partial(lm.load_lora, fixture.target.adapters[names[1]], names[1])
@@ -165,12 +165,12 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
         return await row
 
     fixture.check_row(fixture.run(remove_while_a_request_waits()), waiting, first)
-    ask = functools.partial(lm.next_token_logprobs, before, lora_name=first)
-    fixture.expect_error(UnknownAdapterError, ask, call="next_token_logprobs")
+    request = functools.partial(lm.next_token_logprobs, before, lora_name=first)
+    fixture.expect_error(UnknownAdapterError, request, call="next_token_logprobs")
     lm.load_lora(paths[1], first)
     for token_ids in (before, waiting):
         for adapter, name in ((second, first), (None, None)):
             row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=name))
-            fixture.check_row(row, token_ids, adapter, after="the name was given again")
+            fixture.check_row(row, token_ids, adapter, after="the name was reused")
     lm.unload_lora(first)  # a shared engine may have room for the target's adapters only
     lm.next_token_logprobs_sync(before, use_cache=False)  # removes it before the model closes

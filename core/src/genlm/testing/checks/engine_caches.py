@@ -20,18 +20,18 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
 
     def holds(token_ids: TokenTuple) -> None:
         fixture.lm.clear_output_cache()
-        own = fixture.expected(token_ids)
+        expected = fixture.expected(token_ids)
         limit = fixture.lm.max_context or fixture.target.max_length
         misses = [miss for miss in near_misses(token_ids).values() if len(miss) <= limit]
         for miss in misses:  # a wrong row can be detected only if the two rows differ
-            difference = largest_difference(fixture.expected(miss), own)
+            difference = largest_difference(fixture.expected(miss), expected)
             fixture.saw("another row", difference > fixture.target.largest_error)
-        asked = [token_ids, *misses]
-        one_by_one = [fixture.run(fixture.lm.next_token_logprobs(each)) for each in asked]
-        fixture.check_rows(one_by_one, asked, asked="one after another", sequences=asked)
+        sequences = [token_ids, *misses]
+        one_by_one = [fixture.run(fixture.lm.next_token_logprobs(ids)) for ids in sequences]
+        fixture.check_rows(one_by_one, sequences, how="one after another", sequences=sequences)
         fixture.lm.clear_output_cache()
-        together = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
-        fixture.check_rows(together, asked, asked="together", sequences=asked)
+        together = fixture.run(fixture.lm.batch_next_token_logprobs(sequences))
+        fixture.check_rows(together, sequences, how="together", sequences=sequences)
 
     # Short ones first: a model with a short window gives long near misses the same row.
     for position, token_ids in enumerate(fixture.some_sequences(15)):
@@ -51,17 +51,17 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
 
     def holds(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
         fixture.lm.clear_output_cache()
-        grown = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
-        for prefix in grown:
-            _check_alone(fixture, prefix, "extended")
-        fixture.saw("extended", len(grown) > 1)
-        kept = token_ids[: fork % len(token_ids)]
-        forks = [(*kept, token_id) for token_id in (*other, *token_ids)][: fixture.max_length]
+        prefixes = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
+        for prefix in prefixes:
+            _check_uncached(fixture, prefix, "extended")
+        fixture.saw("extended", len(prefixes) > 1)
+        stem = token_ids[: fork % len(token_ids)]
+        forks = [(*stem, token_id) for token_id in (*other, *token_ids)][: fixture.max_length]
         rows = fixture.run(fixture.lm.batch_next_token_logprobs(forks))
         fixture.check_rows(rows, forks, how="forked", grown_from=token_ids)
-        fixture.saw("forked", len(kept) > 0 and len(set(forks)) > 1)
-        for prefix in (kept + other)[: fixture.max_length], grown[len(kept)]:
-            _check_alone(fixture, prefix, "back to an earlier prefix")
+        fixture.saw("forked", len(stem) > 0 and len(set(forks)) > 1)
+        for prefix in (stem + other)[: fixture.max_length], prefixes[len(stem)]:
+            _check_uncached(fixture, prefix, "back to an earlier prefix")
 
     fixture.for_all(
         holds,
@@ -71,7 +71,7 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
     )
 
 
-def _check_alone(fixture: EngineFixture, token_ids: TokenTuple, how: str) -> None:
+def _check_uncached(fixture: EngineFixture, token_ids: TokenTuple, how: str) -> None:
     row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
     fixture.check_row(row, token_ids, how=how)
 
@@ -88,13 +88,13 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
     for options in variants:
         lm = fixture.load(engine_options=options, output_cache=OutputCache(1))
         for length in [*range(1, fixture.max_length + 1), 1, fixture.max_length]:
-            asked = [root[:length] for root in roots]
-            rows: torch.Tensor = fixture.run(lm.batch_next_token_logprobs(asked))
-            fixture.check_rows(rows, asked, engine_options=options, batch=asked)
+            batch = [root[:length] for root in roots]
+            rows: torch.Tensor = fixture.run(lm.batch_next_token_logprobs(batch))
+            fixture.check_rows(rows, batch, engine_options=options, batch=batch)
             # The last evaluation is still cached in part; a hit must give the right row.
-            for token_ids in (asked[-1], asked[0]):
+            for token_ids in (batch[-1], batch[0]):
                 row = fixture.run(lm.next_token_logprobs(token_ids, use_cache=False))
-                fixture.check_row(row, token_ids, engine_options=options, after=asked)
+                fixture.check_row(row, token_ids, engine_options=options, after=batch)
 
 
 @engine_check(needs=Capability.PREFIX_CACHE)
@@ -103,14 +103,19 @@ def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
 
     def holds(prefix: TokenTuple, other: TokenTuple) -> None:
         fixture.lm.clear_output_cache()
-        asked = [prefix, (prefix + other)[: fixture.max_length], prefix[:1] + other[1:], other]
-        for kept in (prefix, prefix, (prefix + other)[: fixture.max_length]):
-            fixture.call(functools.partial(fixture.lm.pin_prefix, kept))
-            for token_ids in asked:
+        sequences = [
+            prefix,
+            (prefix + other)[: fixture.max_length],
+            prefix[:1] + other[1:],
+            other,
+        ]
+        for pinned in (prefix, prefix, (prefix + other)[: fixture.max_length]):
+            fixture.call(functools.partial(fixture.lm.pin_prefix, pinned))
+            for token_ids in sequences:
                 row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
-                fixture.check_row(row, token_ids, kept=kept)
+                fixture.check_row(row, token_ids, pinned=pinned)
         fixture.call(fixture.lm.clear_kv_cache)
-        for token_ids in asked:
+        for token_ids in sequences:
             row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
             fixture.check_row(row, token_ids, freed=prefix)
 

@@ -20,10 +20,10 @@ def extended_contexts_have_their_own_rows(fixture: EngineFixture) -> None:
         fixture.check_context(parent)
         children = [parent.extend(token_id) for token_id in first_two]
         grandchildren = [child.extend(prompt[0]) for child in children]
-        last = [each.extend(prompt[0]) for each in grandchildren]
-        for each in (*children, *grandchildren, *last, parent):
-            if len(each) <= fixture.max_length:
-                fixture.check_context(each)
+        last = [context.extend(prompt[0]) for context in grandchildren]
+        for context in (*children, *grandchildren, *last, parent):
+            if len(context) <= fixture.max_length:
+                fixture.check_context(context)
 
 
 @engine_check()
@@ -31,7 +31,7 @@ def contexts_may_be_dropped(fixture: EngineFixture) -> None:
     """Contexts are dropped in any order, and made again, without a change of any row."""
     lm = fixture.load(output_cache=OutputCache(0))
 
-    def ask(context: Context, how: str) -> None:
+    def check(context: Context, how: str) -> None:
         fixture.check_context(context, how=how)
 
     def settle() -> None:  # reference counts drop contexts; a collection takes long
@@ -40,27 +40,27 @@ def contexts_may_be_dropped(fixture: EngineFixture) -> None:
     for token_ids in fixture.some_sequences(4):
         for last in list(fixture.token_ids)[:3]:
             parent = lm.context(token_ids[: fixture.max_length - 2] or token_ids)
-            ask(parent, "asked")
+            check(parent, "requested")
             children = [parent.extend(last), parent.extend(token_ids[0])]
             for child in children:
-                ask(child, "asked")
+                check(child, "requested")
             del parent, child
             settle()
             for child in children:
-                ask(child, "parents before children")
+                check(child, "parents before children")
                 if len(child) < fixture.max_length:
-                    ask(child.extend(last), "parents before children")
-            made_again = children[0].token_ids
+                    check(child.extend(last), "parents before children")
+            last_ids = children[0].token_ids
             del children, child
             settle()
-            ask(lm.context(made_again), "made again")
-            parent = lm.context(made_again[:-1])
-            ask(parent, "made again")
+            check(lm.context(last_ids), "recreated")
+            parent = lm.context(last_ids[:-1])
+            check(parent, "recreated")
             child = parent.extend(last)
-            ask(child, "made again")
+            check(child, "recreated")
             del child
             settle()
-            ask(parent.extend(last), "children before parents")
+            check(parent.extend(last), "children before parents")
 
 
 @engine_check()
@@ -68,8 +68,8 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
     """Contexts have their rows after cancellation, reset and cleared caches."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
 
-    async def interrupted(contexts: list[Context], how: str) -> None:
-        tasks = await probe.start_held(*(each.next_token_logprobs() for each in contexts))
+    async def interrupt(contexts: list[Context], how: str) -> None:
+        tasks = await probe.start_held(*(context.next_token_logprobs() for context in contexts))
         try:
             if how == "reset":
                 lm.cancel_all()
@@ -88,11 +88,11 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
         for how in ("cancelled", "reset"):
             fixture.check_context(context)
             first, second = (context.extend(i) for i in list(fixture.token_ids)[:2])
-            fixture.run(interrupted([first, second], how))
-            for each in (second, context, first, second.extend(token_ids[0])):
-                fixture.check_context(each, after=how)
+            fixture.run(interrupt([first, second], how))
+            for later in (second, context, first, second.extend(token_ids[0])):
+                fixture.check_context(later, after=how)
         lm.clear_output_cache()
         if Capability.PREFIX_CACHE in lm.capabilities:
             fixture.call(lm.clear_kv_cache)
-        for each in (first.extend(token_ids[0]), second, context):
-            fixture.check_context(each, after="cleared")
+        for later in (first.extend(token_ids[0]), second, context):
+            fixture.check_context(later, after="cleared")

@@ -21,39 +21,47 @@ def cancelled_requests_change_no_other(fixture: EngineFixture) -> None:
     """A cancelled caller ends at once; all others get their rows, then and later."""
     for salt, (numbers, leaving) in enumerate(SCENES):
         lm, probe = fixture.load_probed()
-        some = fixture.some_sequences(3, salt=salt)
-        asked = [some[number] for number in numbers]
-        fixture.run(_cancelled(fixture, lm, probe, asked, leaving))
-        _check_after(fixture, lm, some)
+        sequences = fixture.some_sequences(3, salt=salt)
+        requested = [sequences[number] for number in numbers]
+        fixture.run(_check_cancelled(fixture, lm, probe, requested, leaving))
+        _check_after(fixture, lm, sequences)
 
 
-async def _cancelled(
+async def _check_cancelled(
     fixture: EngineFixture,
     lm: AsyncLM,
     probe: EngineProbe,
-    asked: list[TokenTuple],
+    sequences: list[TokenTuple],
     leaving: list[int],
 ) -> None:
-    """Cancel callers while the engine steps, and ask again before the step ends."""
-    tasks = await probe.start_held(*map(lm.next_token_logprobs, asked))
-    for place in leaving:
-        tasks[place].cancel()
-        ended = (await asyncio.gather(tasks[place], return_exceptions=True))[0]
-        expect(isinstance(ended, asyncio.CancelledError), "CancelledError", repr(ended))
-    again = asyncio.ensure_future(lm.next_token_logprobs(asked[leaving[0]]))
+    """Cancel callers while the engine steps, and repeat a request before the step ends."""
+    tasks = await probe.start_held(*map(lm.next_token_logprobs, sequences))
+    for index in leaving:
+        tasks[index].cancel()
+        error = (await asyncio.gather(tasks[index], return_exceptions=True))[0]
+        expect(isinstance(error, asyncio.CancelledError), "CancelledError", repr(error))
+    again = asyncio.ensure_future(lm.next_token_logprobs(sequences[leaving[0]]))
     await asyncio.sleep(0)
     probe.release()
-    others = [place for place in range(len(asked)) if place not in leaving]
-    rows = await asyncio.gather(*(tasks[place] for place in others), again)
-    fixture.check_rows(rows, [asked[place] for place in (*others, leaving[0])], asked=asked)
+    remaining = [index for index in range(len(sequences)) if index not in leaving]
+    rows = await asyncio.gather(*(tasks[index] for index in remaining), again)
+    fixture.check_rows(
+        rows, [sequences[index] for index in (*remaining, leaving[0])], sequences=sequences
+    )
 
 
-def _check_after(fixture: EngineFixture, lm: AsyncLM, asked: list[TokenTuple]) -> None:
+def _check_after(fixture: EngineFixture, lm: AsyncLM, sequences: list[TokenTuple]) -> None:
     lm.clear_output_cache()  # so that the engine evaluates the cancelled request too
-    fixture.check_rows(fixture.run(lm.batch_next_token_logprobs(asked)), asked, asked="again")
-    left = lm.statistics()
-    found = f"{left.pending} pending, {left.waiting} waiting"
-    expect(left.pending == left.waiting == 0, "nothing pending when all is answered", found)
+    fixture.check_rows(
+        fixture.run(lm.batch_next_token_logprobs(sequences)), sequences, how="again"
+    )
+    statistics = lm.statistics()
+    description = f"{statistics.pending} pending, {statistics.waiting} waiting"
+    expect(
+        statistics.pending == statistics.waiting == 0,
+        "nothing pending when all is answered",
+        description,
+    )
 
 
 @engine_check()
@@ -63,38 +71,39 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
     length = max(1, min(6, fixture.max_length - 2))
     lm, probe = fixture.load_probed()
 
-    async def drawn(which: int) -> list[int]:
+    async def sample(which: int) -> list[int]:
         return await lm.sample(prompts[which], length, stop=(), seed=fixture.seed + which)
 
-    async def play() -> list[list[int]]:
-        tasks = await probe.start_held(*map(drawn, range(3)))
+    async def sample_and_cancel() -> list[list[int]]:
+        tasks = await probe.start_held(*map(sample, range(3)))
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         probe.release()
         return list(await asyncio.gather(tasks[0], tasks[2]))
 
-    uncancelled = [fixture.run(drawn(0)), fixture.run(drawn(2))]
+    uncancelled = [fixture.run(sample(0)), fixture.run(sample(2))]
     lm.clear_output_cache()
-    found = fixture.run(play())
-    expect(found == uncancelled, f"{uncancelled}, as without the third", found)
+    continuations = fixture.run(sample_and_cancel())
+    expect(continuations == uncancelled, f"{uncancelled}, as without the third", continuations)
 
 
 @engine_check()
 def closing_ends_every_request(fixture: EngineFixture) -> None:
     """`close` ends unanswered requests with `EngineClosedError`, even during a step."""
     lm, probe = fixture.load_probed()
-    asked = fixture.some_sequences(2)
+    sequences = fixture.some_sequences(2)
 
-    async def closed() -> list[Any]:
-        (first,) = await probe.start_held(lm.next_token_logprobs(asked[0]))
-        second = asyncio.ensure_future(lm.next_token_logprobs(asked[1]))  # not in the engine
+    async def close_during_a_step() -> list[Any]:
+        (first,) = await probe.start_held(lm.next_token_logprobs(sequences[0]))
+        # The second request is not in the engine.
+        second = asyncio.ensure_future(lm.next_token_logprobs(sequences[1]))
         await asyncio.sleep(0)
         closing = on_thread(lm.close)
-        found = await asyncio.gather(first, second, return_exceptions=True)
+        results = await asyncio.gather(first, second, return_exceptions=True)
         probe.release()
         await closing
-        return list(found)
+        return list(results)
 
-    for error in fixture.run(closed()):
+    for error in fixture.run(close_during_a_step()):
         fixture.expect_raised(EngineClosedError, error)
     expect(probe.closed == 1, "the engine to be closed once", probe.closed)

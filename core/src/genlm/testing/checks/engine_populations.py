@@ -17,33 +17,33 @@ from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
 MEMBERS = 9
-"""Not fewer than the `smallest_group` of the engines of genlm, which have arrays for others."""
+"""At least the `smallest_group` of the engines of genlm, so that they compute arrays."""
 
 STEPS = 3
 
 
-def _checked_rows(
+def _check_population(
     fixture: EngineFixture,
     population: Population,
     expected: list[TokenTuple],
     adapter: str | None = None,
     **example: Any,
 ) -> None:
-    """Compare the sequences and the rows of all members with what they should be."""
-    found = [context.token_ids for context in population]
-    expect(found == expected, f"members {expected}", found, **example)
+    """Compare the sequences and the rows of all members with the expected ones."""
+    sequences = [context.token_ids for context in population]
+    expect(sequences == expected, f"members {expected}", sequences, **example)
     rows = fixture.run(population.next_token_logprobs())
     fixture.check_rows(rows, expected, adapter, **example)
 
 
-def _extended(
+def _resample_and_extend(
     fixture: EngineFixture, population: Population, members: list[TokenTuple], seed: int
 ) -> tuple[Population, list[TokenTuple]]:
-    """Copy some members and extend them by one or several tokens, or by none."""
+    """Resample the members and extend them by up to two tokens."""
     generator = np.random.default_rng(seed)
-    chosen = generator.integers(0, len(members), len(members))
-    fixture.saw("resampled", len(set(chosen.tolist())) < len(members))
-    population, members = population[chosen], [members[i] for i in chosen]
+    indices = generator.integers(0, len(members), len(members))
+    fixture.saw("resampled", len(set(indices.tolist())) < len(members))
+    population, members = population[indices], [members[i] for i in indices]
     width = int(generator.integers(1, 3))
     ids = generator.choice(np.asarray(fixture.token_ids), (len(members), width))
     for member, token_ids in enumerate(members):
@@ -66,12 +66,14 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
     def holds(prompt: TokenTuple, seed: int) -> None:
         population, members = lm.population(prompt, MEMBERS), [prompt] * MEMBERS
         for step in range(STEPS):
-            population, members = _extended(fixture, population, members, seed + step)
-            if (seed + step) % 3 == 0:  # its extension is then computed from an earlier one
+            population, members = _resample_and_extend(
+                fixture, population, members, seed + step
+            )
+            if (seed + step) % 3 == 0:  # the next extension then skips a computed step
                 continue
-            _checked_rows(fixture, population, members, prompt=prompt, seed=seed, step=step)
+            _check_population(fixture, population, members, prompt=prompt, seed=seed, step=step)
 
-    # Whatever the examples are, all cases occur.
+    # With these seeds all cases occur, whatever the examples are.
     first = fixture.some_sequences(1)[0][: max(1, fixture.max_length - 2 * STEPS)]
     for seed in range(4):
         holds(first, seed)
@@ -89,15 +91,15 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
     lm = fixture.load(output_cache=OutputCache(0))
     ids = np.asarray(fixture.token_ids)
     limit = 4 * fixture.target.largest_error
-    for place, token_ids in enumerate(fixture.some_sequences(3)):
+    for number, token_ids in enumerate(fixture.some_sequences(3)):
         prompt = token_ids[: max(1, fixture.max_length - 2)]
-        generator = np.random.default_rng([fixture.seed, place])
+        generator = np.random.default_rng([fixture.seed, number])
         masks = np.zeros((3, lm.vocab_size), bool)  # the last allows no token
         masks[0, generator.choice(ids, 8)] = True
         masks[1, ids] = True
         index = generator.permutation([0, 1, 2, 0, 1, 1, 0, 1] * 2)
         temperatures = generator.uniform(0.5, 2, len(index))
-        seed = fixture.seed + place
+        seed = fixture.seed + number
         seeds = stream_seeds(seed, len(index))
         finished = np.arange(len(index)) == np.flatnonzero(index == 1)[0]
         population = lm.population(prompt, len(index)).finish(finished)
@@ -112,19 +114,21 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
                 logits = allowed / float(temperatures[member])
                 uniform = stream_uniform(seeds[member], step)
                 share = fixture.check_drawn(logits, token, uniform, slack + 1e-6)
-                found = float(drawn.draw_logprob[member].exp())
-                expect(abs(found - share) <= slack + 1e-6, f"probability {share}", found)
+                probability = float(drawn.draw_logprob[member].exp())
+                is_near = abs(probability - share) <= slack + 1e-6
+                expect(is_near, f"probability {share}", probability)
                 columns = [float(drawn.logprobs[member]), float(drawn.log_mass[member])]
-                wanted = [float(row[token]), float(allowed.logsumexp(0))]
-                expect(np.allclose(columns, wanted, atol=limit, rtol=0), f"{wanted}", columns)
+                expected = [float(row[token]), float(allowed.logsumexp(0))]
+                is_near = np.allclose(columns, expected, atol=limit, rtol=0)
+                expect(is_near, f"{expected}", columns)
             for member in np.flatnonzero((index == 2) | finished).tolist():
                 mass = 0.0 if finished[member] else -np.inf
                 columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]
                 expect(columns == [-1, mass], f"token -1 and mass {mass}", columns)
             population = population.extend(drawn.token_ids)
-        many = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=place))
-        several = len(set(many.token_ids.tolist())) > 1
-        expect(several, "different draws of 64 copies", many.token_ids)
+        draws = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=number))
+        differ = len(set(draws.token_ids.tolist())) > 1
+        expect(differ, "different draws of 64 copies", draws.token_ids)
 
 
 @engine_check(cases=("cancelled",))
@@ -137,18 +141,17 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     populations = [lm.population(token_ids, len(ids)).extend(ids) for token_ids in lists]
     expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
 
-    async def together() -> list[Any]:
-        asked = [each.next_token_logprobs() for each in populations]
-        return list(
-            await asyncio.gather(*asked, *(lm.next_token_logprobs(each) for each in others))
-        )
+    async def request_together() -> list[Any]:
+        requests: list[Any] = [population.next_token_logprobs() for population in populations]
+        requests += map(lm.next_token_logprobs, others)
+        return list(await asyncio.gather(*requests))
 
-    one, two, *rows = fixture.run(together())
-    fixture.check_rows(one, expected[0], asked="together")
-    fixture.check_rows(two, expected[1], asked="together")
-    fixture.check_rows(rows, others, asked="together")
+    first_rows, second_rows, *rows = fixture.run(request_together())
+    fixture.check_rows(first_rows, expected[0], how="together")
+    fixture.check_rows(second_rows, expected[1], how="together")
+    fixture.check_rows(rows, others, how="together")
 
-    async def cancelled() -> None:
+    async def cancel_a_population() -> None:
         (busy,) = await probe.start_held(lm.next_token_logprobs(others[0]))
         task = asyncio.ensure_future(lm.population(second, len(ids)).next_token_logprobs())
         try:
@@ -160,13 +163,13 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         fixture.saw("cancelled", task.cancelled())
-        fixture.check_row(await busy, others[0], asked="beside a cancelled population")
+        fixture.check_row(await busy, others[0], how="beside a cancelled population")
 
-    fixture.run(cancelled())
-    many = [ids[i % len(ids)] for i in range(40)]
-    whole = lm.population(lists[0], len(many)).extend(many)
-    wanted = [(*lists[0], last) for last in many]
-    _checked_rows(fixture, whole, wanted, asked="after a cancelled population")
+    fixture.run(cancel_a_population())
+    last_ids = [ids[i % len(ids)] for i in range(40)]
+    population = lm.population(lists[0], len(last_ids)).extend(last_ids)
+    members = [(*lists[0], last) for last in last_ids]
+    _check_population(fixture, population, members, how="after a cancelled population")
     pending = lm.statistics().pending
     expect(pending == 0, "nothing pending", pending)
 
@@ -179,15 +182,16 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
     prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
     ids = list(fixture.token_ids)[:2] * MEMBERS
 
-    async def together(populations: list[Population]) -> list[torch.Tensor]:
-        return list(await asyncio.gather(*(each.next_token_logprobs() for each in populations)))
+    async def request_together(populations: list[Population]) -> list[torch.Tensor]:
+        requests = (population.next_token_logprobs() for population in populations)
+        return list(await asyncio.gather(*requests))
 
     populations = [lm.population(prompt, len(ids), lora_name=name) for name in names]
     for step in range(2):
         expected = [prompt] * len(ids) if step == 0 else [(*prompt, last) for last in ids]
-        for name, rows in zip(names, fixture.run(together(populations)), strict=True):
+        for name, rows in zip(names, fixture.run(request_together(populations)), strict=True):
             fixture.check_rows(rows, expected, name, step=step)
-        populations = [each.extend(ids) for each in populations]
+        populations = [population.extend(ids) for population in populations]
 
 
 @engine_check()
@@ -202,9 +206,13 @@ def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
             token_ids[: max(1, fixture.max_length - 2 * STEPS)]
             for token_ids in fixture.some_sequences(3, salt=100 + salt)
         ]
-        kept = [(lm.population(prompt, MEMBERS), [prompt] * MEMBERS) for prompt in prompts]
+        populations = [
+            (lm.population(prompt, MEMBERS), [prompt] * MEMBERS) for prompt in prompts
+        ]
         for step in range(STEPS):
-            for place, (population, members) in enumerate(kept):
-                seed = 1000 * salt + 10 * step + place
-                kept[place] = _extended(fixture, population, members, seed)
-                _checked_rows(fixture, *kept[place], engine_options=options, seed=seed)
+            for number, (population, members) in enumerate(populations):
+                seed = 1000 * salt + 10 * step + number
+                populations[number] = _resample_and_extend(fixture, population, members, seed)
+                _check_population(
+                    fixture, *populations[number], engine_options=options, seed=seed
+                )

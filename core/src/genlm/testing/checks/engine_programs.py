@@ -20,7 +20,7 @@ CACHE_SIZE = 2
 
 SEQUENCES = 3
 
-KEPT_CONTEXTS = 8
+MAX_CONTEXTS = 8
 
 CALLS = (
     "query",
@@ -43,48 +43,50 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
     lora = Capability.LORA in fixture.lm.capabilities
     model = fixture.load(adapters=lora, output_cache=OutputCache(CACHE_SIZE))
 
-    def holds(known: list[TokenTuple], parts: list[list[tuple[str, list[int], int]]]) -> None:
-        program = Program(fixture, model, known)
+    def holds(
+        sequences: list[TokenTuple], parts: list[list[tuple[str, list[int], int]]]
+    ) -> None:
+        program = Program(fixture, model, sequences)
         model.clear_output_cache()
         if Capability.PREFIX_CACHE in model.capabilities:
             fixture.call(model.clear_kv_cache)
-        for call, places, number in itertools.chain(*parts):
+        for call, indices, number in itertools.chain(*parts):
             fixture.saw(call)
-            asked = [program.known[place % len(program.known)] for place in places]
-            program.calls.append(f"{call}({asked}, {number})")
-            fixture.run(getattr(program, call)(asked, number))
+            arguments = [program.sequences[i % len(program.sequences)] for i in indices]
+            program.calls.append(f"{call}({arguments}, {number})")
+            fixture.run(getattr(program, call)(arguments, number))
             program.check_nothing_waits()
 
-    places = st.lists(st.integers(0, 30), min_size=1, max_size=5)
-    call = st.tuples(st.sampled_from(CALLS + OTHER_CALLS), places, st.integers(0, 7))
+    indices = st.lists(st.integers(0, 30), min_size=1, max_size=5)
+    call = st.tuples(st.sampled_from(CALLS + OTHER_CALLS), indices, st.integers(0, 7))
     part = st.lists(call, min_size=1, max_size=10)  # a list of lists is longer than a list
     fixture.for_all(
         holds,
         examples=3 * fixture.profile.examples // 2,
-        known=st.lists(fixture.sequences(shorter_by=1), min_size=1, max_size=SEQUENCES),
+        sequences=st.lists(fixture.sequences(shorter_by=1), min_size=1, max_size=SEQUENCES),
         parts=st.lists(part, min_size=1, max_size=6),
     )
 
 
 class Program:
-    """The calls of a program; each checks the rows that it gets.
+    """The calls of a program; every call checks the rows that it receives.
 
     Every call takes sequences and a number, which selects one of its variants.
 
     Args:
         fixture: Fixture of the target under test.
         lm: Its model with its adapters.
-        known: Sequences to request.
+        sequences: Sequences to request.
 
     Attributes:
-        known: These sequences, and the near misses that were requested.
+        sequences: These sequences, and the near misses that were requested.
         calls: The calls so far, for messages.
     """
 
     def __init__(
-        self, fixture: EngineFixture, lm: AsyncLM, known: Sequence[TokenTuple]
+        self, fixture: EngineFixture, lm: AsyncLM, sequences: Sequence[TokenTuple]
     ) -> None:
-        self.known = [*known]
+        self.sequences = [*sequences]
         self.calls: list[str] = []
         self._fixture = fixture
         self._lm = lm
@@ -95,11 +97,11 @@ class Program:
 
     def check_nothing_waits(self) -> None:
         """Check that no caller waits and that the output cache is within its size."""
-        found = self._lm.statistics()
+        statistics = self._lm.statistics()
         expect(
-            found.waiting == 0 and found.cache_entries <= CACHE_SIZE,
+            statistics.waiting == 0 and statistics.cache_entries <= CACHE_SIZE,
             f"no waiting caller and at most {CACHE_SIZE} rows in the output cache",
-            f"{found.waiting} waiting, {found.cache_entries} rows",
+            f"{statistics.waiting} waiting, {statistics.cache_entries} rows",
             program=self.calls,
         )
 
@@ -108,106 +110,106 @@ class Program:
 
     # -- requests ---------------------------------------------------------------------
 
-    async def query(self, asked: list[TokenTuple], number: int) -> None:
+    async def query(self, sequences: list[TokenTuple], number: int) -> None:
         """Request one row, which may come from the output cache or not."""
-        row = await self._lm.next_token_logprobs(asked[0], use_cache=number % 2 == 0)
-        self._check(row, asked[0])
+        row = await self._lm.next_token_logprobs(sequences[0], use_cache=number % 2 == 0)
+        self._check(row, sequences[0])
 
-    async def near_miss(self, asked: list[TokenTuple], number: int) -> None:
+    async def near_miss(self, sequences: list[TokenTuple], number: int) -> None:
         """Request a sequence and then a near miss of it."""
         longest = self._fixture.max_length
-        misses = [miss for miss in near_misses(asked[0]).values() if len(miss) <= longest]
-        misses = misses or asked
-        self.known.append(misses[number % len(misses)])
-        for token_ids in (asked[0], self.known[-1]):
+        misses = [miss for miss in near_misses(sequences[0]).values() if len(miss) <= longest]
+        misses = misses or sequences
+        self.sequences.append(misses[number % len(misses)])
+        for token_ids in (sequences[0], self.sequences[-1]):
             self._check(await self._lm.next_token_logprobs(token_ids), token_ids)
 
-    async def batch(self, asked: list[TokenTuple], number: int) -> None:
+    async def batch(self, sequences: list[TokenTuple], number: int) -> None:
         """Request a batch that contains the first sequence twice."""
         del number
-        asked = [*asked, asked[0]]
-        rows = await self._lm.batch_next_token_logprobs(asked)
-        for row, token_ids in zip(rows, asked, strict=True):
+        sequences = [*sequences, sequences[0]]
+        rows = await self._lm.batch_next_token_logprobs(sequences)
+        for row, token_ids in zip(rows, sequences, strict=True):
             self._check(row, token_ids)
 
-    async def spoil(self, asked: list[TokenTuple], number: int) -> None:
-        """Overwrite a returned row, request it again, and overwrite that one."""
+    async def spoil(self, sequences: list[TokenTuple], number: int) -> None:
+        """Request a row three times, and overwrite the returned row each time."""
         for _ in range(3):
-            row = await self._lm.next_token_logprobs(asked[0])
-            self._check(row, asked[0])
+            row = await self._lm.next_token_logprobs(sequences[0])
+            self._check(row, sequences[0])
             row.fill_(float(number))
 
-    async def extend(self, asked: list[TokenTuple], number: int) -> None:
+    async def extend(self, sequences: list[TokenTuple], number: int) -> None:
         """Extend one context by several texts, and request the rows of these siblings.
 
-        The context is any of the last ones, with the adapter that it was made with; others are
+        The context is one of the last ones, with the adapter of its creation; older ones are
         dropped.
         """
         longest = self._fixture.max_length - 2
-        fitting = [each for each in self._contexts if len(each) <= longest]
-        fitting = fitting or [self._lm.context(asked[0][: max(1, longest)])]
+        fitting = [context for context in self._contexts if len(context) <= longest]
+        fitting = fitting or [self._lm.context(sequences[0][: max(1, longest)])]
         parent, added = fitting[number % len(fitting)], 1 + number % 2
-        children = [parent.extend(token_ids[:added]) for token_ids in asked]
-        self._contexts = [*self._contexts, *children][-KEPT_CONTEXTS:]
+        children = [parent.extend(token_ids[:added]) for token_ids in sequences]
+        self._contexts = [*self._contexts, *children][-MAX_CONTEXTS:]
         rows = await self._lm.batch_next_token_logprobs(children)
         for row, child in zip(rows, children, strict=True):
             name = child.lora_name
             self._fixture.check_row(row, child.token_ids, name, program=self.calls)
 
-    async def cancel(self, asked: list[TokenTuple], number: int) -> None:
+    async def cancel(self, sequences: list[TokenTuple], number: int) -> None:
         """Request several rows, and cancel the first request after some turns of the loop."""
-        tasks = [asyncio.ensure_future(self._lm.next_token_logprobs(ids)) for ids in asked]
+        tasks = [asyncio.ensure_future(self._lm.next_token_logprobs(ids)) for ids in sequences]
         for _ in range(number):
             await asyncio.sleep(0)
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
-        for task, token_ids in zip(tasks[1:], asked[1:], strict=True):
+        for task, token_ids in zip(tasks[1:], sequences[1:], strict=True):
             self._check(await task, token_ids)
 
-    async def reset(self, asked: list[TokenTuple], number: int) -> None:
-        """End pending requests: each has its row or `QueryResetError`."""
-        tasks = [asyncio.ensure_future(self._lm.next_token_logprobs(ids)) for ids in asked]
+    async def reset(self, sequences: list[TokenTuple], number: int) -> None:
+        """Cancel all pending requests; they return their rows or raise `QueryResetError`."""
+        tasks = [asyncio.ensure_future(self._lm.next_token_logprobs(ids)) for ids in sequences]
         for _ in range(number):
             await asyncio.sleep(0)
         self._lm.cancel_all()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        for row, token_ids in zip(found, asked, strict=True):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for row, token_ids in zip(results, sequences, strict=True):
             if isinstance(row, BaseException):
                 self._fixture.expect_raised(QueryResetError, row, program=self.calls)
             else:
                 self._check(row, token_ids)
 
-    async def mixed_batch(self, asked: list[TokenTuple], number: int) -> None:
+    async def mixed_batch(self, sequences: list[TokenTuple], number: int) -> None:
         """Request rows of several adapters concurrently."""
-        given = [self._adapter, *self._adapters[1:]]  # None would be the adapter chosen last
-        names = [given[(number + i) % len(given)] for i in range(len(asked))]
+        adapters = [self._adapter, *self._adapters[1:]]  # None would be the selected adapter
+        names = [adapters[(number + i) % len(adapters)] for i in range(len(sequences))]
         rows = await asyncio.gather(
             *(
                 self._lm.next_token_logprobs(ids, lora_name=name)
-                for ids, name in zip(asked, names, strict=True)
+                for ids, name in zip(sequences, names, strict=True)
             )
         )
-        for row, token_ids, name in zip(rows, asked, names, strict=True):
+        for row, token_ids, name in zip(rows, sequences, names, strict=True):
             self._fixture.check_row(row, token_ids, name, program=self.calls)
 
     # -- state ------------------------------------------------------------------------
 
-    async def clear_output_cache(self, asked: list[TokenTuple], number: int) -> None:
+    async def clear_output_cache(self, sequences: list[TokenTuple], number: int) -> None:
         """Clear the output cache."""
-        del asked, number
+        del sequences, number
         self._lm.clear_output_cache()
 
-    async def prefix_cache(self, asked: list[TokenTuple], number: int) -> None:
-        """Keep a prefix in the engine, or free all prefixes, if the engine keeps any."""
+    async def prefix_cache(self, sequences: list[TokenTuple], number: int) -> None:
+        """Pin a prefix or free all prefixes, if the engine has a prefix cache."""
         if Capability.PREFIX_CACHE not in self._lm.capabilities:
             return
         if number % 2:
-            await on_thread(self._lm.pin_prefix, asked[0])
+            await on_thread(self._lm.pin_prefix, sequences[0])
         else:
             await on_thread(self._lm.clear_kv_cache)
 
-    async def switch_adapter(self, asked: list[TokenTuple], number: int) -> None:
-        """Choose an adapter or the base model."""
-        del asked
+    async def switch_adapter(self, sequences: list[TokenTuple], number: int) -> None:
+        """Select an adapter or the base model."""
+        del sequences
         self._adapter = self._adapters[number % len(self._adapters)]
         self._lm = self._lm.with_lora(self._adapter)

@@ -58,10 +58,10 @@ def rows_are_right(fixture: EngineFixture) -> None:
         row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
         fixture.check_row(row, token_ids, token_ids=token_ids)
 
-    (one, *_) = fixture.some_sequences(1)
-    longest = (one * fixture.max_length)[: fixture.max_length]
-    for edge in (one[:1], longest):
-        holds(edge)
+    (sequence,) = fixture.some_sequences(1)
+    longest = (sequence * fixture.max_length)[: fixture.max_length]
+    for token_ids in (sequence[:1], longest):
+        holds(token_ids)
     fixture.for_all(holds, token_ids=fixture.sequences())
 
 
@@ -70,8 +70,8 @@ def the_context_can_be_filled(fixture: EngineFixture) -> None:
     """A sequence of exactly `max_context` tokens is answered."""
     limit = fixture.lm.max_context
     length = fixture.max_length if limit is None else limit
-    (some, *_) = fixture.some_sequences(1)
-    full = (some * length)[:length]
+    (sequence,) = fixture.some_sequences(1)
+    full = (sequence * length)[:length]
     row = fixture.run(fixture.lm.next_token_logprobs(full))
     expect(
         tuple(row.shape) == (fixture.lm.vocab_size,) and not bool(row.isnan().any()),
@@ -88,10 +88,10 @@ def batch_equals_map(fixture: EngineFixture) -> None:
 
     def holds(batch: list[TokenTuple], data: st.DataObject) -> None:
         shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
-        for asked in (batch, shuffled):
+        for sequences in (batch, shuffled):
             fixture.lm.clear_output_cache()
-            rows = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
-            fixture.check_rows(rows, asked, batch=asked)
+            rows = fixture.run(fixture.lm.batch_next_token_logprobs(sequences))
+            fixture.check_rows(rows, sequences, batch=sequences)
         fixture.lm.clear_output_cache()
         concurrent = fixture.concurrent_rows(shuffled, fixture.lm)
         fixture.check_rows(concurrent, shuffled, concurrent=shuffled)
@@ -105,17 +105,17 @@ def batch_equals_map(fixture: EngineFixture) -> None:
 def concurrent_requests_share_steps(fixture: EngineFixture) -> None:
     """Concurrent requests reach the engine together, and a step answers several of them."""
     lm, probe = fixture.load_probed()
-    asked = fixture.some_sequences(16)
-    fixture.check_rows(fixture.concurrent_rows(asked, lm), asked)
+    sequences = fixture.some_sequences(16)
+    fixture.check_rows(fixture.concurrent_rows(sequences, lm), sequences)
     expect(
-        probe.in_step[0] == len(asked),
-        f"{len(asked)} concurrent requests in the engine at its first step",
+        probe.in_step[0] == len(sequences),
+        f"{len(sequences)} concurrent requests in the engine at its first step",
         f"{probe.in_step[0]}; queries at each step: {probe.in_step}",
     )
     answering = [count for count in probe.finished if count]
     expect(
-        len(answering) <= len(asked) // 2,
-        f"at most {len(asked) // 2} steps that answer {len(asked)} requests",
+        len(answering) <= len(sequences) // 2,
+        f"at most {len(sequences) // 2} steps that answer {len(sequences)} requests",
         f"{len(answering)}; answers of each step: {probe.finished}",
     )
 
@@ -156,6 +156,6 @@ def rows_hold_no_more_than_themselves(fixture: EngineFixture) -> None:
     rows = fixture.concurrent_rows(fixture.some_sequences(8), lm)
     fixture.saw("row of a shared forward pass", max(probe.in_step) > 1)
     for row in rows:
-        held = row.untyped_storage().nbytes()
-        expect(held == row.nbytes, f"a row to hold {row.nbytes} bytes", f"{held} bytes")
+        nbytes = row.untyped_storage().nbytes()
+        expect(nbytes == row.nbytes, f"a row to hold {row.nbytes} bytes", f"{nbytes} bytes")
         expect(not row.requires_grad, "a row without a graph", "requires_grad")

@@ -48,7 +48,7 @@ def _check_token(
     temperature: float,
     uniform: float,
 ) -> None:
-    """Raise `CheckFailure` unless a uniform number draws a token, whatever the rounding."""
+    """Raise `CheckFailure` unless a uniform number draws a token, up to rounding."""
     row, error = fixture.expected(before), fixture.target.largest_error
     example = {"before": before, "temperature": temperature}
     if temperature:
@@ -77,18 +77,17 @@ def sampling_stops(fixture: EngineFixture) -> None:
     by_frequency = [token_id for token_id, _ in Counter(itertools.chain(*free)).most_common()]
     for stop in (by_frequency[:1], by_frequency[:2], np.array(by_frequency[-1:])):
         stops = set(map(int, stop))
-        asked = fixture.lm.batch_sample(prompts, length, stop=stop, seed=fixture.seed)
-        stopped = fixture.run(asked)
-        for found, whole in zip(stopped, free, strict=True):
-            end = next((i for i, token_id in enumerate(whole) if token_id in stops), length)
-            cut = whole[:end]
+        request = fixture.lm.batch_sample(prompts, length, stop=stop, seed=fixture.seed)
+        for stopped, unstopped in zip(fixture.run(request), free, strict=True):
+            end = next((i for i, token_id in enumerate(unstopped) if token_id in stops), length)
+            expected = unstopped[:end]
             expect(
-                found == cut,
-                f"{cut}: the continuation {whole} up to the first of {stops}",
-                found,
+                stopped == expected,
+                f"{expected}: the continuation {unstopped} up to the first of {stops}",
+                stopped,
                 prompt=prompt,
             )
-            fixture.saw("stopped early" if len(cut) < length else "not stopped")
+            fixture.saw("stopped early" if len(expected) < length else "not stopped")
     limit = fixture.lm.max_context
     if limit is not None and limit <= fixture.target.max_length:
         full = fixture.run(fixture.lm.sample(prompt, limit + 5, stop=(), seed=fixture.seed))

@@ -23,16 +23,16 @@ def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
     missing = lm.vocabulary.missing_ids
     ascending = tuple(sorted(set(missing)))
     expect(missing == ascending, "missing_ids in order, none twice", missing)
-    for place, (token, text) in enumerate(zip(lm.byte_vocab, lm.str_vocab, strict=True)):
+    for index, (token, text) in enumerate(zip(lm.byte_vocab, lm.str_vocab, strict=True)):
         expect(
-            isinstance(token, Token) and token.token_id == place,
-            f"a Token with id {place} at that place of byte_vocab",
+            isinstance(token, Token) and token.token_id == index,
+            f"a Token with id {index} at that index of byte_vocab",
             repr(token),
         )
-        expect(isinstance(text, str), f"a string at {place} of str_vocab", repr(text))
+        expect(isinstance(text, str), f"a string at {index} of str_vocab", repr(text))
         fixture.saw("token with bytes", len(token) > 0)
-    named = [token_id for token_id in missing if lm.byte_vocab[token_id].byte_string]
-    expect(not named, "no bytes at the ids that no token has", named)
+    with_bytes = [token_id for token_id in missing if lm.byte_vocab[token_id].byte_string]
+    expect(not with_bytes, "no bytes at the ids that no token has", with_bytes)
 
 
 @engine_check()
@@ -40,11 +40,11 @@ def texts_are_encoded_and_decoded(fixture: EngineFixture) -> None:
     """Texts survive `encode`, the bytes of their tokens, and `decode`; their ends are ids."""
     lm = fixture.lm
     for name in ("bos_token_id", "eos_token_id"):
-        named = getattr(lm.tokenizer, name, None)
+        token_id = getattr(lm.tokenizer, name, None)
         expect(
-            named is None or (isinstance(named, int) and 0 <= named < lm.vocab_size),
+            token_id is None or (isinstance(token_id, int) and 0 <= token_id < lm.vocab_size),
             f"None or an id of the vocabulary as {name} of the tokenizer",
-            repr(named),
+            repr(token_id),
         )
     for text in _texts(fixture):
         token_ids = lm.encode(text)
@@ -78,11 +78,11 @@ def capabilities_are_implemented(fixture: EngineFixture) -> None:
             f"engine: {sorted(declared)}, spec: {sorted(fixture.listed)}",
         )
     for capability, methods in _METHODS.items():
-        absent = [name for name in methods if not callable(getattr(probe.engine, name, None))]
+        missing = [name for name in methods if not callable(getattr(probe.engine, name, None))]
         expect(
-            capability not in declared or not absent,
+            capability not in declared or not missing,
             f"{', '.join(methods)} in an engine that declares {capability.value!r}",
-            f"{type(probe.engine).__name__} without {', '.join(absent)}",
+            f"{type(probe.engine).__name__} without {', '.join(missing)}",
         )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from genlm import Token, WeightsError
 from genlm.testing.check import expect, trie_check
 from genlm.testing.strategies import tokens, vocabularies
-from genlm.testing.trie_fixture import TrieFixture, known_nodes, nodes_by_symbols
+from genlm.testing.trie_fixture import TrieFixture, nodes_by_symbols, oracle_nodes
 
 OPERATIONS = ("sum", "max", "logsumexp")
 WORDS = tokens(b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff")
@@ -28,13 +28,13 @@ def some_nodes_are_exact(fixture: TrieFixture) -> None:
         rows = fixture.weights(3 * len(vocabulary), salt=len(vocabulary), low=-8).reshape(3, -1)
         for case, nodes in _selections(trie, data).items():
             for operation in OPERATIONS:
-                given = rows.abs() if operation == "sum" else rows
-                _check_rows(fixture, trie, given, nodes, operation)
+                weights = rows.abs() if operation == "sum" else rows
+                _check_rows(fixture, trie, weights, nodes, operation)
             fixture.saw(case, bool(nodes))
 
     fixture.for_all(holds, vocabulary=vocabularies(max_size=12), data=st.data())
-    some = fixture.build(WORDS)
-    _check_rows(fixture, some, torch.ones(2, len(WORDS)), [0, some.root, 0], "sum")
+    trie = fixture.build(WORDS)
+    _check_rows(fixture, trie, torch.ones(2, len(WORDS)), [0, trie.root, 0], "sum")
 
 
 def _selections(trie: Any, data: st.DataObject) -> dict[str, list[int]]:
@@ -55,12 +55,12 @@ def _check_rows(
     fixture: TrieFixture, trie: Any, rows: torch.Tensor, nodes: list[int], operation: str
 ) -> None:
     """Check several rows together, and the first row alone."""
-    together = fixture.reduced_some(trie, rows, np.array(nodes, dtype=np.int64), operation)
-    found, wanted = tuple(together.shape), (len(rows), len(nodes))
-    expect(found == wanted, f"results of shape {wanted}", found, nodes=nodes)
+    together = fixture.reduce_nodes(trie, rows, np.array(nodes, dtype=np.int64), operation)
+    shape, expected = tuple(together.shape), (len(rows), len(nodes))
+    expect(shape == expected, f"results of shape {expected}", shape, nodes=nodes)
     for values, row in zip(together, rows, strict=True):
         fixture.check_values(trie, values, row, operation, nodes)
-    alone = fixture.reduced_some(trie, rows[0], nodes, operation)
+    alone = fixture.reduce_nodes(trie, rows[0], nodes, operation)
     fixture.check_values(trie, alone, rows[0], operation, nodes, rows=1)
 
 
@@ -68,14 +68,14 @@ def _check_rows(
 def weights_elsewhere_change_nothing(fixture: TrieFixture) -> None:
     """Only the weights of tokens below the nodes matter, even if others are NaN."""
     trie = fixture.build(WORDS)
-    nodes = known_nodes(trie)
+    nodes = oracle_nodes(trie)
     for elsewhere in (np.nan, np.inf):
-        for node, known in nodes.items():
+        for node, oracle_node in nodes.items():
             children = [node, *trie.children[node].values()]
             ws = np.full(len(WORDS), elsewhere, dtype=np.float32)
-            ws[known.below] = fixture.weights(len(known.below), salt=node).numpy()
+            ws[oracle_node.below] = fixture.weights(len(oracle_node.below), salt=node).numpy()
             for operation in OPERATIONS:
-                values = fixture.reduced_some(trie, ws, children, operation)
+                values = fixture.reduce_nodes(trie, ws, children, operation)
                 fixture.check_values(trie, values, ws, operation, children, elsewhere=elsewhere)
 
 
@@ -90,7 +90,7 @@ def wrong_nodes_are_refused(fixture: TrieFixture) -> None:
         "too short": (ws[:-1], [trie.root], WeightsError),
         "too long": (np.append(ws, 0.0), [trie.root], WeightsError),
     }
-    for case, (given, nodes, error) in wrong.items():
+    for case, (weights, nodes, error) in wrong.items():
         for operation in OPERATIONS:
-            reduce = functools.partial(fixture.reduced_some, trie, given, nodes, operation)
+            reduce = functools.partial(fixture.reduce_nodes, trie, weights, nodes, operation)
             fixture.expect_error(error, reduce, case=case, operation=operation)

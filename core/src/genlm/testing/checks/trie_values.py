@@ -33,10 +33,10 @@ def values_are_exact(fixture: TrieFixture) -> None:
 
     def holds(operation: str, vocabulary: Sequence[Any], weights: Sequence[float]) -> None:
         trie, ws = fixture.build(vocabulary), np.array(weights, dtype=np.float32)
-        fixture.check_values(trie, fixture.reduced(trie, ws, operation), ws, operation)
+        fixture.check_values(trie, fixture.reduce(trie, ws, operation), ws, operation)
         fixture.saw("shared prefix", len(trie) < sum(len(item) + 1 for item in vocabulary))
 
-    def drawn(operation: str, vocabulary: Sequence[Any], data: st.DataObject) -> None:
+    def draw_weights(operation: str, vocabulary: Sequence[Any], data: st.DataObject) -> None:
         count = len(vocabulary)
         weights = st.lists(WEIGHTS[operation], min_size=count, max_size=count)
         holds(operation, vocabulary, data.draw(weights))
@@ -45,7 +45,9 @@ def values_are_exact(fixture: TrieFixture) -> None:
         for row in rows:
             holds(operation, tokens(b"ab", b"a", b"b"), row)
         fixture.for_all(
-            functools.partial(drawn, operation), vocabulary=vocabularies(), data=st.data()
+            functools.partial(draw_weights, operation),
+            vocabulary=vocabularies(),
+            data=st.data(),
         )
 
 
@@ -61,7 +63,7 @@ def peaked_distributions_keep_their_tails(fixture: TrieFixture) -> None:
         log_weights = generator.uniform(-1e4, -100, len(vocabulary)).astype(np.float32)
         log_weights[peak] = 0.0
         for operation, ws in (("sum", weights), ("logsumexp", log_weights)):
-            fixture.check_values(trie, fixture.reduced(trie, ws, operation), ws, operation)
+            fixture.check_values(trie, fixture.reduce(trie, ws, operation), ws, operation)
 
 
 @trie_check()
@@ -72,15 +74,15 @@ def large_vocabularies_lose_no_digits(fixture: TrieFixture) -> None:
     trie = fixture.build(tokens(*pairs))
     weights = np.full(count, 0.1, dtype=np.float32)
     exact = float(weights[0]) * count
-    for operation, ws, wanted in (
+    for operation, ws, expected in (
         ("sum", weights, exact),
         ("logsumexp", np.zeros(count, dtype=np.float32), float(np.log(count))),
     ):
-        found = float(fixture.reduced(trie, ws, operation)[trie.root])
+        value = float(fixture.reduce(trie, ws, operation)[trie.root])
         expect(
-            abs(found - wanted) <= 2e-6 * wanted,
-            f"{operation} {wanted} at the root of {count} equal weights, within 2e-6 of it",
-            found,
+            abs(value - expected) <= 2e-6 * expected,
+            f"{operation} {expected} at the root of {count} equal weights, within 2e-6 of it",
+            value,
         )
-    single = fixture.reduced(trie, torch.from_numpy(weights), "sum")
+    single = fixture.reduce(trie, torch.from_numpy(weights), "sum")
     expect(len(single) == len(trie), f"{len(trie)} values", len(single))

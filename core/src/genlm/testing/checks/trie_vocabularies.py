@@ -17,7 +17,7 @@ def special_vocabularies_are_exact(fixture: TrieFixture) -> None:
         trie = fixture.build(vocabulary)
         for operation, low in (("sum", 0.0), ("max", -2.0), ("logsumexp", -50.0)):
             ws = fixture.weights(len(vocabulary), salt=salt, low=low, high=low + 1)
-            values = fixture.reduced(trie, ws, operation)
+            values = fixture.reduce(trie, ws, operation)
             fixture.check_values(trie, values, ws, operation, case=case)
 
 
@@ -42,25 +42,27 @@ def views_agree_with_the_arrays(fixture: TrieFixture) -> None:
 
 def _check_tree(trie: Any) -> None:
     """Each node has one parent, children precede parents, and `jump` lists the children."""
-    seen: dict[int, int | None] = {trie.root: None}
+    parents: dict[int, int | None] = {trie.root: None}
     for node in range(len(trie)):
         children = sorted(map(int, trie.children[node].values()))
         for child in children:
-            expect(child not in seen, f"one parent of node {child}", (seen.get(child), node))
+            expect(
+                child not in parents, f"one parent of node {child}", (parents.get(child), node)
+            )
             expect(child < node, f"child {child} before its parent", node)
-            seen[child] = node
+            parents[child] = node
         if hasattr(trie, "jump"):
             jump = list(map(int, trie.jump[node]))
             expect(jump == children, f"jump[{node}] = {children}, its children", jump)
-    expect(len(seen) == len(trie), f"{len(trie)} nodes below the root", len(seen))
+    expect(len(parents) == len(trie), f"{len(trie)} nodes below the root", len(parents))
     if hasattr(trie, "node2prefix"):
-        found = trie.node2prefix
-        is_mapping = isinstance(found, Mapping) and list(found) == list(range(len(trie)))
-        expect(is_mapping, f"node2prefix, a mapping of the nodes 0 to {trie.root}", found)
+        prefixes = trie.node2prefix
+        is_mapping = isinstance(prefixes, Mapping) and list(prefixes) == list(range(len(trie)))
+        expect(is_mapping, f"node2prefix, a mapping of the nodes 0 to {trie.root}", prefixes)
     for symbols, node in nodes_by_symbols(trie).items():
         if hasattr(trie, "node2prefix"):
-            found = tuple(trie.node2prefix[node])
-            expect(found == symbols, f"node2prefix[{node}] = {symbols}", found)
+            prefix = tuple(trie.node2prefix[node])
+            expect(prefix == symbols, f"node2prefix[{node}] = {symbols}", prefix)
 
 
 def _check_leaves(trie: Any) -> None:

@@ -25,21 +25,21 @@ def rows_of_a_batch_are_independent(fixture: TrieFixture) -> None:
     def holds(vocabulary: Any, rows: int, data: st.DataObject) -> None:
         trie = fixture.build(vocabulary)
         shape = (rows, len(vocabulary))
-        drawn = np.random.default_rng(data.draw(st.integers(0, 1000))).normal(size=shape)
-        ws = drawn.astype(np.float32)
+        samples = np.random.default_rng(data.draw(st.integers(0, 1000))).normal(size=shape)
+        ws = samples.astype(np.float32)
         ws[1:2] *= 1e30  # a row that could affect its neighbours
         for operation in OPERATIONS:
-            given = np.abs(ws) if operation == "sum" else ws
+            weights = np.abs(ws) if operation == "sum" else ws
             batch: Any
-            for batch in (given, list(torch.from_numpy(given))):
-                together = fixture.reduced_batch(trie, batch, operation)
+            for batch in (weights, list(torch.from_numpy(weights))):
+                together = fixture.reduce_batch(trie, batch, operation)
                 expect(
                     tuple(together.shape) == (rows, len(trie)),
                     f"results of shape {(rows, len(trie))}",
                     tuple(together.shape),
                     operation=operation,
                 )
-                for values, row in zip(together, given, strict=True):
+                for values, row in zip(together, weights, strict=True):
                     fixture.check_values(trie, values, row, operation, rows=rows)
 
     for rows in (0, 1, 2, 5):
@@ -58,19 +58,19 @@ def numbers_of_any_kind(fixture: TrieFixture) -> None:
     trie = fixture.build(WORDS)
     exact = fixture.weights(len(WORDS)).double() + 1e-3
     for name in fixture.target.dtypes:
-        given = exact.to(getattr(torch, name))
-        kinds: dict[str, Any] = {"torch": given}
+        weights = exact.to(getattr(torch, name))
+        kinds: dict[str, Any] = {"torch": weights}
         if name != "bfloat16":
-            kinds["numpy"] = given.numpy()
+            kinds["numpy"] = weights.numpy()
         for kind, ws in kinds.items():
             for operation in OPERATIONS:
-                values = fixture.reduced(trie, ws, operation)
-                wanted = "float64" if name == "float64" else "float32"
-                expect(str(values.dtype) == wanted, f"{wanted} of {name}", values.dtype)
-                fixture.check_values(trie, values, given, operation, dtype=name, kind=kind)
+                values = fixture.reduce(trie, ws, operation)
+                dtype = "float64" if name == "float64" else "float32"
+                expect(str(values.dtype) == dtype, f"{dtype} of {name}", values.dtype)
+                fixture.check_values(trie, values, weights, operation, dtype=name, kind=kind)
     ws = exact.tolist()
     fixture.check_values(
-        trie, fixture.reduced(trie, ws, "sum"), np.array(ws), "sum", kind="list"
+        trie, fixture.reduce(trie, ws, "sum"), np.array(ws), "sum", kind="list"
     )
 
 
@@ -83,8 +83,8 @@ def weights_stay_and_results_belong_to_the_caller(fixture: TrieFixture) -> None:
             ws: Any = fixture.weights(len(WORDS))
             before = ws.clone()
             ws = ws.numpy() if kind == "numpy" else ws
-            first = fixture.reduced(trie, ws, operation, returns=kind)
-            fixture.reduced_batch(trie, ws[None], operation)
+            first = fixture.reduce(trie, ws, operation, returns=kind)
+            fixture.reduce_batch(trie, ws[None], operation)
             expect(
                 bool((torch.as_tensor(ws) == before).all()),
                 "the weights as they were",
@@ -92,9 +92,9 @@ def weights_stay_and_results_belong_to_the_caller(fixture: TrieFixture) -> None:
                 operation=operation,
             )
             first[:] = 7.0
-            again = fixture.reduced(trie, ws, operation, returns=kind)
+            again = fixture.reduce(trie, ws, operation, returns=kind)
             fixture.check_values(trie, again, before, operation, changed="an earlier result")
-            later = fixture.reduced(trie, -before, operation, returns=kind)
+            later = fixture.reduce(trie, -before, operation, returns=kind)
             fixture.check_values(trie, again, before, operation, then="another reduction")
             expect(len(later) == len(trie), f"{len(trie)} values", len(later))
 
@@ -106,16 +106,16 @@ def results_have_the_requested_type(fixture: TrieFixture) -> None:
     for device in fixture.target.devices:
         ws = fixture.weights(len(WORDS)).to(device)
         for operation in OPERATIONS:
-            for reduced, given in ((fixture.reduced, ws), (fixture.reduced_batch, ws[None])):
-                array = reduced(trie, given, operation)
+            for reduce, weights in ((fixture.reduce, ws), (fixture.reduce_batch, ws[None])):
+                array = reduce(trie, weights, operation)
                 expect(isinstance(array, np.ndarray), "a numpy array", type(array).__name__)
-                tensor = reduced(trie, given, operation, returns="torch")
-                found = getattr(tensor, "device", type(tensor).__name__)
-                expect(found == ws.device, f"a tensor on {ws.device}", found)
-                fixture.devices.add(str(found))
-                row, same = (tensor, array) if tensor.ndim == 1 else (tensor[0], array[0])
-                fixture.check_values(trie, row, ws, operation, device=device)
-                fixture.check_values(trie, same, ws, operation, device=device)
+                tensor = reduce(trie, weights, operation, returns="torch")
+                placement = getattr(tensor, "device", type(tensor).__name__)
+                expect(placement == ws.device, f"a tensor on {ws.device}", placement)
+                fixture.devices.add(str(placement))
+                for values in (tensor, array):
+                    row = values if values.ndim == 1 else values[0]
+                    fixture.check_values(trie, row, ws, operation, device=device)
 
 
 @trie_check()
@@ -130,13 +130,13 @@ def wrong_weights_are_refused(fixture: TrieFixture) -> None:
         "too many dimensions": ws[None],
         "text": np.array(["a"] * len(WORDS)),
     }
-    for case, given in wrong.items():
+    for case, weights in wrong.items():
         for operation in OPERATIONS:
             fixture.expect_error(
                 WeightsError,
-                functools.partial(fixture.reduced, trie, given, operation),
+                functools.partial(fixture.reduce, trie, weights, operation),
                 case=case,
                 operation=operation,
             )
-    values = fixture.reduced(trie, ws, "sum")
+    values = fixture.reduce(trie, ws, "sum")
     fixture.check_values(trie, values, ws, "sum", after="wrong weights")

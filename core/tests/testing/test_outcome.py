@@ -44,17 +44,17 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("id_", ["rows-are-right", "rows-are-right[llama]"])
 def test_a_failure_that_is_expected_is_no_failure_and_keeps_its_reason(id_):
-    found = ExpectedFailures({id_: "issue 7"}).applied_to(outcome("failed"))
+    found = ExpectedFailures({id_: "issue 7"}).apply_to(outcome("failed"))
     assert (found.status, found.reason) == ("expected failure", "issue 7")
 
 
 def test_a_failure_of_another_model_is_not_expected():
     expected = ExpectedFailures({"rows-are-right[gpt2]": "issue 7"})
-    assert expected.applied_to(outcome("failed")).status == "failed"
+    assert expected.apply_to(outcome("failed")).status == "failed"
 
 
 def test_a_pass_that_is_not_expected_is_told_apart():
-    found = ExpectedFailures({"rows-are-right": "issue 7"}).applied_to(outcome("passed"))
+    found = ExpectedFailures({"rows-are-right": "issue 7"}).apply_to(outcome("passed"))
     assert found.status == "unexpected pass"
     assert "issue 7" in found.reason
 
@@ -62,4 +62,4 @@ def test_a_pass_that_is_not_expected_is_told_apart():
 @pytest.mark.parametrize("status", ["skipped", "not applicable"])
 def test_what_did_not_run_stays_what_it_is(status):
     expected = ExpectedFailures({"rows-are-right": "issue 7"})
-    assert expected.applied_to(outcome(status)) == outcome(status)
+    assert expected.apply_to(outcome(status)) == outcome(status)

@@ -16,7 +16,7 @@ from genlm_trie_cuda import kernels
 from genlm_trie_cuda.plan import BLOCK
 from genlm_trie_cuda.triton_path import TREE_ROWS
 
-INDICES = {"place", "piece", "piece_offset", "piece_count", "source"}
+INDICES = {"ranks", "piece", "piece_offset", "piece_count", "source"}
 CONSTANTS = {
     "GROUP": 32,
     "TOKENS": 64,

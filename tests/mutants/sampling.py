@@ -109,7 +109,7 @@ def one_seed_for_all(stream_seeds):
     return lambda seed, count: stream_seeds(seed, 1) * count
 
 
-@core_mutant(AsyncLM, "_sampled", killed_by="sampling-stops")
+@core_mutant(AsyncLM, "_sample", killed_by="sampling-stops")
 def stop_token_included(sampled):
     """Leaves the id that ended a continuation in it."""
 
@@ -125,7 +125,7 @@ def stop_token_included(sampled):
     return broken
 
 
-@core_mutant(AsyncLM, "_sampled", killed_by="sampling-stops")
+@core_mutant(AsyncLM, "_sample", killed_by="sampling-stops")
 def first_stop_id_only(sampled):
     """Stops at one of the given ids only."""
 

@@ -9,7 +9,7 @@ from .baselines import cached_target
 from .mutant import core_mutant
 
 
-@core_mutant(requests, "_beginnings", killed_by="scores-equal-the-loop-over-rows")
+@core_mutant(requests, "_proper_prefixes", killed_by="scores-equal-the-loop-over-rows")
 def rows_after_the_token(beginnings):
     """Reduces the row after each token, not the one that predicts it."""
 

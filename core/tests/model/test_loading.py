@@ -179,7 +179,7 @@ def test_a_misspelt_option_is_recognised(written: str, meant: str) -> None:
         ),
         ({"cache_size": 1}, "Pass output_cache=genlm.OutputCache(...)"),
         ({"devise": "cpu"}, "Did you mean 'device'?"),
-        ({"tokenizer": 1}, "tokenizer= goes with a model object; a folder has its own"),
+        ({"tokenizer": 1}, "tokenizer= is for model objects; a folder contains its tokenizer"),
     ],
 )
 def test_an_option_of_the_engines_library_is_sent_where_it_belongs(
@@ -206,7 +206,7 @@ def test_a_model_object_needs_its_tokenizer_and_an_engine_that_takes_objects() -
     ):
         load_model(model, "homely")
     with pytest.raises(
-        TypeError, match="'strict' to serve a model object, Linear; it loads mod"
+        TypeError, match="'strict' cannot serve a model object, Linear; it loads mod"
     ):
         load_model(model, "strict", tokenizer=object())
 
@@ -303,7 +303,7 @@ def test_a_model_whose_first_row_fails_is_refused_and_its_engine_closed(
     fault: str, reason: str
 ) -> None:
     with pytest.raises(
-        ModelLoadError, match=f"'faulty' for the model 'a-model'.*{reason}"
+        ModelLoadError, match=f"'faulty' has loaded the model 'a-model'.*{reason}"
     ) as refused:
         load_model("a-model", "faulty", fault=fault)
     assert refused.value.__cause__ is not None

@@ -330,12 +330,12 @@ class UnknownBackendError(PluginError, LookupError):
         super().__init__(name, kind, self.installed, hint, source)
 
     def __str__(self) -> str:
-        what = f"no {self.kind} chosen"
+        problem = f"no {self.kind} chosen"
         if self.name is not None:
-            what = f"no {self.kind} named {self.name!r}"
-            what += f" (from {self.source})" if self.source else ""
+            problem = f"no {self.kind} named {self.name!r}"
+            problem += f" (from {self.source})" if self.source else ""
         installed = ", ".join(self.installed) or "none"
-        return f"{what}. Installed: {installed}. {self.hint}".rstrip()
+        return f"{problem}. Installed: {installed}. {self.hint}".rstrip()
 
 
 class AmbiguousBackendError(PluginError, LookupError):

@@ -213,22 +213,26 @@ class Statistics(SchedulerStatistics):
         yield "  mean time in the queue", f"{1000 * self.mean_queue_s:,.2f}", "ms"
         sizes = f"of {self.mean_batch_size:,.1f} on average, {self.largest_batch:,} at most"
         yield "batches", f"{self.batches:,}", sizes
-        yield "rows in the output cache", f"{self.cache_entries:,}", _size(self.cache_bytes)
+        yield (
+            "rows in the output cache",
+            f"{self.cache_entries:,}",
+            _format_size(self.cache_bytes),
+        )
         if self.tokens_reused_ratio is not None:
             yield "tokens reused by engine", f"{self.tokens_reused_ratio:.1%}", ""
         for name, value in self.engine.items():
-            yield f"engine: {name}", _formatted(value), None
+            yield f"engine: {name}", _format_value(value), None
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _size(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _formatted(value: float | str) -> str:
+def _format_value(value: float | str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

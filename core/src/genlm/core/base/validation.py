@@ -86,7 +86,7 @@ def checked_stop(
         return frozenset(() if eos_token_id is None else (eos_token_id,)), ()
     items: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
     if not isinstance(items, Iterable):
-        raise TypeError(f"stop={_shortened(stop)}; expected texts or token ids")
+        raise TypeError(f"stop={_short_repr(stop)}; expected texts or token ids")
     texts: list[bytes] = []
     ids: list[int] = []
     for item in items:
@@ -95,7 +95,9 @@ def checked_stop(
         elif _is_integer(item):
             ids.append(index(item))
         else:
-            raise TypeError(f"stop has {_shortened(item)}; expected str or bytes, or token ids")
+            raise TypeError(
+                f"stop has {_short_repr(item)}; expected str or bytes, or token ids"
+            )
     if b"" in texts:
         raise ValueError("stop has an empty text, which would end every continuation at once")
     return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
@@ -167,14 +169,14 @@ def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) 
     is_list = isinstance(sequences, (list, tuple)) and len(sequences) > 1
     if is_list and isinstance(cast("Sequence[object]", sequences)[0], int):
         raise TokenTypeError(
-            f"one, {_shortened(sequences)}: pass [ids], or call the method without `batch`",
+            f"one, {_short_repr(sequences)}: pass [ids], or call the method without `batch`",
             "a batch",
             "several sequences of token ids, such as [[1, 2], [3]]",
         )
     if not isinstance(sequences, Iterable):
         raise TypeError(
             f"expected several sequences of token ids, such as [[1, 2], [3]]; found "
-            f"{type(sequences).__name__} {_shortened(sequences)}"
+            f"{type(sequences).__name__} {_short_repr(sequences)}"
         )
     return sequences
 
@@ -189,7 +191,7 @@ def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
         )
     if not callable(build_engine):
         raise TypeError(
-            f"build_engine={_shortened(build_engine)}; expected a function without arguments "
+            f"build_engine={_short_repr(build_engine)}; expected a function without arguments "
             f"that returns the engine. genlm.load_model loads a model by its name"
         )
     return build_engine
@@ -212,7 +214,7 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
     elif _is_integer(value):
         number = index(value)
     else:
-        raise TypeError(f"{name}={_shortened(value)}; expected an integer, {minimum} or more")
+        raise TypeError(f"{name}={_short_repr(value)}; expected an integer, {minimum} or more")
     if number < minimum:
         raise ValueError(f"{name}={number}; it must be {minimum} or more")
     return number
@@ -225,7 +227,7 @@ def checked_number(name: str, value: Any) -> float:
     else:
         number = None if isinstance(value, (str, bytes)) else _float(value)
     if number is None:
-        raise TypeError(f"{name}={_shortened(value)}; expected a number, 0 or more")
+        raise TypeError(f"{name}={_short_repr(value)}; expected a number, 0 or more")
     if not 0 <= number < math.inf:
         raise ValueError(f"{name}={number}; it must be finite and not negative")
     return number
@@ -278,7 +280,7 @@ def _describe_non_sequence(values: object) -> str:
         return f"{type(values).__name__}; pass its ids, or llm.encode(text)"
     if _is_integer(values):
         hint = f"; a sequence of this id is [{values}]"
-    return f"{type(values).__name__} {_shortened(values)}{hint}"
+    return f"{type(values).__name__} {_short_repr(values)}{hint}"
 
 
 def _id_attribute_hint(value: object) -> str:
@@ -291,11 +293,11 @@ def _id_attribute_hint(value: object) -> str:
 
 def _describe_non_integers(values: Any) -> str:
     if hint := _id_attribute_hint(values):
-        return f"{type(values).__name__} {_shortened(values)}{hint}"
+        return f"{type(values).__name__} {_short_repr(values)}{hint}"
     if not isinstance(values, Iterable):
-        return f"a single {type(values).__name__}, {_shortened(values)}"
+        return f"a single {type(values).__name__}, {_short_repr(values)}"
     position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
-    description = f"{type(value).__name__} {_shortened(value)} at position {position}"
+    description = f"{type(value).__name__} {_short_repr(value)} at position {position}"
     if hint := _id_attribute_hint(value):
         description += hint
     elif isinstance(value, (list, tuple)):
@@ -318,6 +320,6 @@ def _is_boolean(value: Any) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in _BOOLEAN_DTYPES
 
 
-def _shortened(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
 """`Adapters`: the LoRA adapters of a model, by user-defined names.
 
-In the engine, an adapter has a name that is never reused: cached rows and prefixes of a removed
-adapter are then never mistaken for those of its successor.
+The engine knows every adapter by an engine name that is never reused, so that cached rows and
+prefixes of a removed adapter are not mistaken for those of its successor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapters"]
 
-_MODEL_ITSELF = "the model itself"
+_PRELOADED = "the model itself"
+"""Takes the place of the folder of an adapter that the engine has preloaded."""
 
 
 class _Adapter(NamedTuple):
@@ -35,23 +36,23 @@ class Adapters:
 
     Args:
         scheduler: Scheduler of the engine, which loads and removes adapters on its thread.
-        own: Names of preloaded adapters.
+        preloaded: Names of the adapters that the engine has preloaded.
         backend: Engine name for messages.
-        forget_rows: Function that drops the cached rows of an adapter, given its engine name.
+        drop_rows: Function of an engine name that drops the cached rows of the adapter.
     """
 
     def __init__(
         self,
         scheduler: Scheduler[Engine],
-        own: Iterable[str],
+        preloaded: Iterable[str],
         *,
         backend: str,
-        forget_rows: Callable[[str], None],
+        drop_rows: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
         self._backend = backend
-        self._forget_rows = forget_rows
-        self._by_name = {name: _Adapter(name, _MODEL_ITSELF) for name in own}
+        self._drop_rows = drop_rows
+        self._by_name = {name: _Adapter(name, _PRELOADED) for name in preloaded}
         self._engine_names = {*self._by_name}
 
     @property
@@ -69,35 +70,35 @@ class Adapters:
         _check_name(name)
         if not name:
             raise AdapterError(
-                f"asked to load {path!r} under an empty name; an adapter's name has at least "
-                f"one character"
+                f"cannot load {path!r} under an empty name; an adapter's name has at least one "
+                f"character"
             )
         path = os.fsdecode(path)
         folder = os.path.realpath(path)
 
         def load(engine: Engine) -> None:  # on the engine's thread, so one at a time
-            known = self._by_name.get(name)
-            if known is not None and not replace:
-                if known.folder == folder:
+            loaded = self._by_name.get(name)
+            if loaded is not None and not replace:
+                if loaded.folder == folder:
                     return
                 raise AdapterError(
-                    f"asked to load {path!r} as adapter {name!r}, which is already "
-                    f"loaded from {known.folder!r}; choose another name, or pass replace=True"
+                    f"cannot load {path!r} as adapter {name!r}, which is already loaded "
+                    f"from {loaded.folder!r}; choose another name, or pass replace=True"
                 )
             engine_name = self._unused_engine_name(name)
             cast("LoraEngine", engine).add_adapter(engine_name, path)
             self._engine_names.add(engine_name)
-            known = self._by_name.get(name)  # it may have been removed meanwhile
+            replaced = self._by_name.get(name)  # it may have been removed in the meantime
             self._by_name[name] = _Adapter(engine_name, folder)
-            if known is not None:
-                self._free(known)
+            if replaced is not None:
+                self._free(replaced)
 
         self._scheduler.run(load)
 
     def remove(self, name: str) -> None:
         """Unload an adapter; see `AsyncLM.unload_lora`."""
-        own = self._loaded(name).folder == _MODEL_ITSELF
-        if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
+        is_preloaded = self._loaded(name).folder == _PRELOADED
+        if not is_preloaded and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(
                 "unload_lora", self._backend, "its engine lacks the method remove_adapter"
             )
@@ -118,17 +119,20 @@ class Adapters:
         require_capability(self._scheduler.engine, Capability.LORA, self._backend)
 
     def _unused_engine_name(self, name: str) -> str:
-        """Choose a name that no adapter of this engine has had."""
-        others = (f"{name}@{number}" for number in itertools.count(2))
-        return next(n for n in itertools.chain([name], others) if n not in self._engine_names)
+        """Return an engine name that no adapter of this engine has had."""
+        numbered = (f"{name}@{number}" for number in itertools.count(2))
+        candidates = itertools.chain([name], numbered)
+        return next(
+            candidate for candidate in candidates if candidate not in self._engine_names
+        )
 
     def _free(self, adapter: _Adapter) -> None:
         """Free a removed adapter once the requests that use it have ended."""
-        if adapter.folder == _MODEL_ITSELF:
+        if adapter.folder == _PRELOADED:
             return
 
         def remove(engine: Engine) -> None:
-            self._forget_rows(adapter.engine_name)
+            self._drop_rows(adapter.engine_name)
             if hasattr(engine, "remove_adapter"):
                 engine.remove_adapter(adapter.engine_name)
 

@@ -1,4 +1,4 @@
-"""`Context`: a handle to a token sequence of one model, extended in constant time."""
+"""`Context`: a token sequence of one model that is extended in constant time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["Context"]
 class Context:
     """A sequence of token ids of one model and adapter, created with `AsyncLM.context`.
 
-    Contexts are immutable and hashable: those of the same ids, model and adapter are equal. The
-    cost of `extend` and of requests does not depend on the length. The engine's state of a
-    context, such as keys and values, may be freed when no reference remains to the context or
-    to an extension of it that has not been requested yet.
+    Contexts are immutable and hashable; contexts of the same ids, model and adapter are equal.
+    The cost of `extend` and of requests does not depend on the length. The engine's state of a
+    context, such as keys and values, may be freed when no references remain to the context and
+    to extensions of it that have not been requested yet.
     """
 
     __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
@@ -54,7 +54,7 @@ class Context:
         self.lora_name = lora_name
 
     def extend(self, token_ids: SupportsIndex | Integers) -> Context:
-        """Return the context that continues this one by one or several token ids.
+        """Return the context that extends this one by one or several token ids.
 
         Any number of extensions of one context may exist. No row is computed.
 
@@ -83,7 +83,7 @@ class Context:
             A coroutine that returns natural-log probabilities, shape `(vocab_size,)`,
             float32, on the engine's device. The tensor is the caller's.
         """
-        return self._lm.next_token_logprobs(self)  # without another frame
+        return self._lm.next_token_logprobs(self)  # no `await`: it would add a frame
 
     def next_token_logprobs_sync(self) -> torch.Tensor:
         """Wait for the next-token log-probabilities; see `next_token_logprobs`."""
@@ -128,10 +128,11 @@ class Context:
         """All token ids, oldest first, assembled in time proportional to their number."""
         return self.sequence.token_ids
 
-    def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
-        """Lease the engine's state of this context, in place of that of its parent.
+    def _update_lease(self, leases: LeaseTable, *, is_computed: bool) -> None:
+        """Lease the engine's state of this context, in place of the state of its parent.
 
-        A state that the engine has not just computed is leased only if another context has it.
+        If the engine has not just computed the context, its state is leased only if another
+        context has a lease of it.
         """
         key = (self._adapter, self.sequence.key)
         if self._lease is None or self._lease.keys != (key,):
@@ -155,9 +156,8 @@ class Context:
     def __repr__(self) -> str:
         lora = "" if self.lora_name is None else f", lora {self.lora_name!r}"
         ids = self.sequence.ids_from(max(0, len(self) - 8))
-        shown = ", ".join(map(str, ids))
-        more = "" if len(ids) == len(self) else "..., "
-        return f"<Context of {self._lm.name!r}{lora}: {len(self)} tokens, {more}{shown}>"
+        listing = ("" if len(ids) == len(self) else "..., ") + ", ".join(map(str, ids))
+        return f"<Context of {self._lm.name!r}{lora}: {len(self)} tokens, {listing}>"
 
     def __copy__(self) -> Context:
         return self
@@ -168,7 +168,7 @@ class Context:
     def __reduce__(self) -> Any:
         raise TypeError(
             "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
-            "and make it again with the model's method context"
+            "and create it again with the model's method context"
         )
 
 

@@ -1,4 +1,4 @@
-"""`LeaseTable`: counts the references to the contexts whose state an engine keeps."""
+"""`LeaseTable`: counts the references to contexts whose state an engine stores."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class LeaseTable:
     """Counts the leases of each context of one model.
 
     Attributes:
-        on_drop: Function that is called once per lease with its keys, when the lease is
-            dropped; on any thread, also during garbage collection. It must schedule `release`
-            with the keys.
+        on_drop: Function of the keys of a lease, called once when the lease is dropped, on any
+            thread, also during garbage collection. It must schedule `release` with the keys.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class LeaseTable:
         return ContextLease(tuple(keys), self.on_drop)
 
     def find(self, key: ContextKey) -> ContextLease | None:
-        """Return another lease of a context that has a lease, else None."""
+        """Return a further lease of a context that has a lease, else None."""
         with self._lock:
             if key not in self._counts:
                 return None
@@ -63,13 +62,18 @@ class LeaseTable:
         return ContextLease((key,), self.on_drop)
 
     def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
-        """Release the contexts without remaining leases, on the engine's thread."""
-        free = []
+        """Drop leases and release contexts that have no more leases; on the engine's thread.
+
+        Args:
+            engine: The engine.
+            dropped: Keys of dropped leases.
+        """
+        unused_keys = []
         with self._lock:
             for key in itertools.chain.from_iterable(dropped):
                 self._counts[key] -= 1
                 if not self._counts[key]:
                     del self._counts[key]
-                    free.append(key)
-        for each in free:
-            engine.release_context(*each)
+                    unused_keys.append(key)
+        for key in unused_keys:
+            engine.release_context(*key)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
-"""A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
+"""256 MiB: 500 rows over 128,000 ids, 65,000 rows over 1,000 ids."""
 
 DEFAULT_CACHE_ENTRIES = 65_536
 
@@ -99,11 +99,11 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         elif not isinstance(output_cache, OutputCache):
             raise TypeError(
                 f"output_cache={output_cache!r}; expected an OutputCache, such as "
-                f"genlm.OutputCache(1000), which keeps 1000 rows"
+                f"genlm.OutputCache(1000), which stores 1000 rows"
             )
         build = checked_builder(build_engine)
         self._cache = output_cache
-        self._model = object()  # in every key: models may share one cache
+        self._model = object()  # a part of every key, because models may share one cache
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: with_groups(checked_engine(build())),
@@ -123,7 +123,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             self._scheduler,
             getattr(engine, "adapters", ()),  # preloaded adapters
             backend=name,
-            forget_rows=functools.partial(drop_results, output_cache, self._model),
+            drop_rows=functools.partial(drop_results, output_cache, self._model),
         )
         leases.on_drop = self._scheduler.release
         self._counters = RequestCounters()
@@ -400,20 +400,20 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ValueError: `size` is negative, or contexts have different adapters.
             GenlmError: As `context`.
         """
-        listed: list[Any] = (
+        prompt_list: list[Any] = (
             list(checked_batch(cast("TokenBatch", prompts))) if size is None else [prompts]
         )
-        parts = [self._requests.context_parts(each, lora_name) for each in listed]
-        kinds = {part[1:] for part in parts}
-        if len(kinds) > 1:
+        parts = [self._requests.context_parts(prompt, lora_name) for prompt in prompt_list]
+        adapters = {part[1:] for part in parts}
+        if len(adapters) > 1:
             raise ValueError(
                 f"the members of a population have one adapter; found "
-                f"{', '.join(sorted(str(name) for name, _ in kinds))}"
+                f"{', '.join(sorted(str(name) for name, _ in adapters))}"
             )
         generation, places = first_generation([part[0] for part in parts])
         if size is not None:
             places = places.repeat(checked_integer("size", size, 0))
-        name, adapter = kinds.pop() if kinds else (None, None)
+        name, adapter = adapters.pop() if adapters else (None, None)
         return Population(self, generation, places, lora_name=name, adapter=adapter)
 
     # -- adapters ---------------------------------------------------------------------
@@ -478,13 +478,13 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         if lora_name is not None:
             self._adapters.engine_name(lora_name)
-        bound = object.__new__(type(self))
-        vars(bound).update(vars(self))
-        bound._requests = copy.copy(self._requests)
-        bound._requests.default_lora = lora_name
-        return bound
+        model = object.__new__(type(self))
+        vars(model).update(vars(self))
+        model._requests = copy.copy(self._requests)
+        model._requests.default_lora = lora_name
+        return model
 
-    # -- parts ------------------------------------------------------------------------
+    # -- components -------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
@@ -589,7 +589,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
 for _methods in (ReductionMethods, ScoreMethods, SampleMethods):
     for _name, _method in vars(_methods).items():
-        if isinstance(_method, FunctionType):  # Python's messages then name the public class
+        if isinstance(_method, FunctionType):  # Python's error messages name the public class
             _method.__qualname__ = f"AsyncLM.{_name}"
 
 load_model = AsyncLM.from_name

@@ -1,4 +1,4 @@
-"""Construction of an engine from a backend name, with a test of one row."""
+"""Construction of an engine from a backend name, with a test row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from genlm.core.vocab import Vocabulary
 __all__ = ["engine_builder", "with_first_row"]
 
 _FIRST_ROW_ID = -1
-"""The scheduler's query ids begin at 0."""
+"""Query id of the first row; the scheduler's query ids begin at 0."""
 
 _FIRST_ROW_TOKENS = 3
 
 _MAX_STEPS = 10_000
-"""Maximum number of steps of the first row; no engine needs as many for a short prompt."""
+"""Maximum number of steps of the first row, more than any engine needs for a short prompt."""
 
 
 def engine_builder(
@@ -34,7 +34,7 @@ def engine_builder(
     options: Mapping[str, Any],
     common_options: Sequence[str],
 ) -> tuple[str, Callable[[], Engine]]:
-    """Find the engine that `load_model` asks for.
+    """Return the engine that `load_model` requests, as a function that builds it.
 
     A model object and the option `tokenizer` are passed to the engine's `from_model`.
 
@@ -46,7 +46,7 @@ def engine_builder(
     loading_stage(f"importing {info.name}")
     build = get_backend(info.provider)
     if is_model_object(model):
-        build = _of_objects(build, info.name, model, options)
+        build = _model_object_builder(build, info.name, model, options)
     _check_options(build, info.name, options, common_options)
     return info.name, lambda: with_first_row(build(model, **options), info.name, model)
 
@@ -63,8 +63,8 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
         engine.close()
         name = type(model).__name__ if is_model_object(model) else str(model)
         raise ModelLoadError(
-            f"asked {backend!r} for the model {name!r}; it was loaded, but its first row "
-            f"failed: {type(error).__name__}: {error}"
+            f"{backend!r} has loaded the model {name!r}, but its first row failed: "
+            f"{type(error).__name__}: {error}"
         ) from error
     except BaseException:  # Ctrl-C
         engine.close()
@@ -73,18 +73,18 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
 
 
 def _first_row(engine: Engine) -> Any:
-    """Compute the row of a few equal tokens: the first id that the model can embed."""
+    """Compute the row of a few equal tokens, with the first id that the model can embed."""
     length = min(_FIRST_ROW_TOKENS, engine.max_context or _FIRST_ROW_TOKENS)
     for token_id in _token_ids(engine.vocabulary):
         try:
             engine.submit(Query(_FIRST_ROW_ID, (token_id,) * length))
         except TokenIdError:
             continue
-        return _row_of(engine, _FIRST_ROW_ID)
+        return _step_until_complete(engine, _FIRST_ROW_ID)
     raise ValueError("the model embeds none of the tokenizer's ids")
 
 
-def _row_of(engine: Engine, query_id: int) -> Any:
+def _step_until_complete(engine: Engine, query_id: int) -> Any:
     for _ in range(_MAX_STEPS):
         for completion in engine.step():
             if completion.query_id == query_id:
@@ -95,17 +95,17 @@ def _row_of(engine: Engine, query_id: int) -> Any:
 
 
 def _token_ids(vocabulary: Vocabulary) -> Iterator[int]:
-    """Yield the ids of tokens, those that begin and end texts first."""
+    """Yield the ids of the vocabulary; the BOS and EOS ids come first."""
     missing = set(vocabulary.missing_ids)
-    known = [token_id for token_id in range(vocabulary.size) if token_id not in missing]
+    token_ids = [token_id for token_id in range(vocabulary.size) if token_id not in missing]
     for name in ("bos_token_id", "eos_token_id"):
         token_id = getattr(vocabulary.tokenizer, name, None)
-        if token_id in known:
+        if token_id in token_ids:
             yield token_id
-    yield from known
+    yield from token_ids
 
 
-def _of_objects(
+def _model_object_builder(
     build: Callable[..., Any], backend: str, model: object, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Return the function that builds an engine from a model object and a tokenizer."""
@@ -113,8 +113,8 @@ def _of_objects(
     from_model: Callable[..., Any] | None = getattr(build, "from_model", None)
     if from_model is None:
         raise TypeError(
-            f"asked {backend!r} to serve a model object, {kind}; it loads models itself: pass "
-            f"a folder or a name"
+            f"{backend!r} cannot serve a model object, {kind}; it loads models itself: pass a "
+            f"folder or a name"
         )
     tokenizer = options.get("tokenizer")
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -124,7 +124,7 @@ def _of_objects(
         )
     if tokenizer is None:
         raise TypeError(
-            f"asked {backend!r} to serve a model object, {kind}, without its tokenizer: "
+            f"{backend!r} cannot serve a model object, {kind}, without its tokenizer: "
             f"load_model(model, {backend!r}, tokenizer=tokenizer)"
         )
     return from_model
@@ -137,31 +137,32 @@ def _check_options(
     parameters = list(inspect.signature(build).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [parameter.name for parameter in parameters]
-    unknown = [option for option in options if option not in known]
+    accepted = [parameter.name for parameter in parameters]
+    unknown = [option for option in options if option not in accepted]
     if unknown:
         raise TypeError(
             f"backend {backend!r} takes no option {', '.join(map(repr, unknown))}. "
-            f"It takes: {', '.join(known) or 'none'}. On any backend: {', '.join(common)}"
-            + _advice(build, unknown[0], options[unknown[0]], [*known, *common])
+            f"It takes: {', '.join(accepted) or 'none'}. On any backend: {', '.join(common)}"
+            + _advice(build, unknown[0], options[unknown[0]], [*accepted, *common])
         )
 
 
-def _advice(build: object, name: str, value: object, known: Sequence[str]) -> str:
-    """Say where an option belongs that the engine does not take itself.
+def _advice(build: object, name: str, value: object, accepted: Sequence[str]) -> str:
+    """Return advice on an option that the engine does not accept.
 
-    The engine's `option_homes` maps the beginnings of names of its library's options to its
-    own option that takes them; the first that fits counts, `""` fits every name.
+    The engine's `option_homes` maps prefixes of option names of its library to the option of
+    the engine that accepts them. The first matching prefix counts; `""` matches every name.
     """
     if name == "tokenizer":
-        return ". tokenizer= goes with a model object; a folder has its own"
+        return ". tokenizer= is for model objects; a folder contains its tokenizer"
     if name in {"cache_size", "cache_opts"}:  # of genlm-backend
         return ". Pass output_cache=genlm.OutputCache(...)"
     homes: Mapping[str, str] = getattr(build, "option_homes", {})
-    home = next((homes[each] for each in homes if each and name.startswith(each)), None)
-    close = difflib.get_close_matches(name, known, 1) if home is None else []
-    if close:
-        return f". Did you mean {close[0]!r}?"
+    prefixes = (prefix for prefix in homes if prefix and name.startswith(prefix))
+    home = next((homes[prefix] for prefix in prefixes), None)
+    matches = difflib.get_close_matches(name, accepted, 1) if home is None else []
+    if matches:
+        return f". Did you mean {matches[0]!r}?"
     if home is None and (name.endswith("opts") or "" not in homes):
         return ""
     if home is None:
@@ -169,5 +170,5 @@ def _advice(build: object, name: str, value: object, known: Sequence[str]) -> st
         return (
             f". If it is an option of the engine's library, pass {home}={{{name!r}: {value!r}}}"
         )
-    passed = f"{{{name!r}: {value!r}}}" if home.endswith("opts") else repr(value)
-    return f". Pass {home}={passed}"
+    argument = f"{{{name!r}: {value!r}}}" if home.endswith("opts") else repr(value)
+    return f". Pass {home}={argument}"

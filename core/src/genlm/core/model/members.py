@@ -74,17 +74,18 @@ class Members:
     def tokens(self) -> torch.Tensor:
         """The token ids of each member, padded with -1, shape `(n, longest)`, int64."""
         lineage = self._lineage
-        beginnings, after = lineage.suffixes(self._places)
+        first_places, new_ids = lineage.suffixes(self._places)
         first = lineage.first
         lengths = lineage.lengths[self._places]
-        found = np.full((len(self), int(lengths.max(initial=0))), NO_TOKEN)
-        for place in np.unique(beginnings).tolist():
-            found[beginnings == place, : first.lengths[place]] = first.sequence(place).token_ids
-        adds = after >= 0
-        columns = first.lengths[beginnings][:, None] + np.cumsum(adds, axis=1) - 1
-        rows = np.broadcast_to(np.arange(len(self))[:, None], adds.shape)
-        found[rows[adds], columns[adds]] = after[adds]
-        return torch.from_numpy(found)
+        padded = np.full((len(self), int(lengths.max(initial=0))), NO_TOKEN)
+        for place in np.unique(first_places).tolist():
+            prompt_ids = first.sequence(place).token_ids
+            padded[first_places == place, : len(prompt_ids)] = prompt_ids
+        is_token = new_ids >= 0
+        columns = first.lengths[first_places][:, None] + np.cumsum(is_token, axis=1) - 1
+        rows = np.broadcast_to(np.arange(len(self))[:, None], is_token.shape)
+        padded[rows[is_token], columns[is_token]] = new_ids[is_token]
+        return torch.from_numpy(padded)
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -103,7 +104,7 @@ class Members:
         if isinstance(index, torch.Tensor):
             index = index.cpu().numpy()
         if isinstance(index, slice):
-            chosen = np.arange(len(self))[index]
+            members = np.arange(len(self))[index]
         else:
             array = np.asarray(index)
             if array.ndim == 0 and array.dtype.kind in "iu":
@@ -113,9 +114,9 @@ class Members:
                     f"a population is indexed by an integer, a slice, or an array of integers "
                     f"or booleans of one dimension; found {array.dtype} of shape {array.shape}"
                 )
-            chosen = np.arange(len(self))[array if array.size else array.astype(np.int64)]
-        return self._with(
-            self._generation, self._places[chosen], self._finished[chosen], self._step
+            members = np.arange(len(self))[array if array.size else array.astype(np.int64)]
+        return self._derive(
+            self._generation, self._places[members], self._finished[members], self._step
         )
 
     def __iter__(self) -> Iterator[Context]:
@@ -130,31 +131,30 @@ class Members:
         """
         if not populations:
             raise ValueError("no populations; pass at least one")
-        parts = [each._parts for each in populations]  # noqa: SLF001 - of the same class
+        parts = [population._parts for population in populations]  # noqa: SLF001 - of the same class
         models, generations, places, finished, steps = zip(*parts, strict=True)
         if len(set(models)) > 1:
             raise ValueError("the populations have different models or adapters")
         generation = generations[0]
-        if all(each is generation for each in generations):
-            joined = np.concatenate(places)
+        if all(other is generation for other in generations):
+            all_places = np.concatenate(places)
         else:
-            generation, joined = first_generation(
-                [
-                    each.lineage.sequence(place)
-                    for each, own in zip(generations, places, strict=True)
-                    for place in own.tolist()
-                ]
-            )
-        ended, step = np.concatenate(finished), max(steps)
-        return populations[0]._with(generation, joined, ended, step)  # noqa: SLF001
+            sequences = [
+                part_generation.lineage.sequence(place)
+                for part_generation, part_places in zip(generations, places, strict=True)
+                for place in part_places.tolist()
+            ]
+            generation, all_places = first_generation(sequences)
+        all_finished, step = np.concatenate(finished), max(steps)
+        return populations[0]._derive(generation, all_places, all_finished, step)  # noqa: SLF001
 
     @property
     def _parts(self) -> tuple[tuple[object, ...], Generation, Integers64, Flags, int]:
-        model = self._lm._model, self._adapter  # noqa: SLF001 - a part of AsyncLM
+        model = self._lm._model, self._adapter  # noqa: SLF001 - internal to genlm.core.model
         return model, self._generation, self._places, self._finished, self._step
 
     def extend(self, token_ids: ArrayLike) -> Self:
-        """Return the population whose members continue these; nothing is computed.
+        """Return the population of the extended members; nothing is computed.
 
         Args:
             token_ids: One token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
@@ -164,23 +164,23 @@ class Members:
             ValueError: The shape is not one of these.
             PopulationError: Ids are outside the vocabulary.
         """
-        new = self._checked_tokens(token_ids)
-        columns = new[:, None] if new.ndim == 1 else new
+        ids = self._checked_tokens(token_ids)
+        columns = ids[:, None] if ids.ndim == 1 else ids
         generation, places = self._generation.extended(self._places, columns)
         step = self._step + columns.shape[1]
-        return self._with(generation, places, self._finished, step)
+        return self._derive(generation, places, self._finished, step)
 
     def finish(self, members: ArrayLike) -> Self:
-        """Return the population with more finished members, for which no token is drawn.
+        """Return the population with further finished members, for which no token is drawn.
 
         Args:
-            members: Flags of these members, shape `(n,)`, bool.
+            members: Flags of the members to finish, shape `(n,)`, bool.
 
         Raises:
             ValueError: `members` is not one boolean for each member.
         """
         finished = self._finished | _flags(members, len(self))
-        return self._with(self._generation, self._places, finished, self._step)
+        return self._derive(self._generation, self._places, finished, self._step)
 
     @property
     def _lineage(self) -> Lineage:
@@ -197,14 +197,15 @@ class Members:
         size = self._lm.vocabulary.size
         if ids.size and (ids.min() < NO_TOKEN or ids.max() >= size):
             columns = ids.reshape(len(ids), -1)
-            wrong = (columns < NO_TOKEN) | (columns >= size)
-            members = np.flatnonzero(wrong.any(axis=1))
-            place = int(wrong[members[0]].argmax())
-            error = TokenIdError(int(columns[members[0], place]), place, size, "token_ids")
+            is_invalid = (columns < NO_TOKEN) | (columns >= size)
+            members = np.flatnonzero(is_invalid.any(axis=1))
+            position = int(is_invalid[members[0]].argmax())
+            token_id = int(columns[members[0], position])
+            error = TokenIdError(token_id, position, size, "token_ids")
             raise PopulationError(members.tolist(), len(self), error)
         return ids
 
-    def _with(
+    def _derive(
         self, generation: Generation, places: Integers64, finished: Flags, step: int
     ) -> Self:
         return type(self)(
@@ -230,7 +231,7 @@ class Members:
     def __reduce__(self) -> Any:
         raise TypeError(
             "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
-            "and make it again with the model's method population"
+            "and create it again with the model's method population"
         )
 
 

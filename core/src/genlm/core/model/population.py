@@ -1,4 +1,4 @@
-"""`Population`: sequences of one model that are extended, drawn from and copied as arrays."""
+"""`Population`: sequences of one model that are extended, sampled and copied as arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SampledTokens(NamedTuple):
         logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
         draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
             float32; 0 for -1.
-        population: The population that is extended by the tokens.
+        population: The population extended by the tokens.
     """
 
     token_ids: torch.Tensor
@@ -61,10 +61,10 @@ class SampledTokens(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """Arguments of a draw from the members of a population.
+    """Checked arguments of a draw from the members of a population.
 
     Attributes:
-        active: Members for which a token is drawn, ascending.
+        active: Indices of the members for which a token is drawn, ascending.
         log_mass: Log-mass of the inactive members, shape `(n,)`: 0 if finished, else `-inf`.
         weights: Masks, temperature and bias of the active members.
     """
@@ -112,7 +112,7 @@ class Population(Members):
         """
         if not len(self):
             return torch.empty(0, self._lm.vocabulary.size)
-        return (await self._reduced(Rows()))[0]
+        return (await self._reduce(Rows()))[0]
 
     next_token_logprobs_sync = blocking(next_token_logprobs)
 
@@ -133,8 +133,8 @@ class Population(Members):
         if not ids.size:
             return torch.empty(ids.shape)
         columns = torch.from_numpy(ids.reshape(len(ids), -1))
-        found = (await self._reduced(TokenColumns(columns)))[0]
-        return found.view(ids.shape)
+        [logprobs] = await self._reduce(TokenColumns(columns))
+        return logprobs.view(ids.shape)
 
     token_logprobs_sync = blocking(token_logprobs)
 
@@ -148,7 +148,7 @@ class Population(Members):
         count = checked_count("k", k, self._lm.vocabulary.size)
         if not len(self):
             return TopTokens(torch.empty(0, count), torch.empty(0, count, dtype=torch.long))
-        return TopTokens(*await self._reduced(TopColumns(count)))
+        return TopTokens(*await self._reduce(TopColumns(count)))
 
     top_tokens_sync = blocking(top_tokens)
 
@@ -169,10 +169,10 @@ class Population(Members):
         """
         reduction = checked_reduction(reduction)
         if len(self):
-            columns = await self._reduced(reduction)
+            columns = await self._reduce(reduction)
         else:
-            rows, nothing = torch.empty(0, self._lm.vocabulary.size), torch.empty(0).long()
-            columns = reduction.compute(rows, nothing, nothing)
+            rows, indices = torch.empty(0, self._lm.vocabulary.size), torch.empty(0).long()
+            columns = reduction.compute(rows, indices, indices)
         return columns[0] if len(columns) == 1 else columns
 
     reduce_sync = blocking(reduce)
@@ -194,12 +194,12 @@ class Population(Members):
             empty mask, 0 for a finished member.
         """
         settings = self._settings(masks, mask_index, bias=bias)
-        found = settings.log_mass
+        log_mass = settings.log_mass
         if len(settings.active):
-            [mass] = await self._reduced(MassColumns(settings.weights), settings.active)
-            self._refuse_masses(mass, settings.active)
-            found[settings.active] = mass
-        return found
+            [values] = await self._reduce(MassColumns(settings.weights), settings.active)
+            self._check_masses(values, settings.active)
+            log_mass[settings.active] = values
+        return log_mass
 
     log_mass_sync = blocking(log_mass)
 
@@ -256,7 +256,7 @@ class Population(Members):
             masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
         )
         numbers = uniforms(checked_seed(seed), settings.active, self._step)
-        return await self._drawn(settings, numbers)
+        return await self._draw(settings, numbers)
 
     draw_sync = blocking(draw)
 
@@ -297,7 +297,7 @@ class Population(Members):
                 "most likely tokens"
             )
         numbers = uniforms(checked_seed(seed), settings.active, self._step, count)
-        return await self._drawn(settings, numbers)
+        return await self._draw(settings, numbers)
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
 
@@ -313,7 +313,7 @@ class Population(Members):
     ) -> SampledTokens:
         """Draw up to `max_tokens` tokens for each member that is not finished.
 
-        The tokens are those that repeated calls of `draw` and `extend` with the same seed give.
+        Repeated calls of `draw` and `extend` with the same seed return the same tokens.
 
         Args:
             max_tokens: Maximum number of tokens for each member.
@@ -345,12 +345,12 @@ class Population(Members):
         )
         active = np.flatnonzero(~self._finished)
         if not len(active) or not limit:
-            nothing = torch.empty(count, 0)
-            return SampledTokens(nothing.long(), nothing, nothing.clone(), self)
-        found: SampledGroup = await self._answer(sampling.draws(active, 0), active, sampling)
-        step = self._step + found.token_ids.shape[1]
-        population = self._with(found.generation, found.places, found.finished, step)
-        return SampledTokens(found.token_ids, found.logprobs, found.draw_logprob, population)
+            empty = torch.empty(count, 0)
+            return SampledTokens(empty.long(), empty, empty.clone(), self)
+        group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
+        step = self._step + group.token_ids.shape[1]
+        population = self._derive(group.generation, group.places, group.finished, step)
+        return SampledTokens(group.token_ids, group.logprobs, group.draw_logprob, population)
 
     sample_sync = blocking(sample)
 
@@ -366,9 +366,9 @@ class Population(Members):
             Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1.
 
         Raises:
-            ValueError: The shape is another one, or a token follows -1.
-            PopulationError: Ids are outside the vocabulary, texts exceed the context by more
-                than one token, or as `next_token_logprobs`.
+            ValueError: The shape is not `(n, k)`, or a token follows -1.
+            PopulationError: Ids are outside the vocabulary, members with their continuations
+                have more than `max_context` + 1 tokens, or as `next_token_logprobs`.
         """
         ids = self._checked_tokens(continuations)
         if ids.ndim != 2:
@@ -379,7 +379,7 @@ class Population(Members):
         counts = (ids >= 0).sum(1)
         if (np.arange(ids.shape[1]) < counts[:, None]).tobytes() != (ids >= 0).tobytes():
             raise ValueError("a continuation has a token after -1; -1 is for its end only")
-        found = torch.zeros(ids.shape)
+        logprobs = torch.zeros(ids.shape)
         members = np.flatnonzero(counts).tolist()
         contexts = [self._context(member) for member in members]
         texts = [
@@ -395,82 +395,82 @@ class Population(Members):
             failed = [members[place] for place in error.places]
             raise PopulationError(failed, len(self), error) from error
         for member, scores in zip(members, scored, strict=True):
-            found[member, : len(scores)] = scores
-        return found
+            logprobs[member, : len(scores)] = scores
+        return logprobs
 
     score_sync = blocking(score)
 
     # -- internals --------------------------------------------------------------------
 
-    async def _drawn(
-        self, settings: _Settings, numbers: npt.NDArray[np.float64]
-    ) -> DrawnTokens:
+    async def _draw(self, settings: _Settings, numbers: npt.NDArray[np.float64]) -> DrawnTokens:
         """Draw for the active members, and return the draws of all members."""
         active, log_mass = settings.active, settings.log_mass
         shape = (len(self), *numbers.shape[1:])
         reduction = DrawColumns(settings.weights, numbers)
-        columns = await self._reduced(reduction, active) if len(active) else ()
+        columns = await self._reduce(reduction, active) if len(active) else ()
         if columns:
-            self._refuse_masses(columns[2], active)
+            self._check_masses(columns[2], active)
         if len(active) == len(self) > 0:
             return DrawnTokens(*columns)
-        unset = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
-        found = DrawnTokens(torch.full(shape, NO_TOKEN), unset.clone(), log_mass, unset.clone())
-        places = torch.from_numpy(active)
-        for column, part in zip(found, columns, strict=False):
-            column[places] = part
-        return found
+        inactive = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+        drawn = DrawnTokens(
+            torch.full(shape, NO_TOKEN), inactive.clone(), log_mass, inactive.clone()
+        )
+        members = torch.from_numpy(active)
+        for column, values in zip(drawn, columns, strict=False):
+            column[members] = values
+        return drawn
 
-    def _refuse_masses(self, log_mass: torch.Tensor, members: Integers64) -> None:
+    def _check_masses(self, log_mass: torch.Tensor, members: Integers64) -> None:
         """Raise an error that lists the members whose log-mass is NaN or infinite.
 
         Rows are distributions, so the bias is the cause. Checking the bias beforehand would
         take another pass over `(n, vocab_size)` numbers.
         """
-        wrong = ~(log_mass.numpy() < math.inf)
-        if wrong.any():
+        is_invalid = ~(log_mass.numpy() < math.inf)
+        if is_invalid.any():
             error = ValueError("bias is NaN or inf for a token that may be drawn")
-            raise PopulationError(members[wrong].tolist(), len(self), error)
+            raise PopulationError(members[is_invalid].tolist(), len(self), error)
 
-    async def _reduced(
+    async def _reduce(
         self, reduction: GroupReduction, members: Integers64 | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a reduction of some members, ascending, or of all."""
-        answer: GroupResult = await self._answer(reduction, members)
-        return answer.columns
+        """Return the columns of a reduction of some members, ascending, or of all members."""
+        result: GroupResult = await self._query(reduction, members)
+        return result.columns
 
-    async def _answer(
+    async def _query(
         self,
         reduction: GroupReduction,
         members: Integers64 | None,
         sampling: GroupSampling | None = None,
     ) -> Any:
-        """Return the result of a query of some members."""
-        requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
+        """Return the result of a group query for some members, or for all members."""
+        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
         requests.adapter_of(self, None)
         query = requests.group_query(
             self._generation, self._places, reduction, self._adapter, members, sampling
         )
-        answer = await requests.group(query)
+        result = await requests.group(query)
         if sampling is None:
-            raise_member_errors(answer.errors, query.row_of, members, len(self))
-        return answer
+            raise_member_errors(result.errors, query.row_of, members, len(self))
+        return result
 
     def _settings(
         self, masks: MasksLike | None, mask_index: ArrayLike | None, **options: Any
     ) -> _Settings:
-        """Check the arguments of a draw, of which `options` are those of `RowWeights`."""
+        """Check the arguments of a draw; `options` are arguments of `RowWeights`."""
         count, size = len(self), self._lm.vocabulary.size
         index = None if mask_index is None else checked_array(mask_index, "mask_index")
         if masks is None and index is not None:
-            raise ValueError("mask_index without masks; it says which of them a member has")
+            raise ValueError("mask_index without masks; it selects the mask of each member")
         rows = None if masks is None else RowMasks(masks, count, size, index)
         log_mass = torch.zeros(count)
         active = ~self._finished
         if rows is not None and not rows.is_pending:
-            dead = active & rows.is_empty
-            log_mass[torch.from_numpy(dead)] = -math.inf
-            active &= ~dead
+            has_no_token = active & rows.is_empty
+            log_mass[torch.from_numpy(has_no_token)] = -math.inf
+            active &= ~has_no_token
         members = np.flatnonzero(active)
         weights = RowWeights((count, size), rows, **options)
         if len(members) < count:

@@ -80,10 +80,10 @@ class ReductionMethods:
             EvaluationError: `compute` of the reduction raised.
             GenlmError: As `next_token_logprobs`.
         """
-        wanted = _checked_reduction(reduction)
-        item = (*self._requests.build_query(context, lora_name), wanted)
-        [value] = await self._requests.answer([item], [context])
-        return value
+        checked = _checked_reduction(reduction)
+        item = (*self._requests.build_query(context, lora_name), checked)
+        [result] = await self._requests.answer([item], [context])
+        return result
 
     reduce_sync = blocking(reduce)
 
@@ -94,7 +94,7 @@ class ReductionMethods:
         *,
         lora_name: str | None = None,
     ) -> list[Any]:
-        """Return a reduction of the row of each of several contexts.
+        """Return reductions of the rows of several contexts.
 
         Args:
             contexts: Several sequences of token ids, or `Context` objects.
@@ -110,8 +110,8 @@ class ReductionMethods:
             GenlmError: As `reduce`, for the first context that fails; its `places` are the
                 indices of all contexts that fail.
         """
-        wanted = map_batch(_checked_reduction, reductions)
-        return await self._requests.batch(contexts, wanted, lora_name)
+        checked = map_batch(_checked_reduction, reductions)
+        return await self._requests.batch(contexts, checked, lora_name)
 
     batch_reduce_sync = blocking(batch_reduce)
 
@@ -135,9 +135,9 @@ class ReductionMethods:
             TokenTypeError: `token_ids` is not a flat sequence of integers.
             GenlmError: As `next_token_logprobs`.
         """
-        wanted = self._token_logprobs(token_ids)
-        found: torch.Tensor = await self.reduce(context, wanted, lora_name=lora_name)
-        return found
+        reduction = self._token_logprobs(token_ids)
+        logprobs: torch.Tensor = await self.reduce(context, reduction, lora_name=lora_name)
+        return logprobs
 
     token_logprobs_sync = blocking(token_logprobs)
 
@@ -149,8 +149,8 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the log-probabilities of given next tokens of each context."""
-        wanted = map_batch(self._token_logprobs, token_ids)
-        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+        reductions = map_batch(self._token_logprobs, token_ids)
+        return await self.batch_reduce(contexts, reductions, lora_name=lora_name)
 
     batch_token_logprobs_sync = blocking(batch_token_logprobs)
 
@@ -178,8 +178,8 @@ class ReductionMethods:
             ValueError: `k` is below 1 or above the size of the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
-        found: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
-        return found
+        top: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
+        return top
 
     top_tokens_sync = blocking(top_tokens)
 
@@ -188,8 +188,8 @@ class ReductionMethods:
     ) -> list[TopTokens]:
         """Return the `k` most likely next tokens of each context."""
         contexts = list(checked_batch(contexts))
-        wanted = [self._top_k(k)] * len(contexts)
-        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+        reductions = [self._top_k(k)] * len(contexts)
+        return await self.batch_reduce(contexts, reductions, lora_name=lora_name)
 
     batch_top_tokens_sync = blocking(batch_top_tokens)
 
@@ -217,9 +217,9 @@ class ReductionMethods:
             TokenTypeError: `mask` is not a mask.
             GenlmError: As `next_token_logprobs`.
         """
-        wanted = LogMass(self._mask(mask))
-        found: float = await self.reduce(context, wanted, lora_name=lora_name)
-        return found
+        reduction = LogMass(self._mask(mask))
+        log_mass: float = await self.reduce(context, reduction, lora_name=lora_name)
+        return log_mass
 
     log_mass_sync = blocking(log_mass)
 
@@ -232,9 +232,9 @@ class ReductionMethods:
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context."""
         contexts = list(checked_batch(contexts))
-        listed = self._listed(masks, len(contexts))
-        wanted = map_batch(lambda mask: LogMass(self._mask(mask)), listed)
-        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+        mask_list = self._mask_list(masks, len(contexts))
+        reductions = map_batch(lambda mask: LogMass(self._mask(mask)), mask_list)
+        return await self.batch_reduce(contexts, reductions, lora_name=lora_name)
 
     batch_log_mass_sync = blocking(batch_log_mass)
 
@@ -260,8 +260,8 @@ class ReductionMethods:
         """Draw the next token, optionally among the tokens of a mask.
 
         The token depends only on the arguments and the row, not on the engine. The random
-        number is the one at position `len(context)` of the seed's stream, so one seed suffices
-        for all steps of one sequence. Equal contexts with equal seeds draw equal tokens, and
+        number has position `len(context)` in the seed's stream, so one seed suffices for all
+        steps of one sequence. Equal contexts with equal seeds draw equal tokens, and
         different contexts of one length share the random number. Use a different seed for
         every particle, and a new one after resampling, or call
         `batch_draw(contexts, seed=...)` with a new number at every step.
@@ -286,8 +286,8 @@ class ReductionMethods:
             GenlmError: As `next_token_logprobs`.
         """
         masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
-        [wanted] = self._draws([context], masks, temperature, top_k, top_p, seeds)
-        drawn: DrawnToken = await self.reduce(context, wanted, lora_name=lora_name)
+        [draw] = self._draw_reductions([context], masks, temperature, top_k, top_p, seeds)
+        drawn: DrawnToken = await self.reduce(context, draw, lora_name=lora_name)
         return drawn
 
     draw_sync = blocking(draw)
@@ -316,12 +316,12 @@ class ReductionMethods:
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
-        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
-        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+        draws = self._draw_reductions(contexts, masks, temperature, top_k, top_p, seed)
+        return await self.batch_reduce(contexts, draws, lora_name=lora_name)
 
     batch_draw_sync = blocking(batch_draw)
 
-    def _draws(  # noqa: PLR0917
+    def _draw_reductions(  # noqa: PLR0917
         self,
         contexts: Sequence[TokenIds],
         masks: Sequence[MaskLike | None] | None,
@@ -333,27 +333,28 @@ class ReductionMethods:
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
         top_k, share = checked_limits(top_k, top_p, self.vocabulary.size)
-        listed = [None] * count if masks is None else self._listed(masks, count)
-        allowed = map_batch(self._allowed, listed) if count > 1 else map(self._allowed, listed)
+        mask_list = [None] * count if masks is None else self._mask_list(masks, count)
+        check = self._optional_mask
+        checked = map_batch(check, mask_list) if count > 1 else map(check, mask_list)
         uniforms = _uniforms(contexts, seed)
         return [
             Draw(uniform, temperature, mask, top_k, share)
-            for uniform, mask in zip(uniforms, allowed, strict=True)
+            for uniform, mask in zip(uniforms, checked, strict=True)
         ]
 
-    def _allowed(self, mask: MaskLike | None) -> Mask | None:
+    def _optional_mask(self, mask: MaskLike | None) -> Mask | None:
         return None if mask is None else self._mask(mask)
 
-    def _listed(self, masks: Sequence[T], count: int) -> list[T]:
-        """Return the masks; check that there is one per context."""
+    def _mask_list(self, masks: Sequence[T], count: int) -> list[T]:
+        """Return the masks as a list; check that there is one per context."""
         ndim = getattr(masks, "ndim", 2)
         if isinstance(cast("object", masks), Mask) or ndim == 1:
             raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
         is_packed = str(getattr(masks, "dtype", "")).endswith("int32")
         size = self.vocabulary.size
-        listed: list[Any] = [Mask.from_packed(row, size) if is_packed else row for row in masks]  # type: ignore[arg-type]
-        _check_count("masks", listed, count)
-        return listed
+        items: list[Any] = [Mask.from_packed(row, size) if is_packed else row for row in masks]  # type: ignore[arg-type]
+        _check_count("masks", items, count)
+        return items
 
 
 def _checked_reduction(reduction: Reduction) -> Reduction:
@@ -370,16 +371,16 @@ def _uniforms(
     if seed is None:
         return [secrets.randbits(53) / 2**53 for _ in contexts]
     if is_sequence_like(seed):
-        seeds = [checked_integer("seed", each, 0) for each in cast("Sequence[int]", seed)]
+        seeds = [checked_integer("seed", item, 0) for item in cast("Sequence[int]", seed)]
         _check_count("seeds", seeds, len(contexts))
     else:
         seeds = stream_seeds(checked_seed(seed), len(contexts))
-    # The check of the request rejects an object without a length.
+    # An object without a length is rejected later, with the request.
     lengths = [len(context) if is_sequence_like(context) else 0 for context in contexts]
-    found: list[float] = stream_uniforms(seeds, lengths).tolist()
-    return found
+    uniforms: list[float] = stream_uniforms(seeds, lengths).tolist()
+    return uniforms
 
 
-def _check_count(what: str, found: Sequence[object], count: int) -> None:
-    if len(found) != count:
-        raise ValueError(f"{len(found)} {what} for {count} contexts; pass one for each")
+def _check_count(argument: str, values: Sequence[object], count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"{len(values)} {argument} for {count} contexts; pass one for each")

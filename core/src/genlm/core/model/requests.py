@@ -52,10 +52,10 @@ Item = tuple[Query, Any, Reduction | None]
 """A query, its key, and the requested reduction of its row; None for the whole result."""
 
 _Cached = tuple[Entry, Reduction | None]
-"""An entry of the output cache, and the requested reduction of it; None for a copy."""
+"""An entry of the output cache, and the requested reduction; None for the stored value."""
 
 COPIED_ON_LOOP = 2**16
-"""Maximum number of bytes copied on the event loop: a copy takes as long as a thread switch."""
+"""Maximum number of bytes copied on the event loop; this takes as long as a thread switch."""
 
 _REDUCED_AT_ONCE = 2**24
 """Maximum number of values of cached rows reduced at once: 64 MiB in float32."""
@@ -77,7 +77,7 @@ class Requests:
         sampled_together: Maximum number of continuations in a query, None for no limit.
     """
 
-    _query_ids = itertools.count()  # of all models: an engine may serve several
+    _query_ids = itertools.count()  # shared by all models: an engine may serve several
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Requests:
         members: Integers64 | None = None,
         sampling: GroupSampling | None = None,
     ) -> GroupQuery:
-        """Build the query of some members; see `distinct_sequences` for the arguments."""
+        """Build the query for some members; see `distinct_sequences` for the arguments."""
         wanted, row_of = distinct_sequences(
             generation.lineage, places, members, max_context=self.max_context
         )
@@ -147,10 +147,10 @@ class Requests:
 
     async def group(self, query: GroupQuery) -> Any:
         """Return the `GroupResult` or `SampledGroup` of one query."""
-        [answer] = await self.groups([query])
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        [result] = await self.groups([query])
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def context_parts(
         self, token_ids: TokenIds, lora_name: str | None
@@ -170,14 +170,14 @@ class Requests:
         return name, None if name is None else self._adapters.engine_name(name)
 
     def _sequence(self, token_ids: Integers) -> TokenSequence:
-        """Check and pack token ids, or find the recent sequence that they extend."""
+        """Return checked token ids, or the extension of a recent sequence by the last id."""
         kind = type(token_ids)
         is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
         if is_long:
-            listed: list[Any] = token_ids if kind is list else list(token_ids)  # type: ignore[assignment]
-            known = self._recent.find(listed, self.vocab_size)
-            if known is not None:
-                return known
+            id_list: list[Any] = token_ids if kind is list else list(token_ids)  # type: ignore[assignment]
+            recent = self._recent.find(id_list, self.vocab_size)
+            if recent is not None:
+                return recent
         ids, packed = checked_token_ids(
             token_ids, vocab_size=self.vocab_size, max_context=self.max_context
         )
@@ -187,16 +187,16 @@ class Requests:
         return sequence
 
     def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
-        """Return the engine's name of a context's adapter; check that this model serves it."""
-        if context._lm._model is not self._model:  # noqa: SLF001 - parts of AsyncLM
+        """Check that a context belongs to this model; return the engine name of its adapter."""
+        if context._lm._model is not self._model:  # noqa: SLF001 - internal to genlm.core.model
             raise ValueError(
-                f"{context!r} belongs to a different model; make it with this model's method "
+                f"{context!r} belongs to a different model; create it with this model's method "
                 f"{type(context).__name__.lower()}"
             )
         if lora_name is not None and lora_name != context.lora_name:
             raise ValueError(
                 f"lora_name={lora_name!r} for {context!r}, which has the adapter "
-                f"{context.lora_name!r}; make a context of the other adapter"
+                f"{context.lora_name!r}; create a context with the other adapter"
             )
         if context.lora_name is None:
             return None
@@ -221,24 +221,24 @@ class Requests:
         self.counters.count(len(query), hits=int(is_cached))
         if not is_cached:
             row = await self.scheduler.answer(query, key)
-        self._keep(token_ids, is_computed=not is_cached)
+        self._update_lease(token_ids, is_computed=not is_cached)
         return row
 
     async def batch(
         self,
         contexts: TokenBatch,
-        wanted: Sequence[Reduction | None] | None,
+        reductions: Sequence[Reduction | None] | None,
         lora_name: str | None,
     ) -> list[Any]:
-        """Return the row of each of several sequences, or a reduction of it."""
+        """Return the rows of several sequences, or the given reductions of them."""
         sequences = list(checked_batch(contexts))
-        wanted = [None] * len(sequences) if wanted is None else wanted
-        if len(wanted) != len(sequences):
+        reductions = [None] * len(sequences) if reductions is None else reductions
+        if len(reductions) != len(sequences):
             raise ValueError(
-                f"{len(wanted)} reductions for {len(sequences)} contexts; pass one for each"
+                f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        queries = map_batch(lambda each: self.build_query(each, lora_name), sequences)
-        items = [(*query, each) for query, each in zip(queries, wanted, strict=True)]
+        queries = map_batch(lambda ids: self.build_query(ids, lora_name), sequences)
+        items = [(*query, output) for query, output in zip(queries, reductions, strict=True)]
         return await self.answer(items, sequences, range(len(items)))
 
     async def answer(
@@ -251,53 +251,55 @@ class Requests:
 
         Args:
             items: Results of `build_query`, with the requested reductions.
-            sequences: The caller's arguments, if they may be contexts.
+            sequences: Arguments of the caller, whose contexts are leased.
             places: Places of the items in the caller's batch, for errors; None for one request.
         """
-        cached = [self._cached(key, wanted) for _, key, wanted in items]
-        misses = [item for item, each in zip(items, cached, strict=True) if each is None]
+        entries = [self._find_cached(key, reduction) for _, key, reduction in items]
+        misses = [item for item, entry in zip(items, entries, strict=True) if entry is None]
         tokens, hits = sum(len(query) for query, _, _ in items), len(items) - len(misses)
         self.counters.count(tokens, requests=len(items), hits=hits)
         request = self.scheduler.submit(misses)
         try:
-            read = await self._read([each for each in cached if each is not None])
+            hit_values = await self._cached_values(
+                [entry for entry in entries if entry is not None]
+            )
         except GeneratorExit:  # as in `Scheduler.results`
             raise
         except BaseException:
             self.scheduler.abandon(request)
             raise
-        found, computed = iter(read), iter(await self.scheduler.results(request))
-        values = [next(computed if each is None else found) for each in cached]
+        cached, computed = iter(hit_values), iter(await self.scheduler.results(request))
+        values = [next(computed if entry is None else cached) for entry in entries]
         _raise_first(values, places)
         if self._leases is not None:
-            for token_ids, each in zip(sequences, cached, strict=False):
-                self._keep(token_ids, is_computed=each is None)
+            for token_ids, entry in zip(sequences, entries, strict=False):
+                self._update_lease(token_ids, is_computed=entry is None)
         return values
 
-    def _cached(self, key: Any, wanted: Reduction | None) -> _Cached | None:
-        """Find a result in the output cache, or the row of which it is a reduction."""
-        if wanted is not None and wanted.is_cacheable:
-            entry = self._cache.find((key, wanted))
+    def _find_cached(self, key: Any, reduction: Reduction | None) -> _Cached | None:
+        """Look up a result in the output cache, or the row from which it can be computed."""
+        if reduction is not None and reduction.is_cacheable:
+            entry = self._cache.find((key, reduction))
             if entry is not None:
                 return entry, None
         entry = self._cache.find(key)
-        return None if entry is None else (entry, wanted)
+        return None if entry is None else (entry, reduction)
 
-    async def _read(self, cached: list[_Cached]) -> list[Any]:
-        """Return copies and reductions of cached results, on another thread if that is long."""
+    async def _cached_values(self, cached: list[_Cached]) -> list[Any]:
+        """Return copies and reductions of cached results; slow ones on another thread."""
         is_short = sum(entry[2] for entry, _ in cached) <= COPIED_ON_LOOP
-        if is_short and all(wanted is None for _, wanted in cached):
+        if is_short and all(reduction is None for _, reduction in cached):
             return [entry_copy(entry) for entry, _ in cached]
-        return await off_loop(_read_cached, cached)
+        return await off_loop(_compute_cached_values, cached)
 
-    def _keep(self, token_ids: object, *, is_computed: bool) -> None:
+    def _update_lease(self, token_ids: object, *, is_computed: bool) -> None:
         """Lease the engine's state of a context while references to the context exist."""
         if self._leases is not None and isinstance(token_ids, Context):
-            token_ids._keep(self._leases, is_computed=is_computed)  # noqa: SLF001
+            token_ids._update_lease(self._leases, is_computed=is_computed)  # noqa: SLF001
 
     # -- texts ------------------------------------------------------------------------
 
-    def scores(self, token_ids: TokenIds, start: int, lora_name: str | None) -> list[Item]:
+    def score_items(self, token_ids: TokenIds, start: int, lora_name: str | None) -> list[Item]:
         """Check a text, and build the requests that score it from a position on.
 
         Returns:
@@ -305,14 +307,14 @@ class Requests:
         """
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if Capability.SCORE not in self.capabilities or start == len(ids):
-            return self._scores_by_position(ids, packed, start, adapter)
+            return self._position_items(ids, packed, start, adapter)
         query = Query(
             next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
         )
         key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
         return [(query, key, None)]
 
-    async def reduced_text(
+    async def reduce_text(
         self,
         token_ids: TokenIds,
         reduction: GroupReduction,
@@ -322,10 +324,10 @@ class Requests:
         """Return the columns of a reduction of the rows that predict the tokens of a text."""
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if start == len(ids):
-            rows, nothing = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
-            return reduction.compute(rows, nothing, nothing)
+            rows, indices = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
+            return reduction.compute(rows, indices, indices)
         if Capability.SCORE not in self.capabilities:
-            return await self._reduced_by_position(packed, start, reduction, adapter)
+            return await self._reduce_by_position(packed, start, reduction, adapter)
         query = Query(
             next(self._query_ids),
             TokenSequence(packed[:-4]),
@@ -346,9 +348,9 @@ class Requests:
             token_ids = token_ids.token_ids
         else:
             _, adapter = self._adapter(lora_name)
-        longest = None if self.max_context is None else self.max_context + 1
+        max_length = None if self.max_context is None else self.max_context + 1
         ids, packed = checked_token_ids(
-            token_ids, vocab_size=self.vocab_size, max_context=longest
+            token_ids, vocab_size=self.vocab_size, max_context=max_length
         )
         first = checked_integer("start", start, 1)
         if first > len(ids):
@@ -357,54 +359,55 @@ class Requests:
             )
         return ids, packed, first, adapter
 
-    def _scores_by_position(
+    def _position_items(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
     ) -> list[Item]:
-        pairs = zip(_beginnings(packed, start), ids[start:], strict=False)
+        pairs = zip(_proper_prefixes(packed, start), ids[start:], strict=False)
         return [
             (*self.sequence_query(sequence, adapter), TargetScore(target))
             for sequence, target in pairs
         ]
 
-    async def _reduced_by_position(
+    async def _reduce_by_position(
         self, packed: bytes, start: int, reduction: GroupReduction, adapter: str | None
     ) -> tuple[torch.Tensor, ...]:
-        """Reduce the rows of a text's prefixes as those of a population."""
-        lineage = Lineage.of_sequences(list(_beginnings(packed, start)))
+        """Reduce the rows of a text's prefixes as the rows of a population."""
+        lineage = Lineage.of_sequences(list(_proper_prefixes(packed, start)))
         places = np.arange(len(lineage))
         query = self.group_query(Generation(lineage), places, reduction, adapter)
-        answer: GroupResult = await self.group(query)
-        if answer.errors:
-            raise as_genlm_error(answer.errors[min(answer.errors)])
-        return answer.columns
+        result: GroupResult = await self.group(query)
+        if result.errors:
+            raise as_genlm_error(result.errors[min(result.errors)])
+        return result.columns
 
 
-def _beginnings(packed: bytes, start: int) -> Iterator[TokenSequence]:
-    """Yield the proper prefixes of a packed text of at least `start` tokens."""
+def _proper_prefixes(packed: bytes, start: int) -> Iterator[TokenSequence]:
+    """Yield the proper prefixes, of at least `start` tokens, of a packed text."""
     sequence = TokenSequence(packed[: 4 * start])
     yield sequence
-    for place in range(4 * start, len(packed) - 4, 4):
-        sequence = TokenSequence(packed[place : place + 4], sequence)
+    for offset in range(4 * start, len(packed) - 4, 4):
+        sequence = TokenSequence(packed[offset : offset + 4], sequence)
         yield sequence
 
 
-def _read_cached(cached: list[_Cached]) -> list[Any]:
-    values = [entry_copy(entry) if wanted is None else None for entry, wanted in cached]
-    places_of: dict[int, list[int]] = {}  # of the reductions of each row
-    for place, (entry, wanted) in enumerate(cached):
-        if wanted is not None:
-            places_of.setdefault(id(entry), []).append(place)
-    of_rows = list(places_of.values())
-    while of_rows:
-        first = entry_value(cached[of_rows[0][0]][0])
-        step = max(1, _REDUCED_AT_ONCE // len(first))
-        part, of_rows = of_rows[:step], of_rows[step:]
+def _compute_cached_values(cached: list[_Cached]) -> list[Any]:
+    """Copy cached results, and compute reductions of cached rows, once per row."""
+    values = [entry_copy(entry) if reduction is None else None for entry, reduction in cached]
+    places_by_row: dict[int, list[int]] = {}
+    for place, (entry, reduction) in enumerate(cached):
+        if reduction is not None:
+            places_by_row.setdefault(id(entry), []).append(place)
+    remaining = list(places_by_row.values())
+    while remaining:
+        first_row = entry_value(cached[remaining[0][0]][0])
+        step = max(1, _REDUCED_AT_ONCE // len(first_row))
+        part, remaining = remaining[:step], remaining[step:]
         rows = [entry_value(cached[places[0]][0]) for places in part]
         outputs = [tuple(cached[place][1] for place in places) for places in part]
-        answers = reduce_rows(torch.stack(rows), outputs)
-        for places, answer in zip(part, answers, strict=True):
+        results = reduce_rows(torch.stack(rows), outputs)
+        for places, result in zip(part, results, strict=True):
             for i, place in enumerate(places):
-                values[place] = answer if isinstance(answer, Exception) else answer.values[i]
+                values[place] = result if isinstance(result, Exception) else result.values[i]
     return values
 
 
@@ -412,9 +415,9 @@ def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
     """Drop the results of a model, or of one of its adapters, from an output cache."""
 
     def is_dropped(key: Any) -> bool:
-        of_row = key[0] if isinstance(key, tuple) and len(key) == 2 else key
-        own = isinstance(of_row, tuple) and of_row != () and of_row[0] is model
-        return own and (not adapter or of_row[1] == adapter[0])
+        row_key = key[0] if isinstance(key, tuple) and len(key) == 2 else key
+        is_of_model = isinstance(row_key, tuple) and row_key != () and row_key[0] is model
+        return is_of_model and (not adapter or row_key[1] == adapter[0])
 
     cache.clear(is_dropped)
 

@@ -82,7 +82,7 @@ class SampleMethods:
             stop: Token ids and texts (`str` or `bytes`) that end the continuation, one or
                 several; `()` for none. By default the end of a text, which is the
                 `eos_token_id` of the vocabulary if it has one; other ends replace it. An id is
-                left out of the result. A text ends the continuation with the token that
+                not part of the result. A text ends the continuation with the token that
                 completes it; it may begin before that token and end within it.
             temperature: Divisor of the log-probabilities; 0 selects the most likely token.
             top_k: Number of most likely tokens to which draws are limited.
@@ -104,7 +104,7 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        [drawn] = await self._sampled([query], options, seed)
+        [drawn] = await self._sample([query], options, seed)
         return drawn
 
     sample_sync = blocking(sample)
@@ -131,7 +131,7 @@ class SampleMethods:
         queries = map_batch(
             lambda prompt: self._requests.build_query(prompt, lora_name)[0], prompts
         )
-        return await self._sampled(queries, options, seed, is_batch=True)
+        return await self._sample(queries, options, seed, is_batch=True)
 
     batch_sample_sync = blocking(batch_sample)
 
@@ -158,11 +158,11 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        [own_seed] = stream_seeds(checked_seed(seed), 1)
+        [stream_seed] = stream_seeds(checked_seed(seed), 1)
         sequence, tail = query.sequence, b""
         [limit] = self._limits([query], options.max_tokens).tolist()
         for position in range(limit):
-            uniform = stream_uniform(own_seed, position)
+            uniform = stream_uniform(stream_seed, position)
             draw = Draw(uniform, options.temperature, None, options.top_k, options.top_p)
             item = *self._requests.sequence_query(sequence, query.adapter), draw
             [token] = await self._requests.answer([item])
@@ -197,11 +197,11 @@ class SampleMethods:
         """Return the maximum number of tokens of each continuation, shape `(n,)`."""
         if self.max_context is None:
             return np.full(len(queries), max_tokens)
-        room = self.max_context + 1
-        limits = [min(max_tokens, room - len(query)) for query in queries]
+        max_length = self.max_context + 1  # the last token is never evaluated
+        limits = [min(max_tokens, max_length - len(query)) for query in queries]
         return np.array(limits, np.int64)
 
-    async def _sampled(
+    async def _sample(
         self,
         queries: Sequence[Query],
         options: SampleOptions,
@@ -215,34 +215,36 @@ class SampleMethods:
         continuations: list[list[int]] = [[] for _ in queries]
         if not options.max_tokens:
             return continuations
-        places_of: dict[str | None, list[int]] = {}
+        places_by_adapter: dict[str | None, list[int]] = {}
         for place, query in enumerate(queries):
-            places_of.setdefault(query.adapter, []).append(place)
-        most = self._requests.sampled_together or len(queries)
-        parts = [
-            own[begin : begin + most]
-            for own in places_of.values()
-            for begin in range(0, len(own), most)
-        ]
+            places_by_adapter.setdefault(query.adapter, []).append(place)
+        size = self._requests.sampled_together or len(queries)
         groups = [
-            self._group([queries[i] for i in own], options, limits[own], seeds[own])
-            for own in parts
+            places[begin : begin + size]
+            for places in places_by_adapter.values()
+            for begin in range(0, len(places), size)
+        ]
+        group_queries = [
+            self._group_query(
+                [queries[i] for i in places], options, limits[places], seeds[places]
+            )
+            for places in groups
         ]
         cut = 0
-        results: list[Any] = await self._requests.groups(groups)
-        for own, result in zip(parts, results, strict=True):
+        results: list[Any] = await self._requests.groups(group_queries)
+        for places, result in zip(groups, results, strict=True):
             if isinstance(result, Exception):
-                raise _plain(result, own if is_batch else None)
+                raise _sequence_error(result, places if is_batch else None)
             sampled: SampledGroup = result
-            cut += int((~sampled.finished & (limits[own] < options.max_tokens)).sum())
-            for place, ids in zip(own, sampled.token_ids.tolist(), strict=True):
-                drawn = [each for each in ids if each >= 0]
-                is_stopped = drawn[-1] in options.stop_ids
-                continuations[place] = drawn[:-1] if is_stopped else drawn
+            cut += int((~sampled.finished & (limits[places] < options.max_tokens)).sum())
+            for place, padded_ids in zip(places, sampled.token_ids.tolist(), strict=True):
+                ids = [token_id for token_id in padded_ids if token_id >= 0]
+                is_stopped = ids[-1] in options.stop_ids
+                continuations[place] = ids[:-1] if is_stopped else ids
         self._log_cut(cut, len(queries), options)
         return continuations
 
-    def _group(
+    def _group_query(
         self,
         queries: Sequence[Query],
         options: SampleOptions,
@@ -277,11 +279,17 @@ class SampleMethods:
             )
 
 
-def _plain(error: Exception, places: Sequence[int] | None) -> Exception:
-    """Return the error of the first sequence that failed, with the places of all in a batch."""
-    failed: Sequence[int] = range(len(places or ()))
-    cause = error
+def _sequence_error(error: Exception, places: Sequence[int] | None) -> Exception:
+    """Return the error of the first failed sequence; in a batch with the places of all.
+
+    Args:
+        error: Error of a group query.
+        places: Places of the group's sequences in the batch; None if there is no batch.
+    """
+    cause, failed = error, tuple(range(len(places or ())))
     if isinstance(error, PopulationError):
         cause, failed = error.error, error.members
-    own = as_genlm_error(cause)
-    return own if places is None else with_places(own, [places[i] for i in failed])
+    first_error = as_genlm_error(cause)
+    if places is None:
+        return first_error
+    return with_places(first_error, [places[i] for i in failed])

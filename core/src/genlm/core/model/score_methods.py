@@ -62,8 +62,8 @@ class ScoreMethods:
             ValueError: `start` is below 1 or above the number of tokens.
             GenlmError: As `next_token_logprobs`.
         """
-        requested = self._requests.scores(token_ids, start, lora_name)
-        [scores] = await self._scored([requested])
+        items = self._requests.score_items(token_ids, start, lora_name)
+        [scores] = await self._score([items])
         return scores.logprobs
 
     score_sync = blocking(score)
@@ -90,7 +90,7 @@ class ScoreMethods:
         scores = await self.batch_token_scores(
             texts, start, progress=progress, lora_name=lora_name
         )
-        return [each.logprobs for each in scores]
+        return [text_scores.logprobs for text_scores in scores]
 
     batch_score_sync = blocking(batch_score)
 
@@ -113,16 +113,17 @@ class ScoreMethods:
         Returns:
             The scores of the texts, in order.
         """
-        listed = list(checked_batch(texts))
-        starts: list[Any] = list(start) if is_sequence_like(start) else [start] * len(listed)  # type: ignore[arg-type]
-        if len(starts) != len(listed):
-            raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
-        requested = map_batch(
-            lambda each: self._requests.scores(*each, lora_name),
-            zip(listed, starts, strict=True),
+        text_list = list(checked_batch(texts))
+        count = len(text_list)
+        starts: list[Any] = list(start) if is_sequence_like(start) else [start] * count  # type: ignore[arg-type]
+        if len(starts) != count:
+            raise ValueError(f"{len(starts)} starts for {count} texts; pass one for each")
+        items_by_text = map_batch(
+            lambda text: self._requests.score_items(*text, lora_name),
+            zip(text_list, starts, strict=True),
         )
-        places = [i for i, text in enumerate(requested) for _ in text]
-        return await self._scored(requested, places, progress=progress)
+        places = [place for place, items in enumerate(items_by_text) for _ in items]
+        return await self._score(items_by_text, places, progress=progress)
 
     batch_token_scores_sync = blocking(batch_token_scores)
 
@@ -157,38 +158,41 @@ class ScoreMethods:
             GenlmError: As `next_token_logprobs`.
         """
         group = checked_reduction(reduction)
-        columns = await self._requests.reduced_text(token_ids, group, start, lora_name)
+        columns = await self._requests.reduce_text(token_ids, group, start, lora_name)
         return columns[0] if len(columns) == 1 else columns
 
     reduce_text_sync = blocking(reduce_text)
 
-    async def _scored(
+    async def _score(
         self,
-        requested: list[list[Item]],
+        items_by_text: list[list[Item]],
         places: Sequence[int] | None = None,
         *,
         progress: bool = False,
     ) -> list[TokenScores]:
-        """Return the scores of texts, each of which is one request or one per position."""
-        items = list(itertools.chain(*requested))
-        ends = list(itertools.accumulate(map(len, requested)))
-        is_divided = progress or len(items) > len(requested)
+        """Return the scores of texts, which have one request each, or one per position."""
+        items = list(itertools.chain(*items_by_text))
+        ends = list(itertools.accumulate(map(len, items_by_text)))
+        is_divided = progress or len(items) > len(items_by_text)
         step = _REQUESTS_AT_ONCE if is_divided else max(1, len(items))
-        answers: list[Any] = []
+        results: list[Any] = []
         with tqdm(total=len(ends), desc="scoring", unit="text", disable=not progress) as bar:
             for begin in range(0, len(items), step):
                 part = slice(begin, begin + step)
-                own = None if places is None else places[part]
-                answers += await self._requests.answer(items[part], (), own)
+                part_places = None if places is None else places[part]
+                results += await self._requests.answer(items[part], (), part_places)
                 bar.update(bisect.bisect_right(ends, begin + step) - bar.n)
-        remaining = iter(answers)
-        return [_scores(list(itertools.islice(remaining, len(text)))) for text in requested]
+        remaining = iter(results)
+        return [
+            _combine_scores(list(itertools.islice(remaining, len(items))))
+            for items in items_by_text
+        ]
 
 
-def _scores(answers: list[Any]) -> TokenScores:
-    """Combine the answers for one text."""
-    if answers and isinstance(answers[0], TokenScores):
-        return answers[0]
-    logprobs = torch.tensor([each.logprob for each in answers], dtype=torch.float32)
-    is_top = torch.tensor([each.is_top for each in answers], dtype=torch.bool)
+def _combine_scores(results: list[Any]) -> TokenScores:
+    """Combine the results of the requests for one text."""
+    if results and isinstance(results[0], TokenScores):
+        return results[0]
+    logprobs = torch.tensor([token.logprob for token in results], dtype=torch.float32)
+    is_top = torch.tensor([token.is_top for token in results], dtype=torch.bool)
     return TokenScores(logprobs, is_top)

@@ -96,7 +96,9 @@ def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator
         TypeError: No name is given, or a name is not a string.
     """
     arguments: dict[Kind, str | None] = {"engine": name, "trie": trie}
-    names = {kind: _checked(value) for kind, value in arguments.items() if value is not None}
+    names = {
+        kind: _checked_name(value) for kind, value in arguments.items() if value is not None
+    }
     if not names:
         raise TypeError('use_backend needs an engine\'s name, trie="name", or both')
     token = _SELECTED_NAMES.set({**_SELECTED_NAMES.get(), **names})
@@ -155,7 +157,7 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
         name = os.environ.get(source, "").strip() or None
     if name is None:
         return _only_usable(kind)
-    infos = [info for info in _backends(_checked(name), kind) if info.status != "disabled"]
+    infos = [info for info in _backends(_checked_name(name), kind) if info.status != "disabled"]
     providers = [info.provider for info in infos if info.status == "ambiguous"]
     if providers:
         raise AmbiguousBackendError(name, kind, providers)
@@ -183,15 +185,15 @@ def get_backend(name: str | None = None) -> Callable[..., Engine]:
         BrokenPluginError: The plugin or the engine's module cannot be imported.
         PluginError: As for `find_backend`.
     """
-    return cast("Callable[..., Engine]", _target(find_backend(name, "engine")))
+    return cast("Callable[..., Engine]", _import_target(find_backend(name, "engine")))
 
 
 def get_trie(name: str | None = None) -> Callable[..., TokenCharacterTrie]:
     """Import a token trie's class, `target(vocabulary)`, and return it; as `get_backend`."""
-    return cast("Callable[..., TokenCharacterTrie]", _target(find_backend(name, "trie")))
+    return cast("Callable[..., TokenCharacterTrie]", _import_target(find_backend(name, "trie")))
 
 
-def _target(info: BackendInfo) -> Any:
+def _import_target(info: BackendInfo) -> Any:
     """Import the target of a spec; errors of genlm are raised unchanged."""
     try:
         target = pkgutil.resolve_name(info.target)
@@ -241,7 +243,7 @@ def _check_kind(kind: Kind) -> None:
         raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
 
 
-def _checked(name: object) -> str:
+def _checked_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a backend's name is a string; found {name!r}")
     return name
@@ -300,7 +302,9 @@ def _selection_hint(kind: Kind, infos: list[BackendInfo]) -> str:
     """Return advice to select one of several backends, or to install one."""
     if not infos:
         distributions = sorted(set(_published(kind).values()))
-        return f"Install one of {', '.join(distributions)}: {_install(distributions[0])}"
+        return (
+            f"Install one of {', '.join(distributions)}: {_install_commands(distributions[0])}"
+        )
     name = min(info.provider if info.status == "ambiguous" else info.name for info in infos)
     if kind == "trie":
         return f"Name one: get_trie({name!r}), use_backend(trie={name!r}) or GENLM_TRIE"
@@ -321,9 +325,9 @@ def _closest_match(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def _provided_by(distribution: str) -> str:
-    return f"It is provided by {distribution}: {_install(distribution)}"
+    return f"It is provided by {distribution}: {_install_commands(distribution)}"
 
 
-def _install(distribution: str) -> str:
+def _install_commands(distribution: str) -> str:
     """Return both commands: a clone may be newer than the index, or the only source."""
     return f"pip install {distribution}, or pip install ./plugins/{distribution} in a clone"

@@ -61,13 +61,14 @@ class Plugin:
         """Whether a name, or `"distribution:name"`, selects this plugin's backend."""
         distribution, colon, name = name.rpartition(":")
         return name == self.name and (
-            not colon or _normalized(distribution) == self.distribution
+            not colon or _normalized_name(distribution) == self.distribution
         )
 
     def is_listed(self, entries: Iterable[str]) -> bool:
         """Whether an entry of an environment variable selects this plugin."""
         return any(
-            self.provides(entry) or _normalized(entry) == self.distribution for entry in entries
+            self.provides(entry) or _normalized_name(entry) == self.distribution
+            for entry in entries
         )
 
     def why_disabled(self) -> str | None:
@@ -91,7 +92,7 @@ def variable_entries(variable: str) -> list[str]:
     return [entry for entry in entries if entry]
 
 
-def _normalized(distribution: str) -> str:
+def _normalized_name(distribution: str) -> str:
     """Return the normalised name of a distribution, as in package indexes."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
@@ -110,7 +111,7 @@ def find_plugins() -> tuple[Plugin, ...]:
                 continue
             first = importlib.metadata.distribution(candidate.metadata["Name"])
             entry_points = first.entry_points.select(group=PROJECT)
-            name, version = _normalized(first.metadata["Name"]), first.metadata["Version"]
+            name, version = _normalized_name(first.metadata["Name"]), first.metadata["Version"]
             version.strip()  # raises if it is missing
         except Exception as error:  # noqa: BLE001 - broken metadata of a distribution
             _log.warning("cannot read the metadata of %s: %r", candidate, error)

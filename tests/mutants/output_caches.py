@@ -136,9 +136,9 @@ def bytes_not_counted(put):
 
 @core_fault(
     delivery,
-    "copied",
+    "copy_result",
     found_by="scheduler/test_routing.py::test_callers_that_join_share_no_memory",
 )
-def joined_callers_share_memory(copied):
+def joined_callers_share_memory(copy_result):
     """Gives all callers of one evaluation the same tensor."""
     return lambda value: value

@@ -52,14 +52,16 @@ def position_forgotten(stream_uniforms):
     return lambda seeds, positions: stream_uniforms(seeds, [0] * len(positions))
 
 
-@core_mutant(genlm.core.rows.draws, "truncated", killed_by="draws-are-those-of-the-seed")
-def one_token_too_many(truncated):
+@core_mutant(genlm.core.rows.draws, "truncate", killed_by="draws-are-those-of-the-seed")
+def one_token_too_many(truncate):
     """Lets top-k have one token more."""
-    return lambda weights, top_k, top_p: truncated(weights, top_k + 1, top_p)
+    return lambda weights, top_k, top_p: truncate(weights, top_k + 1, top_p)
 
 
-@core_mutant(genlm.core.rows.reductions, "_selected", killed_by="draws-are-those-of-the-seed")
-def rows_by_place_in_the_group(_selected):
+@core_mutant(
+    genlm.core.rows.reductions, "_select_rows", killed_by="draws-are-those-of-the-seed"
+)
+def rows_by_place_in_the_group(_select_rows):
     """Reduces the first rows of a batch in place of those that ask for it."""
     return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
 
@@ -137,7 +139,7 @@ def always_scored_natively(scores):
 
 
 @core_mutant(
-    genlm.core.rows.reductions, "_computed", killed_by="a-failing-reduction-fails-alone"
+    genlm.core.rows.reductions, "_compute", killed_by="a-failing-reduction-fails-alone"
 )
 def all_reductions_fail_together(computed):
     """Fails all requests of a class of reductions for the one that raises."""

@@ -287,7 +287,7 @@ def test_numbers_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_a_bias_that_may_be_of_rows_or_of_tokens_is_refused() -> None:
     rows = some_rows(5, 5)
-    with pytest.raises(ValueError, match=r"pass shape \(5, 1\) or \(1, 5\)"):
+    with pytest.raises(ValueError, match=r"pass shape \(5, 1\) for rows or \(1, 5\)"):
         batch_log_mass(rows, bias=np.zeros(5))
     bias = np.arange(5.0)
     by_row, by_token = (batch_log_mass(rows, bias=bias.reshape(s)) for s in [(5, 1), (1, 5)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from genlm.core.base.errors import EvaluationError
 from genlm.core.rows.logits import (
-    _copied_at_once,
+    _copy_rows_at_once,
     copied_rows,
     invalid_rows,
     moved,
@@ -187,7 +187,7 @@ def test_rows_stay_on_the_device_of_the_logits() -> None:
     np.testing.assert_allclose(rows.cpu(), oracle(logits, 9, (2,)), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("copy", [copied_rows, _copied_at_once])
+@pytest.mark.parametrize("copy", [copied_rows, _copy_rows_at_once])
 def test_copied_rows_have_memory_of_their_own(copy: Any) -> None:
     with torch.inference_mode():
         rows = logits_of(4, 9)[:, :7]  # strides of something larger

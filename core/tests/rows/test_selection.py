@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from genlm.core.rows import logits as rows_module
 from genlm.core.rows import selection
-from genlm.core.rows.selection import batch_token_logprobs, batch_top_k, truncated
+from genlm.core.rows.selection import batch_token_logprobs, batch_top_k, truncate
 
 INF = math.inf
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 700, 1300])
@@ -112,7 +112,7 @@ def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
     weights = torch.from_numpy(drawn).float()
     before = weights.clone()
     ks = np.array([min(k, size) for k, _ in limits])
-    found = truncated(weights, ks, np.array([p for _, p in limits]))
+    found = truncate(weights, ks, np.array([p for _, p in limits]))
     assert torch.equal(weights, before)
     for row, kept, (k, p) in zip(weights.tolist(), found.tolist(), limits, strict=True):
         expected = kept_ids(row, min(k, size), p)
@@ -127,28 +127,28 @@ def test_the_number_of_candidates_changes_no_result(
     weights = torch.softmax(torch.rand(30, 1300, generator=generator) ** 8 * 9, -1)
     ks = np.array([1300, 1300, 40] * 10)
     ps = np.array([0.02, 0.9, 0.5, 1.0, 0.4] * 6)
-    expected = truncated(weights, ks, ps)
+    expected = truncate(weights, ks, ps)
     monkeypatch.setattr(selection, "_CANDIDATES", candidates)
-    assert torch.equal(truncated(weights, ks, ps), expected)
+    assert torch.equal(truncate(weights, ks, ps), expected)
     for row in range(30):
         one = slice(row, row + 1)
-        assert torch.equal(truncated(weights[one], ks[one], ps[one]), expected[one])
+        assert torch.equal(truncate(weights[one], ks[one], ps[one]), expected[one])
 
 
 def test_only_rows_whose_candidates_do_not_suffice_are_sorted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    own = selection._sorted
+    own = selection._sort_weights
 
     def counted(weights: torch.Tensor) -> Any:
         sizes.append(len(weights))
         return own(weights)
 
-    monkeypatch.setattr(selection, "_sorted", counted)
+    monkeypatch.setattr(selection, "_sort_weights", counted)
     weights = torch.full((6, 20_000), 1e-9)
     weights[:, 7] = 1.0
     weights[2] = 1 / 20_000
-    found = truncated(weights, np.full(6, 20_000), np.full(6, 0.9))
+    found = truncate(weights, np.full(6, 20_000), np.full(6, 0.9))
     assert sizes == [1]
     assert found.count_nonzero(-1).tolist() == [1, 1, 18_000, 1, 1, 1]

@@ -159,7 +159,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "checking": (results, "invalid_rows"),
     "reducing": (results, "reduce_rows"),
     "storing": (OutputCache, "put"),
-    "copying": (delivery, "copied"),
+    "copying": (delivery, "copy_result"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Rows and what is computed from them: masks, draws, reductions, scores, the output cache."""
+"""Rows of log-probabilities, and their masks, draws, reductions, scores and output cache."""

@@ -2,8 +2,7 @@
 
 A draw inverts the cumulative distribution at a uniform number, in the order of the ids. It
 depends on its row, its number and its settings alone, not on the other rows of the batch.
-Rows are computed a part at a time: the memory that is needed beside them is bounded, whatever
-their number.
+Rows are computed in parts: the additional memory is bounded, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from genlm.core.rows.row_weights import RowPart, RowWeights
 from genlm.core.rows.selection import (
     SUM_BLOCK,
     block_sums,
-    truncated,
-    wide,
+    to_float64,
+    truncate,
 )
 
 if TYPE_CHECKING:
@@ -37,14 +36,14 @@ __all__ = [
     "draw_from_logits",
 ]
 
-_FAINT = 1e-20
-"""A sum of weights below it has underflowed in float32."""
+_UNDERFLOW = 1e-20
+"""A sum of weights below this bound has underflowed in float32."""
 
-_LEAST_TEMPERATURE = 1e-30
-"""Lower temperatures are raised to it: only the most likely id keeps a weight above 0."""
+_MIN_TEMPERATURE = 1e-30
+"""Lower temperatures are raised to this one: only the most likely id has a weight above 0."""
 
 _LARGEST_SHARE = 1 - 2.0**-52
-"""A sum times it is below the sum, rounded too."""
+"""A sum times this share is below the sum, also after rounding."""
 
 _INF = float("inf")
 
@@ -87,20 +86,20 @@ def batch_draw(
         uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
             float64.
         weights: Weights of the tokens; None for the unchanged probabilities.
-        row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
-            from several times or not at all; by default draw i is from row i.
+        row_of: The row of each draw, ascending, int64, in main memory; a row may have several
+            draws or none. By default draw i is from row i.
     """
     weights = weights or RowWeights(rows.shape)
-    numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
+    numbers = _uniform_tensor(uniforms, len(rows) if row_of is None else len(row_of), 1)
     parts = []
     for part in weights.parts(rows):
-        own, here = part.places, None
+        draws, part_rows = part.places, None
         if row_of is not None:
-            ends = torch.tensor([own.start, own.stop])
-            own = slice(*torch.searchsorted(row_of, ends).tolist())
-            here = moved(row_of[own] - part.places.start, rows.device)
-        parts.append(_drawn(part, numbers[own], here))
-    return _joined(parts, rows, ())
+            ends = torch.tensor([draws.start, draws.stop])
+            draws = slice(*torch.searchsorted(row_of, ends).tolist())
+            part_rows = moved(row_of[draws] - part.places.start, rows.device)
+        parts.append(_draw_part(part, numbers[draws], part_rows))
+    return _concatenate(parts, rows, ())
 
 
 def draw_from_logits(
@@ -109,7 +108,7 @@ def draw_from_logits(
     """Draw as `batch_draw` does without weights; NaN for a row that is not a distribution.
 
     Args:
-        logits: Shape `(n, vocab_size)`, float32, of which one part is computed at once.
+        logits: Shape `(n, vocab_size)`, float32; all rows are computed at once.
         uniforms: Random numbers in [0, 1), float64, one per draw.
         row_of: The row of each draw, int64, in main memory.
     """
@@ -117,7 +116,7 @@ def draw_from_logits(
     if logits.device.type == "cpu":
         memory = scratch_memory("weights", *logits.shape)
     weights = torch.softmax(logits, -1, out=memory)
-    drawn = _inverted(weights, block_sums(weights), uniforms, moved(row_of, logits.device))
+    drawn = _invert(weights, block_sums(weights), uniforms, moved(row_of, logits.device))
     logprobs = drawn.logprobs
     return DrawnTokens(drawn.token_ids, logprobs, torch.zeros_like(logprobs), logprobs.clone())
 
@@ -127,12 +126,12 @@ def batch_draw_without_replacement(
     uniforms: Numbers,
     weights: RowWeights | None = None,
 ) -> DrawnTokens:
-    """Draw several different tokens from each row, one after the other.
+    """Draw several different tokens from each row, in sequence.
 
-    Each token is drawn as by `batch_draw` from those that are left, the first with the same
-    number the same. Ordered sequences of tokens then have the distribution of the Gumbel-top-k
-    trick (Kool, van Hoof, Welling: "Stochastic beams and where to find them", 2019), and the
-    sum of `draw_logprob` is the log-probability of the sequence.
+    Each token is drawn as by `batch_draw` from the remaining tokens; the first token is that of
+    `batch_draw` for the same number. Ordered sequences of tokens then have the distribution of
+    the Gumbel-top-k trick (Kool, van Hoof, Welling: "Stochastic beams and where to find them",
+    2019), and the sum of `draw_logprob` is the log-probability of the sequence.
 
     Args:
         rows: As `batch_draw`.
@@ -140,15 +139,18 @@ def batch_draw_without_replacement(
         weights: As `batch_draw`, of temperatures above 0.
 
     Returns:
-        DrawnTokens of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
-        `log_mass` is that of all tokens.
+        DrawnTokens of shape `(n, k)`. If a row has fewer than k tokens, the other entries are
+        -1. `log_mass` is that of all tokens.
     """
     weights = weights or RowWeights(rows.shape)
     if weights.is_greedy:
         raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
-    numbers = _numbers(uniforms, len(rows), 2)
-    parts = [_drawn_in_turn(part, numbers[part.places]) for part in weights.parts(rows)]
-    return _joined(parts, rows, (numbers.shape[1],))
+    numbers = _uniform_tensor(uniforms, len(rows), 2)
+    parts = [
+        _draw_part_without_replacement(part, numbers[part.places])
+        for part in weights.parts(rows)
+    ]
+    return _concatenate(parts, rows, (numbers.shape[1],))
 
 
 def batch_log_mass(rows: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
@@ -158,11 +160,11 @@ def batch_log_mass(rows: torch.Tensor, weights: RowWeights | None = None) -> tor
     without mask and bias. Temperatures do not matter.
     """
     weights = weights or RowWeights(rows.shape)
-    parts = [_weighted(part).log_mass for part in weights.parts(rows)]
+    parts = [_compute_weights(part).log_mass for part in weights.parts(rows)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
 
 
-def _numbers(values: Numbers, count: int, ndim: int) -> torch.Tensor:
+def _uniform_tensor(values: Numbers, count: int, ndim: int) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         numbers = values.double()
     else:
@@ -176,7 +178,7 @@ def _numbers(values: Numbers, count: int, ndim: int) -> torch.Tensor:
     return numbers
 
 
-class _Weighted(NamedTuple):
+class _Weights(NamedTuple):
     """Unnormalised probabilities of tokens."""
 
     scores: torch.Tensor
@@ -187,13 +189,12 @@ class _Weighted(NamedTuple):
     log_mass: torch.Tensor
 
 
-def _weighted(part: RowPart) -> _Weighted:
+def _compute_weights(part: RowPart) -> _Weights:
     """Return weights of rows.
 
-    Weights are shares of the row's sum, which torch computes in one operation that is fast
-    for any values; on CPUs the exponential of -inf is slow. Where the tokens of the mask are so
-    unlikely that their shares underflow, weights are computed again, relative to the likeliest
-    of these.
+    Weights are shares of the row's sum: torch's softmax is fast for any values, while on CPUs
+    the exponential of -inf is slow. If the tokens of the mask are so unlikely that their shares
+    underflow, their weights are recomputed relative to the most likely of them.
     """
     rows = part.rows
     scores = rows if part.bias is None else rows + part.bias
@@ -213,22 +214,22 @@ def _weighted(part: RowPart) -> _Weighted:
                 shares.masked_fill_(part.unrestricted, 0.0)
             log_mass += shares
     if is_tempered:
-        tempered_scores = _tempered(scores, part.temperatures)
+        tempered_scores = _divide_by_temperature(scores, part.temperatures)
         weights = torch.softmax(tempered_scores, -1, out=part.memory)
         sums = _masked_sums(weights, part.factors)
-        tempered = sums.sum(-1)
-        totals = tempered if totals is None else torch.minimum(totals, tempered)
+        tempered_totals = sums.sum(-1)
+        totals = tempered_totals if totals is None else torch.minimum(totals, tempered_totals)
     assert totals is not None  # noqa: S101 - one of the two was computed
-    is_faint = ~(totals >= _FAINT)  # NaN where no token is possible
-    if is_faint.any():
-        faint = is_faint.nonzero()[:, 0]
-        places = faint.to(rows.device)
+    has_underflow = ~(totals >= _UNDERFLOW)  # NaN if no token is possible
+    if has_underflow.any():
+        underflown = has_underflow.nonzero()[:, 0]
+        places = underflown.to(rows.device)
         possible = _masked_scores(scores, part.factors, places)
         log_mass[places] = possible.logsumexp(-1)
-        _reweight(weights, sums, possible, part.temperatures, faint)
+        _reweight(weights, sums, possible, part.temperatures, underflown)
     if part.offset is not None:
         log_mass += part.offset
-    return _Weighted(scores, weights, sums, log_mass)
+    return _Weights(scores, weights, sums, log_mass)
 
 
 def _reweight(
@@ -239,10 +240,10 @@ def _reweight(
     rows: torch.Tensor,
 ) -> None:
     """Compute the weights of some rows in place, relative to the largest of their scores."""
-    chosen = temperatures[rows.cpu().numpy()]
-    made = _tempered(scores, chosen).exp_()
-    weights[rows.to(weights.device)] = made
-    sums[rows] = block_sums(made)
+    shifted = _divide_by_temperature(scores, temperatures[rows.cpu().numpy()])
+    row_weights = shifted.exp_()
+    weights[rows.to(weights.device)] = row_weights
+    sums[rows] = block_sums(row_weights)
 
 
 def _masked_sums(weights: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
@@ -258,81 +259,85 @@ def _masked_scores(
     """Return scores of some rows, `-inf` outside their masks."""
     if factors is None:
         return scores[places]
-    of_rows = factors if len(factors) == 1 else factors[places]
-    return scores[places].masked_fill_(of_rows == 0, -_INF)
+    row_factors = factors if len(factors) == 1 else factors[places]
+    return scores[places].masked_fill_(row_factors == 0, -_INF)
 
 
-def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> torch.Tensor:
-    """Return scores less the largest, divided by temperatures; by 1 instead of 0."""
+def _divide_by_temperature(
+    scores: torch.Tensor, temperatures: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """Return scores minus the largest, divided by temperatures; 0 counts as 1."""
     largest = scores.amax(-1, keepdim=True)
     # Rows without a possible token would become NaN.
     shifted = scores - largest.masked_fill(largest.isneginf(), 0.0)
-    # The largest is 0 before the division, which could make all of them -inf.
-    divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _LEAST_TEMPERATURE))
-    by = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
-    return shifted.div_(by[:, None])
+    # Before the division the largest is 0; otherwise all scores could become -inf.
+    divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _MIN_TEMPERATURE))
+    device_divisors = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
+    return shifted.div_(device_divisors[:, None])
 
 
-def _drawn(part: RowPart, uniforms: torch.Tensor, row_of: torch.Tensor | None) -> DrawnTokens:
+def _draw_part(
+    part: RowPart, uniforms: torch.Tensor, row_of: torch.Tensor | None
+) -> DrawnTokens:
     rows = part.rows
     is_greedy = part.temperatures == 0
     if is_greedy.all() and part.factors is None and part.bias is None:
         certain = rows.new_zeros(len(rows))
         log_mass = certain if part.offset is None else certain + part.offset
-        best = _found(rows, rows.argmax(-1), log_mass, certain)
+        best = _drawn_tokens(rows, rows.argmax(-1), log_mass, certain)
         return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
-    scores, weights, sums, log_mass = _weighted(part)
+    scores, weights, sums, log_mass = _compute_weights(part)
     limited = ~is_greedy & ((part.top_k < rows.shape[1]) | (part.top_p < 1))
     if limited.any():
         places = moved(torch.from_numpy(np.flatnonzero(limited)), rows.device)
-        kept = truncated(weights[places], part.top_k[limited], part.top_p[limited])
-        weights[places] = kept
-        sums[places.to(sums.device)] = block_sums(kept)
+        limited_weights = truncate(weights[places], part.top_k[limited], part.top_p[limited])
+        weights[places] = limited_weights
+        sums[places.to(sums.device)] = block_sums(limited_weights)
     if is_greedy.any():
         places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), rows.device)
         best_ids = _masked_scores(scores, part.factors, places).argmax(-1)
-        # The only token that is left, of any weight: a draw takes it.
+        # A draw returns the only token with a weight above 0, whatever the weight.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    drawn = _inverted(weights, sums, uniforms, row_of)
-    return _found(rows, drawn.token_ids, log_mass, drawn.logprobs, row_of)
+    drawn = _invert(weights, sums, uniforms, row_of)
+    return _drawn_tokens(rows, drawn.token_ids, log_mass, drawn.logprobs, row_of)
 
 
-def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
+def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
     rows = part.rows
-    scores, weights, sums, log_mass = _weighted(part)
+    scores, weights, sums, log_mass = _compute_weights(part)
     count = uniforms.shape[1]
     token_ids = torch.empty(len(rows), count, dtype=torch.long, device=rows.device)
     draw_logprob = torch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
     for turn in range(count):
-        drawn = _inverted(weights, sums, uniforms[:, turn], None)
+        drawn = _invert(weights, sums, uniforms[:, turn], None)
         draw_logprob[:, turn] = drawn.logprobs
         token_ids[:, turn] = torch.where(drawn.logprobs > -_INF, drawn.token_ids, -1)
         if turn == count - 1:
             break
         weights.scatter_(1, drawn.token_ids[:, None], 0.0)
-        rest = drawn.inside.scatter_(1, drawn.place[:, None], 0.0).sum(-1)
-        sums.scatter_(1, drawn.block.to(sums.device)[:, None], wide(rest)[:, None])
-        faint = (sums.sum(-1) < _FAINT).nonzero()[:, 0]
-        if len(faint):
-            places = faint.to(rows.device)
+        block_sum = drawn.block_weights.scatter_(1, drawn.place[:, None], 0.0).sum(-1)
+        sums.scatter_(1, drawn.block.to(sums.device)[:, None], to_float64(block_sum)[:, None])
+        underflown = (sums.sum(-1) < _UNDERFLOW).nonzero()[:, 0]
+        if len(underflown):
+            places = underflown.to(rows.device)
             possible = _masked_scores(scores, part.factors, places)
             earlier = token_ids[places, : turn + 1]
             is_drawn = torch.zeros_like(possible, dtype=torch.bool)
             is_drawn.scatter_(1, earlier.clamp(min=0), earlier >= 0)
             possible = possible.masked_fill(is_drawn, -_INF)
-            _reweight(weights, sums, possible, part.temperatures, faint)
-    return _found(rows, token_ids, log_mass, draw_logprob)
+            _reweight(weights, sums, possible, part.temperatures, underflown)
+    return _drawn_tokens(rows, token_ids, log_mass, draw_logprob)
 
 
-def _found(
+def _drawn_tokens(
     rows: torch.Tensor,
     token_ids: torch.Tensor,
     log_mass: torch.Tensor,
     draw_logprob: torch.Tensor,
     row_of: torch.Tensor | None = None,
 ) -> DrawnTokens:
-    """Return draws, those of rows without a possible token marked."""
+    """Return draws, with token -1 and `-inf` for rows without a possible token."""
     if row_of is None:
         columns = token_ids if token_ids.ndim == 2 else token_ids[:, None]
         logprobs = rows.gather(1, columns.clamp(min=0)).view_as(token_ids)
@@ -350,7 +355,7 @@ def _found(
     )
 
 
-def _joined(
+def _concatenate(
     parts: list[DrawnTokens], rows: torch.Tensor, shape: tuple[int, ...]
 ) -> DrawnTokens:
     if len(parts) == 1:
@@ -362,62 +367,63 @@ def _joined(
     return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-class _Inverted(NamedTuple):
-    """Ids drawn from rows, in the blocks that have them."""
+class _DrawnIds(NamedTuple):
+    """Ids drawn from rows, and the blocks of weights that contain them."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     """Log of each id's share of the sum of its row."""
     block: torch.Tensor
     """Block of each id."""
-    inside: torch.Tensor
+    block_weights: torch.Tensor
     """Copy of the weights of these blocks, shape `(n, ids)`."""
     place: torch.Tensor
-    """Place of each id in `inside`."""
+    """Place of each id in `block_weights`."""
 
 
-def _inverted(
+def _invert(
     weights: torch.Tensor,
     sums: torch.Tensor,
     uniforms: torch.Tensor,
     row_of: torch.Tensor | None,
-) -> _Inverted:
+) -> _DrawnIds:
     """Draw an id from rows in proportion to their weights.
 
-    Two levels: only the sums of blocks and one block of each row are in float64.
+    The search has two levels: only the sums of blocks and one block of each row are in float64.
     """
     share = moved(uniforms, sums.device)[:, None]
-    own = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
-    if own.shape[1] == 1:
-        blocks = torch.zeros_like(own, dtype=torch.long)
-        totals = own
+    row_sums = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
+    if row_sums.shape[1] == 1:
+        blocks = torch.zeros_like(row_sums, dtype=torch.long)
+        totals = row_sums
     else:
-        cumulative = own.cumsum(-1)
+        cumulative = row_sums.cumsum(-1)
         totals = cumulative[:, -1:]
-        # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
+        # A multiple of 2**-53 below 1, times the total, is below the total, even when rounded.
         thresholds = share * totals
         blocks = torch.searchsorted(cumulative, thresholds, right=True)
         blocks = blocks.clamp_(max=sums.shape[1] - 1)  # rows of zeros
-        end, width = cumulative.gather(1, blocks), own.gather(1, blocks)
+        end, width = cumulative.gather(1, blocks), row_sums.gather(1, blocks)
         share = (thresholds - (end - width)).div_(width)
     block = blocks.to(weights.device)[:, 0]
-    inside, first = _inside(weights, block, row_of)
-    within = wide(inside).cumsum(-1)
-    # The largest share stands for the last id that has a weight.
+    block_weights, first = _block_weights(weights, block, row_of)
+    within = to_float64(block_weights).cumsum(-1)
+    # The largest share selects the last id that has a weight.
     thresholds = share.clamp(0, _LARGEST_SHARE).mul_(within[:, -1:])
     places = torch.searchsorted(within, thresholds, right=True)
     places = places.clamp_(max=within.shape[1] - 1).to(weights.device)  # rows of zeros
-    logprobs = (inside.gather(1, places) / totals.to(inside)).log_()[:, 0]
+    logprobs = (block_weights.gather(1, places) / totals.to(block_weights)).log_()[:, 0]
     place = places[:, 0]
-    return _Inverted(first + place, logprobs, block, inside, place)
+    return _DrawnIds(first + place, logprobs, block, block_weights, place)
 
 
-def _inside(
+def _block_weights(
     weights: torch.Tensor, block: torch.Tensor, row_of: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return as many weights of some rows as a block has, and the id of the first of them.
+    """Return the weights of one block of each of some rows, and the id of the first weight.
 
-    They end with the row if the block is its last one; weights before the block are then 0.
+    The last block of a row may be shorter. The weights before it are then returned as 0, so
+    that all blocks have the same size.
     """
     size = weights.shape[1]
     if row_of is None:
@@ -427,8 +433,8 @@ def _inside(
     first = (block * SUM_BLOCK).clamp_(max=size - SUM_BLOCK)
     # Faster than indexing by rows and places.
     blocks = weights.view(-1).unfold(0, SUM_BLOCK, 1)
-    found = blocks.index_select(0, torch.add(first, row_of, alpha=size))
+    block_weights = blocks.index_select(0, torch.add(first, row_of, alpha=size))
     if size % SUM_BLOCK:
         before = SUM_BLOCK - size % SUM_BLOCK
-        found[:, :before].mul_((block < size // SUM_BLOCK)[:, None])
-    return found, first
+        block_weights[:, :before].mul_((block < size // SUM_BLOCK)[:, None])
+    return block_weights, first

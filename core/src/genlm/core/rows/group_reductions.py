@@ -1,4 +1,4 @@
-"""Reductions of the rows of a population: columns in, columns out."""
+"""Reductions of the rows of a population, whose results are columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rows(GroupReduction):
 
 
 class TokenColumns(GroupReduction):
-    """The log-probabilities of given tokens: one column, shape `(n, k)`, float32.
+    """The log-probabilities of some tokens: one column, shape `(n, k)`, float32.
 
     Args:
         token_ids: Shape `(n, k)`, int64, in main memory; -1 for no token, which gives 0.
@@ -62,8 +62,8 @@ class TokenColumns(GroupReduction):
     ) -> tuple[torch.Tensor, ...]:
         """Gather the tokens of all members in one operation."""
         ids = moved(self.token_ids[members], rows.device)
-        found = rows[moved(row_of, rows.device)[:, None], ids.clamp(min=0)]
-        return (found.masked_fill(ids < 0, 0.0),)
+        logprobs = rows[moved(row_of, rows.device)[:, None], ids.clamp(min=0)]
+        return (logprobs.masked_fill(ids < 0, 0.0),)
 
 
 class TopColumns(GroupReduction):
@@ -100,14 +100,15 @@ class SharedReduction(GroupReduction):
         if not len(rows):
             return (torch.empty(0),)
         kind = type(self.reduction)
-        found = kind.compute(rows, [self.reduction] * len(rows))
-        if found and isinstance(found[0], tuple):
-            return tuple(_column(each, kind)[row_of] for each in zip(*found, strict=True))
-        return (_column(found, kind)[row_of],)
+        results = kind.compute(rows, [self.reduction] * len(rows))
+        if results and isinstance(results[0], tuple):
+            columns = zip(*results, strict=True)
+            return tuple(_column(values, kind)[row_of] for values in columns)
+        return (_column(results, kind)[row_of],)
 
 
 def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
-    """Return a reduction of columns."""
+    """Return a reduction whose results are columns."""
     if isinstance(reduction, Reduction):
         return SharedReduction(reduction)
     if not isinstance(reduction, GroupReduction):
@@ -127,19 +128,19 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
         return torch.tensor(values)
     except (TypeError, ValueError) as error:
         raise EvaluationError(
-            f"{kind.__name__}.compute returned {type(values[0]).__name__} for a row, which is "
-            f"no column; return numbers or tensors of one shape, or derive from "
-            f"genlm.GroupReduction"
+            f"{kind.__name__}.compute returned {type(values[0]).__name__} for a row, which "
+            f"cannot be part of a column; return numbers or tensors of one shape, or derive "
+            f"from genlm.GroupReduction"
         ) from error
 
 
-class _Weighted(GroupReduction):
+class _WeightedReduction(GroupReduction):
     """A reduction of weights: rows under masks, temperature and bias."""
 
     def __init__(self, weights: RowWeights) -> None:
         self.weights = weights
 
-    def _arranged(
+    def _distinct_weights(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, RowWeights, torch.Tensor | None]:
         """Return a row for each distinct set of weights, and the place of each member's set.
@@ -151,32 +152,32 @@ class _Weighted(GroupReduction):
         if len(places) == len(rows) and (places[1:] > places[:-1]).all():
             return rows, weights, None
         first, weights_of = weights.distinct(places)
-        chosen = row_of[torch.from_numpy(first)]
-        if len(chosen) != len(rows) or not torch.equal(chosen, torch.arange(len(rows))):
-            rows = rows[moved(chosen, rows.device)]
+        indices = row_of[torch.from_numpy(first)]
+        if len(indices) != len(rows) or not torch.equal(indices, torch.arange(len(rows))):
+            rows = rows[moved(indices, rows.device)]
         return rows, weights.of(first), torch.from_numpy(weights_of)
 
 
-class MassColumns(_Weighted):
+class MassColumns(_WeightedReduction):
     """The log of the mass of allowed tokens: one column, shape `(n,)`, float32."""
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Sum each distinct set of weights once."""
-        rows, weights, weights_of = self._arranged(rows, row_of, members)
+        rows, weights, weights_of = self._distinct_weights(rows, row_of, members)
         log_mass = batch_log_mass(rows, weights)
         if weights_of is None:
             return (log_mass,)
         return (log_mass[moved(weights_of, rows.device)],)
 
 
-class DrawColumns(_Weighted):
+class DrawColumns(_WeightedReduction):
     """A token for each member, or several different ones: the columns of `DrawnTokens`.
 
     Args:
-        weights: What the tokens of each member are drawn under.
-        uniforms: The randomness, numbers in [0, 1): shape `(n,)` for `batch_draw`, `(n, k)` for
+        weights: Masks, temperatures, biases and limits of each member.
+        uniforms: Random numbers in [0, 1): shape `(n,)` for `batch_draw`, `(n, k)` for
             `batch_draw_without_replacement`.
     """
 
@@ -194,7 +195,7 @@ class DrawColumns(_Weighted):
             if not torch.equal(row_of, torch.arange(len(rows))):
                 rows = rows[moved(row_of, rows.device)]
             return batch_draw_without_replacement(rows, uniforms, weights)
-        rows, weights, weights_of = self._arranged(rows, row_of, members)
+        rows, weights, weights_of = self._distinct_weights(rows, row_of, members)
         if weights_of is None or (weights_of[1:] >= weights_of[:-1]).all():
             return batch_draw(rows, uniforms, weights, row_of=weights_of)
         weights_of, order = weights_of.sort()

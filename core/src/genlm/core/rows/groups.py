@@ -43,30 +43,33 @@ class Columns:
         *,
         are_logits: bool = False,
     ) -> bool:
-        """Reduce rows or logits of some members; return whether their rows are not needed.
+        """Reduce rows or logits of some members.
 
         See `GroupReduction.compute` and `GroupReduction.compute_from_logits`.
+
+        Returns:
+            False if the reduction needs rows instead of these logits.
         """
         reduction = self._reduction
         compute = reduction.compute_from_logits if are_logits else reduction.compute
         columns: Any = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))
         if are_logits and columns is None:
             return False
-        if isinstance(columns, tuple):  # the memory of the values is used again
+        if isinstance(columns, tuple):  # the memory of the values is reused
             memory = values.untyped_storage().data_ptr()
             columns = tuple(
-                each.clone() if each.untyped_storage().data_ptr() == memory else each
-                for each in columns
+                column.clone() if column.untyped_storage().data_ptr() == memory else column
+                for column in columns
             )
         self.add(members, columns)
         return True
 
     def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
         """Add the results of some members."""
-        found: object = columns
-        if not isinstance(found, tuple):
+        result: object = columns  # of a user's function, which may return anything
+        if not isinstance(result, tuple):
             raise TypeError(
-                f"{type(self._reduction).__name__}.compute returned {type(found).__name__}; "
+                f"{type(self._reduction).__name__}.compute returned {type(result).__name__}; "
                 f"expected a tuple of tensors"
             )
         for part in columns:
@@ -77,7 +80,7 @@ class Columns:
             return
         if not self._columns:
             self._columns = tuple(
-                each.new_empty((self._count, *each.shape[1:])) for each in columns
+                part.new_empty((self._count, *part.shape[1:])) for part in columns
             )
         places = torch.from_numpy(members)
         for column, part in zip(self._columns, columns, strict=True):
@@ -108,11 +111,11 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._done = 0
         self._columns = Columns(query.reduction, len(query.row_of))
-        self._has_each_once = np.array_equal(query.row_of, np.arange(len(query.wanted)))
+        self._is_identity = np.array_equal(query.row_of, np.arange(len(query.wanted)))
 
     @functools.cached_property
     def _by_row(self) -> Integers64:
-        """The members, those of the first row first, shape `(n,)`."""
+        """The members in the order of their rows, shape `(n,)`."""
         row_of = self.query.row_of
         if (row_of[1:] >= row_of[:-1]).all():
             return np.arange(len(row_of))
@@ -120,7 +123,7 @@ class GroupWork:
 
     @functools.cached_property
     def _bounds(self) -> Integers64:
-        """Where the members of each row begin in `_by_row`, and where the last ones end."""
+        """Start of each row's members in `_by_row`, and the end of the last, `(rows + 1,)`."""
         places = np.arange(len(self.query.wanted) + 1)
         return np.searchsorted(self.query.row_of[self._by_row], places)
 
@@ -147,10 +150,10 @@ class GroupWork:
             rows, places = values[begin:end], part[begin:end]
             members, row_of = self._members(places)
             if computed.are_logits:
-                known = known_logits(rows, self._vocabulary)
-                is_complete = known.shape[1] == self._vocabulary.size
+                logits = known_logits(rows, self._vocabulary)
+                is_complete = logits.shape[1] == self._vocabulary.size
                 if is_complete and self._columns.reduce(
-                    known, row_of, members, are_logits=True
+                    logits, row_of, members, are_logits=True
                 ):
                     continue
                 is_on_cpu = rows.device.type == "cpu"
@@ -176,8 +179,8 @@ class GroupWork:
         return GroupResult(self._columns.result(), errors)
 
     def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
-        """Return the members of some rows, by row, and which of these rows each has."""
-        if self._has_each_once:
+        """Return the members of some rows, by row, and the place of each one's row."""
+        if self._is_identity:
             return places, np.arange(len(places))
         begins = self._bounds[places]
         counts = self._bounds[places + 1] - begins

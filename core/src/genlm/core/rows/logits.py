@@ -30,19 +30,19 @@ __all__ = [
 ]
 
 _SUM_TOLERANCE = 1e-2
-"""How far from 1 the probabilities of a row may sum. Rows of a correct engine are within
-1e-4; a larger bound tells a broken computation from coarse rounding."""
+"""Maximum distance of the sum of a row's probabilities from 1. Rows of a correct engine are
+within 1e-4; the larger bound distinguishes a broken computation from coarse rounding."""
 
 _STACKED_SIZE = 2**14
-"""Rows up to this size are checked stacked: for longer ones the copy takes more time than
-one operation for each row."""
+"""Maximum size of rows that are stacked for the check: for larger rows the copy takes more
+time than one operation for each row."""
 
 _VALUES_ON_CPU = 2**20
 """Maximum number of entries of rows that are computed at once on a CPU: 4 MiB in float32, so
 that intermediate results stay in the CPU's caches and memory does not grow with the batch."""
 
 _VALUES_ON_DEVICE = 2**27
-"""The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
+"""Maximum number on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
 _scratch = threading.local()
 
@@ -72,7 +72,7 @@ def rows_from_logits(
     """
     if logits.ndim != 2:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)}; expected rows of them, (n, width)"
+            f"logits of shape {tuple(logits.shape)}; expected rows, shape (n, width)"
         )
     size = vocabulary.size
     known = known_logits(logits, vocabulary)
@@ -90,30 +90,30 @@ def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     The result has shape `(n, min(width, vocabulary.size))`, float32, and may share memory with
     `logits`.
     """
-    kept = logits[:, : vocabulary.size].float()
+    known = logits[:, : vocabulary.size].float()
     if vocabulary.missing_ids:
-        index = _missing_index(vocabulary, kept.shape[1], kept.device)
-        kept = kept.index_fill(1, index, float("-inf"))
-    return kept
+        index = _missing_index(vocabulary, known.shape[1], known.device)
+        known = known.index_fill(1, index, float("-inf"))
+    return known
 
 
 def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, int]]:
     """Divide `count` rows of `size` entries into parts that are computed at once.
 
     Returns:
-        Where each part begins and ends, in order.
+        Begin and end of each part, in order.
     """
     values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
-    most = max(1, values // max(1, size))
-    return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
+    limit = max(1, values // max(1, size))
+    return [(begin, min(begin + limit, count)) for begin in range(0, count, limit)]
 
 
 def scratch_memory(use: str, count: int, size: int) -> torch.Tensor:
     """Return uninitialised main memory for some rows, shape `(count, size)`, float32.
 
-    It is the same memory at every call of a thread with the same `use`: the C library returns
-    large blocks to the system when they are freed, and the page faults of new ones take longer
-    than a softmax.
+    Calls of a thread with the same `use` return the same memory: the C library returns large
+    blocks to the system when they are freed, and the page faults of new blocks take longer than
+    a softmax.
     """
     memory: torch.Tensor | None = getattr(_scratch, use, None)
     if memory is None or memory.numel() < count * size:
@@ -146,15 +146,15 @@ def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
     """Copy each row into separate memory.
 
-    On CUDA a few kernels copy all of them. `torch.unbind_copy` launches one for each row.
+    On CUDA a few kernels copy all rows; `torch.unbind_copy` would launch one for each row.
     """
     if rows.device.type != "cuda":
         copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
         return list(copies)
-    return _copied_at_once(rows)
+    return _copy_rows_at_once(rows)
 
 
-def _copied_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
+def _copy_rows_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
     count, size = rows.shape
     copies = [rows.new_empty(size) for _ in range(count)]
     torch.split_with_sizes_copy(rows.reshape(-1), [size] * count, out=copies)
@@ -172,15 +172,15 @@ def invalid_rows(
         rows: Candidates for natural-log probabilities, each of shape `(size,)`, float32, or
             all of them in one tensor.
         size: Number of ids in the vocabulary.
-        normalised: Whether `rows`, one tensor, is what `rows_from_logits` returned: then NaN
-            is all that can be wrong, and no exponential is needed to find it.
+        normalised: Whether `rows`, one tensor, is a result of `rows_from_logits`: such rows
+            can only be invalid by NaN, which is found without exponentials.
 
     Returns:
         An error for each invalid row, by its position.
     """
     if isinstance(rows, torch.Tensor) and rows.ndim == 2:
         if normalised:
-            is_broken = rows[:, 0].isnan()  # all entries of a row are NaN or none
+            is_broken = rows[:, 0].isnan()  # either all entries of a row are NaN or none
             broken = is_broken.nonzero()[:, 0].tolist() if is_broken.any() else []
             return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
         return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
@@ -190,8 +190,9 @@ def invalid_rows(
         if row.shape == (size,) and row.dtype == torch.float32:
             on_device.setdefault(row.device, []).append(position)
         else:
-            found = f"shape {tuple(row.shape)}, {row.dtype}; expected ({size},), torch.float32"
-            errors[position] = _invalid(found)
+            errors[position] = _invalid_row(
+                f"shape {tuple(row.shape)}, {row.dtype}; expected ({size},), torch.float32"
+            )
     for positions in on_device.values():
         errors |= _invalid_sums(rows, positions, _sums([rows[i] for i in positions]), size)
     return errors
@@ -207,8 +208,8 @@ def _invalid_sums(
     for position, total in zip(positions, sums, strict=True):
         if not abs(total - 1) <= _SUM_TOLERANCE:  # true for NaN
             nans = int(rows[position].isnan().sum())
-            what = f"NaN at {nans} of {size} ids" if nans else f"a sum of {total:.6g}"
-            errors[position] = _invalid(what)
+            problem = f"NaN at {nans} of {size} ids" if nans else f"a sum of {total:.6g}"
+            errors[position] = _invalid_row(problem)
     return errors
 
 
@@ -224,24 +225,28 @@ def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
     return sums
 
 
-def _invalid(found: str) -> EvaluationError:
-    return invalid_computation(f"a row that is not a distribution: {found}")
+def _invalid_row(problem: str) -> EvaluationError:
+    return invalid_computation(f"a row that is not a distribution: {problem}")
 
 
-def invalid_computation(what: str) -> EvaluationError:
-    """Return the error of an engine whose results are not distributions."""
+def invalid_computation(result: str) -> EvaluationError:
+    """Return the error of an engine whose results are not distributions.
+
+    Args:
+        result: Description of the invalid result.
+    """
     return EvaluationError(
-        f"the engine computed {what}. The computation overflowed, or the engine does not serve "
-        f"this model correctly: try dtype='float32' or another engine"
+        f"the engine computed {result}. The computation overflowed, or the engine does not "
+        f"serve this model correctly: try dtype='float32' or another engine"
     )
 
 
 def _missing_index(vocabulary: Vocabulary, width: int, device: torch.device) -> torch.Tensor:
     """Return the ids below `width` that no token has, copied to each device once."""
-    known = _missing.setdefault(vocabulary, {})
-    if (width, device) not in known:
+    indices = _missing.setdefault(vocabulary, {})
+    if (width, device) not in indices:
         missing = [token_id for token_id in vocabulary.missing_ids if token_id < width]
         with torch.inference_mode(False):  # later calls may compute gradients
             index = torch.tensor(missing, dtype=torch.long, device=device)
-        known[width, device] = index
-    return known[width, device]
+        indices[width, device] = index
+    return indices[width, device]

@@ -22,7 +22,7 @@ __all__ = ["Mask"]
 _Words = np.ndarray[Any, np.dtype[np.uint8]]
 
 _FORMS = (
-    "booleans, one for each token, or token ids (llm.vocabulary.mask(condition) makes one; "
+    "booleans, one for each token, or token ids (llm.vocabulary.mask(condition) returns one; "
     "Mask.from_packed takes bits)"
 )
 
@@ -34,7 +34,7 @@ class Mask:
     be created once, so that it is compared and hashed quickly. `a | b`, `a & b`, `a - b` and
     `a ^ b` are set operations, and `~a` contains all ids that are not in `a`.
 
-    A mask contains the EOS id only if it is given explicitly:
+    A mask contains the EOS id only if it is passed explicitly:
     `llm.vocabulary.mask(...) | Mask([llm.tokenizer.eos_token_id], llm.vocab_size)` allows the
     end of a text. `~a` contains EOS and all other special tokens unless they are in `a`.
 
@@ -59,7 +59,7 @@ class Mask:
 
     def __init__(self, allowed: MaskLike, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._bytes = _packed(allowed, vocab_size).tobytes()
+        self._bytes = _pack(allowed, vocab_size).tobytes()
         self._hash = hash(self._bytes)
 
     @classmethod
@@ -82,7 +82,7 @@ class Mask:
                 f"packed bits of a mask are int32 words of shape {shape} for this vocabulary; "
                 f"found {array.dtype}, shape {array.shape}"
             )
-        return _restored(_bits_of(array, vocab_size).tobytes(), vocab_size)
+        return _from_bytes(_pack_words(array, vocab_size).tobytes(), vocab_size)
 
     @property
     def packed(self) -> _Words:
@@ -114,26 +114,26 @@ class Mask:
         )
 
     def __or__(self, other: Mask) -> Mask:
-        return self._combined(other, np.bitwise_or)
+        return self._combine(other, np.bitwise_or)
 
     def __and__(self, other: Mask) -> Mask:
-        return self._combined(other, np.bitwise_and)
+        return self._combine(other, np.bitwise_and)
 
     def __sub__(self, other: Mask) -> Mask:
-        return self._combined(other, lambda mine, others: mine & ~others)
+        return self._combine(other, lambda mine, theirs: mine & ~theirs)
 
     def __xor__(self, other: Mask) -> Mask:
-        return self._combined(other, np.bitwise_xor)
+        return self._combine(other, np.bitwise_xor)
 
     def __invert__(self) -> Mask:
-        every = np.packbits(np.ones(self.vocab_size, np.bool_), bitorder="little")
-        return _restored((every ^ self.packed).tobytes(), self.vocab_size)
+        all_ids = np.packbits(np.ones(self.vocab_size, np.bool_), bitorder="little")
+        return _from_bytes((all_ids ^ self.packed).tobytes(), self.vocab_size)
 
-    def _combined(self, other: Mask, operation: Callable[[_Words, _Words], _Words]) -> Mask:
+    def _combine(self, other: Mask, operation: Callable[[_Words, _Words], _Words]) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         _check_length("a mask over", other.vocab_size, self.vocab_size)
-        return _restored(operation(self.packed, other.packed).tobytes(), self.vocab_size)
+        return _from_bytes(operation(self.packed, other.packed).tobytes(), self.vocab_size)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -146,19 +146,19 @@ class Mask:
         return self._hash
 
     def __reduce__(self) -> Any:
-        return _restored, (self._bytes, self.vocab_size)  # hashes differ between processes
+        return _from_bytes, (self._bytes, self.vocab_size)  # hashes differ between processes
 
     def __repr__(self) -> str:
         return f"<Mask of {len(self)} of {self.vocab_size} token ids>"
 
 
-def _restored(packed: bytes, vocab_size: int) -> Mask:
+def _from_bytes(packed: bytes, vocab_size: int) -> Mask:
     mask = object.__new__(Mask)
     mask.vocab_size, mask._bytes, mask._hash = vocab_size, packed, hash(packed)
     return mask
 
 
-def _packed(allowed: Any, size: int) -> _Words:
+def _pack(allowed: Any, size: int) -> _Words:
     if isinstance(allowed, Mask):
         _check_length("a mask over", allowed.vocab_size, size)
         return allowed.packed
@@ -176,7 +176,7 @@ def _packed(allowed: Any, size: int) -> _Words:
                 "Mask.from_packed(words, vocab_size) for bits, or ids as int64"
             )
         _check_shape("packed bits (32 in each word)", values.shape, (1, -(-size // 32)))
-        return _bits_of(values, size)
+        return _pack_words(values, size)
     if isinstance(values, (set, frozenset)):
         values = list(values)
     try:
@@ -192,20 +192,20 @@ def _packed(allowed: Any, size: int) -> _Words:
     return np.packbits(flags, bitorder="little")
 
 
-def _bits_of(words: _Words, size: int) -> _Words:
+def _pack_words(words: _Words, size: int) -> _Words:
     bytes_ = np.ascontiguousarray(words).astype("<i4").reshape(-1).view(np.uint8)
     bits = np.unpackbits(bytes_, count=size, bitorder="little")  # drops bits beyond
     return np.packbits(bits, bitorder="little")
 
 
-def _check_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
+def _check_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
         raise ValueError(
-            f"a mask of {what} has shape {tuple(found)}; expected {expected} for this "
+            f"a mask of {what} has shape {tuple(shape)}; expected {expected} for this "
             f"vocabulary"
         )
 
 
-def _check_length(what: str, found: int, size: int) -> None:
-    if found != size:
-        raise ValueError(f"{what} {found} token ids for a vocabulary of {size}")
+def _check_length(what: str, length: int, size: int) -> None:
+    if length != size:
+        raise ValueError(f"{what} {length} token ids for a vocabulary of {size}")

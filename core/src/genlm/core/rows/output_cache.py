@@ -16,10 +16,10 @@ from genlm.core.base.validation import checked_integer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "OutputCache", "copied", "entry_copy", "entry_value"]
+__all__ = ["Entry", "OutputCache", "copy_result", "entry_copy", "entry_value"]
 
 Entry: TypeAlias = "tuple[Any, torch.device | None, int]"
-"""A result, the device from which it was stored, and the bytes that are counted for it."""
+"""A result, its original device, and the number of bytes that it counts."""
 
 _OTHER_BYTES = 64
 """Bytes counted for a number or another object without a known size."""
@@ -31,12 +31,12 @@ class OutputCache:
     The bytes of an entry are those of the row and of the token ids in its key, 4 per id, and
     for a result of a reduction also the `nbytes` of the reduction.
 
-    Rows are copied on insertion and on retrieval, so changes of a caller never affect the
+    Rows are copied on insertion and on retrieval, so changes by a caller never affect the
     cache. The cache may be used from several threads.
 
     Args:
         max_entries: Maximum number of rows; 0 disables the cache.
-        max_bytes: Maximum memory, None for no limit. A row that exceeds it alone is not stored.
+        max_bytes: Maximum memory, None for no limit. A row that alone exceeds it is not stored.
         move_to_cpu: Whether to store rows in main memory; they are returned on the device on
             which they were inserted.
 
@@ -87,12 +87,12 @@ class OutputCache:
                 self._entries.pop(key, None)
             return
         on_cpu = self.move_to_cpu and device is not None and device.type != "cpu"
-        kept = row.cpu() if on_cpu else copied(row)
+        stored = row.cpu() if on_cpu else copy_result(row)
         with self._lock:
             if key in self._entries:
                 # Older cachetools make room for both the old and the new value.
                 del self._entries[key]
-            self._entries[key] = (kept, device, nbytes)
+            self._entries[key] = (stored, device, nbytes)
             while len(self._entries) > self.max_entries:
                 self._entries.popitem()
 
@@ -139,10 +139,10 @@ def entry_value(entry: Entry) -> Any:
 def entry_copy(entry: Entry) -> Any:
     """Return a copy of an entry's result on its original device."""
     value, device, _ = entry
-    return copied(value) if device is None or value.device == device else value.to(device)
+    return copy_result(value) if device is None or value.device == device else value.to(device)
 
 
-def copied(value: Any) -> Any:
+def copy_result(value: Any) -> Any:
     """Return a copy of a result that shares no mutable memory with it."""
     clone = getattr(value, "clone", None)  # of a tensor
     return copy.deepcopy(value) if clone is None else clone()

@@ -49,12 +49,12 @@ __all__ = [
 _NUMBERS = frozenset({int, float, bool})
 
 _ID_BYTES = 40
-"""Memory of a Python integer and of its place in a tuple."""
+"""Memory of a Python integer and of the reference to it in a tuple."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs(Reduction):
-    """The log-probabilities of given tokens: shape `(len(token_ids),)`, float32, on the CPU."""
+    """The log-probabilities of some tokens: shape `(len(token_ids),)`, float32, on the CPU."""
 
     token_ids: tuple[int, ...]
 
@@ -69,10 +69,13 @@ class TokenLogprobs(Reduction):
     ) -> Sequence[torch.Tensor]:
         """Gather the tokens of all requests in one operation."""
         sizes = [len(request.token_ids) for request in requests]
-        ids = torch.tensor([i for each in requests for i in each.token_ids], dtype=torch.long)
+        ids = torch.tensor(
+            [token_id for request in requests for token_id in request.token_ids],
+            dtype=torch.long,
+        )
         places = torch.arange(len(requests)).repeat_interleave(torch.tensor(sizes))
-        found = rows[moved(places, rows.device), moved(ids, rows.device)].cpu()
-        return [part.clone() for part in torch.split(found, sizes)]
+        logprobs = rows[moved(places, rows.device), moved(ids, rows.device)].cpu()
+        return [part.clone() for part in torch.split(logprobs, sizes)]
 
 
 class TopTokens(NamedTuple):
@@ -96,7 +99,8 @@ class TopK(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[TopK]) -> Sequence[TopTokens]:
         """Select for the largest k; results for smaller k are prefixes."""
-        logprobs, ids = (each.cpu() for each in batch_top_k(rows, max(r.k for r in requests)))
+        largest_k = max(request.k for request in requests)
+        logprobs, ids = (column.cpu() for column in batch_top_k(rows, largest_k))
         return [
             TopTokens(logprobs[place, : request.k].clone(), ids[place, : request.k].clone())
             for place, request in enumerate(requests)
@@ -117,7 +121,7 @@ class LogMass(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[LogMass]) -> Sequence[float]:
         """Sum under all masks at once."""
-        weights = RowWeights(rows.shape, [each.mask for each in requests])
+        weights = RowWeights(rows.shape, [request.mask for request in requests])
         masses: list[float] = batch_log_mass(rows, weights).tolist()
         return masses
 
@@ -152,8 +156,8 @@ class Draw(Reduction):
         temperature: Divisor of the log-probabilities.
         mask: Allowed tokens; None for all.
         top_k: Number of most likely allowed tokens; None for no limit.
-        top_p: Share of their probability at the temperature that the fewest most likely tokens
-            have; 1 for no limit.
+        top_p: Share of the probability at the temperature after top-k, in (0, 1], to which the
+            most likely tokens are limited; 1 for no limit.
     """
 
     uniform: float
@@ -179,13 +183,14 @@ class Draw(Reduction):
                 top_p=[request.top_p for request in requests],
             ),
         )
-        # One transfer, as each waits for the device; float32 represents ids below 2**24.
-        found = torch.stack([drawn.token_ids.float(), *drawn[1:]]).cpu()
-        return [DrawnToken(int(token_id), *rest) for token_id, *rest in found.T.tolist()]
+        # One transfer, because every transfer waits for the device; float32 represents ids
+        # below 2**24.
+        columns = torch.stack([drawn.token_ids.float(), *drawn[1:]]).cpu()
+        return [DrawnToken(int(token_id), *logs) for token_id, *logs in columns.T.tolist()]
 
 
 class ScoredToken(NamedTuple):
-    """A given token's log-probability, and whether no token is more likely."""
+    """The log-probability of a token, and whether no token is more likely."""
 
     logprob: float
     is_top: bool
@@ -193,7 +198,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetScore(Reduction):
-    """The score of one given token: `ScoredToken`."""
+    """The score of one token: `ScoredToken`."""
 
     token_id: int
 
@@ -215,7 +220,7 @@ def reduce_rows(
     normalised: bool = False,
     row_of: Sequence[int] | None = None,
 ) -> list[Reduced | Exception]:
-    """Compute the outputs of queries from their rows, each class of reductions in few calls.
+    """Compute the outputs of queries from their rows, with few calls per class of reductions.
 
     Args:
         rows: Natural-log probabilities, shape `(n, vocab_size)`, float32; not changed.
@@ -229,21 +234,21 @@ def reduce_rows(
     """
     row_of = range(len(outputs)) if row_of is None else row_of
     invalid = invalid_rows(rows, rows.shape[1], normalised=normalised)
-    results: list[list[Any]] = [[None] * len(each) for each in outputs]
+    results: list[list[Any]] = [[None] * len(query_outputs) for query_outputs in outputs]
     groups: dict[type, list[tuple[int, int]]] = {}
-    for index, each in enumerate(outputs):
+    for index, query_outputs in enumerate(outputs):
         if row_of[index] not in invalid:
-            for place, output in enumerate(each):
+            for place, output in enumerate(query_outputs):
                 groups.setdefault(type(output), []).append((index, place))
     for kind, members in groups.items():
         for begin, end in row_parts(len(members), rows.shape[1], rows.device):
             part = members[begin:end]
             indices = [row_of[index] for index, _ in part]
             if kind is type(None):
-                values: Sequence[Any] = copied_rows(_selected(rows, indices))
+                values: Sequence[Any] = copied_rows(_select_rows(rows, indices))
             else:
                 requests = [outputs[index][place] for index, place in part]
-                values = _computed(kind.compute, _selected(rows, indices), requests)  # type: ignore[attr-defined]
+                values = _compute(kind.compute, _select_rows(rows, indices), requests)  # type: ignore[attr-defined]
             for (index, place), value in zip(part, values, strict=True):
                 results[index][place] = value
     return [
@@ -273,7 +278,7 @@ def reduce_logits(
     return results
 
 
-def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
+def _select_rows(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
     """Return rows by index: a view of consecutive rows, else a copy."""
     first, count = indices[0], len(indices)
     if indices == list(range(first, first + count)):
@@ -281,16 +286,16 @@ def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
     return rows[moved(torch.tensor(indices), rows.device)]
 
 
-def _owned(value: Any, rows: torch.Tensor) -> Any:
+def _own_copy(value: Any, rows: torch.Tensor) -> Any:
     """Copy values that share memory with the rows or are views of larger tensors or arrays."""
-    if type(value) in _NUMBERS:  # most frequent, as are tuples of them
+    if type(value) in _NUMBERS:  # the most frequent results, with tuples of numbers
         return value
     if isinstance(value, (tuple, list)) and not _NUMBERS.issuperset(map(type, value)):
-        parts = [_owned(part, rows) for part in value]
+        parts = [_own_copy(part, rows) for part in value]
         if not all(map(operator.is_, parts, value)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif isinstance(value, dict):
-        return {key: _owned(part, rows) for key, part in value.items()}
+        return {key: _own_copy(part, rows) for key, part in value.items()}
     elif isinstance(value, torch.Tensor) and _is_view(value, rows):
         return value.clone()
     elif isinstance(value, np.ndarray) and value.base is not None:
@@ -304,7 +309,7 @@ def _is_view(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
     return is_part or storage.data_ptr() == rows.untyped_storage().data_ptr()
 
 
-def _computed(
+def _compute(
     compute: Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]],
     rows: torch.Tensor,
     requests: Sequence[Any],
@@ -312,7 +317,7 @@ def _computed(
     try:
         values = compute(rows, requests)
         if len(values) == len(requests):
-            return [_owned(value, rows) for value in values]
+            return [_own_copy(value, rows) for value in values]
         problem: Exception = EvaluationError(
             f"{type(requests[0]).__name__}.compute returned {len(values)} results for "
             f"{len(requests)} requests; return one for each"
@@ -326,5 +331,5 @@ def _computed(
     return [
         value
         for index, request in enumerate(requests)
-        for value in _computed(compute, rows[index : index + 1], [request])
+        for value in _compute(compute, rows[index : index + 1], [request])
     ]

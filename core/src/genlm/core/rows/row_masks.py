@@ -1,4 +1,4 @@
-"""`RowMasks`: the sets of tokens that the rows of a batch are restricted to.
+"""`RowMasks`: the sets of allowed tokens of the rows of a batch.
 
 Masks stay packed, a bit for each id, until a part of the rows is computed.
 """
@@ -48,15 +48,14 @@ class RowMasks:
               `(m, ceil(vocab_size / 32))`, numpy or torch on any device. These arrays are not
               copied: they must not change while they are in use;
             - `PendingMasks`, whose result the engine requests when it has the rows;
-            - `RowMasks` of m rows, which several requests use: their copies on devices are
-              kept.
+            - `RowMasks` of m rows, for several requests: they share copies on devices.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
             row i has mask i, or all rows have the only one.
 
     Raises:
-        ValueError: Another number of masks than of rows, or masks of another size.
+        ValueError: The number of masks differs from that of rows, or a mask has another size.
         QueryError: As `Mask`.
     """
 
@@ -85,7 +84,7 @@ class RowMasks:
         return self._compute()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Wait for pending masks: other processes get arrays, of the masks that rows have."""
+        """Wait for pending masks: other processes get arrays of the masks in use."""
         table, index = self._computed
         if index is not None:
             used, inverse = np.unique(index.numpy(), return_inverse=True)
@@ -94,34 +93,34 @@ class RowMasks:
 
     @property
     def unrestricted(self) -> torch.Tensor | None:
-        """Which rows have None for a mask, shape `(count,)`, on the CPU; None if no row has."""
+        """Which rows have no mask, shape `(count,)`, on the CPU; None if all rows have one."""
         table, index = self._computed
         full = table.unrestricted
         return full if full is None or index is None else full[index]
 
-    def of(self, chosen: npt.NDArray[np.int64]) -> RowMasks:
-        """Return the masks of some rows, repeated or not."""
-        found = object.__new__(RowMasks)
-        found._size = self._size
-        found._compute = lambda: (self._computed[0], self.places[torch.from_numpy(chosen)])
+    def of(self, rows: npt.NDArray[np.int64]) -> RowMasks:
+        """Return the masks of some rows, possibly with repetitions."""
+        masks = object.__new__(RowMasks)
+        masks._size = self._size
+        masks._compute = lambda: (self._computed[0], self.places[torch.from_numpy(rows)])
         if not self.is_pending:
-            found._computed = found._compute()
-        return found
+            masks._computed = masks._compute()
+        return masks
 
     @property
     def places(self) -> torch.Tensor:
-        """Which mask each row has: equal places are equal masks. Shape `(count,)`, int64."""
+        """Place of each row's mask; equal places are equal masks. Shape `(count,)`, int64."""
         table, index = self._computed
         return torch.arange(len(table.rows)) if index is None else index
 
     @property
     def is_empty(self) -> npt.NDArray[np.bool_]:
-        """Which rows have a mask without any token, shape `(count,)`."""
+        """Whether the mask of each row has no token, shape `(count,)`."""
         empty: npt.NDArray[np.bool_] = self._computed[0].is_empty[self.places.numpy()]
         return empty
 
     def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
-        """Return 1 for the tokens that rows may have, 0 for others.
+        """Return 1 for the allowed tokens of rows, 0 for others.
 
         Returns:
             Shape `(end - begin, vocab_size)`, uint8, on `device`; `(1, vocab_size)` and float32
@@ -143,7 +142,8 @@ class _MaskTable:
 
     Attributes:
         rows: Shape `(m, bytes)`.
-        unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if none does.
+        unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if no mask
+            does.
         is_shared: Whether several requests use the masks.
     """
 
@@ -174,8 +174,9 @@ class _MaskTable:
         """Return whether each mask is empty, shape `(m,)`."""
         rows = self.rows
         if self._is_packed:
-            whole, rest = divmod(self._size, 8)
-            last = rows[:, whole : whole + 1] & (2**rest - 1)  # bits beyond the vocabulary
+            whole, remainder = divmod(self._size, 8)
+            # Without bits beyond the vocabulary.
+            last = rows[:, whole : whole + 1] & (2**remainder - 1)
             rows = torch.cat([rows[:, :whole], last], 1)
         empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu().numpy()
         return empty
@@ -205,7 +206,7 @@ class _MaskTable:
 
 
 def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAndIndex:
-    """Return masks as a table, and the place of each row's mask in it; None for row i."""
+    """Return masks as a table, and the place of each row's mask; None if row i has mask i."""
     if _is_pending(masks):
         masks = masks.result()
         if isinstance(masks, tuple) and index is None:
@@ -215,15 +216,15 @@ def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAnd
         table.is_shared = True
     else:
         table, places = _table(masks, size)
-    shown = len(table.rows) if places is None else len(places)
+    mask_count = len(table.rows) if places is None else len(places)
     if index is not None:
-        chosen = torch.as_tensor(index, dtype=torch.long).cpu()
-        _check_index(chosen, count, shown)
-        places = chosen if places is None else places[chosen]
-    elif shown not in {1, count}:
+        row_index = torch.as_tensor(index, dtype=torch.long).cpu()
+        _check_index(row_index, count, mask_count)
+        places = row_index if places is None else places[row_index]
+    elif mask_count not in {1, count}:
         raise ValueError(
-            f"{shown} masks for {count} rows; pass one for all, one for each, or an index "
-            f"with the mask of each row"
+            f"{mask_count} masks for {count} rows; pass one for all rows, one for each row, or "
+            f"an index with the mask of each row"
         )
     if len(table.rows) == 1:
         places = torch.zeros(count, dtype=torch.long)
@@ -231,31 +232,31 @@ def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAnd
 
 
 def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
-    """Return masks as a table, and the place of each in it; None if mask i has place i."""
+    """Return masks as a table, and the place of each mask; None if mask i has place i."""
     if getattr(masks, "ndim", 0) == 2:
         return _array_table(masks, size), None
     is_list = isinstance(masks, (list, tuple)) and len(masks) > 0
     if not is_list or not (masks[0] is None or is_sequence_like(masks[0])):  # ids or booleans
         masks = [masks]
-    every = np.full(-(-size // 8), 255, np.uint8)
+    all_tokens = np.full(-(-size // 8), 255, np.uint8)
     place_of: dict[int, int] = {}
-    made: list[npt.NDArray[np.uint8]] = []
+    packed: list[npt.NDArray[np.uint8]] = []
 
-    def place(mask: Any) -> int:
-        found = place_of.setdefault(id(mask), len(made))
-        if found == len(made):
-            made.append(every if mask is None else Mask(mask, size).packed)
-        return found
+    def add(mask: Any) -> int:
+        place = place_of.setdefault(id(mask), len(packed))
+        if place == len(packed):
+            packed.append(all_tokens if mask is None else Mask(mask, size).packed)
+        return place
 
-    places = torch.tensor(map_batch(place, masks))
-    full = torch.tensor([each is every for each in made])
+    places = torch.tensor(map_batch(add, masks))
+    full = torch.tensor([bits is all_tokens for bits in packed])
     table = _MaskTable(
-        torch.from_numpy(np.stack(made)),
+        torch.from_numpy(np.stack(packed)),
         size,
         is_packed=True,
         unrestricted=full if full.any() else None,
     )
-    return table, None if len(made) == len(masks) else places
+    return table, None if len(packed) == len(masks) else places
 
 
 def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _MaskTable:
@@ -272,7 +273,7 @@ def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _Mask
 
 
 def _is_pending(masks: object) -> bool:
-    """Whether masks have a result that is waited for; faster than a check of the protocol."""
+    """Whether masks are `PendingMasks`; faster than a check of the protocol."""
     return hasattr(masks, "result")
 
 
@@ -281,8 +282,8 @@ def _check_index(index: torch.Tensor, count: int, masks: int) -> None:
         raise ValueError(f"an index of shape {tuple(index.shape)} for {count} rows")
     if count and not 0 <= int(index.min()) <= int(index.max()) < masks:
         wrong = ((index < 0) | (index >= masks)).nonzero()[:, 0].tolist()
-        shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
+        places = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
         raise ValueError(
             f"indices of masks must be from 0 to {masks - 1}; {len(wrong)} of {count} are not, "
-            f"at places {shown}; the first is {int(index[wrong[0]])}"
+            f"at places {places}; the first is {int(index[wrong[0]])}"
         )

@@ -1,4 +1,4 @@
-"""`RowWeights`: what tokens are drawn under: masks, temperatures, biases, top-k and top-p."""
+"""`RowWeights`: masks, temperatures, biases, top-k and top-p of the rows of a batch."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class RowPart(NamedTuple):
     """Places among all rows."""
     temperatures: npt.NDArray[np.float64]
     top_k: npt.NDArray[np.int64]
-    """How many of the largest weights are kept; the size of the vocabulary for all."""
+    """Number of the largest weights that remain; the size of the vocabulary for no limit."""
     top_p: npt.NDArray[np.float64]
     factors: torch.Tensor | None
-    """1 for the tokens of the mask and 0 for others, for all rows or each."""
+    """1 for the tokens of the mask and 0 for others, shape `(1 or n, vocab_size)`."""
     unrestricted: torch.Tensor | None
-    """Which rows have no mask where others have one."""
+    """Which rows have no mask; None if no row is without a mask."""
     bias: torch.Tensor | None
-    """Numbers for each token, for all rows or each."""
+    """Bias of each token, shape `(1 or n, vocab_size)`."""
     offset: torch.Tensor | None
-    """A number for each row."""
+    """Bias of all tokens of each row, shape `(1 or n,)`."""
     memory: torch.Tensor
     """Memory for weights, of the shape of the rows."""
 
@@ -110,19 +110,19 @@ class RowWeights:
         """The temperature of each row, shape `(n,)`."""
         return np.broadcast_to(self._temperature, (self._count,))
 
-    def of(self, chosen: Integers64) -> RowWeights:
-        """Return the weights of some rows, repeated or not."""
-        found = object.__new__(RowWeights)
+    def of(self, rows: Integers64) -> RowWeights:
+        """Return the weights of some rows, possibly with repetitions."""
+        weights = object.__new__(RowWeights)
         bias, offset = self._bias, self._offset
-        found._count = len(chosen)
-        found._masks = None if self._masks is None else self._masks.of(chosen)
-        found._temperature, found.top_k, found.top_p = (
-            each[chosen] if each.ndim else each
-            for each in (self._temperature, self.top_k, self.top_p)
+        weights._count = len(rows)
+        weights._masks = None if self._masks is None else self._masks.of(rows)
+        weights._temperature, weights.top_k, weights.top_p = (
+            setting[rows] if setting.ndim else setting
+            for setting in (self._temperature, self.top_k, self.top_p)
         )
-        found._bias = bias if bias is None or len(bias) == 1 else bias[chosen]
-        found._offset = offset if offset is None or len(offset) == 1 else offset[chosen]
-        return found
+        weights._bias = bias if bias is None or len(bias) == 1 else bias[rows]
+        weights._offset = offset if offset is None or len(offset) == 1 else offset[rows]
+        return weights
 
     def distinct(self, row_of: Integers64) -> tuple[Integers64, Integers64]:
         """Find the members with distinct sets of weights.
@@ -134,12 +134,12 @@ class RowWeights:
             One member for each distinct set of weights, ascending by row, shape `(p,)`, and
             the place of each member's set among these, shape `(n,)`.
         """
-        each = np.arange(len(row_of))
+        members = np.arange(len(row_of))
         is_first = np.diff(row_of, prepend=-1) > 0
-        has_own_bias = self._bias is not None and len(self._bias) > 1
-        has_own_limits = self.top_k.ndim or self.top_p.ndim
-        if is_first.all() or self._offset is not None or has_own_bias or has_own_limits:
-            return each, each
+        has_row_biases = self._bias is not None and len(self._bias) > 1
+        has_row_limits = self.top_k.ndim or self.top_p.ndim
+        if is_first.all() or self._offset is not None or has_row_biases or has_row_limits:
+            return members, members
         if self._masks is None and not self._temperature.ndim:
             return np.flatnonzero(is_first), np.cumsum(is_first) - 1
         keys = row_of
@@ -149,8 +149,8 @@ class RowWeights:
         if self._temperature.ndim:
             _, numbers = np.unique(self._temperature, return_inverse=True)
             keys = keys * (int(numbers.max(initial=0)) + 1) + numbers
-        found, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        return (each, each) if len(found) == len(keys) else (first, inverse)
+        distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        return (members, members) if len(distinct) == len(keys) else (first, inverse)
 
     def parts(self, rows: torch.Tensor) -> Iterator[RowPart]:
         """Yield the parts of the rows that are computed at once, with their weights."""
@@ -174,19 +174,20 @@ class RowWeights:
                 top_p[begin:end],
                 None if masks is None else masks.factors(begin, end, device),
                 None if free is None else moved(free[begin:end], device),
-                _shown(self._bias, begin, end, device),
-                _shown(self._offset, begin, end, device),
+                _part_values(self._bias, begin, end, device),
+                _part_values(self._offset, begin, end, device),
                 memory[: end - begin],
             )
 
 
-def _shown(
+def _part_values(
     values: torch.Tensor | None, begin: int, end: int, device: torch.device
 ) -> torch.Tensor | None:
+    """Return the values of a part of the rows on a device; one value is for all rows."""
     if values is None:
         return None
-    own = values if len(values) == 1 else values[begin:end]
-    return own.to(torch.float32).to(device)
+    part = values if len(values) == 1 else values[begin:end]
+    return part.to(torch.float32).to(device)
 
 
 def _biases(
@@ -203,8 +204,8 @@ def _biases(
     shape = tuple(values.shape)
     if shape in {(count,), (size,)} and count == size:
         raise ValueError(
-            f"a bias of shape {shape} for {count} rows over {size} tokens may be of rows or of "
-            f"tokens; pass shape ({count}, 1) or (1, {size})"
+            f"a bias of shape {shape} for {count} rows over {size} tokens is ambiguous: pass "
+            f"shape ({count}, 1) for rows or (1, {size}) for tokens"
         )
     if shape in {(), (1, 1), (count,), (count, 1)}:
         return None, values.reshape(-1)
@@ -219,7 +220,7 @@ def _biases(
 def _limits(values: Any, unlimited: float, dtype: type) -> npt.NDArray[Any]:
     """Return a limit, or one per row; None stands for `unlimited`."""
     if is_sequence_like(values):
-        return np.array([unlimited if each is None else each for each in values], dtype)
+        return np.array([unlimited if value is None else value for value in values], dtype)
     return np.array(unlimited if values is None else values, dtype)
 
 

@@ -5,11 +5,11 @@ continuation and the position, and on nothing else: no generator keeps a state. 
 prefills, preemption and other requests change nothing, every rank of a model that is split
 over several devices draws the same token, and so does every engine with equal rows.
 
-All numbers are made by SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-generators", 2014), which computes any position of a stream directly. `stream_seeds` derives
-the seeds of streams from one seed by the same function, and `uniforms` computes numbers of
-many streams at once. They are computed in 64-bit integers on the host, so they are the same
-on every machine and device.
+SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014) computes
+all numbers; it computes any position of a stream directly. `stream_seeds` derives the seeds of
+streams from one seed by the same function, and `uniforms` computes numbers of many streams at
+once. The computation is in 64-bit integers on the host, so the numbers are the same on every
+machine and device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def checked_seed(seed: Any) -> int:
-    """Return a seed, an integer of at least 0; None takes fresh entropy."""
+    """Return a valid seed, an integer of at least 0; a random seed for None."""
     return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)
 
 
@@ -61,8 +61,8 @@ def stream_seeds(seed: int | None, count: int) -> list[int]:
         ValueError: `seed` is negative.
     """
     key = secrets.randbits(64) if seed is None else _key(seed)
-    found: list[int] = _member_seeds(key, np.arange(count)).tolist()
-    return found
+    seeds: list[int] = _member_seeds(key, np.arange(count)).tolist()
+    return seeds
 
 
 def stream_uniform(seed: int, position: int) -> float:
@@ -75,14 +75,14 @@ def stream_uniform(seed: int, position: int) -> float:
     Returns:
         A multiple of 2**-53.
     """
-    return float(_mixed(_state(int(seed) & _MASK, position)) >> 11) / 2**53
+    return float(_mix(_state(int(seed) & _MASK, position)) >> 11) / 2**53
 
 
 def stream_uniforms(
     seeds: Sequence[int] | npt.NDArray[Any], positions: Sequence[int] | npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
     """Return `stream_uniform` of each seed and position, or one position: shape `(n,)`."""
-    return _numbers(_mixed(_state(_words(seeds), _words(positions))))
+    return _unit_floats(_mix(_state(_words(seeds), _words(positions))))
 
 
 def uniforms(
@@ -101,30 +101,30 @@ def uniforms(
         seed: An integer, 0 or more, of any size.
         members: Indices of the members, shape `(n,)`.
         steps: Step of each member, from 0, shape `(n,)`, or one step for all.
-        count: Number of random numbers per member, of which the first is that without `count`:
-            the result has shape `(n, count)`, without it `(n,)`.
+        count: Number of random numbers per member; the first equals the number without
+            `count`. The result then has shape `(n, count)`, without `count` `(n,)`.
     """
     seeds = _member_seeds(_key(seed), members)
-    state = _mixed(_state(seeds, _words(steps)))
+    state = _mix(_state(seeds, _words(steps)))
     if count is None:
-        return _numbers(state)
-    # The output of a step is the seed of its further numbers; the first is itself.
-    others = _mixed(_state(state[:, None], np.arange(max(0, count - 1), dtype=np.uint64)))
-    return _numbers(np.concatenate([state[:, None], others], axis=1)[:, :count])
+        return _unit_floats(state)
+    # The output of a step is its first number, and the seed of its further numbers.
+    further = _mix(_state(state[:, None], np.arange(max(0, count - 1), dtype=np.uint64)))
+    return _unit_floats(np.concatenate([state[:, None], further], axis=1)[:, :count])
 
 
 def _key(seed: int) -> int:
     """Combine the 64-bit words of a seed of any size into one."""
     if seed < 0:
         raise ValueError(f"seed={seed}; it must be 0 or more")
-    key: int = _mixed(seed + _GOLDEN_GAMMA & _MASK)
+    key: int = _mix(seed + _GOLDEN_GAMMA & _MASK)
     while seed := seed >> 64:
-        key = _mixed((key ^ seed) + _GOLDEN_GAMMA & _MASK)
+        key = _mix((key ^ seed) + _GOLDEN_GAMMA & _MASK)
     return key
 
 
 def _member_seeds(key: int, members: npt.NDArray[np.integer]) -> _Words:
-    seeds: _Words = _mixed(_state(np.uint64(key), _words(members)))
+    seeds: _Words = _mix(_state(np.uint64(key), _words(members)))
     return seeds >> np.uint64(1)  # engines take signed 64 bits
 
 
@@ -133,20 +133,23 @@ def _state(seed: Any, position: Any) -> Any:
     return seed + (position + 1) * _GOLDEN_GAMMA & _MASK
 
 
-def _mixed(state: Any) -> Any:
+def _mix(state: Any) -> Any:
     """Return the outputs of SplitMix64 for states: integers below 2**64, or arrays of them."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
     return state ^ (state >> 31)
 
 
-def _numbers(outputs: _Words) -> npt.NDArray[np.float64]:
+def _unit_floats(outputs: _Words) -> npt.NDArray[np.float64]:
+    """Return the highest 53 bits of outputs as numbers in [0, 1)."""
     return (outputs >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _words(values: Any) -> _Words:
     if not isinstance(values, np.ndarray):
-        values = [values] if isinstance(values, int) else [int(each) & _MASK for each in values]
+        values = (
+            [values] if isinstance(values, int) else [int(value) & _MASK for value in values]
+        )
         return np.array(values, np.uint64)
     return values.astype(np.uint64)
 

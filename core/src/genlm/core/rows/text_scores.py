@@ -1,8 +1,8 @@
 """Scores and reductions of all positions of texts, from logits that come in pieces.
 
-A query with `targets` asks for the log-probability of each target, or, with a `GroupReduction`
-as its output, for a reduction of the rows that predict them. Engines hand over logits of
-positions, a few at a time and in any order; the rows of a text are never in memory together.
+A query with `targets` requests the log-probability of each target, or, with a `GroupReduction`
+as its output, a reduction of the rows that predict the targets. Engines pass logits of a few
+positions at a time, in any order; the rows of a text are never in memory together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from genlm.core.vocab import Vocabulary
 
 __all__ = ["PieceScores", "ReducedText", "ScoredText", "TextResult"]
 
-# Logits that are normalised at once on a CPU: 1 MiB in float32, which stays in its caches.
+# Number of logits that are normalised at once on a CPU: 1 MiB in float32, for its caches.
 _VALUES_AT_ONCE = 2**18
 
 TextResult = TokenScores | Reduced | EvaluationError
@@ -42,7 +42,7 @@ class ScoredText(NamedTuple):
 
     Attributes:
         sequence: The text without its last token.
-        targets: The last tokens, one of which the sequence lacks.
+        targets: The last tokens; `sequence` has all of them except the last one.
         reduction: Reduction of the rows that predict the targets; None for scores.
     """
 
@@ -65,9 +65,9 @@ class ScoredText(NamedTuple):
 class PieceScores:
     """Scores and reductions of texts, from logits that come in pieces and in any order.
 
-    Targets are numbered through all texts. The logits that predict a target have a key, by
-    default the number of the target; an engine with other keys, such as slots, passes them to
-    `expect`.
+    The targets of all texts are numbered consecutively. The logits that predict a target have
+    a key, by default the number of the target; an engine with other keys, such as slots, passes
+    them to `expect`.
 
     Args:
         texts: The texts.
@@ -90,11 +90,11 @@ class PieceScores:
             for index, text in enumerate(texts)
             if text.reduction is not None
         }
-        self._known = np.zeros(len(self.targets), bool)
+        self._is_added = np.zeros(len(self.targets), bool)
         self._parts: list[tuple[Integers64, torch.Tensor]] = []
-        self._alone: dict[int, TextResult] = {}
-        everything = np.arange(len(self.targets))
-        self.expect(everything, everything)
+        self._results: dict[int, TextResult] = {}
+        numbers = np.arange(len(self.targets))
+        self.expect(numbers, numbers)
 
     def expect(self, keys: Integers64, members: Integers64) -> None:
         """Set the targets of the positions of the next logits.
@@ -121,51 +121,51 @@ class PieceScores:
         # The targets of each key follow each other.
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         members = self._members[np.repeat(begins, counts) + offsets]
-        self._known[members] = True
+        self._is_added[members] = True
         logits = logits.detach()
         scored = self._scored[members]
         if scored.any():
-            own = members[scored]
-            found = self._score(logits, rows[scored], self.targets[own])
-            self._parts.append((own, torch.stack(found)))
+            scored_members = members[scored]
+            scores = self._score(logits, rows[scored], self.targets[scored_members])
+            self._parts.append((scored_members, torch.stack(scores)))
         if not scored.all():
             self._reduce(logits, rows[~scored], members[~scored])
 
     @property
     def is_complete(self) -> bool:
         """Whether the logits before all targets were added."""
-        return bool(self._known.all())
+        return bool(self._is_added.all())
 
     def put(self, index: int, result: TextResult) -> None:
         """Set the result of a text that was computed by other means."""
-        self._alone[index] = result
+        self._results[index] = result
 
     def results(self) -> list[TextResult]:
         """Return the result or the error of each text.
 
-        `EvaluationError` for a text of which a row is not a distribution, whose reduction
-        raised, or of which positions were not computed.
+        The result is an `EvaluationError` for a text with a row that is not a distribution,
+        with a reduction that raised, or with positions that were not computed.
         """
         logprobs, highest = torch.full((2, len(self.targets)), math.nan)
         for members, values in self._parts:
             places = torch.from_numpy(members)
             logprobs[places], highest[places] = values.cpu()
-        found: list[TextResult] = []
+        results: list[TextResult] = []
         for index, (begin, end) in enumerate(zip(self.ends, self.ends[1:], strict=False)):
-            if index in self._alone:
-                found.append(self._alone[index])
-            elif not self._known[begin:end].all():
-                count = int(self._known[begin:end].sum())
-                found.append(
+            if index in self._results:
+                results.append(self._results[index])
+            elif not self._is_added[begin:end].all():
+                count = int(self._is_added[begin:end].sum())
+                results.append(
                     EvaluationError(
                         f"the engine computed {count} of {end - begin} positions of a text"
                     )
                 )
             elif index in self._reduced:
-                found.append(self._reduced[index].result())
+                results.append(self._reduced[index].result())
             else:
-                found.append(_scores(logprobs[begin:end], highest[begin:end]))
-        return found
+                results.append(_scores(logprobs[begin:end], highest[begin:end]))
+        return results
 
     def _score(
         self, logits: torch.Tensor, rows: Integers64, targets: Integers64
@@ -178,8 +178,8 @@ class PieceScores:
         numbers = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
         row, column, is_missing = moved(torch.from_numpy(numbers), logits.device)
         totals, highest = self._normalisers(logits)
-        found = logits[row, column].float().masked_fill(is_missing.bool(), -math.inf)
-        return found - totals[row], highest[row] - totals[row]
+        target_logits = logits[row, column].float().masked_fill(is_missing.bool(), -math.inf)
+        return target_logits - totals[row], highest[row] - totals[row]
 
     def _normalisers(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logsumexp and the maximum of each row, a few rows at a time on a CPU."""
@@ -194,13 +194,13 @@ class PieceScores:
         return torch.cat(totals), torch.cat(highest)
 
     def _reduce(self, logits: torch.Tensor, rows: Integers64, members: Integers64) -> None:
-        """Reduce the rows before some targets, those of each text by themselves."""
+        """Reduce the rows before some targets, separately for each text."""
         texts = np.searchsorted(self.ends, members, "right") - 1
         for index in np.unique(texts).tolist():
-            own = texts == index
-            places, own_rows = members[own] - self.ends[index], rows[own]
-            for begin, end in row_parts(len(own_rows), self._vocabulary.size, logits.device):
-                part = logits[moved(torch.from_numpy(own_rows[begin:end]), logits.device)]
+            in_text = texts == index
+            places, text_rows = members[in_text] - self.ends[index], rows[in_text]
+            for begin, end in row_parts(len(text_rows), self._vocabulary.size, logits.device):
+                part = logits[moved(torch.from_numpy(text_rows[begin:end]), logits.device)]
                 computed = rows_from_logits(part, self._vocabulary)
                 self._reduced[index].add(places[begin:end], computed)
 
@@ -221,7 +221,7 @@ class ReducedText:
         self._error: EvaluationError | None = None
 
     def add(self, places: Integers64, rows: torch.Tensor) -> None:
-        """Reduce the rows of some positions; nothing after an error.
+        """Reduce the rows of some positions; after an error, do nothing.
 
         Args:
             places: Indices of targets.
@@ -230,7 +230,7 @@ class ReducedText:
         """
         if self._error is not None:
             return
-        self._invalid.append(rows[:, 0].isnan().sum())  # not read here: it waits for a GPU
+        self._invalid.append(rows[:, 0].isnan().sum())  # reading it here would wait for a GPU
         try:
             self._columns.reduce(rows, np.arange(len(rows)), places)
         except Exception as error:  # noqa: BLE001 - it fails this text alone
@@ -246,7 +246,7 @@ class ReducedText:
 
     def result(self) -> Reduced | EvaluationError:
         """Return the columns, or the error of the text."""
-        invalid = sum(int(each) for each in self._invalid)
+        invalid = sum(int(count) for count in self._invalid)
         if invalid:
             return _not_distributions(invalid, self._count)
         if self._error is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from genlm.core.base.errors import EvaluationError, GenlmError, as_genlm_error, describe_error
-from genlm.core.rows.output_cache import copied
+from genlm.core.rows.output_cache import copy_result
 from genlm.core.scheduler.request_table import Evaluation, Request
 
 __all__ = ["Delivery", "Outcome", "distribute"]
@@ -37,7 +37,7 @@ def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
             if isinstance(value, Exception):
                 value = _copy_error(value)
             elif output in delivered:
-                value = copied(value)
+                value = copy_result(value)
             delivered.add(output)
         except Exception as error:  # noqa: BLE001 - out of memory
             value = _copy_error(error)

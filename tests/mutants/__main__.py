@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 from genlm.testing import QUICK, Case, all_checks, run_case
 
 from .baselines import NO_FAILURE, correct_targets
-from .mutant import SEEDS, all_core_faults, all_mutants
+from .mutant import SEEDS, all_core_faults, all_mutants, quiet
 
 
 def main() -> int:
     """Print the tables; 1 if a mutant survives a seed or a correct target fails."""
-    logging.disable()  # engines that die on purpose log it
     mutants, survived = all_mutants(), 0
     print(f"{'killed':6}  {'mutant':34}  {'check that must kill it':42}  what is broken")
     for mutant in mutants:
@@ -49,4 +47,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:  # the name of a fault whose test hangs
         [fault] = [each for each in all_core_faults() if each.name == sys.argv[1]]
         sys.exit(fault.test("thread"))
-    sys.exit(main())
+    with quiet():
+        sys.exit(main())

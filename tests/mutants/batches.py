@@ -66,6 +66,14 @@ class OneAStep(CachedEngine):
         return finished
 
 
+@engine_mutant(killed_by="concurrent-requests-share-steps")
+class SmallBatchesOnly(CachedEngine):
+    """Raises for more than 12 queries, so that their batch is computed in halves."""
+
+    def evaluate(self, queries):
+        return super().evaluate(queries)[: min(len(queries), 12)]
+
+
 @core_fault(
     BatchEngine,
     "_evaluate_batch",

@@ -93,6 +93,14 @@ class ReleasedPlacesAreFoundAgain(ResidentEngine):
 
 
 @engine_mutant(killed_by="contexts-outlast-what-ends-requests")
+class ReleasesOnlyWhatItHas(ResidentEngine):
+    """Raises when a context is released that it no longer has."""
+
+    def release_context(self, adapter, key):
+        del self.residents[adapter, key]
+
+
+@engine_mutant(killed_by="contexts-outlast-what-ends-requests")
 class AbortedTokensStay(ResidentEngine):
     """Keeps the token of an aborted query in the context that it continued."""
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import logging
 import re
 import subprocess
 import sys
@@ -165,6 +166,19 @@ class CoreFault:
 
 _mutants: list[Mutant] = []
 _core_faults: list[CoreFault] = []
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Print no logs: engines that die on purpose log it, for the checks to see."""
+    loggers = [logging.getLogger(name) for name in ("genlm", "asyncio")]
+    for logger in loggers:
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.propagate = True
 
 
 def all_mutants() -> list[Mutant]:

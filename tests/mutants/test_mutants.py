@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterator
 
 import pytest
 
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
 
 from .baselines import NO_FAILURE, correct_targets
-from .mutant import SEEDS, CoreFault, Mutant, all_core_faults, all_mutants
+from .mutant import SEEDS, CoreFault, Mutant, all_core_faults, all_mutants, quiet
 
 MUTANTS = all_mutants()
 CHECKS = [check for kind in ("engine", "trie") for check in all_checks(kind)]
 CORRECT = correct_targets()
 
 
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """Engines that die on purpose log it; asyncio logs what they leave behind."""
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
-
-
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_killed_by_its_check_on_several_seeds(mutant: Mutant) -> None:
     seeds = SEEDS if "population" in mutant.killed_by else SEEDS[:3]  # `make mutants` runs all
-    for seed in seeds:
-        outcome = mutant.outcome(seed)
-        assert mutant.is_killed(outcome), (seed, outcome)
+    with quiet():
+        for seed in seeds:
+            outcome = mutant.outcome(seed)
+            assert mutant.is_killed(outcome), (seed, outcome)
 
 
 @pytest.mark.parametrize("fault", all_core_faults(), ids=lambda fault: fault.name)

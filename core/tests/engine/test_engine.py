@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -178,6 +179,23 @@ def test_a_batch_for_which_memory_is_short_is_halved() -> None:
     assert all(each.error is None for each in engine.step())
 
 
+def test_an_error_that_no_query_causes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = RaisingEngine(lambda batch: ValueError("too many") if len(batch) > 2 else None)
+    for _ in range(2):
+        submitted(engine, [[i] for i in range(8)])
+        assert all(each.error is None for each in engine.step())
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "RaisingEngine raised ValueError: too many for a batch of 8" in record.getMessage()
+
+
+def test_the_error_of_a_query_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE, poison=[POISON])
+    submitted(engine, [[1], [POISON], [2]])
+    assert [each.error is None for each in engine.step()] == [True, False, True]
+    assert not caplog.records
+
+
 # -- what a step evaluates ------------------------------------------------------------
 
 
@@ -268,6 +286,16 @@ def test_rows_of_another_dtype_are_an_error_naming_both() -> None:
     assert isinstance(completion.error, EvaluationError)
     assert "torch.float64" in str(completion.error)
     assert "torch.float32" in str(completion.error)
+
+
+@pytest.mark.parametrize("rows", [[torch.zeros(VOCAB_SIZE)], np.zeros((1, VOCAB_SIZE)), None])
+def test_rows_that_are_no_tensor_are_an_error_that_says_so(rows: object) -> None:
+    engine = FunctionEngine(lambda count: rows)  # type: ignore[arg-type, return-value]
+    submitted(engine, [[1]])
+    [completion] = engine.step()
+    assert isinstance(completion.error, EvaluationError)
+    found = f"FunctionEngine.evaluate returned {type(rows).__name__}; expected a torch.Tensor"
+    assert found in str(completion.error)
 
 
 ROWS: dict[str, Callable[[int], torch.Tensor]] = {

@@ -48,6 +48,30 @@ def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
         assert torch.equal(one, another)
 
 
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (lambda rows: rows, "Tensor; expected GroupValues"),
+        (lambda rows: GroupValues(rows[1:], are_logits=True), r"logits of shape \(0, 16\)"),
+        (lambda rows: GroupValues(rows[:, 1:], are_logits=False), r"rows of shape \(1, 15\)"),
+        (
+            lambda rows: GroupValues(rows.double(), are_logits=False),
+            "rows of shape .*float64, for 1 sequences",
+        ),
+    ],
+)
+def test_values_of_another_form_are_an_error_that_says_so(make_model, values, found):
+    class Wrong(ScriptedEngine):
+        smallest_group = 2
+
+        def evaluate_group(self, group, places):
+            return values(super().evaluate_group(group, places).values)
+
+    population = make_model(Wrong(SIZE)).population([*PROMPTS, (9, 1)])
+    with pytest.raises(genlm.PopulationError, match=f"evaluate_group returned {found}"):
+        population.draw_sync(seed=1)
+
+
 def test_rows_are_reduced_a_few_at_a_time(make_model, monkeypatch):
     monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", 2 * SIZE)
     members = [PROMPTS[place] for place in (6, 0, 3, 3, 5, 1, 0, 2)]

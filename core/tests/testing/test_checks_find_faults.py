@@ -84,6 +84,33 @@ def test_a_fault_that_comes_and_goes_is_reported_as_the_violated_property(
     assert outcome.expected.startswith("the row of (")
 
 
+def test_an_error_that_comes_and_goes_is_reported_without_the_group_of_hypothesis(
+    run_check: RunCheck,
+) -> None:
+    class NoRowsOnce(CertifiedEngine):
+        calls = 0
+
+        def evaluate(self, queries):
+            NoRowsOnce.calls += 1
+            if NoRowsOnce.calls == 9:
+                raise ArithmeticError("no rows today")
+            return super().evaluate(queries[:0] if NoRowsOnce.calls == 10 else queries)
+
+    outcome = run_check("rows-are-right", scripted_target(build=NoRowsOnce))
+    assert (outcome.status, outcome.expected) == ("failed", "no exception")
+    assert outcome.found == "EvaluationError: the engine raised ArithmeticError: no rows today"
+
+
+def test_an_error_that_no_request_waits_for_is_a_failure(run_check: RunCheck) -> None:
+    class RaisesInWake(CertifiedEngine):
+        def wake(self):
+            raise ArithmeticError("no wake today")
+
+    outcome = run_check("rows-are-right", scripted_target(build=RaisesInWake))
+    assert (outcome.status, outcome.expected) == ("failed", "no error in the log")
+    assert "waking the engine raised: ArithmeticError: no wake today" in outcome.found
+
+
 def test_another_seed_makes_other_examples(run_check: RunCheck) -> None:
     seen: list[set[tuple[int, ...]]] = []
 

@@ -11,9 +11,10 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -77,6 +78,7 @@ class Fixture:
         self.timeout_s = timeout_s
         self.cases: Counter[str] = Counter()
         self._resources = contextlib.ExitStack()
+        self._logged = self._resources.enter_context(_logged_errors())
         self.loop = LoopThread()
         self._resources.callback(self.loop.close)
 
@@ -85,12 +87,14 @@ class Fixture:
 
     def __exit__(self, error: object, *_: object) -> None:
         self._resources.close()
-        # If the check failed, unretrieved errors are most likely a consequence.
+        if error:  # further errors are most likely a consequence
+            return
         expect(
-            bool(error) or not self.loop.unhandled,
+            not self.loop.unhandled,
             "no error that reaches an event loop's exception handler",
             "; ".join(self.loop.unhandled[:3]),
         )
+        expect(not self._logged, "no error in the log", "; ".join(self._logged[:3]))
 
     def saw(self, case: str, times: int = 1) -> None:
         """Record that a case occurred."""
@@ -170,6 +174,25 @@ class Fixture:
     ) -> None:
         """Raise `CheckFailure` unless `result` is an exception of the class `error`."""
         expect(isinstance(result, error), error.__name__, repr(result), **example)
+
+
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[list[str]]:
+    """Collect the errors that the core logs: those of methods for which no request waits."""
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            cause = record.exc_info[1] if record.exc_info else None
+            shown = f": {type(cause).__name__}: {cause}" if cause else ""
+            found.append(f"{record.getMessage()}{shown}")
+
+    collector, logger = Collector(logging.ERROR), logging.getLogger("genlm")
+    logger.addHandler(collector)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(collector)
 
 
 # -- threads and event loops ---------------------------------------------------------------

@@ -213,10 +213,10 @@ def _expect_cases(check: Check, fixture: Fixture) -> None:
 
 
 def _describe_error(error: BaseException) -> dict[str, Any]:
-    failure = _first_failure(error)
-    if failure is not None:
-        example = {name: repr(value) for name, value in failure.example.items()}
-        return {"expected": failure.expected, "found": failure.found, "example": example}
+    error = _cause(error)
+    if isinstance(error, CheckFailure):
+        example = {name: repr(value) for name, value in error.example.items()}
+        return {"expected": error.expected, "found": error.found, "example": example}
     if isinstance(error, CheckTimeout):
         return {"expected": "every request to end", "found": str(error)}
     notes = "\n".join(getattr(error, "__notes__", ()))
@@ -228,16 +228,15 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _first_failure(error: BaseException) -> CheckFailure | None:
-    """Return the failed check, also from Hypothesis' exception group of a flaky failure."""
-    if isinstance(error, CheckFailure):
+def _cause(error: BaseException) -> BaseException:
+    """Return the error to report: of a flaky failure, Hypothesis raises a group of errors.
+
+    A violated property comes before other errors.
+    """
+    if not isinstance(error, BaseExceptionGroup):
         return error
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            failure = _first_failure(part)
-            if failure is not None:
-                return failure
-    return None
+    causes = [_cause(part) for part in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, CheckFailure)), causes[0])
 
 
 # -- backends, targets and cases -----------------------------------------------------------

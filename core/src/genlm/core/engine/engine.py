@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
@@ -41,6 +42,7 @@ __all__ = [
     "require_capability",
 ]
 
+logger = logging.getLogger("genlm")
 
 _GROUP_VALUES = 2**26
 """Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
@@ -67,8 +69,8 @@ class Engine(Protocol):
     instructions such as `"load the model with enable_lora=True"`.
 
     An engine whose `step` waits for other processes may also have a method `wake()`, which any
-    thread calls when there are new queries, aborts or calls for the engine. `step` should then
-    return soon, with the completions that are ready, if any.
+    thread calls when there are new queries, aborts or calls for the engine. It must not block.
+    `step` should then return soon, with the completions that are ready, if any.
 
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
@@ -95,14 +97,19 @@ class Engine(Protocol):
     def step(self) -> Iterable[Completion]:
         """Make progress on submitted queries and return the completed ones.
 
-        `step` is called only while queries are in flight. A failed query is returned as a
+        `step` is called only while queries are in flight, again at once if it returns none, so
+        it waits for results that others compute. A failed query is returned as a
         `Completion` with an error. An exception means that the engine failed: all in-flight
         queries are then aborted and fail.
         """
         ...
 
     def abort(self, query_id: int) -> None:
-        """Drop a query; a later completion of it is ignored."""
+        """Drop a query; a later completion of it is ignored.
+
+        Ids of queries that a step has completed in the meantime must be ignored. An exception
+        ends the engine.
+        """
         ...
 
     def close(self) -> None:
@@ -179,7 +186,8 @@ class BatchEngine(abc.ABC):
     Subclasses also set the attributes below. `step` evaluates the queries that `choose`
     returns, by default all pending ones, in one call, and computes requested reductions of
     their rows. When `evaluate` raises, the batch is halved until the queries at fault are
-    isolated; only those fail. When the device has failed, or all parts of the batch raise the
+    isolated; only those fail. If no query is at fault, as when memory is short, the error is
+    logged. When the device has failed, or all parts of the batch raise the
     same error, all of its queries fail. Populations are computed in parts, between which steps
     evaluate other queries.
 
@@ -200,6 +208,7 @@ class BatchEngine(abc.ABC):
     _pending: dict[int, Query]
     _groups: dict[int, GroupWork]
     _group_is_next = False
+    _has_logged = False
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """Initialise the pending queries, so that subclasses need not call `__init__`."""
@@ -334,7 +343,7 @@ class BatchEngine(abc.ABC):
             (row_queries, self._evaluate_batch),
         ):
             if queries:
-                completions += completions_of(queries, Halving(compute).results(queries))
+                completions += completions_of(queries, self._halved(compute, queries))
         return completions
 
     def abort(self, query_id: int) -> None:
@@ -368,10 +377,25 @@ class BatchEngine(abc.ABC):
             work.reduce(places, self.evaluate_group(work.query, places))
             return [None] * len(places)
 
-        results = Halving(evaluate).results(part)
+        results = self._halved(evaluate, part)
         for place, error in zip(part.tolist(), results, strict=True):
             if error is not None:
                 work.errors[place] = error
+
+    def _halved(self, evaluate: Callable[[Any], Sequence[Any]], batch: Any) -> Sequence[Any]:
+        """Evaluate a batch by halving; log the first error that no query causes."""
+        halving: Halving[Any] = Halving(evaluate)
+        results = halving.results(batch)
+        if halving.needless_error and not self._has_logged:
+            self._has_logged = True
+            logger.error(
+                "%s raised %s for a batch of %d queries, all of which it then computed in "
+                "smaller batches; further errors like this are not logged",
+                type(self).__name__,
+                halving.needless_error,
+                len(batch),
+            )
+        return results
 
     def _take_batch(self) -> list[Query]:
         pending = list(self._pending.values())
@@ -441,7 +465,13 @@ class BatchEngine(abc.ABC):
         """Evaluate distinct queries and check the shape and dtype of the rows."""
         import torch
 
-        rows = self.evaluate(queries).detach()  # otherwise rows keep the autograd graph alive
+        rows = self.evaluate(queries)
+        if not isinstance(rows, torch.Tensor):
+            raise EvaluationError(
+                f"{type(self).__name__}.evaluate returned {type(rows).__name__}; expected a "
+                f"torch.Tensor with one row for each query"
+            )
+        rows = rows.detach()  # otherwise rows keep the autograd graph alive
         expected = (len(queries), self.vocabulary.size)
         if tuple(rows.shape) != expected or rows.dtype != torch.float32:
             raise EvaluationError(

@@ -22,19 +22,27 @@ class Halving(Generic[Batch]):
     Halving stops when it cannot isolate items: when the device has failed, or when both halves
     of a batch raise the same error, their first and last items raise it alone, and no item of
     the batch has been evaluated yet. All remaining items then fail.
+
+    Attributes:
+        needless_error: Description of the error of a batch whose items were all evaluated in
+            smaller batches, so that no item is at fault; else empty.
     """
 
     def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
         self._evaluate: Callable[[Batch], Sequence[Any]] = evaluate
         self._has_succeeded = False
         self._device_error: Exception | None = None
+        self.needless_error = ""
 
     def results(self, batch: Batch) -> Sequence[Any]:
         """Return the results or errors of the items."""
         outcome = self._attempt(batch)
-        return (
-            self._evaluate_halves(batch, outcome) if isinstance(outcome, Exception) else outcome
-        )
+        if not isinstance(outcome, Exception):
+            return outcome
+        results = self._evaluate_halves(batch, outcome)
+        if not any(isinstance(result, Exception) for result in results):
+            self.needless_error = describe_error(outcome)
+        return results
 
     def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:
         if self._device_error is not None:

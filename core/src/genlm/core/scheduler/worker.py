@@ -353,7 +353,7 @@ class Worker:
         try:
             self._release_items(engine, items)
         except Exception:
-            logger.exception("releasing state of %s raised", type(engine).__name__)
+            logger.exception("release_context raised")
 
     def _run_calls(self, engine: Any) -> None:
         # One at a time: if the thread dies, `stop` fails the remaining calls.

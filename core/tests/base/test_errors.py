@@ -100,12 +100,12 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
 
 
 def all_classes(base: type = errors.GenlmError) -> set[type]:
-    return {base}.union(*(all_classes(each) for each in base.__subclasses__()))
+    return {base}.union(*(all_classes(subclass) for subclass in base.__subclasses__()))
 
 
 def drawn_tree() -> dict[str, list[str]]:
     """Each class in the module's docstring with the bases that the drawing gives it."""
-    found: dict[str, list[str]] = {}
+    bases: dict[str, list[str]] = {}
     open_branches: list[tuple[int, str]] = []
     assert errors.__doc__ is not None
     for line in errors.__doc__.splitlines():
@@ -113,24 +113,32 @@ def drawn_tree() -> dict[str, list[str]]:
         if match is None:
             continue
         indent, name, builtin = len(match[1]), match[2], match[3]
-        open_branches = [each for each in open_branches if each[0] < indent]
-        parents = [each for _, each in open_branches[-1:]]
-        found[name] = parents + ([builtin] if builtin else [])
+        open_branches = [branch for branch in open_branches if branch[0] < indent]
+        parents = [parent for _, parent in open_branches[-1:]]
+        bases[name] = parents + ([builtin] if builtin else [])
         open_branches.append((indent, name))
-    return found
+    return bases
 
 
 def test_the_drawn_tree_holds_every_class_under_its_real_parents() -> None:
     tree = drawn_tree()
-    own = {each for each in all_classes() if each.__module__ == errors.__name__}
-    assert set(tree) == {each.__name__ for each in own}
-    for each in own - {errors.GenlmError}:
-        assert [base.__name__ for base in each.__bases__] == tree[each.__name__]
+    classes = {
+        error_class
+        for error_class in all_classes()
+        if error_class.__module__ == errors.__name__
+    }
+    assert set(tree) == {error_class.__name__ for error_class in classes}
+    for error_class in classes - {errors.GenlmError}:
+        assert [base.__name__ for base in error_class.__bases__] == tree[error_class.__name__]
 
 
 def test_all_lists_every_class() -> None:
-    own = {each.__name__ for each in all_classes() if each.__module__ == errors.__name__}
-    assert set(errors.__all__) == own
+    names = {
+        error_class.__name__
+        for error_class in all_classes()
+        if error_class.__module__ == errors.__name__
+    }
+    assert set(errors.__all__) == names
     assert errors.__all__ == sorted(errors.__all__)
 
 

@@ -15,7 +15,7 @@ from genlm.core.base.progress import Stages, show_stages
 from genlm.plugin import loading_stage
 
 
-def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def visible_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines on standard error as a terminal shows them in the end."""
     output, errors = capsys.readouterr()
     assert output == ""
@@ -25,7 +25,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_each_stage_is_a_line_with_its_time(capsys):
     with genlm.load_model("demo", "reference", progress=True) as llm:
         assert llm.model_name == "demo"
-    first, second, last = shown(capsys)
+    first, second, last = visible_lines(capsys)
     assert re.fullmatch(r"genlm: importing reference \d\d:\d\d", first)
     assert re.fullmatch(r"genlm: first row \d\d:\d\d", second)
     assert re.fullmatch(r"genlm: ready after \d+\.\d s", last)
@@ -34,27 +34,29 @@ def test_each_stage_is_a_line_with_its_time(capsys):
 def test_nothing_is_shown_unless_it_is_asked_for(capsys):
     genlm.load_model("demo", "reference").close()
     assert loading_stage("nothing") is False
-    assert shown(capsys) == []
+    assert visible_lines(capsys) == []
 
 
 def test_a_model_that_does_not_load_ends_its_lines(capsys):
     with pytest.raises(ModelLoadError):
         genlm.load_model("demo", "reference", progress=True, order=0)
-    assert "failed after" in shown(capsys)[-1]
+    assert "failed after" in visible_lines(capsys)[-1]
     assert loading_stage("afterwards") is False
 
 
 def test_the_first_row_is_computed_before_the_model_is_ready(capsys, monkeypatch):
     from genlm.core.model import loading
 
-    said = []
+    reports = []
     first_row = loading._first_row
     monkeypatch.setattr(
-        loading, "_first_row", lambda engine: said.append(shown(capsys)) or first_row(engine)
+        loading,
+        "_first_row",
+        lambda engine: reports.append(visible_lines(capsys)) or first_row(engine),
     )
     genlm.load_model("demo", "reference", progress=True).close()
-    assert "genlm: first row" in said[0][-1]
-    assert "ready" in shown(capsys)[-1]
+    assert "genlm: first row" in reports[0][-1]
+    assert "ready" in visible_lines(capsys)[-1]
 
 
 def test_the_time_of_a_long_stage_goes_on(monkeypatch):

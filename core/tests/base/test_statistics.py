@@ -27,7 +27,7 @@ def lines(statistics: Statistics) -> dict[str, str]:
     split = (
         re.split(r"  +", line.strip(), maxsplit=1) for line in str(statistics).splitlines()
     )
-    return {label: " ".join(rest[0].split()) for label, *rest in split}
+    return {label: " ".join(cells[0].split()) for label, *cells in split}
 
 
 def test_a_table_has_a_line_for_each_figure() -> None:

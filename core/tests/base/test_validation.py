@@ -62,7 +62,7 @@ def test_integers_of_any_kind_become_plain_integers(
 ) -> None:
     ids = checked(make([3, 0, 99]))
     assert ids == (3, 0, 99)
-    assert [type(each) for each in ids] == [int, int, int]
+    assert [type(token_id) for token_id in ids] == [int, int, int]
 
 
 def test_a_range_is_a_sequence_of_integers() -> None:
@@ -71,7 +71,7 @@ def test_a_range_is_a_sequence_of_integers() -> None:
 
 @given(st.lists(st.integers(-3, 12), max_size=8), st.none() | st.integers(0, 8))
 def test_a_list_is_accepted_exactly_when_it_fits(ids: list[int], limit: int | None) -> None:
-    wrong = [i for i, each in enumerate(ids) if not 0 <= each < 10]
+    wrong = [i for i, token_id in enumerate(ids) if not 0 <= token_id < 10]
     if not ids:
         with pytest.raises(EmptySequenceError):
             checked(ids, vocab_size=10, max_context=limit)
@@ -163,13 +163,15 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "found"), REFUSED, ids=[repr(each) for each, _ in REFUSED]
+    ("token_ids", "description"), REFUSED, ids=[repr(value) for value, _ in REFUSED]
 )
-def test_what_is_no_flat_sequence_of_integers_is_described(token_ids: Any, found: str) -> None:
+def test_what_is_no_flat_sequence_of_integers_is_described(
+    token_ids: Any, description: str
+) -> None:
     with pytest.raises(TokenTypeError) as refused:
         checked(token_ids)
-    assert found in refused.value.found
-    assert found in str(refused.value)
+    assert description in refused.value.found
+    assert description in str(refused.value)
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
 
 
@@ -180,7 +182,7 @@ def test_what_was_found_is_shortened() -> None:
 
 
 def test_plain_booleans_are_the_integers_they_are_in_python() -> None:
-    assert [type(each) for each in checked([True, False, 2])] == [int, int, int]
+    assert [type(value) for value in checked([True, False, 2])] == [int, int, int]
 
 
 def test_a_sequence_is_as_long_as_the_context_at_most() -> None:
@@ -219,7 +221,7 @@ def test_a_query_that_an_engine_cannot_compute_is_refused_with_the_reason() -> N
     for token_id in (7, -1):
         with pytest.raises(TokenIdError) as unknown:
             check(6, token_id)
-        found = unknown.value.token_id, unknown.value.position, unknown.value.vocab_size
-        assert found == (token_id, 1, 7)
+        attributes = unknown.value.token_id, unknown.value.position, unknown.value.vocab_size
+        assert attributes == (token_id, 1, 7)
     with pytest.raises(UnknownAdapterError, match=r"'green'\. Loaded: blue, red"):
         check(1, adapter="green")

@@ -60,10 +60,10 @@ SAMPLING = [
 def test_of_sampling(
     llm: AsyncLM, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    before = llm.statistics().requests
+    requests_before = llm.statistics().requests
     with pytest.raises(error, match=message):
         asyncio.run(llm.sample([1], **{"max_tokens": 2, **options}))
-    assert llm.statistics().requests == before
+    assert llm.statistics().requests == requests_before
 
 
 def test_numbers_of_other_libraries_are_numbers(llm: AsyncLM) -> None:
@@ -79,8 +79,8 @@ def test_integers_of_other_libraries_are_integers_also_where_several_may_be(
 ) -> None:
     texts: Any = [[1, 2, 3], [4, 5, 6, 7]]
     for start, plain in [(kind(2), 2), ([kind(1), kind(3)], [1, 3])]:
-        found = llm.batch_score_sync(texts, start)
-        assert list(map(len, found)) == list(map(len, llm.batch_score_sync(texts, plain)))
+        scores = llm.batch_score_sync(texts, start)
+        assert list(map(len, scores)) == list(map(len, llm.batch_score_sync(texts, plain)))
     assert len(asyncio.run(llm.score(texts[0], kind(2)))) == 1
     assert llm.batch_draw_sync(texts, seed=kind(5)) == llm.batch_draw_sync(texts, seed=5)
     mask = genlm.Mask([3], 16)
@@ -113,14 +113,14 @@ def test_of_encodings(llm: AsyncLM) -> None:
         llm.next_token_logprobs_sync(encoding)
 
 
-@pytest.mark.parametrize("found", [None, 3])
-def test_of_batches(llm: AsyncLM, found: Any) -> None:
-    message = rf"several sequences of token ids, such as \[\[1, 2\], \[3\]\]; found .* {found}"
+@pytest.mark.parametrize("value", [None, 3])
+def test_of_batches(llm: AsyncLM, value: Any) -> None:
+    message = rf"several sequences of token ids, such as \[\[1, 2\], \[3\]\]; found .* {value}"
     with pytest.raises(TypeError, match=message):
-        llm.batch_next_token_logprobs_sync(found)
+        llm.batch_next_token_logprobs_sync(value)
     for ask in (llm.batch_next_token_logprobs, lambda prompts: llm.batch_sample(prompts, 2)):
         with pytest.raises(TypeError, match=message):
-            asyncio.run(ask(found))
+            asyncio.run(ask(value))
 
 
 def test_of_one_sequence_where_several_are_expected(llm: AsyncLM) -> None:
@@ -134,7 +134,11 @@ def test_of_one_sequence_where_several_are_expected(llm: AsyncLM) -> None:
 def test_of_results_that_have_ids(llm: AsyncLM) -> None:
     context = llm.context([1, 2])
     drawn = llm.draw_sync(context, seed=1)
-    for ask in (context.extend, llm.next_token_logprobs_sync, lambda one: llm.decode([one])):
+    for ask in (
+        context.extend,
+        llm.next_token_logprobs_sync,
+        lambda token_id: llm.decode([token_id]),
+    ):
         with pytest.raises(genlm.TokenTypeError, match=r"pass its token_id$"):
             ask(drawn)
     with pytest.raises(genlm.TokenTypeError, match=r"pass its token_ids$"):
@@ -205,8 +209,10 @@ def test_of_what_makes_an_engine(caplog) -> None:
     for make in (AsyncLM, genlm.Scheduler):
         with pytest.raises(TypeError, match="build_engine='hf'; expected a function"):
             make("hf")
-    found = r"found the model Linear; .* genlm.load_model\(model, \"hf\", tokenizer=tokenizer\)"
-    with pytest.raises(TypeError, match=found):
+    message = (
+        r"found the model Linear; .* genlm.load_model\(model, \"hf\", tokenizer=tokenizer\)"
+    )
+    with pytest.raises(TypeError, match=message):
         AsyncLM(torch.nn.Linear(2, 2))
     with pytest.raises(
         TypeError, match="returned None, which is not an engine: it lacks vocab"
@@ -229,17 +235,17 @@ def test_of_caches(bounds: tuple[Any, ...], error: type[Exception], message: str
         OutputCache(bounds[0], max_bytes=(*bounds, None)[1])
 
 
-@pytest.mark.parametrize("found", [None, 3])
-def test_of_vocabularies(found: Any) -> None:
-    with pytest.raises(genlm.VocabularyError, match=f"found {found}; a trie is made of tokens"):
-        TokenCharacterTrie(found)
+@pytest.mark.parametrize("value", [None, 3])
+def test_of_vocabularies(value: Any) -> None:
+    with pytest.raises(genlm.VocabularyError, match=f"found {value}; a trie is made of tokens"):
+        TokenCharacterTrie(value)
 
 
-@pytest.mark.parametrize("found", [None, "a", [1.5], [True], {1}])
-def test_of_nodes(found: Any) -> None:
+@pytest.mark.parametrize("value", [None, "a", [1.5], [True], {1}])
+def test_of_nodes(value: Any) -> None:
     trie = TokenCharacterTrie(["a", "ab"])
     with pytest.raises(TypeError, match="nodes must be integers; found"):
-        trie.partial_sum([1, 2], found)
+        trie.partial_sum([1, 2], value)
     assert trie.partial_sum([1, 2], []).shape == (0,)
 
 

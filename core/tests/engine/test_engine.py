@@ -57,7 +57,9 @@ def test_halving_fails_exactly_the_queries_that_raise(count: int, data: st.DataO
     sequences = [[i % 4, POISON if i in culprits else 4, i % 3] for i in range(count)]
     queries = submitted(engine, sequences)
     completions = engine.step()
-    assert [each.query_id for each in completions] == [query.query_id for query in queries]
+    assert [completion.query_id for completion in completions] == [
+        query.query_id for query in queries
+    ]
     for index, (query, completion) in enumerate(zip(queries, completions, strict=True)):
         if index in culprits:
             assert completion.result is None
@@ -84,7 +86,7 @@ def test_one_culprit_among_sixteen_costs_nine_evaluations(position: int) -> None
 def test_equal_queries_are_evaluated_once_and_get_rows_of_their_own() -> None:
     engine = ScriptedEngine(VOCAB_SIZE)
     submitted(engine, [[1, 2], [3], [1, 2]])
-    rows = [row_of(each) for each in engine.step()]
+    rows = [row_of(completion) for completion in engine.step()]
     assert engine.batches == [[(1, 2), (3,)]]
     for row, ids in zip(rows, [(1, 2), (3,), (1, 2)], strict=True):
         assert torch.equal(row, oracle_row(ids, None, VOCAB_SIZE))
@@ -101,7 +103,9 @@ def test_a_batch_without_culprits_is_evaluated_once() -> None:
 def test_the_error_of_a_query_is_its_own_and_not_a_chain_of_all_halvings() -> None:
     engine = ScriptedEngine(VOCAB_SIZE, poison=[POISON])
     submitted(engine, [[POISON] if i == 3 else [i] for i in range(5)])
-    error = next(each.error for each in engine.step() if each.error is not None)
+    error = next(
+        completion.error for completion in engine.step() if completion.error is not None
+    )
     assert error.__cause__ is None
     assert error.__context__ is None
 
@@ -124,8 +128,10 @@ def test_an_engine_that_always_fails_is_called_a_few_times_however_many_queries(
     engine = RaisingEngine(lambda _: ArithmeticError("always"))
     queries = submitted(engine, [[i % 8, i // 8 % 8, i // 64] for i in range(500)])
     completions = engine.step()
-    assert [each.query_id for each in completions] == [query.query_id for query in queries]
-    assert {str(each.error) for each in completions} == {"always"}
+    assert [completion.query_id for completion in completions] == [
+        query.query_id for query in queries
+    ]
+    assert {str(completion.error) for completion in completions} == {"always"}
     assert len(engine.batches) == 3 + 4  # the batch, its halves, and their ends alone
 
 
@@ -137,7 +143,11 @@ def test_culprits_that_fail_alike_fail_nobody_else(count: int, data: st.DataObje
     poison = {sequences[i] for i in culprits}
     engine = RaisingEngine(lambda batch: ValueError("alike") if poison & {*batch} else None)
     submitted(engine, sequences)
-    failed = {each.query_id - 100 for each in engine.step() if each.error is not None}
+    failed = {
+        completion.query_id - 100
+        for completion in engine.step()
+        if completion.error is not None
+    }
     assert failed == culprits
 
 
@@ -153,7 +163,7 @@ def test_culprits_that_fail_alike_fail_nobody_else(count: int, data: st.DataObje
 def test_nothing_more_is_evaluated_on_a_device_that_has_failed(error: Exception) -> None:
     engine = RaisingEngine(lambda _: error)
     submitted(engine, [[i % 8, i // 8] for i in range(50)])
-    assert [each.error for each in engine.step()] == [error] * 50
+    assert [completion.error for completion in engine.step()] == [error] * 50
     assert len(engine.batches) == 1
 
 
@@ -166,8 +176,8 @@ def test_queries_evaluated_before_the_device_failed_are_answered() -> None:
     engine = RaisingEngine(raised)
     submitted(engine, [[i] for i in range(8)])
     completions = engine.step()
-    assert [each.error is None for each in completions] == [True] * 4 + [False] * 4
-    assert {str(each.error) for each in completions[4:]} == {"CUDA error: unknown"}
+    assert [completion.error is None for completion in completions] == [True] * 4 + [False] * 4
+    assert {str(completion.error) for completion in completions[4:]} == {"CUDA error: unknown"}
 
 
 def test_a_batch_for_which_memory_is_short_is_halved() -> None:
@@ -176,7 +186,7 @@ def test_a_batch_for_which_memory_is_short_is_halved() -> None:
 
     engine = RaisingEngine(raised)
     submitted(engine, [[i] for i in range(8)])
-    assert all(each.error is None for each in engine.step())
+    assert all(completion.error is None for completion in engine.step())
 
 
 def test_an_error_that_no_query_causes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,10 +223,10 @@ class ChoosyEngine(ScriptedEngine):
 def test_what_is_not_chosen_stays_pending_beside_what_arrives() -> None:
     engine = ChoosyEngine(lambda pending: [pending[0], *pending[2:][:1]])
     submitted(engine, [[0], [1], [2], [3]])
-    assert [each.query_id for each in engine.step()] == [100, 102]
+    assert [completion.query_id for completion in engine.step()] == [100, 102]
     engine.submit(Query(200, (4,)))
-    assert [each.query_id for each in engine.step()] == [101, 200]
-    assert [each.query_id for each in engine.step()] == [103]
+    assert [completion.query_id for completion in engine.step()] == [101, 200]
+    assert [completion.query_id for completion in engine.step()] == [103]
     assert engine.step() == []
     assert engine.batches == [[(0,), (2,)], [(1,), (4,)], [(3,)]]
 
@@ -226,7 +236,7 @@ def test_a_query_aborted_before_it_is_chosen_is_never_evaluated() -> None:
     submitted(engine, [[0], [1], [2]])
     engine.step()
     engine.abort(101)
-    assert [each.query_id for each in engine.step()] == [102]
+    assert [completion.query_id for completion in engine.step()] == [102]
     assert engine.step() == []
     assert engine.batches == [[(0,)], [(2,)]]
 
@@ -236,7 +246,7 @@ def test_halving_is_of_what_was_chosen() -> None:
     queries = submitted(engine, [[0], [POISON], [POISON, 1], [2]])
     for first in (0, 2):
         completions = engine.step()
-        assert [each.query_id for each in completions] == [100 + first, 101 + first]
+        assert [completion.query_id for completion in completions] == [100 + first, 101 + first]
         for completion, query in zip(completions, queries[first:], strict=False):
             failed = isinstance(completion.error, ArithmeticError)
             assert failed == (POISON in query.token_ids)
@@ -244,7 +254,7 @@ def test_halving_is_of_what_was_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pick", "found"),
+    ("pick", "message"),
     [
         (lambda pending: [], "ChoosyEngine.choose returned none of 2 pending queries"),
         (lambda pending: [Query(7, (1,))], "returned query 7, which is not pending"),
@@ -252,11 +262,11 @@ def test_halving_is_of_what_was_chosen() -> None:
     ],
 )
 def test_a_choice_that_cannot_be_evaluated_is_an_error(
-    pick: Callable[[Sequence[Query]], Sequence[Query]], found: str
+    pick: Callable[[Sequence[Query]], Sequence[Query]], message: str
 ) -> None:
     engine = ChoosyEngine(pick)
     submitted(engine, [[0], [1]])
-    with pytest.raises(EvaluationError, match=found):
+    with pytest.raises(EvaluationError, match=message):
         engine.step()
     assert engine.batches == []
 
@@ -327,15 +337,15 @@ def test_every_row_owns_exactly_its_memory_and_can_be_changed(kind: str, count: 
 
 
 def test_a_lone_row_is_handed_over_without_a_copy() -> None:
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def rows(count: int) -> torch.Tensor:
-        made.append(torch.zeros(count, VOCAB_SIZE))
-        return made[-1]
+        tensors.append(torch.zeros(count, VOCAB_SIZE))
+        return tensors[-1]
 
     engine = FunctionEngine(rows)
     submitted(engine, [[1]])
-    assert row_of(engine.step()[0]).data_ptr() == made[0].data_ptr()
+    assert row_of(engine.step()[0]).data_ptr() == tensors[0].data_ptr()
 
 
 # -- the protocol ---------------------------------------------------------------------
@@ -356,7 +366,7 @@ def test_an_aborted_query_is_not_evaluated() -> None:
     engine.abort(queries[1].query_id)
     engine.abort(queries[1].query_id)
     engine.abort(12345)
-    assert [each.query_id for each in engine.step()] == [100, 102]
+    assert [completion.query_id for completion in engine.step()] == [100, 102]
     assert engine.batches == [[(1,), (3,)]]
 
 

@@ -31,8 +31,8 @@ def whole_row(query: Query) -> Any:
 
 def reduced(query: Query) -> Any:
     """As an engine that reduces rows itself."""
-    [found] = reduce_rows(whole_row(query)[None], [query.outputs])
-    return found
+    [result] = reduce_rows(whole_row(query)[None], [query.outputs])
+    return result
 
 
 class Single:
@@ -83,11 +83,11 @@ def test_each_distinct_sequence_is_one_query(make_model, answer):
     assert sorted(engine.answered) == sorted(set(MEMBERS))
     batched = make_model(ScriptedEngine(SIZE)).population(MEMBERS)
     masks = [[1, 2], [5], None, [3, 9, 10], [4]]
-    expected = batched.draw_sync(masks, temperature=0.5, seed=6)
-    for one, another in zip(
-        population.draw_sync(masks, temperature=0.5, seed=6), expected, strict=True
+    reference = batched.draw_sync(masks, temperature=0.5, seed=6)
+    for column, expected in zip(
+        population.draw_sync(masks, temperature=0.5, seed=6), reference, strict=True
     ):
-        assert torch.equal(one, another)
+        assert torch.equal(column, expected)
 
 
 def test_a_refused_query_fails_its_members_alone(make_model):
@@ -127,10 +127,10 @@ def test_an_aborted_group_aborts_all_its_queries():
     both.submit(Query(5, (9,)))
     both.submit_group(GroupQuery(8, Generation(lineage), places, places, Rows()))
     both.step()
-    left = set(engine.pending) - {5}
-    assert len(left) == 2
+    remaining = set(engine.pending) - {5}
+    assert len(remaining) == 2
     both.abort(8)
-    assert set(engine.aborted) == left
+    assert set(engine.aborted) == remaining
     [completion] = both.step()
     assert completion.query_id == 5
     assert engine.pending == {}
@@ -163,7 +163,7 @@ def test_contexts_of_a_continuation_are_released_with_its_population(make_model)
     engine = Single()
     llm = make_model(engine)
     sampled = llm.population([(3,), (5, 5)]).sample_sync(3, stop=(), seed=0)
-    computed = [TokenSequence.of(each.token_ids[:-1]).key for each in sampled.population]
+    computed = [TokenSequence.of(context.token_ids[:-1]).key for context in sampled.population]
     llm.next_token_logprobs_sync((1,))
     assert not engine.released
     del sampled

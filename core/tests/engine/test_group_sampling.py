@@ -23,7 +23,7 @@ class TinyEngine(genlm.BatchEngine):
 
     def __init__(self, max_context: int | None = None) -> None:
         tokens = [genlm.Token(i, bytes([97 + i])) for i in range(SIZE)]
-        self.vocabulary = genlm.Vocabulary(None, tokens, [str(each) for each in tokens])
+        self.vocabulary = genlm.Vocabulary(None, tokens, [str(token) for token in tokens])
         self.max_context = max_context
         self.evaluated = 0
 
@@ -97,7 +97,7 @@ def test_a_continuation_is_what_draws_and_extensions_give(engine: type[TinyEngin
 
 
 def test_members_that_are_queries_of_their_own_draw_what_those_of_groups_do() -> None:
-    found = []
+    results = []
     for smallest_group in (2, 100):
         engine = TinyEngine()
         engine.smallest_group = smallest_group
@@ -111,11 +111,11 @@ def test_members_that_are_queries_of_their_own_draw_what_those_of_groups_do() ->
             direct = population.extend(sampled.token_ids)
             assert extended._places.tolist() == direct._places.tolist()
             again = extended.draw_sync(seed=8).token_ids
-            found.append([*sampled[:3], extended.tokens, extended.finished, again])
+            results.append([*sampled[:3], extended.tokens, extended.finished, again])
             assert len(engine._pending) == len(engine._groups) == 0
-    for one, another in zip(*found, strict=True):
-        assert torch.equal(one, another)
-    assert (found[0][0][:, -1] < 0).any()
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    assert (results[0][0][:, -1] < 0).any()
 
 
 def test_a_member_that_fails_ends_its_small_group() -> None:
@@ -134,9 +134,9 @@ def test_a_member_that_fails_ends_its_small_group() -> None:
 
 def test_tokens_after_the_first_do_not_pass_through_the_scheduler() -> None:
     with genlm.AsyncLM(TinyEngine, output_cache=genlm.OutputCache(0)) as llm:
-        before = llm.statistics().requests
+        requests_before = llm.statistics().requests
         llm.population([1], 20).sample_sync(5, seed=1)
-        assert llm.statistics().requests - before == 1
+        assert llm.statistics().requests - requests_before == 1
         engine: Any = llm.engine
         assert engine.evaluated == 5
 

@@ -63,7 +63,7 @@ def released_by_now(llm: AsyncLM, engine: KeepingEngine) -> list[tuple[str | Non
     assert leases is not None
     del marker
     wait_for(lambda: key not in leases._counts)
-    return [each for each in engine.released.copy() if each != key]
+    return [released_key for released_key in engine.released.copy() if released_key != key]
 
 
 def test_the_public_example(make_model: MakeModel) -> None:
@@ -87,14 +87,14 @@ def test_the_public_example(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "several", [[4, 5], (4, 5), np.array([4, 5]), torch.tensor([4, 5]), [np.int32(4), 5]]
+    "token_ids", [[4, 5], (4, 5), np.array([4, 5]), torch.tensor([4, 5]), [np.int32(4), 5]]
 )
 def test_extending_by_several_ids_or_by_one_of_any_kind(
-    make_model: MakeModel, several: Any
+    make_model: MakeModel, token_ids: Any
 ) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     ctx = llm.context([1])
-    assert ctx.extend(several) == ctx.extend(np.int64(4)).extend(torch.tensor(5))
+    assert ctx.extend(token_ids) == ctx.extend(np.int64(4)).extend(torch.tensor(5))
     assert ctx.extend([]) is ctx
     assert ctx.extend(4) != ctx.extend(5)
 
@@ -149,10 +149,10 @@ def test_the_engine_is_told_when_the_last_reference_goes(keeping: Any) -> None:
     llm, engine = keeping
     ctx = llm.context([1, 2])
     equal = llm.context([1]).extend(2)
-    for each in (ctx, equal):
-        each.next_token_logprobs_sync()
+    for context in (ctx, equal):
+        context.next_token_logprobs_sync()
     key = ctx.sequence.key
-    del ctx, each
+    del ctx, context
     gc.collect()
     llm.next_token_logprobs_sync([3])
     assert engine.released == []  # the equal context still refers to it
@@ -177,7 +177,7 @@ def test_a_context_that_the_output_cache_answers_shares_what_the_engine_keeps(
 ) -> None:
     engine = KeepingEngine(VOCAB_SIZE)
     llm = make_model(engine)
-    ctx, equal, after = (llm.context([1, 2]) for _ in range(3))
+    ctx, equal, last = (llm.context([1, 2]) for _ in range(3))
     key = ctx.sequence.key
     ctx.next_token_logprobs_sync()
     ask(llm, equal)
@@ -186,8 +186,8 @@ def test_a_context_that_the_output_cache_answers_shares_what_the_engine_keeps(
     assert released_by_now(llm, engine) == []
     del equal
     assert released_by_now(llm, engine) == [(None, key)]
-    ask(llm, after)  # nothing is kept for it any more
-    del after
+    ask(llm, last)  # nothing is kept for it any more
+    del last
     assert released_by_now(llm, engine) == [(None, key)]
 
 
@@ -236,7 +236,7 @@ def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
     llm, engine = keeping
     contexts = [llm.context([1, i % VOCAB_SIZE, i // VOCAB_SIZE]) for i in range(200)]
     llm.batch_next_token_logprobs_sync(contexts)
-    keys = {(None, each.sequence.key) for each in contexts}
+    keys = {(None, context.sequence.key) for context in contexts}
     del contexts
     gc.collect()
     wait_for(lambda: set(engine.released) == keys)
@@ -345,11 +345,11 @@ def test_threads_count_leases_without_losing_any() -> None:
 
     def work(thread: int) -> None:
         start.wait(TIMEOUT_S)
-        kept: deque[ContextLease | None] = deque(maxlen=2)
+        leases: deque[ContextLease | None] = deque(maxlen=2)
         for turn in range(3000):
             key = keys[(turn * 7 + thread) % 3]
-            kept.append(drops.leases.lease([key]))
-            kept.append(drops.leases.find(key))
+            leases.append(drops.leases.lease([key]))
+            leases.append(drops.leases.find(key))
 
     switching_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -32,7 +32,7 @@ Ask = Callable[[AsyncLM, Sequence[Any]], torch.Tensor]
 
 def one_by_one(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor:
     async def main() -> list[torch.Tensor]:
-        return [await llm.next_token_logprobs(each) for each in sequences]
+        return [await llm.next_token_logprobs(ids) for ids in sequences]
 
     return torch.stack(asyncio.run(main()))
 
@@ -46,8 +46,8 @@ def gathered(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor:
 
 def uncached(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor:
     async def main() -> list[torch.Tensor]:
-        asked = (llm.next_token_logprobs(each, use_cache=False) for each in sequences)
-        return await asyncio.gather(*asked)
+        requests = (llm.next_token_logprobs(ids, use_cache=False) for ids in sequences)
+        return await asyncio.gather(*requests)
 
     return torch.stack(asyncio.run(main()))
 
@@ -68,7 +68,7 @@ def batch_sync_in_a_loop(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor
 
 
 def sync(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor:
-    return torch.stack([llm.next_token_logprobs_sync(each) for each in sequences])
+    return torch.stack([llm.next_token_logprobs_sync(ids) for ids in sequences])
 
 
 ALL_WAYS: list[Ask] = [
@@ -86,7 +86,7 @@ in_batch_ways = pytest.mark.parametrize("ask", BATCH_WAYS, ids=lambda ask: ask._
 
 
 def expected_rows(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.stack([oracle_row(each, None, VOCAB_SIZE) for each in sequences])
+    return torch.stack([oracle_row(ids, None, VOCAB_SIZE) for ids in sequences])
 
 
 # Near misses of one another: reversed, rotated, one dropped, one appended, repeated.
@@ -171,7 +171,7 @@ def test_a_batch_is_evaluated_at_once_and_its_duplicates_once(
         engine.release()
         rows = answer.result(TIMEOUT_S)
     assert torch.equal(rows, expected_rows([[1], [2], [1], [1]]))
-    assert sorted(each for batch in engine.batches for each in batch) == [(1,), (2,)]
+    assert sorted(ids for batch in engine.batches for ids in batch) == [(1,), (2,)]
 
 
 # -- wrong requests -------------------------------------------------------------------
@@ -187,7 +187,7 @@ WRONG: list[tuple[Any, type[Exception]]] = [
 
 
 @in_all_ways
-@pytest.mark.parametrize(("wrong", "error"), WRONG, ids=[each.__name__ for _, each in WRONG])
+@pytest.mark.parametrize(("wrong", "error"), WRONG, ids=[error.__name__ for _, error in WRONG])
 def test_a_wrong_request_is_refused(
     make_model: MakeModel, ask: Ask, wrong: Any, error: type[Exception]
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_wrong_request_is_refused(
 
 
 @in_batch_ways
-@pytest.mark.parametrize("wrong", [each for each, _ in WRONG])
+@pytest.mark.parametrize("wrong", [ids for ids, _ in WRONG])
 def test_one_wrong_sequence_of_a_batch_raises_before_any_is_evaluated(
     make_model: MakeModel, ask: Ask, wrong: Any
 ) -> None:

@@ -236,9 +236,9 @@ def test_an_engine_without_adapters_says_so(
     llm = make_model(PlainEngine(VOCAB_SIZE), name="plain")
     with pytest.raises(
         UnsupportedCapabilityError, match="'plain' does not support 'lora'"
-    ) as found:
+    ) as error:
         ask(llm)
-    assert found.value.capability == Capability.LORA
+    assert error.value.capability == Capability.LORA
     llm.with_lora(None).next_token_logprobs_sync([1])
 
 
@@ -501,8 +501,8 @@ def test_prefixes_reach_the_engine_on_its_thread_with_their_adapter(
     llm.pin_prefix(torch.tensor([1, 2]))
     llm.pin_prefix([3], lora_name="a")
     llm.with_lora("a").pin_prefix([4])
-    assert [each[:2] for each in engine.kept] == [((1, 2), None), ((3,), "a"), ((4,), "a")]
-    assert {each[2] for each in engine.kept} == {"genlm-prefix"}
+    assert [prefix[:2] for prefix in engine.kept] == [((1, 2), None), ((3,), "a"), ((4,), "a")]
+    assert {prefix[2] for prefix in engine.kept} == {"genlm-prefix"}
     llm.clear_kv_cache()
     assert engine.kept == []
 

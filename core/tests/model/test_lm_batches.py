@@ -32,7 +32,7 @@ BATCHES: dict[str, Callable[[AsyncLM, list[Any]], Any]] = {
     "log_mass": lambda llm, ids: llm.batch_log_mass(ids, [[1]] * len(ids)),
     "draw": lambda llm, ids: llm.batch_draw(ids, seed=1),
     "sample": lambda llm, ids: llm.batch_sample(ids, 2, seed=1),
-    "score": lambda llm, ids: llm.batch_score([[*each, 1] for each in ids]),
+    "score": lambda llm, ids: llm.batch_score([[*token_id, 1] for token_id in ids]),
 }
 
 

@@ -41,7 +41,9 @@ class PrefixEngine(ScriptedEngine):
 
 def test_every_coroutine_method_has_a_blocking_twin_of_its_signature() -> None:
     public = {name: getattr(AsyncLM, name) for name in dir(AsyncLM) if name[0] != "_"}
-    coroutines = {name for name, each in public.items() if inspect.iscoroutinefunction(each)}
+    coroutines = {
+        name for name, member in public.items() if inspect.iscoroutinefunction(member)
+    }
     assert coroutines == set(ASYNC_OF.values())
     assert len(coroutines) >= 20
     for name, of in ASYNC_OF.items():
@@ -59,17 +61,17 @@ def test_a_blocking_method_works_within_a_running_event_loop_and_on_threads(
 ) -> None:
     llm = make_model(ScriptedEngine(), output_cache=OutputCache(0))
 
-    def row(token_id: int) -> torch.Tensor:
+    def row_after(token_id: int) -> torch.Tensor:
         return llm.next_token_logprobs_sync([token_id])
 
     async def main() -> torch.Tensor:
-        before = await llm.next_token_logprobs([1])
-        return torch.stack([before, row(2), await asyncio.to_thread(row, 3)])
+        first = await llm.next_token_logprobs([1])
+        return torch.stack([first, row_after(2), await asyncio.to_thread(row_after, 3)])
 
     with ThreadPoolExecutor(4) as pool:
-        rows = [*asyncio.run(main()), *pool.map(row, range(4, 12))]
-    for token_id, each in enumerate(rows, 1):
-        torch.testing.assert_close(each, oracle_row([token_id], None, 16))
+        rows = [*asyncio.run(main()), *pool.map(row_after, range(4, 12))]
+    for token_id, row in enumerate(rows, 1):
+        torch.testing.assert_close(row, oracle_row([token_id], None, 16))
 
 
 def test_ctrl_c_ends_the_wait_for_a_continuation_and_drops_it(
@@ -215,8 +217,8 @@ def test_the_thread_of_finalizers_starts_with_a_model_and_not_in_a_finalizer(
 ) -> None:
     monkeypatch.setattr(background, "_background", background._Background())
     called = threading.Event()
-    before = set(threading.enumerate())
+    threads = set(threading.enumerate())
     background.run_in_background(called.set)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) == threads
     make_model(ScriptedEngine())
     assert called.wait(TIMEOUT_S)

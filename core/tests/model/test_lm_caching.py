@@ -168,12 +168,14 @@ def test_statistics_add_up_exactly_whatever_threads_and_loops_ask(
         start.wait(TIMEOUT_S)
         tokens = 0
         for turn in range(rounds):
-            sequences = [[int(each)] * (turn % 3 + 1) for each in generator.integers(0, 16, 5)]
+            sequences = [
+                [int(token_id)] * (turn % 3 + 1) for token_id in generator.integers(0, 16, 5)
+            ]
             tokens += sum(map(len, sequences))
             if turn % 2:
                 rows = asyncio.run(settled(llm, sequences))
             else:
-                rows = [sync_or_error(llm, each) for each in sequences]
+                rows = [sync_or_error(llm, sequence) for sequence in sequences]
             for row, sequence in zip(rows, sequences, strict=True):
                 if 13 in sequence:
                     assert isinstance(row, EvaluationError)
@@ -184,15 +186,18 @@ def test_statistics_add_up_exactly_whatever_threads_and_loops_ask(
 
     with ThreadPoolExecutor(threads) as pool:
         tokens_asked = sum(pool.map(work, range(threads)))
-    found = llm.statistics()
-    assert found.requests == threads * rounds * 5
-    assert found.tokens_asked == tokens_asked
-    assert found.requests == found.cache_hits + found.joined + found.answered + found.failed
-    assert found.abandoned == found.pending == found.waiting == 0
-    assert sum(n * count for n, count in found.batch_sizes.items()) == (
-        found.answered + found.failed
+    statistics = llm.statistics()
+    assert statistics.requests == threads * rounds * 5
+    assert statistics.tokens_asked == tokens_asked
+    assert (
+        statistics.requests
+        == statistics.cache_hits + statistics.joined + statistics.answered + statistics.failed
     )
-    assert (found.cache_hits > 0) == (cache_size > 0)
+    assert statistics.abandoned == statistics.pending == statistics.waiting == 0
+    assert sum(n * count for n, count in statistics.batch_sizes.items()) == (
+        statistics.answered + statistics.failed
+    )
+    assert (statistics.cache_hits > 0) == (cache_size > 0)
 
 
 async def settled(llm: AsyncLM, sequences: Sequence[list[int]]) -> list[Any]:
@@ -250,19 +255,19 @@ def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: Make
     evaluated = engine.evaluated.copy()
 
     async def main() -> list[Any]:
-        wanted = [Where(i) for i in range(8)]
+        reductions = [Where(i) for i in range(8)]
         return [
-            *await llm.batch_reduce(contexts, wanted),
+            *await llm.batch_reduce(contexts, reductions),
             await llm.reduce([3], Where(99)),
         ]
 
-    own = threading.current_thread().name
-    *several, one = asyncio.run(main())
-    assert {count for _, count in several} == {8}
-    assert one[1] == 1
-    assert own not in {name for name, _ in [*several, one]}
+    thread_name = threading.current_thread().name
+    *batched, single = asyncio.run(main())
+    assert {count for _, count in batched} == {8}
+    assert single[1] == 1
+    assert thread_name not in {name for name, _ in [*batched, single]}
     waited = llm.batch_reduce_sync(contexts, [Where(100 + i) for i in range(8)])
-    assert waited == [(own, 8)] * 8  # a thread that waits anyway
+    assert waited == [(thread_name, 8)] * 8  # a thread that waits anyway
     assert engine.evaluated == evaluated
 
 
@@ -293,12 +298,12 @@ def test_draws_from_known_rows_are_those_from_rows_that_are_computed(
 ) -> None:
     engine = WideEngine()
     llm = make_model(engine, output_cache=OutputCache(0))
-    known = make_model(WideEngine())
+    cached = make_model(WideEngine())
     contexts = [[i % 3] for i in range(9)]
-    known.batch_next_token_logprobs_sync(contexts)
+    cached.batch_next_token_logprobs_sync(contexts)
     expected = llm.batch_draw_sync(contexts, seed=4)
-    assert asyncio.run(known.batch_draw(contexts, seed=4)) == expected
-    assert known.batch_draw_sync(contexts, seed=4) == expected
+    assert asyncio.run(cached.batch_draw(contexts, seed=4)) == expected
+    assert cached.batch_draw_sync(contexts, seed=4) == expected
 
 
 def test_rows_that_are_evicted_while_others_are_read_are_found_or_computed(
@@ -328,12 +333,12 @@ def test_draws_are_neither_stored_nor_do_they_evict_rows(make_model: MakeModel) 
     engine = ScriptedEngine(VOCAB_SIZE)
     llm = make_model(engine, output_cache=OutputCache(3))
     llm.next_token_logprobs_sync([1])
-    kept = list(llm.output_cache._entries)
+    keys = list(llm.output_cache._entries)
     for seed in range(10):
         llm.draw_sync([1], [2, 3], seed=seed)
         llm.draw_sync([seed], seed=seed)
         llm.sample_sync([4], 3, seed=seed)
-    assert list(llm.output_cache._entries) == kept
+    assert list(llm.output_cache._entries) == keys
     llm.log_mass_sync([5], [2, 3])
     assert len(llm.output_cache) == 2  # a later request can find this one
     computed = len(engine.batches)

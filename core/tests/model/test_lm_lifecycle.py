@@ -164,7 +164,7 @@ def test_a_reset_ends_all_requests_and_the_model_works_on(make_model: MakeModel)
 
 
 def thread_named(name: str) -> threading.Thread | None:
-    return next((each for each in threading.enumerate() if each.name == name), None)
+    return next((thread for thread in threading.enumerate() if thread.name == name), None)
 
 
 def test_a_model_that_is_dropped_frees_its_engine() -> None:
@@ -202,10 +202,10 @@ def test_a_closed_model_does_not_refer_to_its_engine() -> None:
     llm.close()
     gc.collect()
     assert engine() is None
-    for each in (llm, view):
-        assert each.statistics().engine == {"steps": 1}
+    for model in (llm, view):
+        assert model.statistics().engine == {"steps": 1}
         with pytest.raises(EngineClosedError):
-            _ = each.engine
+            _ = model.engine
 
 
 def test_a_model_whose_thread_died_does_not_refer_to_its_engine() -> None:

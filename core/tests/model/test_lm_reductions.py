@@ -103,7 +103,7 @@ class TooFewValues(WholeRows):
     """An `Engine` that leaves values out."""
 
     def step(self) -> Iterable[Completion]:
-        return [Completion(each.query_id, Reduced(())) for each in super().step()]
+        return [Completion(completion.query_id, Reduced(())) for completion in super().step()]
 
 
 @pytest.mark.parametrize("engine", [ScriptedEngine, WholeRows, Reducing])
@@ -121,9 +121,9 @@ def test_every_kind_of_engine_answers_reductions(engine: type, make_model: MakeM
             llm.top_tokens([5], 2),
         )
 
-    given, row, mass, entropy, drawn, top = asyncio.run(ask())
+    logprobs, row, mass, entropy, drawn, top = asyncio.run(ask())
     expected = row_of(ids)
-    assert given.tolist() == expected[[4, 0]].tolist()
+    assert logprobs.tolist() == expected[[4, 0]].tolist()
     assert torch.equal(row, expected)
     assert mass == pytest.approx(float(expected[[0, 4]].logsumexp(0)), abs=1e-6)
     assert entropy == pytest.approx(float(torch.special.entr(expected.exp()).sum()))
@@ -195,14 +195,14 @@ def test_queries_of_one_sequence_in_one_batch_are_evaluated_once() -> None:
     engine.submit(Query(2, (1, 2)))
     engine.submit(Query(3, (1, 2), outputs=(Draw(0.5), None)))
     engine.submit(Query(4, (1, 2), "red", outputs=(TopK(1),)))
-    found = {each.query_id: each.result for each in engine.step()}
+    results = {completion.query_id: completion.result for completion in engine.step()}
     assert engine.batches == [[(1, 2), (3,), (1, 2)]]
-    assert torch.equal(found[1], row_of([3]))  # type: ignore[arg-type]
-    assert torch.equal(found[2], row_of([1, 2]))  # type: ignore[arg-type]
-    assert found[0].values[0].token_ids.tolist() == [int(row_of([1, 2]).argmax())]  # type: ignore[union-attr]
-    assert torch.equal(found[3].values[1], row_of([1, 2]))  # type: ignore[union-attr]
+    assert torch.equal(results[1], row_of([3]))  # type: ignore[arg-type]
+    assert torch.equal(results[2], row_of([1, 2]))  # type: ignore[arg-type]
+    assert results[0].values[0].token_ids.tolist() == [int(row_of([1, 2]).argmax())]  # type: ignore[union-attr]
+    assert torch.equal(results[3].values[1], row_of([1, 2]))  # type: ignore[union-attr]
     best = int(row_of([1, 2], "red").argmax())
-    assert found[4].values[0].token_ids.tolist() == [best]  # type: ignore[union-attr]
+    assert results[4].values[0].token_ids.tolist() == [best]  # type: ignore[union-attr]
 
 
 # -- the output cache -----------------------------------------------------------------
@@ -260,11 +260,11 @@ def test_the_cache_counts_the_bytes_of_results_masks_and_ids(make_model: MakeMod
     llm = make_model(ScriptedEngine(SIZE))
     llm.token_logprobs_sync([1], list(range(10)))
     context, tensor, ids = 4, 10 * 4, 10 * 40
-    before = context + tensor + ids
-    assert llm.statistics().cache_bytes == before
+    row_bytes = context + tensor + ids
+    assert llm.statistics().cache_bytes == row_bytes
     llm.log_mass_sync([1], [3])
     number, mask = 64, SIZE // 8
-    assert llm.statistics().cache_bytes == before + context + number + mask
+    assert llm.statistics().cache_bytes == row_bytes + context + number + mask
 
 
 # -- the four forms -------------------------------------------------------------------
@@ -278,12 +278,14 @@ def test_all_forms_of_a_reduction_agree(make_model: MakeModel) -> None:
         "token_logprobs": ([[1], [2, 3], []],),
         "log_mass": (masks,),
     }
-    for name, (others,) in forms.items():
-        batch = getattr(llm, f"batch_{name}_sync")(contexts, others)
-        batch_async = asyncio.run(getattr(llm, f"batch_{name}")(contexts, others))
-        one = [getattr(llm, f"{name}_sync")(c, o) for c, o in zip(contexts, others)]
-        one_async = [asyncio.run(getattr(llm, name)(c, o)) for c, o in zip(contexts, others)]
-        for results in zip(batch, batch_async, one, one_async, strict=True):
+    for name, (arguments,) in forms.items():
+        batch = getattr(llm, f"batch_{name}_sync")(contexts, arguments)
+        batch_async = asyncio.run(getattr(llm, f"batch_{name}")(contexts, arguments))
+        singles = [getattr(llm, f"{name}_sync")(c, o) for c, o in zip(contexts, arguments)]
+        singles_async = [
+            asyncio.run(getattr(llm, name)(c, o)) for c, o in zip(contexts, arguments)
+        ]
+        for results in zip(batch, batch_async, singles, singles_async, strict=True):
             assert len({str(result) for result in results}) == 1
     tops = llm.batch_top_tokens_sync(contexts, 2)
     assert str(tops) == str(asyncio.run(llm.batch_top_tokens(contexts, 2)))
@@ -409,15 +411,15 @@ def test_scores_are_those_of_the_rows(engine: type, make_model: MakeModel) -> No
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, SIZE, n).tolist() for n in (1, 2, 7, 40, 300)]
     starts = [1, 1, 3, 40, 7]
-    found = llm.batch_token_scores_sync(texts, starts)
-    for text, start, scores in zip(texts, starts, found, strict=True):
+    all_scores = llm.batch_token_scores_sync(texts, starts)
+    for text, start, scores in zip(texts, starts, all_scores, strict=True):
         assert isinstance(scores, TokenScores)
         assert scores.logprobs.dtype == torch.float32
         assert scores.logprobs.tolist() == loop_over_rows(text, start)
         tops = [bool(row_of(text[:i]).argmax() == text[i]) for i in range(start, len(text))]
         assert scores.is_top.tolist() == tops
     plain = asyncio.run(llm.batch_score(texts, 1, progress=True))
-    assert [each.tolist() for each in plain] == [loop_over_rows(t, 1) for t in texts]  # type: ignore[union-attr]
+    assert [scores.tolist() for scores in plain] == [loop_over_rows(t, 1) for t in texts]  # type: ignore[union-attr]
     assert llm.score_sync(llm.context(texts[2])).tolist() == loop_over_rows(texts[2], 1)
     assert asyncio.run(llm.score(np.array(texts[2]), 7)).shape == (0,)
 
@@ -445,8 +447,8 @@ def test_positions_are_looked_up_and_counted_part_by_part(make_model: MakeModel)
     llm = make_model(engine)
     generator = np.random.default_rng(0)
     text, other, last = (generator.integers(0, SIZE, 200).tolist() for _ in range(3))
-    found = llm.batch_score_sync([text, text])  # the rest of the second after the first part
-    assert [each.tolist() for each in found] == [loop_over_rows(text, 1)] * 2
+    scored = llm.batch_score_sync([text, text])  # the rest of the second after the first part
+    assert [scores.tolist() for scores in scored] == [loop_over_rows(text, 1)] * 2
     counted = llm.statistics()
     assert (counted.requests, counted.cache_hits, counted.answered) == (398, 142, 199)
     assert counted.joined == 57
@@ -470,7 +472,7 @@ def test_nothing_of_a_batch_with_a_wrong_text_is_counted_or_looked_up(
 ) -> None:
     llm = make_model(engine(), output_cache=OutputCache(2))
     llm.batch_score_sync([[1, 2], [3, 4]])
-    kept = list(llm.output_cache._entries)  # the least recently used first
+    keys = list(llm.output_cache._entries)  # the least recently used first
     before = llm.statistics()
     with pytest.raises(genlm.QueryError):
         llm.batch_score_sync([[1, 2], wrong])
@@ -478,7 +480,7 @@ def test_nothing_of_a_batch_with_a_wrong_text_is_counted_or_looked_up(
         asyncio.run(llm.batch_score([[1, 2], wrong]))
     after = llm.statistics()
     assert (after - before).requests == (after - before).cache_hits == 0
-    assert list(llm.output_cache._entries) == kept
+    assert list(llm.output_cache._entries) == keys
 
 
 def test_every_request_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
@@ -543,7 +545,7 @@ def test_a_text_that_fails_does_so_alone(make_model: MakeModel) -> None:
 def test_scores_of_a_wrong_shape_are_errors(make_model: MakeModel) -> None:
     class OneTooFew(ScoringEngine):
         def _scores(self, query: Query) -> TokenScores:
-            return TokenScores(*(each[1:] for each in super()._scores(query)))
+            return TokenScores(*(column[1:] for column in super()._scores(query)))
 
     llm = make_model(OneTooFew())
     with pytest.raises(
@@ -553,7 +555,7 @@ def test_scores_of_a_wrong_shape_are_errors(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "found"),
+    ("result", "message"),
     [
         (
             torch.zeros(1, 16),
@@ -568,12 +570,12 @@ def test_scores_of_a_wrong_shape_are_errors(make_model: MakeModel) -> None:
     ],
 )
 def test_scores_of_another_kind_are_errors_that_say_what_is_expected(
-    make_model: MakeModel, result: Any, found: str
+    make_model: MakeModel, result: Any, message: str
 ) -> None:
     class Other(ScoringEngine):
         def score(self, queries: Sequence[Query]) -> Any:
             return result
 
     llm = make_model(Other())
-    with pytest.raises(EvaluationError, match=found):
+    with pytest.raises(EvaluationError, match=message):
         llm.score_sync([1, 2, 3])

@@ -146,8 +146,8 @@ def test_a_stop_id_of_any_integer_kind_ends_the_continuation(
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     endless = asyncio.run(llm.sample([1], 12, seed=3))
     stop = endless[6]
-    found = asyncio.run(llm.sample(kind([1]), 12, stop=kind([stop]), seed=3))
-    assert found == endless[: endless.index(stop)]
+    ids = asyncio.run(llm.sample(kind([1]), 12, stop=kind([stop]), seed=3))
+    assert ids == endless[: endless.index(stop)]
 
 
 def test_a_continuation_ends_when_the_context_is_full(make_model: MakeModel) -> None:
@@ -223,13 +223,13 @@ def test_an_error_comes_plain_with_its_cause_and_ends_the_others(
     engine: Any = ScriptedEngine(VOCAB_SIZE, poison=[7])
     engine.smallest_group = smallest_group
     llm = make_model(engine)
-    with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as found:
+    with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as error:
         batch_sample(llm, prompts, 10_000, seed=0)
-    assert isinstance(found.value.__cause__, ArithmeticError)
-    assert found.value.places == tuple(i for i, ids in enumerate(prompts) if 7 in ids)
-    with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as found:
+    assert isinstance(error.value.__cause__, ArithmeticError)
+    assert error.value.places == tuple(i for i, ids in enumerate(prompts) if 7 in ids)
+    with pytest.raises(EvaluationError, match="ArithmeticError: poisoned") as error:
         llm.sample_sync([7], 10_000)
-    assert found.value.places == ()
+    assert error.value.places == ()
     statistics = llm.statistics()
     assert statistics.pending == statistics.waiting == 0
     assert llm.next_token_logprobs_sync([1]).shape == (VOCAB_SIZE,)
@@ -267,8 +267,8 @@ def test_a_stop_text_ends_a_continuation_with_the_token_that_completes_it(
         stop = bytes_of([first, second])
         end = bytes_of(whole).index(stop) + 2
         for form in (stop, [stop], [stop.decode("latin-1"), b"zz"]):
-            found = asyncio.run(llm.sample([1], 40, seed=3, stop=form))
-            assert found == whole[:end]
+            ids = asyncio.run(llm.sample([1], 40, seed=3, stop=form))
+            assert ids == whole[:end]
 
 
 def test_stop_takes_token_ids_as_well(make_model: MakeModel) -> None:
@@ -276,9 +276,9 @@ def test_stop_takes_token_ids_as_well(make_model: MakeModel) -> None:
     [stream] = stream_seeds(3, 1)
     whole = chain([1], 40, stream, 1.0)
     for token_id in {*whole}:
-        before = whole[: whole.index(token_id)]
+        beginning = whole[: whole.index(token_id)]
         for form in (token_id, [token_id], np.array([token_id, token_id]), [b"zz", token_id]):
-            assert llm.sample_sync([1], 40, seed=3, stop=form) == before
+            assert llm.sample_sync([1], 40, seed=3, stop=form) == beginning
 
 
 def test_a_continuation_ends_with_the_text_unless_other_ends_are_given(
@@ -311,9 +311,9 @@ def test_stop_texts_may_be_of_one_token_and_longer_than_any(make_model: MakeMode
     whole = chain([1], 30, stream, 1.0)
     long = bytes_of(whole[5:25])
     assert asyncio.run(llm.sample([1], 30, seed=3, stop=long)) == whole[:25]
-    one = bytes_of(whole[7:8])
-    end = bytes_of(whole).index(one) + 1
-    assert asyncio.run(llm.sample([1], 30, seed=3, stop=one)) == whole[:end]
+    text = bytes_of(whole[7:8])
+    end = bytes_of(whole).index(text) + 1
+    assert asyncio.run(llm.sample([1], 30, seed=3, stop=text)) == whole[:end]
 
 
 def test_top_k_and_top_p_leave_the_likeliest_tokens(make_model: MakeModel) -> None:
@@ -417,7 +417,7 @@ def test_an_interrupt_ends_the_wait_for_samples(make_model: MakeModel) -> None:
 
     interrupted = threading.Event()
     main = threading.get_ident()
-    before = signal.signal(signal.SIGINT, raising)
+    handler = signal.signal(signal.SIGINT, raising)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
@@ -425,7 +425,7 @@ def test_an_interrupt_ends_the_wait_for_samples(make_model: MakeModel) -> None:
             llm.sample_sync([1], 10**6, seed=0)
     finally:
         thread.join()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
     assert asyncio.run(llm.sample([1], 2, seed=0)) == chain([1], 2, stream_seeds(0, 1)[0], 1.0)
 
 

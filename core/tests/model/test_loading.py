@@ -116,7 +116,7 @@ def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def engine_threads() -> list[threading.Thread]:
     names = {f"genlm-{name}" for name in NAMES}
-    return [each for each in threading.enumerate() if each.name in names]
+    return [thread for thread in threading.enumerate() if thread.name in names]
 
 
 def assert_no_thread_is_left() -> None:
@@ -212,9 +212,9 @@ def test_a_model_object_needs_its_tokenizer_and_an_engine_that_takes_objects() -
 
 
 def test_a_loaded_model_says_its_name(tmp_path: Path) -> None:
-    for model, shown in [("a-model", "a-model"), (tmp_path, str(tmp_path))]:
+    for model, model_name in [("a-model", "a-model"), (tmp_path, str(tmp_path))]:
         with load_model(model, "strict") as llm:
-            assert repr(llm).startswith(f"<AsyncLM {shown!r} on 'strict': 16 token ids")
+            assert repr(llm).startswith(f"<AsyncLM {model_name!r} on 'strict': 16 token ids")
     with load_model(torch.nn.Linear(2, 2), "homely", tokenizer=object()) as llm:
         assert repr(llm).startswith("<AsyncLM 'Linear' on 'homely': ")
 
@@ -343,7 +343,7 @@ def test_a_backend_may_be_named_in_full() -> None:
 
 def test_the_engine_lives_on_a_thread_with_its_name() -> None:
     with load_model("a-model", "bare"):
-        assert [each.name for each in engine_threads()] == ["genlm-bare"]
+        assert [thread.name for thread in engine_threads()] == ["genlm-bare"]
     assert_no_thread_is_left()
 
 

@@ -40,7 +40,7 @@ class TinyEngine(genlm.BatchEngine):
 
     def __init__(self, max_context: int | None = None) -> None:
         tokens = [genlm.Token(i, bytes([97 + i])) for i in range(SIZE)]
-        self.vocabulary = genlm.Vocabulary(None, tokens, [str(each) for each in tokens])
+        self.vocabulary = genlm.Vocabulary(None, tokens, [str(token) for token in tokens])
         self.max_context = max_context
         self.evaluated: list[list[tuple[int, ...]]] = []
 
@@ -114,7 +114,7 @@ def members(population: genlm.Population) -> list[tuple[int, ...]]:
 
 
 def expected_rows(population: genlm.Population) -> torch.Tensor:
-    return torch.stack([row(each) for each in members(population)])
+    return torch.stack([row(member) for member in members(population)])
 
 
 # -- sequences ------------------------------------------------------------------------
@@ -125,8 +125,8 @@ def test_equal_extensions_are_one_sequence_and_others_are_apart() -> None:
     lineage, places = first.extended(np.array([0, 1, 0, 0, 1]), np.array([5, 5, 5, 6, -1]))
     assert len(lineage) == 4
     assert places[0] == places[2]
-    found = [lineage.sequence(place).token_ids for place in places.tolist()]
-    assert found == [(1, 5), (2, 5), (1, 5), (1, 6), (2,)]
+    sequences = [lineage.sequence(place).token_ids for place in places.tolist()]
+    assert sequences == [(1, 5), (2, 5), (1, 5), (1, 6), (2,)]
     assert lineage.lengths[places].tolist() == [2, 2, 2, 2, 1]
     suffixes = lineage.suffixes(places)
     assert suffixes.places.tolist() == [0, 1, 0, 0, 1]
@@ -204,15 +204,15 @@ def test_rows_and_their_reductions_are_those_of_the_members(llm: genlm.AsyncLM) 
         population.next_token_logprobs_sync().double(), rows, atol=1e-6, rtol=0
     )
     ids = torch.tensor([[0, 1], [2, -1], [3, 3], [4, 0], [5, 6], [6, 0]])
-    found = population.token_logprobs_sync(ids)
-    wanted = rows.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=0)
+    logprobs = population.token_logprobs_sync(ids)
+    expected = rows.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-6, rtol=0)
     top = population.top_tokens_sync(3)
     assert torch.equal(top.token_ids, rows.sort(descending=True).indices[:, :3])
     index = [0, 1, 2, 0, 1, 0]
     mass = population.log_mass_sync(MASKS, mask_index=index)
-    wanted = rows.masked_fill(~torch.from_numpy(MASKS[index]), -torch.inf).logsumexp(1)
-    torch.testing.assert_close(mass.double(), wanted, atol=1e-6, rtol=0)
+    expected = rows.masked_fill(~torch.from_numpy(MASKS[index]), -torch.inf).logsumexp(1)
+    torch.testing.assert_close(mass.double(), expected, atol=1e-6, rtol=0)
     scores = population.score_sync([[1, 2], [3, -1], [-1, -1], [0, 0], [1, 1], [2, 2]])
     first = rows[0, 1] + 0, row((*members(population)[0], 1))[2]
     torch.testing.assert_close(scores[0].double(), torch.stack(first), atol=1e-6, rtol=0)
@@ -242,8 +242,8 @@ def test_reductions_of_ones_own_get_columns_and_return_columns(llm: genlm.AsyncL
     )
     logprobs, order = population.reduce_sync(OfToken(torch.tensor([3, 2, 1, 0])))
     assert order.tolist() == [0, 1, 2, 3]
-    wanted = rows[torch.arange(4), torch.tensor([3, 2, 1, 0])]
-    torch.testing.assert_close(logprobs.double(), wanted, atol=1e-6, rtol=0)
+    expected = rows[torch.arange(4), torch.tensor([3, 2, 1, 0])]
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-6, rtol=0)
     with pytest.raises(TypeError, match="GroupReduction"):
         population.reduce_sync("entropy")
 
@@ -273,9 +273,9 @@ def test_draws_invert_the_distribution_of_each_member(
     added: Any = torch.from_numpy(generator.normal(size=shape)) if shape else 0.0
     drawn = population.draw_sync(masks, temperature=temperature, bias=added, seed=11)
     numbers = uniforms(11, np.arange(6), 1)
-    own = added[:, None] if bias == "members" else added
+    member_bias = added[:, None] if bias == "members" else added
     rows = expected_rows(population)
-    scores = (rows + own).masked_fill(~torch.from_numpy(MASKS[index]), -torch.inf)
+    scores = (rows + member_bias).masked_fill(~torch.from_numpy(MASKS[index]), -torch.inf)
     mass = scores.logsumexp(1)
     for member in range(6):
         if temperature:
@@ -285,9 +285,9 @@ def test_draws_invert_the_distribution_of_each_member(
         else:
             token, draw_logprob = int(scores[member].argmax()), 0.0
         assert int(drawn.token_ids[member]) == token
-        found = [float(column[member]) for column in drawn[1:]]
-        wanted = [float(rows[member, token]), float(mass[member]), draw_logprob]
-        assert found == pytest.approx(wanted, abs=2e-5)
+        values = [float(column[member]) for column in drawn[1:]]
+        expected = [float(rows[member, token]), float(mass[member]), draw_logprob]
+        assert values == pytest.approx(expected, abs=2e-5)
 
 
 def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None:
@@ -311,10 +311,12 @@ def test_draws_without_replacement_are_ordered_and_different(llm: genlm.AsyncLM)
         drawn.token_ids.tolist(), drawn.draw_logprob.tolist(), strict=True
     ):
         assert sorted(ids) == np.flatnonzero(MASKS[0]).tolist()
-        left = chances.clone()
+        remaining = chances.clone()
         for token, logprob in zip(ids, logprobs, strict=True):
-            assert logprob == pytest.approx(float((left[token] / left.sum()).log()), abs=1e-4)
-            left[token] = 0
+            assert logprob == pytest.approx(
+                float((remaining[token] / remaining.sum()).log()), abs=1e-4
+            )
+            remaining[token] = 0
     single = population.draw_sync(MASKS[0], seed=3)
     assert torch.equal(single.token_ids, drawn.token_ids[:, 0])
 
@@ -326,15 +328,15 @@ def test_samples_are_repeated_draws_and_end_with_a_stop(llm: genlm.AsyncLM) -> N
         drawn = population.draw_sync(seed=9)
         ended = drawn.token_ids == 2
         population = population.extend(drawn.token_ids).finish(ended)
-        texts = [bytes(97 + i for i in each[1:]) for each in members(population)]
+        texts = [bytes(97 + i for i in member[1:]) for member in members(population)]
         population = population.finish(np.array([b"de" in text for text in texts]))
         steps.append(drawn.token_ids)
     longest = sampled.token_ids.shape[1]
     assert torch.equal(sampled.token_ids, torch.stack(steps, 1)[:, :longest])
     assert members(sampled.population) == members(population)
     assert torch.equal(sampled.population.finished, population.finished)
-    found = llm.population([1], 8).score_sync(sampled.token_ids)
-    torch.testing.assert_close(found, sampled.logprobs, atol=1e-5, rtol=0)
+    scores = llm.population([1], 8).score_sync(sampled.token_ids)
+    torch.testing.assert_close(scores, sampled.logprobs, atol=1e-5, rtol=0)
 
 
 # -- ends, errors, cancellation -------------------------------------------------------
@@ -489,7 +491,7 @@ def test_a_large_population_is_computed_in_parts_between_which_others_run() -> N
         population, single, rows = asyncio.run(together())
         torch.testing.assert_close(rows.double(), expected_rows(population), atol=1e-6, rtol=0)
         torch.testing.assert_close(single.double(), row([5, 5]), atol=1e-6, rtol=0)
-        sizes = [len(each) for each in engine.evaluated]
+        sizes = [len(batch) for batch in engine.evaluated]
         assert sorted(sizes) == [1, 1, 2, 2, 2, 2]
         assert engine.evaluated.index([(5, 5)]) < len(sizes) - 1
 
@@ -556,6 +558,6 @@ def test_populations_of_none_and_of_one_member_are_like_others(llm: genlm.AsyncL
     assert nobody.tokens.shape == (0, 0)
     assert nobody.log_mass_sync(MASKS[0]).shape == (0,)
     assert nobody.sample_sync(3).token_ids.shape == (0, 0)
-    one = llm.population([1], 2)
-    drawn = one.finish([True, False]).draw_sync(bias=[0.0, 1.5], seed=1)
+    pair = llm.population([1], 2)
+    drawn = pair.finish([True, False]).draw_sync(bias=[0.0, 1.5], seed=1)
     assert drawn.log_mass.tolist() == pytest.approx([0, 1.5], abs=1e-6)

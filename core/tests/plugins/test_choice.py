@@ -87,29 +87,29 @@ def test_tasks_that_run_at_once_keep_their_own_choice(three):
 
 def test_threads_that_run_at_once_keep_their_own_choice(three):
     barrier = threading.Barrier(3, timeout=120)
-    seen = {}
+    engines = {}
 
     def inside(name):
         with genlm.use_backend(name):
             barrier.wait()
-            seen[name] = engine()
+            engines[name] = engine()
 
     threads = [threading.Thread(target=inside, args=(name,)) for name in "abc"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == {name: name for name in "abc"}
+    assert engines == {name: name for name in "abc"}
 
 
 def test_a_new_thread_starts_without_the_block(three, monkeypatch):
     monkeypatch.setenv("GENLM_BACKEND", "a")
-    seen = []
+    engines = []
     with genlm.use_backend("b"):
-        thread = threading.Thread(target=lambda: seen.append(engine()))
+        thread = threading.Thread(target=lambda: engines.append(engine()))
         thread.start()
         thread.join()
-    assert seen == ["a"]
+    assert engines == ["a"]
 
 
 @pytest.mark.parametrize("arguments", [(), (None,), (3,), (print,)])

@@ -106,7 +106,7 @@ def test_a_hook_is_called_once_until_refresh(core):
 def test_an_installation_in_the_running_process_is_seen_after_refresh(core):
     module = core.install("genlm-a", "a")
     assert genlm.get_backend().distribution == "genlm-a"
-    before = core.folder.stat()
+    status = core.folder.stat()
     source = (core.folder / f"{module}.py").read_text().replace("'a'", "'b'")
     (core.folder / "genlm_b_plugin.py").write_text(source)
     folder = core.folder / "genlm_b-1.0.dist-info"
@@ -114,7 +114,7 @@ def test_an_installation_in_the_running_process_is_seen_after_refresh(core):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: genlm-b\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[genlm]\nb = genlm_b_plugin\n")
     # Import caches go by the folder's time, which a coarse clock may leave as it was.
-    os.utime(core.folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(core.folder, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(genlm.UnknownBackendError):
         genlm.get_backend("b")
     genlm.refresh()
@@ -133,19 +133,19 @@ def test_a_removed_plugin_is_gone_after_refresh(core):
 def test_many_threads_get_the_same_target(core):
     core.install("genlm-toy", "toy")
     barrier = threading.Barrier(8, timeout=120)
-    found = []
+    backends = []
 
     def ask():
         barrier.wait()
-        found.append(genlm.get_backend("toy"))
+        backends.append(genlm.get_backend("toy"))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    assert len(backends) == 8
+    assert len(set(backends)) == 1
 
 
 def test_a_plugin_that_waits_for_another_threads_lookup_does_not_deadlock(core):

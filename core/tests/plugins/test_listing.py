@@ -39,8 +39,8 @@ def test_an_entry_tells_what_the_spec_and_the_distribution_say(core):
 
 def test_a_list_can_be_read_as_it_is_printed(core):
     core.install("genlm-b", "b", extra='requires=("no_such_module",)')
-    shown = str([info for info in genlm.list_backends() if info.name == "b"])
-    assert shown == "[<engine genlm-b:b 1.0: missing, needs no_such_module>]"
+    text = str([info for info in genlm.list_backends() if info.name == "b"])
+    assert text == "[<engine genlm-b:b 1.0: missing, needs no_such_module>]"
 
 
 def test_the_list_is_by_name_and_of_the_kind_asked_for(core):

@@ -14,9 +14,9 @@ def test_a_name_gives_the_target_of_its_spec(core):
 
 def test_asking_for_one_name_imports_no_other_plugin(core):
     other = core.install("genlm-other", "other")
-    asked = core.install("genlm-toy", "toy")
+    module = core.install("genlm-toy", "toy")
     genlm.get_backend("toy")
-    assert asked in sys.modules
+    assert module in sys.modules
     assert other not in sys.modules
     assert "genlm_core_plugin" not in sys.modules
 

@@ -28,8 +28,8 @@ def sequences(lineage: Lineage) -> list[tuple[int, ...]]:
 
 
 def extended(lineage: Lineage, places: list[int], tokens: list[int]) -> tuple[Lineage, list]:
-    found, after = lineage.extended(np.array(places), np.array(tokens))
-    return found, after.tolist()
+    extended, indices = lineage.extended(np.array(places), np.array(tokens))
+    return extended, indices.tolist()
 
 
 def test_extensions_of_one_sequence_by_one_token_become_one_sequence():
@@ -37,8 +37,8 @@ def test_extensions_of_one_sequence_by_one_token_become_one_sequence():
     assert len(lineage) == 4
     assert len(set(places)) == 4
     assert places[0] == places[2]
-    made = sequences(lineage)
-    assert [made[place] for place in places] == [
+    built = sequences(lineage)
+    assert [built[place] for place in places] == [
         (5, 1),
         (7, 7, 2, 1),
         (5, 1),
@@ -82,31 +82,31 @@ def test_extensions_and_suffixes_are_those_of_lists_of_tuples(steps):
     ]
     assert lineage.lengths[places].tolist() == [len(ids) for _, ids in members]
     assert lineage.first is first
-    beginnings, after = lineage.suffixes(places)
-    assert after.shape == (len(members), len(steps))
-    for place, suffix, (prompt, ids) in zip(beginnings, after, members, strict=True):
+    first_places, new_ids = lineage.suffixes(places)
+    assert new_ids.shape == (len(members), len(steps))
+    for place, suffix, (prompt, ids) in zip(first_places, new_ids, members, strict=True):
         assert PROMPTS[place] == prompt
         assert (*prompt, *suffix[suffix >= 0].tolist()) == ids
-    beginnings, after = lineage.suffixes(places, middle)
-    assert after.shape == (
+    first_places, new_ids = lineage.suffixes(places, middle)
+    assert new_ids.shape == (
         len(members),
         max(0, len(steps) - 3) if middle is not first else len(steps),
     )
-    made = {place: ids for place, (_, ids) in zip(middle_places, middle_members, strict=True)}
-    for place, suffix, (_, ids) in zip(beginnings, after, members, strict=True):
-        assert (*made[place], *suffix[suffix >= 0].tolist()) == ids
+    ids_of = {place: ids for place, (_, ids) in zip(middle_places, middle_members, strict=True)}
+    for place, suffix, (_, ids) in zip(first_places, new_ids, members, strict=True):
+        assert (*ids_of[place], *suffix[suffix >= 0].tolist()) == ids
 
 
 @given(STEPS, st.lists(st.integers(0, 9), min_size=4, max_size=4))
-def test_last_tokens_are_those_of_the_sequences(steps, wanted):
+def test_last_tokens_are_those_of_the_sequences(steps, counts):
     lineage = lineage_of([(5, 6), (4,), (7, 7, 2)])
     for step in steps:
         places = [place % len(lineage) for place, _ in step]
         lineage, _ = extended(lineage, places, [token for _, token in step])
-    places = np.array([i % len(lineage) for i in range(len(wanted))])
-    counts = np.minimum(wanted, lineage.lengths[places])
-    found = lineage.last_tokens(places, counts)
-    for place, count, row in zip(places.tolist(), counts.tolist(), found.tolist(), strict=True):
+    places = np.array([i % len(lineage) for i in range(len(counts))])
+    counts = np.minimum(counts, lineage.lengths[places])
+    rows = lineage.last_tokens(places, counts)
+    for place, count, row in zip(places.tolist(), counts.tolist(), rows.tolist(), strict=True):
         ids = lineage.sequence(place).token_ids
         assert [i for i in row if i != NO_TOKEN] == list(ids[len(ids) - count :])
 
@@ -114,17 +114,17 @@ def test_last_tokens_are_those_of_the_sequences(steps, wanted):
 def test_a_lineage_is_extended_by_no_members():
     lineage, places = lineage_of().extended(np.empty(0, np.int64), np.empty(0, np.int64))
     assert len(lineage) == len(places) == 0
-    beginnings, after = lineage.suffixes(places)
-    assert beginnings.shape == (0,)
-    assert after.shape == (0, 1)
+    first_places, new_ids = lineage.suffixes(places)
+    assert first_places.shape == (0,)
+    assert new_ids.shape == (0, 1)
 
 
 def test_a_sequence_is_made_once_and_shares_that_of_its_ancestor():
     lineage, [place] = extended(lineage_of(), [2], [1])
     later, [end] = extended(lineage, [place], [NO_TOKEN])
-    made = later.sequence(end)
-    assert later.sequence(end) is made
-    assert lineage.sequence(place) is made
+    sequence = later.sequence(end)
+    assert later.sequence(end) is sequence
+    assert lineage.sequence(place) is sequence
 
 
 class State:

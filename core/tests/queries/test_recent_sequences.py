@@ -23,15 +23,15 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture
-def known() -> tuple[RecentSequences, list[int]]:
-    """A list of ids and what knows it."""
+def stored() -> tuple[RecentSequences, list[int]]:
+    """The sequences of recent lists, and a stored list."""
     recent, ids = RecentSequences(), ids_of(SHORTEST + 40)
     recent.add(list(ids), TokenSequence.of(ids))
     return recent, ids
 
 
-def test_a_list_grows_in_place_and_its_siblings_are_found(known: Any) -> None:
-    recent, ids = known
+def test_a_list_grows_in_place_and_its_siblings_are_found(stored: Any) -> None:
+    recent, ids = stored
     grown = list(ids)
     for token_id in ids_of(50, seed=1):
         grown.append(token_id)
@@ -45,18 +45,18 @@ def test_a_list_grows_in_place_and_its_siblings_are_found(known: Any) -> None:
     assert recent.find(ids, VOCAB_SIZE) == TokenSequence.of(ids)
 
 
-def test_what_was_found_is_the_callers_list_at_that_time(known: Any) -> None:
-    recent, ids = known
-    mine = [*ids, 1]
-    assert recent.find(mine, VOCAB_SIZE) == TokenSequence.of(mine)
-    mine[3] += 1  # the caller's own list, changed after the request
+def test_what_was_found_is_the_callers_list_at_that_time(stored: Any) -> None:
+    recent, ids = stored
+    longer = [*ids, 1]
+    assert recent.find(longer, VOCAB_SIZE) == TokenSequence.of(longer)
+    longer[3] += 1  # the caller's own list, changed after the request
     assert recent.find([*ids, 1], VOCAB_SIZE) == TokenSequence.of([*ids, 1])
-    assert recent.find(mine, VOCAB_SIZE) in {None, TokenSequence.of(mine)}
+    assert recent.find(longer, VOCAB_SIZE) in {None, TokenSequence.of(longer)}
 
 
 @pytest.mark.parametrize("place", [0, 1, 50, -9, -2])
-def test_a_list_that_differs_in_one_place_is_not_found(known: Any, place: int) -> None:
-    recent, ids = known
+def test_a_list_that_differs_in_one_place_is_not_found(stored: Any, place: int) -> None:
+    recent, ids = stored
     other = list(ids)
     other[place] = (other[place] + 1) % VOCAB_SIZE
     assert recent.find(other, VOCAB_SIZE) is None
@@ -69,8 +69,8 @@ def test_a_list_that_differs_in_one_place_is_not_found(known: Any, place: int) -
     [VOCAB_SIZE, -1, 1.0, None, "a", [1], True, np.int64(3), torch.tensor(3), np.ones(2)],
     ids=repr,
 )
-def test_what_needs_another_check_is_left_to_it(known: Any, last: Any) -> None:
-    recent, ids = known
+def test_what_needs_another_check_is_left_to_it(stored: Any, last: Any) -> None:
+    recent, ids = stored
     assert recent.find([*ids, last], VOCAB_SIZE) is None
     assert recent.find([*ids[:-1], last], VOCAB_SIZE) is None
     assert recent.find([*ids[:60], last, *ids[61:]], VOCAB_SIZE) is None
@@ -80,9 +80,9 @@ def test_what_needs_another_check_is_left_to_it(known: Any, last: Any) -> None:
 @pytest.mark.parametrize("place", [0, 3, 50, -9, -2, -1])
 @pytest.mark.parametrize("kind", [float, np.int64, np.float32, torch.tensor])
 def test_an_equal_object_of_another_type_is_left_to_another_check(
-    known: Any, kind: Any, place: int
+    stored: Any, kind: Any, place: int
 ) -> None:
-    recent, ids = known
+    recent, ids = stored
     other: list[Any] = list(ids)
     other[place] = kind(ids[place])
     assert recent.find(other, VOCAB_SIZE) is None
@@ -108,26 +108,26 @@ def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
         ids = ids_of(100, seed)
         recent.add(list(ids), TokenSequence.of(ids))
         assert recent.find(used, VOCAB_SIZE) is not None
-        held = {id(known.ids): len(known.ids) for known in recent._young.values()}
-        held |= {id(known.ids): len(known.ids) for known in recent._old.values()}
-        assert sum(held.values()) < 3 * 2000
+        lengths = {id(entry.ids): len(entry.ids) for entry in recent._young.values()}
+        lengths |= {id(entry.ids): len(entry.ids) for entry in recent._old.values()}
+        assert sum(lengths.values()) < 3 * 2000
     assert recent.find(ids_of(100, 0), VOCAB_SIZE) is None
     assert recent.find(ids, VOCAB_SIZE) == TokenSequence.of(ids)
 
 
-def test_threads_get_the_sequences_of_their_lists(known: Any) -> None:
-    recent, ids = known
+def test_threads_get_the_sequences_of_their_lists(stored: Any) -> None:
+    recent, ids = stored
     wrong: list[list[int]] = []
 
     def grow(seed: int) -> None:
-        mine = list(ids)
+        grown = list(ids)
         for token_id in ids_of(300, seed):
-            mine.append(token_id)
-            found = recent.find(mine, VOCAB_SIZE)
-            if found is None:
-                recent.add(list(mine), TokenSequence.of(mine))
-            elif found.token_ids != tuple(mine):
-                wrong.append(mine)
+            grown.append(token_id)
+            sequence = recent.find(grown, VOCAB_SIZE)
+            if sequence is None:
+                recent.add(list(grown), TokenSequence.of(grown))
+            elif sequence.token_ids != tuple(grown):
+                wrong.append(grown)
 
     threads = [threading.Thread(target=grow, args=(seed,)) for seed in (1, 1, 2, 3)]
     for thread in threads:

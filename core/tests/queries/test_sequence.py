@@ -85,12 +85,12 @@ def test_keys_differ_between_processes() -> None:
         "from genlm.core.queries.sequence import TokenSequence;"
         f"print(TokenSequence.of(range({3 * B})).key.hex())"
     )
-    own = TokenSequence.of(range(3 * B)).key.hex()
+    key = TokenSequence.of(range(3 * B)).key.hex()
     other = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     ).stdout.strip()
-    assert own != other
-    assert own[34:] == other[34:]  # the ids of the tail
+    assert key != other
+    assert key[34:] == other[34:]  # the ids of the tail
 
 
 def test_packed_sequences_arrive_as_they_were_and_shared_blocks_are_packed_once() -> None:
@@ -100,8 +100,12 @@ def test_packed_sequences_arrive_as_they_were_and_shared_blocks_are_packed_once(
     packed = pack_sequences([prompt, *sequences])
     arrived = packed.unpack()
     assert arrived == [prompt, *sequences]
-    assert [each.token_ids for each in arrived[1:]] == [each.token_ids for each in sequences]
-    assert [len(each) for each in arrived[1:]] == [len(each) for each in sequences]
+    assert [sequence.token_ids for sequence in arrived[1:]] == [
+        sequence.token_ids for sequence in sequences
+    ]
+    assert [len(sequence) for sequence in arrived[1:]] == [
+        len(sequence) for sequence in sequences
+    ]
     child = TokenSequence.of([5] * (2 * B), arrived[1])
     assert child == TokenSequence.of([5] * (2 * B), sequences[0])
     children = [TokenSequence.of([i], prompt) for i in range(9)]

@@ -31,10 +31,10 @@ def test_a_batch_is_held_while_the_turns_of_the_loop_keep_adding_to_it(start):
     llm, engine = start()
 
     async def descend(depth: int) -> None:
-        asked = [llm.next_token_logprobs([depth, 1])]
+        requests = [llm.next_token_logprobs([depth, 1])]
         if depth:
-            asked.append(descend(depth - 1))
-        await asyncio.gather(*asked)
+            requests.append(descend(depth - 1))
+        await asyncio.gather(*requests)
 
     asyncio.run(descend(4))
     assert [len(batch) for batch in engine.batches] == [5]
@@ -45,14 +45,14 @@ def test_an_endless_stream_of_arrivals_does_not_hold_a_batch_back_for_ever(start
 
     async def main():
         first = asyncio.create_task(llm.next_token_logprobs([15]))
-        others = []
+        later_requests = []
         while not first.done():  # one arrival in every turn, until the first is answered
-            i = len(others)
+            i = len(later_requests)
             ids = [i >> shift & 15 for shift in (0, 4, 8, 12, 16)]  # never the same again
-            others.append(asyncio.create_task(llm.next_token_logprobs([0, *ids])))
+            later_requests.append(asyncio.create_task(llm.next_token_logprobs([0, *ids])))
             await asyncio.sleep(0)
-        assert len(others) > batching.MAX_ITERATIONS
-        await asyncio.gather(*others)
+        assert len(later_requests) > batching.MAX_ITERATIONS
+        await asyncio.gather(*later_requests)
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
 
@@ -111,13 +111,13 @@ def test_a_straggler_leaves_when_the_callers_of_the_step_ask_nothing_more(start,
     engine.hold()
 
     async def main():
-        answered = asyncio.create_task(llm.next_token_logprobs([1]))
+        request = asyncio.create_task(llm.next_token_logprobs([1]))
         await asyncio.to_thread(engine.wait_until_entered)
         straggler = asyncio.create_task(llm.next_token_logprobs([2]))
         for _ in range(batching.MAX_ITERATIONS + 2):
             await asyncio.sleep(0)
         engine.release()
-        await asyncio.gather(answered, straggler)
+        await asyncio.gather(request, straggler)
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     assert engine.batches == [[(1,)], [(2,)]]
@@ -133,7 +133,7 @@ def test_a_straggler_does_not_wait_for_callers_whose_event_loop_is_blocked(start
     )
 
     async def main():
-        asked = asyncio.create_task(llm.next_token_logprobs([1]))
+        request = asyncio.create_task(llm.next_token_logprobs([1]))
         await asyncio.to_thread(engine.wait_until_entered)
         straggler.start()
         while llm.statistics().pending < 2:
@@ -141,7 +141,7 @@ def test_a_straggler_does_not_wait_for_callers_whose_event_loop_is_blocked(start
         engine.release()
         straggler.join(TIMEOUT_S)  # blocks this event loop until the straggler is served
         assert not straggler.is_alive()
-        await asked
+        await request
 
     asyncio.run(main())
     torch.testing.assert_close(answers[0], oracle_row([2], None, 16))
@@ -233,12 +233,12 @@ def test_the_event_loop_runs_on_while_the_model_works(start):
     engine.hold()
 
     async def main():
-        asked = asyncio.create_task(llm.next_token_logprobs([1]))
+        request = asyncio.create_task(llm.next_token_logprobs([1]))
         await asyncio.to_thread(engine.wait_until_entered)
         for _ in range(1000):  # would never end if the model blocked the loop
             await asyncio.sleep(0)
-        assert not asked.done()
+        assert not request.done()
         engine.release()
-        await asked
+        await request
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))

@@ -36,12 +36,12 @@ def test_a_request_cancelled_before_its_batch_left_is_never_evaluated(start):
 
     async def main():
         doomed = asyncio.create_task(llm.next_token_logprobs([1]))
-        kept = asyncio.create_task(llm.next_token_logprobs([2]))
+        remaining = asyncio.create_task(llm.next_token_logprobs([2]))
         await asyncio.sleep(
             0
         )  # both are in the inbox, the inbox is flushed after this iteration
         doomed.cancel()
-        torch.testing.assert_close(await kept, oracle_row([2], None, 16))
+        torch.testing.assert_close(await remaining, oracle_row([2], None, 16))
         assert doomed.cancelled()
 
     run_strictly(main())
@@ -198,8 +198,8 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
     worker = scheduler._worker
     removed = threading.Event()
     requests = [Request(concurrent.futures.Future(), 1) for _ in range(2)]
-    for i, each in enumerate(requests):
-        worker.enqueue(each, [(Query(i, (i,)), None, None)])
+    for i, request in enumerate(requests):
+        worker.enqueue(request, [(Query(i, (i,)), None, None)])
 
     def remove(_):
         engine.calls.append("remove")

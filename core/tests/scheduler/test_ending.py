@@ -78,7 +78,7 @@ def test_a_call_on_the_engines_thread_that_close_overtakes_is_an_error(start):
     llm, engine = start()
     engine.hold()
     with ThreadPoolExecutor(3) as pool:
-        asked = pool.submit(llm.next_token_logprobs_sync, [1])
+        request = pool.submit(llm.next_token_logprobs_sync, [1])
         engine.wait_until_entered()
         loading = pool.submit(llm.load_lora, "folder")
         while not llm._scheduler._worker._calls:
@@ -89,7 +89,7 @@ def test_a_call_on_the_engines_thread_that_close_overtakes_is_an_error(start):
         engine.release()
         closing.result(TIMEOUT_S)
         with pytest.raises(EngineClosedError):
-            asked.result(TIMEOUT_S)
+            request.result(TIMEOUT_S)
 
 
 def test_the_context_managers_close():
@@ -291,9 +291,9 @@ def test_no_lock_that_was_held_at_a_fork_stops_the_forked_process(pytestconfig):
     support = str(pytestconfig.rootpath / "tests/support")
     done = run_code(program, support, timeout=TIMEOUT_S)
     assert done.stderr == ""
-    requests, nodes, shown = done.stdout.splitlines()
+    requests, nodes, text = done.stdout.splitlines()
     assert (requests, nodes) == ("2", "5")
-    assert shown.endswith("; closed>")
+    assert text.endswith("; closed>")
 
 
 def test_a_model_may_be_dropped_by_a_thread_that_holds_its_lock():

@@ -54,7 +54,10 @@ def test_an_error_that_cannot_be_raised_fails_its_request_alone(start):
 
         def step(self):
             error = Completion(self.refused, error="out of memory")
-            return [error if each.query_id == self.refused else each for each in super().step()]
+            return [
+                error if completion.query_id == self.refused else completion
+                for completion in super().step()
+            ]
 
     llm, _ = start(Wordy())
     answers = asyncio.run(ask_all(llm, [[4], [5]]))
@@ -77,9 +80,9 @@ def test_an_engine_that_cannot_be_woken_ends_all_requests_with_it(start, caplog)
 
     llm, engine = start(Gone())
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(llm.next_token_logprobs_sync, [1])
+        request = pool.submit(llm.next_token_logprobs_sync, [1])
         with pytest.raises(EngineDiedError, match="SystemExit"):
-            asked.result(TIMEOUT_S)
+            request.result(TIMEOUT_S)
     llm.close()
     assert engine.closed
     assert "waking the engine raised" in caplog.text
@@ -283,10 +286,10 @@ def test_an_abort_that_raises_leaves_no_call_unanswered(start):
     engine.hold()
 
     async def main():
-        asked = asyncio.create_task(llm.next_token_logprobs([1]))
+        request = asyncio.create_task(llm.next_token_logprobs([1]))
         await asyncio.to_thread(engine.wait_until_entered)
-        asked.cancel()
-        await asyncio.wait([asked])
+        request.cancel()
+        await asyncio.wait([request])
         call = llm._scheduler._worker.call(lambda _: None)
         engine.release()
         with pytest.raises(EngineDiedError, match="cannot abort"):

@@ -112,18 +112,18 @@ def test_a_reduction_that_the_engine_answers_with_too_few_values_fails_alone(sta
     mass, top, right = answers(
         *(llm.log_mass(FAULTY, [1]), llm.top_tokens(FAULTY, 2), llm.next_token_logprobs([4])),
     )
-    for each in (mass, top):
-        assert isinstance(each, EvaluationError)
-        assert "1 values for a query with 2 outputs" in str(each)
+    for error in (mass, top):
+        assert isinstance(error, EvaluationError)
+        assert "1 values for a query with 2 outputs" in str(error)
     torch.testing.assert_close(right, oracle_row([4], None, 16))
 
 
 @pytest.mark.parametrize("wrong", [None, (0, None), "done", 7, ()], ids=repr)
 def test_what_is_no_completion_fails_the_step_and_the_engine_goes_on(start, wrong) -> None:
     llm, engine = start(Returning(lambda _query: wrong))
-    for each in answers(llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4])):
-        assert isinstance(each, EvaluationError)
-        assert "Completion" in str(each)
+    for answer in answers(llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4])):
+        assert isinstance(answer, EvaluationError)
+        assert "Completion" in str(answer)
     engine.fault = lambda query: Completion(query.query_id, oracle_row(FAULTY, None, 16))
     [row] = answers(llm.next_token_logprobs(FAULTY))
     torch.testing.assert_close(row, oracle_row(FAULTY, None, 16))
@@ -132,9 +132,9 @@ def test_what_is_no_completion_fails_the_step_and_the_engine_goes_on(start, wron
 @pytest.mark.parametrize("query_id", [[1], {}, None], ids=repr)
 def test_an_impossible_query_id_ends_every_request_of_the_step(start, query_id) -> None:
     llm, _ = start(Returning(lambda _query: Completion(query_id, oracle_row([5], None, 16))))
-    asked = [llm.next_token_logprobs(FAULTY)] if query_id != None else []  # noqa: E711
-    for each in answers(*asked):
-        assert isinstance(each, EvaluationError)
+    requests = [llm.next_token_logprobs(FAULTY)] if query_id != None else []  # noqa: E711
+    for answer in answers(*requests):
+        assert isinstance(answer, EvaluationError)
     [row] = answers(llm.next_token_logprobs([4]))
     torch.testing.assert_close(row, oracle_row([4], None, 16))
 
@@ -145,11 +145,11 @@ class Bug(Exception):
 
 def raising(name: str, original: Callable[..., Any], times: int) -> Callable[..., Any]:
     """Return a function that raises so many times, and then does what the original does."""
-    left = [Bug(name)] * times
+    remaining = [Bug(name)] * times
 
     def broken(*arguments: Any, **options: Any) -> Any:
-        if left:
-            raise left.pop()
+        if remaining:
+            raise remaining.pop()
         return original(*arguments, **options)
 
     return broken
@@ -181,12 +181,12 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
     owner, name = STAGES[stage]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, raising(name, getattr(owner, name), 9))
-        found = answers(
+        results = answers(
             llm.next_token_logprobs(FAULTY),
             llm.next_token_logprobs(FAULTY),
             llm.top_tokens([4], 2),
         )
-    failed = [isinstance(each, EvaluationError) for each in found]
+    failed = [isinstance(result, EvaluationError) for result in results]
     expected = {
         "checking": [True, True, True],
         "reducing": [False, False, True],
@@ -194,7 +194,9 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
         "copying": [False, True, False],
     }
     assert failed == expected[stage]
-    assert all(isinstance(each.__cause__, Bug) for each in found if isinstance(each, Exception))
+    assert all(
+        isinstance(result.__cause__, Bug) for result in results if isinstance(result, Exception)
+    )
     again = answers(llm.next_token_logprobs(FAULTY), llm.top_tokens([4], 2))
     torch.testing.assert_close(again[0], oracle_row(FAULTY, None, 16))
     torch.testing.assert_close(again[1].logprobs, oracle_row([4], None, 16).topk(2).values)
@@ -245,9 +247,9 @@ def test_a_bug_of_the_bookkeeping_itself_leaves_nobody_waiting(
     llm = make_model(ScriptedEngine(), output_cache=OutputCache(0))
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, raising(name, getattr(owner, name), 1))
-        for each in answers(llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4])):
-            assert isinstance(each, EvaluationError)
-            assert isinstance(each.__cause__, Bug)
+        for answer in answers(llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4])):
+            assert isinstance(answer, EvaluationError)
+            assert isinstance(answer.__cause__, Bug)
     [row] = answers(llm.next_token_logprobs(FAULTY))
     torch.testing.assert_close(row, oracle_row(FAULTY, None, 16))
     assert llm.statistics().pending == 0
@@ -259,7 +261,9 @@ def test_completions_of_unknown_queries_and_those_that_come_twice_change_nothing
 
         def step(self) -> list[Completion]:
             completions = super().step()
-            again = [Completion(each.query_id, torch.zeros(16)) for each in completions]
+            again = [
+                Completion(completion.query_id, torch.zeros(16)) for completion in completions
+            ]
             late, self.late = self.late, again
             return [Completion(10**9, torch.zeros(16)), *late, *completions, *again]
 

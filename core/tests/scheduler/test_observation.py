@@ -51,8 +51,8 @@ def spans(monkeypatch):
 
 def ask(llm, *sequences):
     async def main():
-        asked = map(llm.next_token_logprobs, sequences)
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = map(llm.next_token_logprobs, sequences)
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     return asyncio.run(main())
 
@@ -61,8 +61,8 @@ def test_each_batch_is_one_line_at_debug_with_its_size_tokens_and_time(start, re
     llm, _ = start(CountingEngine())
     ask(llm, [1, 2], [3, 4, 5], [6])
     ask(llm, [1])
-    mine = [record for record in records.records if record.name == "genlm.batches"]
-    first, second = (record.getMessage() for record in mine)
+    batch_records = [record for record in records.records if record.name == "genlm.batches"]
+    first, second = (record.getMessage() for record in batch_records)
     assert first.startswith(
         f"genlm-{llm.name}: step of 3 queries, 3 finished, 6 tokens computed, "
     )
@@ -84,12 +84,12 @@ def test_an_engine_that_counts_no_tokens_is_logged_without_them(start, records):
 def test_nothing_is_logged_and_no_figure_taken_above_debug(start, caplog):
     engine = CountingEngine()
     llm, _ = start(engine)
-    taken = []
-    engine.statistics = lambda: taken.append("figures") or {}
+    snapshots = []
+    engine.statistics = lambda: snapshots.append("figures") or {}
     caplog.set_level(logging.INFO, "genlm.batches")
     ask(llm, [1], [2])
     assert caplog.records == []
-    assert taken == []
+    assert snapshots == []
 
 
 def test_a_fault_in_the_reports_of_a_step_is_logged_and_its_requests_are_answered(

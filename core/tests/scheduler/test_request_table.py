@@ -25,7 +25,7 @@ def enqueued(table: RequestTable, query_id: int, output: Any = None) -> Request:
     return request
 
 
-def wanted(evaluation: Evaluation) -> list[tuple[Request, int]]:
+def consumers_of(evaluation: Evaluation) -> list[tuple[Request, int]]:
     return [(request, output) for request, _, output in evaluation.consumers]
 
 
@@ -37,7 +37,7 @@ def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None
     table.inbox = OrderedDict()
     second = enqueued(table, 1)
     (evaluation,) = table.take(None, 0.0)
-    assert wanted(evaluation) == [(second, 0)]
+    assert consumers_of(evaluation) == [(second, 0)]
 
 
 def test_what_only_callers_wanted_who_left_is_not_asked_for() -> None:

@@ -23,7 +23,7 @@ def neighbours(ids: list[int]) -> list[list[int]]:
 
 @settings(max_examples=30)
 @given(
-    asked=st.lists(
+    requests=st.lists(
         st.tuples(sequences, st.sampled_from([None, "a", "b"])), min_size=1, max_size=8
     ),
     cache_entries=st.sampled_from([0, 1, 3, 100]),
@@ -31,7 +31,7 @@ def neighbours(ids: list[int]) -> list[list[int]]:
     seed=st.integers(0, 2**16),
 )
 def test_every_caller_gets_the_row_of_its_own_sequence(
-    asked, cache_entries, max_batch_size, seed
+    requests, cache_entries, max_batch_size, seed
 ):
     with AsyncLM(
         ScriptedEngine, output_cache=OutputCache(cache_entries), max_batch_size=max_batch_size
@@ -47,9 +47,9 @@ def test_every_caller_gets_the_row_of_its_own_sequence(
             torch.testing.assert_close(row, oracle_row(ids, adapter, 16))
 
         async def main():
-            questions = [(near, adapter) for ids, adapter in asked for near in neighbours(ids)]
-            order.shuffle(questions)
-            await asyncio.gather(*(ask(*question) for question in questions))
+            calls = [(near, adapter) for ids, adapter in requests for near in neighbours(ids)]
+            order.shuffle(calls)
+            await asyncio.gather(*(ask(*call) for call in calls))
 
         asyncio.run(main())
 

@@ -133,32 +133,32 @@ def test_the_engine_is_built_stepped_and_closed_on_one_thread():
 
     from genlm import AsyncLM
 
-    seen = set()
+    thread_ids = set()
 
     class Watched(ScriptedEngine):
         def __init__(self):
-            seen.add(threading.get_ident())
+            thread_ids.add(threading.get_ident())
             super().__init__()
 
         def submit(self, query):
-            seen.add(threading.get_ident())
+            thread_ids.add(threading.get_ident())
             super().submit(query)
 
         def evaluate(self, queries):
-            seen.add(threading.get_ident())
+            thread_ids.add(threading.get_ident())
             return super().evaluate(queries)
 
         def add_adapter(self, name, path):
-            seen.add(threading.get_ident())
+            thread_ids.add(threading.get_ident())
 
         def close(self):
-            seen.add(threading.get_ident())
+            thread_ids.add(threading.get_ident())
 
     with AsyncLM(Watched) as llm:
         llm.load_lora("folder", "a")
         llm.next_token_logprobs_sync([1])
-    assert len(seen) == 1
-    assert threading.get_ident() not in seen
+    assert len(thread_ids) == 1
+    assert threading.get_ident() not in thread_ids
 
 
 @pytest.mark.parametrize("error", [ValueError("no such model"), SystemExit(3)])

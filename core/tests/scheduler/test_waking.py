@@ -70,11 +70,11 @@ def test_what_arrives_during_a_step_joins_it_in_one_batch():
     async def main():
         first = asyncio.create_task(llm.next_token_logprobs([1]))
         await _until(lambda: engine.batches == [1])
-        rest = [asyncio.create_task(llm.next_token_logprobs([2, i])) for i in range(50)]
+        others = [asyncio.create_task(llm.next_token_logprobs([2, i])) for i in range(50)]
         await _until(lambda: len(engine.batches) > 1)
         assert engine.batches == [1, 50]
         engine.events.put("answer")
-        await asyncio.gather(first, *rest)
+        await asyncio.gather(first, *others)
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     llm.close()
@@ -89,7 +89,7 @@ def test_synchronous_requests_calls_and_resets_wake_a_step():
         threads.append(request)
         while len(engine.pending) < token:
             time.sleep(0.001)
-    assert llm._scheduler.run(lambda one: len(one.pending)) == 2
+    assert llm._scheduler.run(lambda engine: len(engine.pending)) == 2
     engine.events.put("answer")
     for request in threads:
         request.join(TIMEOUT_S)

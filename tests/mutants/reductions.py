@@ -120,7 +120,7 @@ def with_capabilities(change):
 
 @core_fault(
     Requests,
-    "scores",
+    "score_items",
     found_by="model/test_lm_reductions.py::test_scores_are_shared_cached_and_of_their_adapter",
 )
 def never_scored_natively(scores):
@@ -130,7 +130,7 @@ def never_scored_natively(scores):
 
 @core_fault(
     Requests,
-    "scores",
+    "score_items",
     found_by="model/test_lm_reductions.py::test_scores_are_those_of_the_rows",
 )
 def always_scored_natively(scores):

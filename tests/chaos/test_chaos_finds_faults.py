@@ -156,7 +156,7 @@ def test_a_cached_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> No
 
 
 def test_a_joined_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("genlm.core.scheduler.delivery.copied", lambda row: row)
+    monkeypatch.setattr("genlm.core.scheduler.delivery.copy_result", lambda row: row)
     with pytest.raises(CheckFailure, match="logsumexp"):
         run(tmp_path)
 

@@ -282,7 +282,7 @@ def test_known_rows_that_are_large_are_copied_off_the_event_loop(
         threads.append(threading.current_thread().name)
         return row.clone()
 
-    monkeypatch.setattr(cache, "copied", copied)
+    monkeypatch.setattr(cache, "copy_result", copied)
 
     async def main() -> None:
         assert torch.equal(await llm.next_token_logprobs([1]), rows[0])

@@ -189,7 +189,7 @@ def check(engine: Engine) -> None:
             if path:
                 counts[path[-1]] += 1
             engine.model._sequence(adapter, path)
-            shared = [i for i, slot in enumerate(path) if slot in tables._leased]
+            shared = [i for i, slot in enumerate(path) if slot in tables._pinned]
             begin = shared[-1] + 1 if shared else 0
             assert set(path[:begin]) <= set(in_tree.values())
             for i in range(begin, len(path)):
@@ -207,10 +207,10 @@ def check(engine: Engine) -> None:
     }
     for slot, parent in parents.items():
         assert tables._references.parents[slot] == parent
-    assert tables._leased.keys() == counts.keys() & set(in_tree.values())
+    assert tables._pinned.keys() == counts.keys() & set(in_tree.values())
     pins: Counter[Any] = Counter()
-    nodes = [node for root in tree._roots.values() for node in root.below()]
-    for slot, (adapter, sequence) in tables._leased.items():
+    nodes = [node for root in tree._roots.values() for node in root.descendants()]
+    for slot, (adapter, sequence) in tables._pinned.items():
         assert in_tree[adapter, sequence.token_ids] == slot
         [node] = [node for node in nodes if node.slots[-1] == slot]
         while node.parent is not None:
@@ -302,7 +302,7 @@ def run(engine: Engine, program: list[Any]) -> None:
     gc.collect()  # tracebacks of failures refer to populations
     check(engine)
     assert not engine.tables._tables
-    assert not engine.tables._leased
+    assert not engine.tables._pinned
     check_tree(engine.path._tree)
     assert engine.model.largest[0] <= engine.path._max_tokens
     assert engine.model.largest[1] <= engine.path._max_rows

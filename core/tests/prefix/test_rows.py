@@ -167,7 +167,7 @@ def test_adapters_share_nothing() -> None:
 def test_what_was_computed_with_an_adapter_is_dropped_with_it() -> None:
     rows, _ = serve(20)
     for _ in range(4):
-        rows.keep("red", (1, 2, 3, 4, 5, 6))
+        rows.pin("red", (1, 2, 3, 4, 5, 6))
         assert_right(rows, "red", [(1, 2, 3, 0), (2, 3)])
         assert_right(rows, None, [(1, 2)])
         rows.drop("red")
@@ -196,14 +196,14 @@ def test_what_raises_leaves_computed_tokens_only() -> None:
 def test_a_kept_prefix_outlives_others_and_must_fit() -> None:
     rows, _ = serve(20)
     kept = (6, 5, 4, 3, 2, 1)
-    rows.keep(None, kept)
+    rows.pin(None, kept)
     for i in range(SIZE):
         assert_right(rows, None, [(i,) * 12])
     before = used(rows, "tokens_computed")
     assert_right(rows, None, [(*kept, 0)])
     assert used(rows, "tokens_computed") == before + 1
     with pytest.raises(EvaluationError, match="does not fit into the 20 tokens"):
-        rows.keep(None, (1,) * 19)
+        rows.pin(None, (1,) * 19)
     rows.clear()
     assert used(rows, "kv_tokens") == 0
 

@@ -21,7 +21,7 @@ def prefixes(tree: PrefixTree) -> dict[Key, int]:
     found: dict[Key, int] = {}
     for adapter, root in tree._roots.items():
         path = {id(root): ()}
-        for node in root.below():
+        for node in root.descendants():
             assert node.parent is not None
             tokens = path[id(node.parent)]
             assert len(tokens) == node.start
@@ -41,7 +41,7 @@ def check(tree: PrefixTree) -> dict[Key, int]:
     assert len(set(slots)) == len(slots)
     assert tree._free.numbers() | set(slots) == set(range(1, tree.capacity + 1))
     assert len(tree._free) + len(slots) == tree.capacity
-    nodes = {node for root in tree._roots.values() for node in root.below()}
+    nodes = {node for root in tree._roots.values() for node in root.descendants()}
     kept = {node for node in nodes if node.pinned or node in tree._in_use}
     assert set(tree._idle) == nodes - kept
     assert tree._idle_slots == sum(len(node.tokens) for node in tree._idle)
@@ -245,7 +245,7 @@ def test_a_long_use_leaves_nothing_behind() -> None:
         tree.insert(None, (1, 2, i % 7, i, i % 3))
         tree.commit() if i % 5 else tree.roll_back()
     check(tree)
-    assert sum(1 for root in tree._roots.values() for _ in root.below()) <= 50
+    assert sum(1 for root in tree._roots.values() for _ in root.descendants()) <= 50
 
 
 def test_runs_that_were_freed_together_are_taken_together() -> None:

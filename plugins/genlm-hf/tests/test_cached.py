@@ -396,7 +396,7 @@ def test_many_requests_leave_no_growth(path: str, llama: Any, tokenizer: Any) ->
         gc.collect()
         objects.append(len(gc.get_objects()))
         assert used(engine, "kv_tokens") <= 63
-        assert sum(1 for root in tree._roots.values() for _ in root.below()) <= 63
+        assert sum(1 for root in tree._roots.values() for _ in root.descendants()) <= 63
         assert not tree._in_use
         assert not tree._uncached
     # Of 450 steps; the tree may have a few nodes more or fewer.

@@ -48,10 +48,14 @@ def test_the_choice_and_its_reason_are_figures_and_logged(
 
 def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> None:
     for most in (0, "many", 2.5):
-        with pytest.raises(ValueError, match=f"max_tokens_per_batch={most!r}; a whole number"):
+        with pytest.raises(
+            ValueError, match=f"max_tokens_per_batch={most!r}; expected a whole number"
+        ):
             HFEngine.from_model(llama, tokenizer, max_tokens_per_batch=most)
     for budget in (-1, "1GB", float("nan")):
-        with pytest.raises(ValueError, match=f"kv_budget_bytes={budget!r}; a whole number"):
+        with pytest.raises(
+            ValueError, match=f"kv_budget_bytes={budget!r}; expected a whole number"
+        ):
             HFEngine.from_model(llama, tokenizer, kv_budget_bytes=budget)
 
 

@@ -3,8 +3,8 @@
 `PrefixRows` computes the next-token rows of batches of sequences from a `PrefixTree` of limited
 size, with eviction, pinning, adapters and roll-back. The engine provides a `ForwardFn`, which
 runs its model over uncached tokens. `SegmentForward` arranges tokens in padded forward passes
-with gathered pasts. `UncachedPath` computes every sequence whole. `PrefixEngine` is the base
-class of such engines; `choose_path` selects the fastest execution path with correct rows.
+with gathered pasts. `UncachedPath` computes all tokens of every sequence. `PrefixEngine` is the
+base class of such engines; `choose_path` selects the fastest execution path with correct rows.
 """
 
 from typing import TYPE_CHECKING

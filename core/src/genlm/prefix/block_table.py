@@ -18,10 +18,10 @@ from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 __all__ = ["BlockTable", "SlotReferences"]
 
-# References to the scratch slot, which stands for "no slot" and is never freed.
-_ALWAYS = 2**30
+# Number of references to the scratch slot, which stands for "no slot" and is never freed.
+_PERMANENT = 2**30
 
-# In the dtype of the counts: numpy is 25 times slower with another dtype.
+# 1 in the dtype of the counts: numpy is 25 times slower with another dtype.
 _ONE = np.int32(1)
 
 
@@ -33,34 +33,35 @@ class SlotReferences:
 
     Attributes:
         counts: Number of references to each slot.
-        parents: Slot of the previous token of each slot; `SCRATCH_SLOT` for none.
+        parents: Slot of the previous token of each slot; `SCRATCH_SLOT` for a first token.
     """
 
     def __init__(self, capacity: int) -> None:
         self.counts = np.zeros(capacity + 1, np.int32)
         self.parents = np.zeros(capacity + 1, np.int32)
-        self.counts[SCRATCH_SLOT] = _ALWAYS
+        self.counts[SCRATCH_SLOT] = _PERMANENT
 
-    def hold(self, slots: NDArray[np.integer]) -> None:
+    def add(self, slots: NDArray[np.integer]) -> None:
         """Add a reference to each slot."""
         np.add.at(self.counts, slots, _ONE)
-        self.counts[SCRATCH_SLOT] = _ALWAYS
+        self.counts[SCRATCH_SLOT] = _PERMANENT
 
     def connect(self, slots: Slots, parents: NDArray[np.integer]) -> None:
         """Set the parents of new slots, and add references to the parents."""
         self.parents[slots] = parents
-        self.hold(parents)
+        self.add(parents)
 
     def release(self, slots: NDArray[np.integer]) -> Slots:
         """Remove a reference to each slot.
 
         Returns:
-            The slots without references: some of these, and ancestors without other references.
+            The slots without references: some of `slots`, and ancestors without other
+            references.
         """
         freed = []
         while len(slots):
             np.subtract.at(self.counts, slots, _ONE)
-            self.counts[SCRATCH_SLOT] = _ALWAYS
+            self.counts[SCRATCH_SLOT] = _PERMANENT
             freed.append(np.unique(slots[self.counts[slots] == 0]))
             slots = self.parents[freed[-1]]
         return np.concatenate([np.empty(0, np.int64), *freed])
@@ -82,7 +83,7 @@ class BlockTable:
     lengths: Integers64
 
     @classmethod
-    def of_nothing(cls, count: int) -> BlockTable:
+    def empty(cls, count: int) -> BlockTable:
         """Return a table of rows without slots."""
         slots = np.empty((count, 0), np.int32)
         return cls(np.empty(0, np.int64), slots, np.zeros(count, np.int64))
@@ -97,12 +98,12 @@ class BlockTable:
 
     @property
     def last(self) -> Slots:
-        """The last slot of each row, shape `(n,)`; `SCRATCH_SLOT` for none."""
+        """The last slot of each row, shape `(n,)`; `SCRATCH_SLOT` for an empty row."""
         if not self.slots.shape[1]:
             return np.full(len(self), SCRATCH_SLOT)
-        found: Slots = self.slots[np.arange(len(self)), self.lengths - 1].astype(np.int64)
-        found[self.lengths == 0] = SCRATCH_SLOT
-        return found
+        last: Slots = self.slots[np.arange(len(self)), self.lengths - 1].astype(np.int64)
+        last[self.lengths == 0] = SCRATCH_SLOT
+        return last
 
     def select(self, rows: Integers64) -> BlockTable:
         """Return a table of selected rows, possibly repeated, with the longest trunk."""
@@ -110,8 +111,8 @@ class BlockTable:
         longest = int(lengths.max(initial=0))
         return _with_trunk(BlockTable(self.trunk, self.slots[rows, :longest], lengths))
 
-    def replaced(self, rows: Integers64, paths: Sequence[Slots]) -> BlockTable:
-        """Return the table with all slots of the given rows replaced."""
+    def replace(self, rows: Integers64, paths: Sequence[Slots]) -> BlockTable:
+        """Return the table with all slots of some rows replaced."""
         lengths, trunk = self.tokens, len(self.trunk)
         lengths[rows] = [len(path) for path in paths]
         width = trunk + self.slots.shape[1]
@@ -121,10 +122,10 @@ class BlockTable:
             slots[row, : len(path)] = path
         return _with_trunk(BlockTable(np.empty(0, np.int64), slots, lengths))
 
-    def continued(
+    def extend(
         self, rows: Integers64, slots: NDArray[np.int32], lengths: Integers64
     ) -> BlockTable:
-        """Return the table with some rows replaced by longer ones, given after the trunk."""
+        """Return the table with some rows replaced by longer ones, without the trunk."""
         if len(rows) == len(self):  # all of them, in order
             return BlockTable(self.trunk, slots, lengths)
         width = max(self.slots.shape[1], slots.shape[1])

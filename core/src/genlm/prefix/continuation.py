@@ -15,7 +15,7 @@ from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 __all__ = ["Continuation", "TableBatch", "continuation"]
 
-# First provisional number of new slots, until they are allocated.
+# Provisional numbers of new slots, before their allocation, start here.
 _FIRST_NEW = 2**31
 
 
@@ -23,14 +23,14 @@ _FIRST_NEW = 2**31
 class TableBatch:
     """Tokens to compute that continue rows of a block table.
 
-    A token attends to the trunk and to the slots of its row up to its position, of which the
-    last is the slot of the token.
+    A token attends to the trunk and to the slots of its row up to its position; the last of
+    them is the slot of the token.
 
     Attributes:
         tokens: Token ids, shape `(q,)`.
         positions: Positions of the tokens in their sequences, shape `(q,)`.
-        writes: Slots to which keys and values are written: that of the token, or the scratch
-            slot for a token that is recomputed for its logits, shape `(q,)`.
+        writes: Slot to which the keys and values of each token are written: that of the token,
+            or the scratch slot if the token is recomputed for its logits, shape `(q,)`.
         trunk: Common first slots of all sequences.
         slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
             a row are undefined.
@@ -70,7 +70,7 @@ def continuation(
     repeated: Integers64,
     allocate: Callable[[int], Slots],
 ) -> Continuation:
-    """Plan the tokens after rows of a table; equal tokens after one slot become one.
+    """Plan the tokens after rows of a table; equal tokens after one slot become one token.
 
     Args:
         table: The rows before these tokens.
@@ -86,31 +86,31 @@ def continuation(
     queries, parents, columns = [], [], []
     size, count = int(tokens.max(initial=0)) + 1, 0
     for column in tokens.T:
-        own = np.flatnonzero(column >= 0)
-        keys = last[own] * size + column[own]
+        extended = np.flatnonzero(column >= 0)
+        keys = last[extended] * size + column[extended]
         _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        leaders, numbers = own[first], count + inverse
+        leaders, numbers = extended[first], count + inverse
         queries.append((column[leaders], leaders, lengths[leaders]))
         parents.append(last[leaders])
-        columns.append((own, lengths[own], numbers))
-        results[own], last[own] = numbers, _FIRST_NEW + numbers
-        lengths[own] += 1
+        columns.append((extended, lengths[extended], numbers))
+        results[extended], last[extended] = numbers, _FIRST_NEW + numbers
+        lengths[extended] += 1
         count += len(leaders)
-    waiting = np.flatnonzero(results < 0)
-    results[waiting] = count + np.arange(len(waiting))
-    queries.append((repeated[waiting], waiting, lengths[waiting] - 1))
+    unextended = np.flatnonzero(results < 0)
+    results[unextended] = count + np.arange(len(unextended))
+    queries.append((repeated[unextended], unextended, lengths[unextended] - 1))
     new_tokens, leaders, before = map(np.concatenate, zip(*queries, strict=True))
     new = allocate(count)
     slots = np.zeros((len(rows), int(lengths.max())), np.int32)
-    known = min(slots.shape[1], table.slots.shape[1])
-    slots[:, :known] = table.slots[rows, :known]
-    for own, places, numbers in columns:
-        slots[own, places] = new[numbers]
-    above = np.concatenate([waiting[:0], *parents])
-    is_new = above >= _FIRST_NEW
-    above[is_new] = new[above[is_new] - _FIRST_NEW]
+    width = min(slots.shape[1], table.slots.shape[1])
+    slots[:, :width] = table.slots[rows, :width]
+    for extended, places, numbers in columns:
+        slots[extended, places] = new[numbers]
+    new_parents = np.concatenate([unextended[:0], *parents])
+    is_new = new_parents >= _FIRST_NEW
+    new_parents[is_new] = new[new_parents[is_new] - _FIRST_NEW]
     writes = np.full(len(new_tokens), SCRATCH_SLOT)
     writes[:count] = new
     positions = len(table.trunk) + before
     batch = TableBatch(new_tokens, positions, writes, table.trunk, slots, leaders, results)
-    return Continuation(batch, new, above, lengths)
+    return Continuation(batch, new, new_parents, lengths)

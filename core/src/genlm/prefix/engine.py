@@ -79,8 +79,8 @@ class PrefixEngine(BatchEngine):
         if not isinstance(choice.path, PrefixRows):
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
-        offered = {Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE}
-        self.capabilities = frozenset(offered - hints.keys())
+        capabilities = {Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE}
+        self.capabilities = frozenset(capabilities - hints.keys())
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -109,13 +109,13 @@ class PrefixEngine(BatchEngine):
             TokenIdError: The tokenizer has an id for which the model has no embedding.
         """
         lineage, wanted = group.generation.lineage, group.wanted
-        some = wanted[:1]
+        sample = wanted[:1]
         if self.vocabulary.size > self._embedding_rows:
             firsts, token_ids = lineage.suffixes(wanted)
             invalid = (token_ids >= self._embedding_rows).any(axis=1)
-            firsts[invalid] = -1 - np.arange(invalid.sum())  # all are checked
-            some = wanted[np.unique(firsts, return_index=True)[1]]
-        for place in some.tolist():
+            firsts[invalid] = -1 - np.arange(invalid.sum())  # checks all of these
+            sample = wanted[np.unique(firsts, return_index=True)[1]]
+        for place in sample.tolist():
             self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
         super().submit_group(group)
 
@@ -125,7 +125,7 @@ class PrefixEngine(BatchEngine):
         return super().group_limit(group) if populations is None else populations.limit(group)
 
     def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute sequences of a population from block tables, else as separate queries."""
+        """Compute sequences of a population from block tables, or as separate queries."""
         path, populations = self._choice.path, self._populations
         if populations is None:
             return super().evaluate_group(group, places)
@@ -141,9 +141,9 @@ class PrefixEngine(BatchEngine):
         return GroupValues(logits, are_logits=True)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Select about one forward pass: the oldest query and others of its adapter.
+        """Select queries for about one forward pass: the oldest, and others of its adapter.
 
-        The selected queries all request rows, or all scores. A context that is longer than a
+        The selected queries request either rows or scores. A context that is longer than a
         pass, or exceeds the free slots, takes several passes.
         """
         adapter, path = pending[0].adapter, self._choice.path
@@ -154,8 +154,8 @@ class PrefixEngine(BatchEngine):
             if query.adapter == adapter and bool(query.targets) == scored
         ]
         firsts = [len(query) - len(query.targets) for query in candidates] if scored else None
-        chosen = path.next_pass(adapter, self._sequences(candidates), firsts)
-        return [candidates[i] for i in chosen]
+        indices = path.next_pass(adapter, self._sequences(candidates), firsts)
+        return [candidates[index] for index in indices]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
         """Compute the rows of queries with the same adapter; see `BatchEngine.evaluate`."""
@@ -199,10 +199,10 @@ class PrefixEngine(BatchEngine):
         cache = self._prefix_cache()
         self._check(Query(0, tuple(token_ids), adapter))
         with self.activate(adapter):
-            cache.keep(adapter, tuple(token_ids))
+            cache.pin(adapter, tuple(token_ids))
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Evict a context without references before others."""
+        """Evict a context that has no references before other tokens."""
         if isinstance(self._choice.path, PrefixRows):
             self._choice.path.release(adapter, key)
 
@@ -237,8 +237,8 @@ class PrefixEngine(BatchEngine):
 
         `tokens_evaluated` counts the tokens of all contexts, `tokens_computed` those that
         passed through the model. `execution_path_reason` is the reason for the choice of the
-        path, `self_test_error` its largest error in the self-test. After `close`, the last
-        statistics are returned.
+        path, `self_test_error` its largest error in the self-test. After `close`, the method
+        returns the last statistics.
         """
         try:
             return {

@@ -31,7 +31,7 @@ Path = TypeVar("Path", bound=PrefixRows)
 
 _LONGEST_TEXT = 24
 
-# The rounding error grows with the size of the model; that of batching is a measure of it.
+# The rounding error grows with the size of the model; the error of batching measures it.
 _ROUNDING_FACTOR = 4
 
 
@@ -70,10 +70,10 @@ class ServeOptions:
             ("kv_budget_bytes", "a whole number of bytes", 0),
             ("max_context", "a whole number of tokens", 1),
         )
-        for name, expected, least in limits:
+        for name, expected, minimum in limits:
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= least):
-                raise ValueError(f"{name}={value!r}; {expected}, at least {least}")
+            if value is not None and not (isinstance(value, int) and value >= minimum):
+                raise ValueError(f"{name}={value!r}; expected {expected}, at least {minimum}")
         path = self.execution_path
         if path is not None and path not in self.paths:
             names = ", ".join(map(repr, self.paths))
@@ -103,7 +103,7 @@ class PathChoice:
 
 
 class SelfTest:
-    """Compares an execution path with a reference that runs every sequence alone.
+    """Compares an execution path with a reference that runs every sequence separately.
 
     Three batches of mixed lengths, forks, repeats, and one and several new tokens detect
     state that leaks between sequences, missing biases, wrong positions and short windows.
@@ -111,7 +111,7 @@ class SelfTest:
     by other rules.
 
     Args:
-        text: At least one token id, of which at most 24 are used.
+        text: At least one token id; at most 24 ids are used.
         reference: Execution path with correct rows.
         tolerance: Largest accepted error in log-probability.
         max_context: Maximum length of a sequence in tokens; None for no limit.
@@ -205,18 +205,18 @@ def choose_path(
     Raises:
         ModelLoadError: The requested path does not support the model.
     """
-    wanted = options.execution_path
-    reason, refusals = "asked for" if wanted else "the fastest", []
+    requested = options.execution_path
+    reason, refusals = "asked for" if requested else "the fastest", []
     choice = None
     for name, build in faster.items():
-        if wanted not in {None, name}:
+        if requested not in {None, name}:
             continue
         loading_stage(f"preparing and testing the execution path {name!r}")
         try:
             path = build()
             error = self_test(path) if options.self_test else None
         except UnsupportedModelError as unsupported:
-            if wanted is not None:
+            if requested is not None:
                 raise ModelLoadError(
                     f"execution_path={name!r} cannot serve {model_name}: {unsupported}"
                 ) from unsupported

@@ -35,14 +35,14 @@ class TreeBatch:
         adapter: Adapter of the sequences.
         sequences: Sequences whose logits are requested.
         nodes: Nodes that `insert` returned for the sequences.
-        first_positions: First position of each sequence whose logits are requested; those of
-            all later positions are requested, too. Empty for the last positions only.
+        first_positions: The position in each sequence from which on logits are requested; empty
+            for the last positions only.
 
     Attributes:
         tree, adapter: As above.
         ends: The last token of each sequence.
-        wanted: Slots of the tokens whose logits are requested: the last one of each sequence,
-            or, with `first_positions`, all of them without repetition.
+        wanted: Slots of the tokens whose logits are requested: of the last token of each
+            sequence, or, with `first_positions`, of all requested tokens without repetition.
     """
 
     __slots__ = ("_flags", "adapter", "ends", "tree", "wanted")

@@ -30,8 +30,8 @@ def slots_within(budget_bytes: int, bytes_per_token: int) -> int:
 class FreeSlots:
     """The free slots among `1 ... capacity`; the last freed slots are allocated first.
 
-    Slots that were freed together are allocated together, so long prompts are mostly
-    contiguous, and attention reads them without gathering.
+    Slots that were freed together are allocated together, so the slots of long prompts are
+    mostly contiguous, and attention reads them without gathering.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -125,7 +125,7 @@ class Node:
             assert self.parent is not None  # noqa: S101 - our own mistake
             del self.parent.children[self.tokens[0]]
             self.parent = None
-            # Remembered places may still refer to removed nodes.
+            # Stored places may still refer to removed nodes.
             self.tokens, self.slots = [], _NO_SLOTS
         return freed
 
@@ -151,19 +151,19 @@ class Node:
         return np.concatenate(parts[::-1])
 
     def computed_slots(self, first: int, end: int) -> set[int]:
-        """Return the slots of those tokens `first ... end - 1` that are computed."""
-        found: set[int] = set()
+        """Return the slots of the computed tokens among `first ... end - 1`."""
+        slots: set[int] = set()
         node: Node | None = self
         while node is not None and end > first:
             start, last = node.start, min(node.computed, end - node.start)
-            found.update(node.slots[max(0, first - start) : last].tolist())
+            slots.update(node.slots[max(0, first - start) : last].tolist())
             node, end = node.parent, min(end, start)
-        return found
+        return slots
 
-    def below(self) -> Iterator[Node]:
+    def descendants(self) -> Iterator[Node]:
         """Yield all descendants, parents before children."""
-        waiting = list(self.children.values())
-        while waiting:
-            node = waiting.pop()
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
             yield node
-            waiting.extend(node.children.values())
+            stack.extend(node.children.values())

@@ -87,10 +87,10 @@ class Segment:
     """Consecutive tokens of one sequence, computed together.
 
     Attributes:
-        tokens: Token ids, at least one.
+        tokens: At least one token id.
         slots: Slots of the past and of these tokens.
-        writes: Slots to which keys and values of these tokens are written: their slots, or the
-            scratch slot if they are cached.
+        writes: Slots to which the keys and values of these tokens are written: their own slots,
+            or the scratch slot if the tokens are cached.
     """
 
     tokens: Sequence[int]
@@ -124,13 +124,13 @@ class SegmentLimits:
         past = max(segment.past, *(other.past for other in batch))
         width = longest + past
         new = sum(len(other.tokens) for other in batch) + longest
-        seen = sum(other.past for other in batch) + segment.past
+        past_tokens = sum(other.past for other in batch) + segment.past
         return (
             rows * longest <= self.max_tokens
             and rows * width <= _GATHERED_AT_ONCE
             and (self.max_context is None or width <= self.max_context)
             and rows * longest - new <= _CHEAP_PADDING_TOKENS
-            and rows * past - seen <= max(seen, _CHEAP_GATHERING)
+            and rows * past - past_tokens <= max(past_tokens, _CHEAP_GATHERING)
         )
 
 
@@ -142,8 +142,8 @@ def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
     depths: dict[Node, int] = {}
     stages: list[list[Segment]] = [[]]
     for node in batch.tree.uncached():  # ancestors before descendants
-        above = depths.get(node.parent) if node.parent is not None else None
-        depth = depths[node] = 0 if above is None else above + 1
+        parent_depth = depths.get(node.parent) if node.parent is not None else None
+        depth = depths[node] = 0 if parent_depth is None else parent_depth + 1
         if depth == len(stages):
             stages.append([])
         writes = node.slots[node.computed :]

@@ -20,11 +20,11 @@ __all__ = ["PassLayout"]
 class PassLayout:
     """New tokens of sequences, padded on the right, after pasts that are padded on the left.
 
-    A token may follow one of the same pass: keys and values are stored before they are read.
+    A token may follow another of its pass: keys and values are stored before they are read.
 
     Args:
         tokens: Token ids, shape `(n, new)`.
-        writes: Slot that takes the keys and values of each token; the scratch slot for padding.
+        writes: Slot for the keys and values of each token; the scratch slot for padding.
         counts: Number of new tokens of each sequence, shape `(n,)`.
         pasts: Number of tokens before them, shape `(n,)`.
         trunk: Common first slots of all sequences.
@@ -35,7 +35,7 @@ class PassLayout:
         positions: Position of each token in its sequence; padding continues the count.
         past: Number of columns of the pasts; may be increased before `reads` is used.
         is_even: Whether all sequences have the same number of new tokens.
-        past_ends: The last slot of each past, the scratch slot for none.
+        past_ends: The last slot of each past, the scratch slot for an empty past.
         ends: The last slot of each sequence.
     """
 
@@ -54,8 +54,8 @@ class PassLayout:
         self.positions = pasts[:, None] + np.arange(tokens.shape[1])
         self.past = int(pasts.max())
         self.is_even = bool((counts == counts[0]).all())
-        found = self._slots_at(np.stack([pasts - 1, self._lasts], axis=1))
-        self.past_ends, self.ends = np.where(pasts, found[:, 0], SCRATCH_SLOT), found[:, 1]
+        lasts = self._slots_at(np.stack([pasts - 1, self._lasts], axis=1))
+        self.past_ends, self.ends = np.where(pasts, lasts[:, 0], SCRATCH_SLOT), lasts[:, 1]
 
     @classmethod
     def of_segments(cls, segments: Sequence[Segment], pad_id: int = 0) -> Self:
@@ -63,7 +63,7 @@ class PassLayout:
         counts = np.array([len(segment.tokens) for segment in segments])
         lengths = np.array([len(segment.slots) for segment in segments])
         is_new = np.arange(counts.max()) < counts[:, None]
-        tokens, writes = (np.full(is_new.shape, each) for each in (pad_id, SCRATCH_SLOT))
+        tokens, writes = np.full(is_new.shape, pad_id), np.full(is_new.shape, SCRATCH_SLOT)
         tokens[is_new] = np.concatenate([segment.tokens for segment in segments])
         writes[is_new] = np.concatenate([segment.writes for segment in segments])
         is_slot = np.arange(lengths.max()) < lengths[:, None]
@@ -108,8 +108,8 @@ class PassLayout:
     def _slots_at(self, places: Integers64) -> Slots:
         """Return the slots of positions of each sequence, shape `(n, any)`."""
         trunk = len(self._trunk)
-        own = np.take_along_axis(self._slots, np.maximum(places - trunk, 0), axis=1)
+        branch = np.take_along_axis(self._slots, np.maximum(places - trunk, 0), axis=1)
         if not trunk:
-            return own.astype(np.int64)
+            return branch.astype(np.int64)
         shared = self._trunk[np.minimum(places, trunk - 1)]
-        return np.where(places < trunk, shared, own).astype(np.int64)
+        return np.where(places < trunk, shared, branch).astype(np.int64)

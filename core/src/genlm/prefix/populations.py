@@ -1,8 +1,8 @@
 """`Populations`: next-token logits of generations from block tables.
 
-The slots come from the pool of a prefix tree. The first sequences of a population are computed
-through the tree, which keeps them while rows refer to them; their extensions have slots here,
-without an object per sequence. An evicted table is recomputed through the tree.
+The slots come from the pool of a prefix tree. The tree computes the first sequences of a
+population and pins them while rows refer to them; their extensions have slots here, without an
+object per sequence. The tree also recomputes the sequences of an evicted table.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RunTable = Callable[[TableBatch, str | None], "torch.Tensor"]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
 
 # Sequences with more new tokens are computed through the tree, as prefill chunks.
-_MOST_TOKENS = 32
+_MAX_NEW_TOKENS = 32
 
 # Number of sequences used to estimate the number of new tokens of a first generation.
-_SAMPLED = 32
+_SAMPLE_SIZE = 32
 
 
 class Populations:
@@ -61,22 +61,23 @@ class Populations:
     def clear(self) -> None:
         """Remove all tables, before the tree is cleared."""
         self._references = SlotReferences(self._tree.capacity)
-        self._tables: OrderedDict[int, _Kept] = OrderedDict()
-        self._leased: dict[int, tuple[str | None, TokenSequence]] = {}
+        self._tables: OrderedDict[int, _TableEntry] = OrderedDict()
+        # Adapter and sequence of each pinned first sequence, by its last slot.
+        self._pinned: dict[int, tuple[str | None, TokenSequence]] = {}
         self._dropped: deque[int] = deque()
         self._current: int | None = None
 
     def drop(self, adapter: str) -> None:
         """Release the tables of an adapter, before the tree drops its tokens."""
-        for key in [key for key, each in self._tables.items() if each.adapter == adapter]:
+        for key in [key for key, entry in self._tables.items() if entry.adapter == adapter]:
             self._free(self._tables.pop(key).table)
 
     def collect(self) -> None:
         """Free the slots of tables whose generations were dropped."""
         while self._dropped:
-            kept = self._tables.pop(self._dropped.popleft(), None)
-            if kept is not None:
-                self._free(kept.table)
+            entry = self._tables.pop(self._dropped.popleft(), None)
+            if entry is not None:
+                self._free(entry.table)
 
     def limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a group for about one pass."""
@@ -86,9 +87,9 @@ class Populations:
         missing = np.empty(0)
         if table is not None:
             missing = np.maximum(1, lineage.lengths[wanted] - table.tokens[wanted])
-            missing = missing[missing <= _MOST_TOKENS]
+            missing = missing[missing <= _MAX_NEW_TOKENS]
         if not len(missing):
-            sample = wanted[:: -(-len(wanted) // _SAMPLED)].tolist()
+            sample = wanted[:: -(-len(wanted) // _SAMPLE_SIZE)].tolist()
             sequences = map(lineage.sequence, sample)
             missing = np.array([1 + self._tree.missing(group.adapter, s) for s in sequences])
         return max(1, min(self._max_rows, int(self._max_tokens / missing.mean())))
@@ -116,7 +117,7 @@ class Populations:
             return None
         lineage, rows = group.generation.lineage, group.wanted[places]
         missing = lineage.lengths[rows] - table.tokens[rows]
-        if missing.max() > min(self._max_tokens, _MOST_TOKENS):
+        if missing.max() > min(self._max_tokens, _MAX_NEW_TOKENS):
             return None
         counts = np.maximum(missing, 1)
         tokens = lineage.last_tokens(rows, counts)
@@ -125,43 +126,43 @@ class Populations:
         logits: torch.Tensor | None = None
         for part in self._passes(counts):
             try:
-                found = self._pass(group, rows[part], tokens[part], repeated[part], run)
+                part_logits = self._pass(group, rows[part], tokens[part], repeated[part], run)
             except OutOfSlotsError:
                 return None
-            if len(found) == len(rows):
-                return found
+            if len(part_logits) == len(rows):
+                return part_logits
             if logits is None:
-                logits = found.new_empty((len(rows), found.shape[1]))
-            logits[part] = found
+                logits = part_logits.new_empty((len(rows), part_logits.shape[1]))
+            logits[part] = part_logits
         return logits
 
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
-        """Add a table for those sequences of a group that are computed and in the tree."""
+        """Add a table with the sequences of a group that the tree contains."""
         self.collect()
         lineage, tree, adapter = group.generation.lineage, self._tree, group.adapter
         table = self._table(group)
         if table is None:
-            table = BlockTable.of_nothing(len(lineage))
+            table = BlockTable.empty(len(lineage))
         rows, paths = [], []
         for row in group.wanted[places].tolist():
             sequence = lineage.sequence(row)
-            node, known = tree.match(adapter, sequence)
-            if known < len(sequence):
+            node, length = tree.match(adapter, sequence)
+            if length < len(sequence):
                 continue
             rows.append(row)
-            paths.append(node.path_slots(0, known))
+            paths.append(node.path_slots(0, length))
             last = int(paths[-1][-1])
-            if last not in self._leased:
+            if last not in self._pinned:
                 tree.pin(adapter, sequence)
-                self._leased[last] = adapter, sequence
+                self._pinned[last] = adapter, sequence
                 self._references.parents[last] = SCRATCH_SLOT
         if rows:
-            self._keep(group, table.replaced(np.array(rows, np.int64), paths))
+            self._store(group, table.replace(np.array(rows, np.int64), paths))
 
     # -- internals --------------------------------------------------------------------
 
     def _passes(self, counts: Integers64) -> Iterator[slice]:
-        """Divide sequences of the given numbers of tokens into passes."""
+        """Divide sequences, by their numbers of tokens, into passes."""
         ends, first = np.cumsum(counts), 0
         while first < len(counts):
             before = int(ends[first] - counts[first])
@@ -196,40 +197,44 @@ class Populations:
             self._tree.free(step.new)
             raise
         self._references.connect(step.new, step.parents)
-        self._keep(group, table.continued(rows, step.batch.slots, step.lengths))
+        self._store(group, table.extend(rows, step.batch.slots, step.lengths))
         return logits
 
     def _table(self, group: GroupQuery) -> BlockTable | None:
-        """Return the table of a generation, else that of its base, else None."""
+        """Return the table of a generation, or a selection of that of its base, or None."""
         generation, lineage = group.generation, group.generation.lineage
         base = generation.with_state()
-        if base is None or not isinstance(base.state, _State):
+        if base is None or not isinstance(base.state, _TableReference):
             return None
-        kept = self._tables.get(base.state.key)
-        if kept is None or kept.adapter != group.adapter:
+        entry = self._tables.get(base.state.key)
+        if entry is None or entry.adapter != group.adapter:
             return None
         self._tables.move_to_end(base.state.key)
         if base is generation:
-            return kept.table
+            return entry.table
         rows = lineage.suffixes(np.arange(len(lineage)), base.lineage).places
-        table = kept.table.select(rows)
-        self._keep(group, table)
+        table = entry.table.select(rows)
+        self._store(group, table)
         return table
 
-    def _keep(self, group: GroupQuery, table: BlockTable) -> None:
+    def _store(self, group: GroupQuery, table: BlockTable) -> None:
         """Store the table of a generation, in place of its current one."""
-        self._references.hold(table.last)
+        self._references.add(table.last)
         state = group.generation.state
-        kept = self._tables.get(state.key) if isinstance(state, _State) else None
-        if kept is None:
-            state = _State(next(self._keys), self._dropped)
+        entry = self._tables.get(state.key) if isinstance(state, _TableReference) else None
+        if entry is None:
+            state = _TableReference(next(self._keys), self._dropped)
             group.generation.keep(state)
         else:
-            self._free(kept.table)
-        self._tables[state.key] = _Kept(group.adapter, table)
+            self._free(entry.table)
+        self._tables[state.key] = _TableEntry(group.adapter, table)
 
     def evict_oldest(self) -> bool:
-        """Release a table except that of the current pass; return False if there is none."""
+        """Release the oldest table that the current pass does not use.
+
+        Returns:
+            False if there is no such table.
+        """
         self.collect()
         key = next((key for key in self._tables if key != self._current), None)
         if key is None:
@@ -240,22 +245,22 @@ class Populations:
     def _free(self, table: BlockTable) -> None:
         """Release the slots of a table; those of first sequences return to the tree."""
         freed = self._references.release(table.last)
-        first = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
-        leased = [slot for slot in first if slot in self._leased]
-        for slot in leased:
-            self._tree.unpin(*self._leased.pop(slot))
-        self._tree.free(freed[~np.isin(freed, leased)] if leased else freed)
+        roots = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
+        pinned = [slot for slot in roots if slot in self._pinned]
+        for slot in pinned:
+            self._tree.unpin(*self._pinned.pop(slot))
+        self._tree.free(freed[~np.isin(freed, pinned)] if pinned else freed)
 
 
-class _Kept(NamedTuple):
+class _TableEntry(NamedTuple):
     adapter: str | None
     table: BlockTable
 
 
-class _State:
-    """A reference to the table of a generation, which is released with it.
+class _TableReference:
+    """A generation's reference to its table, which is released when the generation is dropped.
 
-    It may be dropped on any thread, and during garbage collections within other calls.
+    Generations may be dropped on any thread, and during garbage collections in other calls.
     """
 
     __slots__ = ("_dropped", "key")

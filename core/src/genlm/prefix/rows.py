@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRows"]
 
-# Limit of the time of `next_pass`, which takes microseconds per pending sequence.
-_MOST_PASSED_OVER = 256
+# Maximum number of sequences that `next_pass` skips: it takes microseconds for each.
+_MAX_SKIPPED = 256
 
 
 class _Part(NamedTuple):
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
     Attributes:
         place: Index of the sequence.
         sequence: Its tokens up to the end of the pass.
-        first: First position whose logits are requested; the end if there is none.
+        first: First position whose logits are requested; the end if no logits are.
         node: Node from the tree's `insert`.
     """
 
@@ -62,14 +62,14 @@ class _Pass:
         adapter: Adapter of the sequences.
         scored: As in `PrefixRows._passes`.
         parts: The sequences.
-        again: Slots of cached tokens that are recomputed for their logits.
-        ends: Ends of sequences that are evicted before all others.
+        recomputed: Slots of cached tokens that are recomputed for their logits.
+        ends: Ends of sequences that are evicted before all other tokens.
     """
 
     adapter: str | None
     scored: bool
     parts: list[_Part] = field(default_factory=list)
-    again: set[int] = field(default_factory=set)
+    recomputed: set[int] = field(default_factory=set)
     ends: list[End] = field(default_factory=list)
 
 
@@ -134,24 +134,24 @@ class PrefixRows:
         self._collect()
         rows: torch.Tensor | None = None
         packed = [
-            each if isinstance(each, TokenSequence) else TokenSequence.of(each)
-            for each in sequences
+            sequence if isinstance(sequence, TokenSequence) else TokenSequence.of(sequence)
+            for sequence in sequences
         ]
         lasts = [len(sequence) - 1 for sequence in packed]
-        with self._restored():
+        with self._rolled_back_on_error():
             for result in self._passes(adapter, packed, lasts, self._max_tokens):
                 if isinstance(result, int):
-                    chosen = [result]
-                    found = self._uncached.rows(adapter, [packed[result].token_ids])
+                    places = [result]
+                    pass_rows = self._uncached.rows(adapter, [packed[result].token_ids])
                 else:
                     parts, _, logits = result
-                    chosen = [part.place for part in parts]
-                    found = rows_from_logits(logits, self._vocabulary)
-                if len(chosen) == len(sequences):
-                    return found
+                    places = [part.place for part in parts]
+                    pass_rows = rows_from_logits(logits, self._vocabulary)
+                if len(places) == len(sequences):
+                    return pass_rows
                 if rows is None:
-                    rows = found.new_empty((len(sequences), found.shape[1]))
-                rows[chosen] = found
+                    rows = pass_rows.new_empty((len(sequences), pass_rows.shape[1]))
+                rows[places] = pass_rows
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
@@ -161,9 +161,9 @@ class PrefixRows:
         sequences: Sequence[Tokens],
         firsts: Sequence[int] | None = None,
     ) -> Sequence[int]:
-        """Choose sequences that take one pass: the first, then others that fit.
+        """Choose sequences for one pass: the first, and others that fit.
 
-        The beginning of a first sequence that is longer than a pass takes separate passes. Free
+        If the first sequence is longer than a pass, its beginning takes separate passes. Free
         slots are not considered.
 
         Args:
@@ -173,36 +173,36 @@ class PrefixRows:
                 the last positions only.
 
         Returns:
-            Indices of the chosen sequences, ascending, including 0.
+            Indices of the sequences, ascending, including 0.
         """
         limit = self._max_tokens if firsts is None else self._score_limit
         if len(sequences) <= self._max_rows and sum(map(len, sequences)) <= limit:
             return range(len(sequences))
-        chosen: list[int] = []
-        passed_over, room = 0, limit
+        indices: list[int] = []
+        skipped, room = 0, limit
         ahead: PrefixTree | None = None  # tokens of the pass, without repetition
         recomputed: set[int] = set()  # slots of cached tokens
         for index, sequence in enumerate(sequences):
-            node, known = self._tree.match(adapter, sequence)
-            new, first = len(sequence) - known, firsts[index] if firsts else len(sequence) - 1
-            again = node.computed_slots(first, known) - recomputed if first < known else set()
+            node, cached = self._tree.match(adapter, sequence)
+            new, first = len(sequence) - cached, firsts[index] if firsts else len(sequence) - 1
+            again = node.computed_slots(first, cached) - recomputed if first < cached else set()
             if new > 1:
                 ahead = ahead or PrefixTree(sum(map(len, sequences)))
                 new = min(new, len(sequence) - ahead.match(adapter, sequence)[1])
             cost = new + len(again)
-            if chosen and cost > room:
-                passed_over += 1
-                if passed_over > _MOST_PASSED_OVER:
+            if indices and cost > room:
+                skipped += 1
+                if skipped > _MAX_SKIPPED:
                     break
                 continue
             if ahead is not None:
                 ahead.insert(adapter, sequence)
             recomputed |= again
-            chosen.append(index)
+            indices.append(index)
             room -= cost if cost <= room else cost % limit
-            if not room or len(chosen) == self._max_rows:
+            if not room or len(indices) == self._max_rows:
                 break
-        return chosen
+        return indices
 
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
         """Score texts in few passes, with one computation per uncached position.
@@ -220,7 +220,7 @@ class PrefixRows:
         scores = PieceScores(texts, self._vocabulary)
         sequences, firsts = [text.sequence for text in texts], [text.first for text in texts]
         passes = self._passes(adapter, sequences, firsts, self._score_limit, scored=True)
-        with self._restored():
+        with self._rolled_back_on_error():
             for result in passes:
                 if isinstance(result, int):
                     scores.put(result, self._uncached.scores(adapter, [texts[result]])[0])
@@ -243,10 +243,10 @@ class PrefixRows:
     def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:
         """Compute the logits of sequences of a population; see `Populations.logits`."""
         assert self.populations is not None  # noqa: S101 - our own mistake
-        with self._restored():
+        with self._rolled_back_on_error():
             return self.populations.logits(group, places, self._table_pass)
 
-    def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
+    def pin(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and pin it until `clear`.
 
         Raises:
@@ -258,12 +258,12 @@ class PrefixRows:
             raise EvaluationError(
                 f"a prefix of {len(token_ids)} tokens does not fit into the "
                 f"{self._tree.capacity} tokens of kv_budget_bytes={self._budget} beside "
-                f"the prefixes kept already; raise kv_budget_bytes or call clear_kv_cache first"
+                f"the pinned prefixes; raise kv_budget_bytes or call clear_kv_cache first"
             )
         self._tree.pin(adapter, token_ids)
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Evict a context before others; see `PrefixTree.release`."""
+        """Evict a context before other tokens; see `PrefixTree.release`."""
         self._tree.release(adapter, key)
 
     def drop(self, adapter: str) -> None:
@@ -296,7 +296,7 @@ class PrefixRows:
         self._tree.roll_back()
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _rolled_back_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -325,22 +325,22 @@ class PrefixRows:
             firsts: The position in each sequence from which on logits are requested.
             limit: Maximum number of tokens of a pass.
             scored: Whether sequences may share requested positions, and their new tokens after
-                the first requested one are evicted before all others.
+                the first requested one are evicted before all other tokens.
 
         Yields:
             The results of a pass, or the index of a sequence for which there are too few slots.
         """
         current = _Pass(adapter, scored)
         for index, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
-            kept = max(first, self._tree.match(adapter, sequence)[1]) if scored else 0
+            retained = max(first, self._tree.match(adapter, sequence)[1]) if scored else 0
             part = (index, sequence, first)
             if current.parts:
-                if self._add(current, part, kept, limit=limit):
+                if self._add(current, part, retained, limit=limit):
                     continue
                 yield self._run(current)
                 current = _Pass(adapter, scored)
-            if not self._add(current, part, kept):
-                # No token is uncached: this releases the cached prefix.
+            if not self._add(current, part, retained):
+                # There are no uncached tokens, so this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
                 yield index
@@ -348,7 +348,7 @@ class PrefixRows:
             tokens = self._tokens(current)
             if tokens <= limit:
                 continue
-            self._tree.roll_back()  # frees its slots, which suffice for every part
+            self._tree.roll_back()  # frees its slots, which are sufficient for every part
             length, ids = len(sequence), sequence.token_ids
             for begin in range(length - tokens, length, limit):
                 if begin > length - tokens:
@@ -357,7 +357,7 @@ class PrefixRows:
                         yield result
                 current, end = _Pass(adapter, scored), min(begin + limit, length)
                 whole = sequence if end == length else TokenSequence.of(ids[:end])
-                self._add(current, (index, whole, min(max(begin, first), end)), kept)
+                self._add(current, (index, whole, min(max(begin, first), end)), retained)
         if current.parts:
             yield self._run(current)
 
@@ -365,7 +365,7 @@ class PrefixRows:
         self,
         current: _Pass,
         part: tuple[int, TokenSequence, int],
-        kept: int,
+        retained: int,
         *,
         limit: int | None = None,
     ) -> bool:
@@ -374,29 +374,31 @@ class PrefixRows:
         Args:
             current: The pass.
             part: Index, tokens and first requested position of the sequence.
-            kept: Number of its tokens that are not evicted before all others.
+            retained: Number of its tokens that are not evicted before all other tokens.
             limit: Maximum number of tokens of the pass; None for no limit.
         """
         index, sequence, first = part
-        found = node, known = self._tree.match(current.adapter, sequence)
-        again = node.computed_slots(first, known) - current.again if first < known else set()
+        match = node, cached = self._tree.match(current.adapter, sequence)
+        again: set[int] = set()
+        if first < cached:
+            again = node.computed_slots(first, cached) - current.recomputed
         if limit is not None:
-            tokens = self._tokens(current) + len(sequence) - known + len(again)
+            tokens = self._tokens(current) + len(sequence) - cached + len(again)
             if tokens > limit or len(current.parts) >= self._max_rows:
                 return False
         try:
-            node = self._tree.insert(current.adapter, sequence, found)
+            node = self._tree.insert(current.adapter, sequence, match)
         except OutOfSlotsError:
             return False
-        current.again |= again
+        current.recomputed |= again
         current.parts.append(_Part(index, sequence, first, node))
         if current.scored:
-            current.ends.append(End(node, kept, len(sequence)))
+            current.ends.append(End(node, retained, len(sequence)))
         return True
 
     def _tokens(self, current: _Pass) -> int:
         """Return the number of tokens that the current pass computes."""
-        return self._tree.uncached_tokens + len(current.again)
+        return self._tree.uncached_tokens + len(current.recomputed)
 
     def _run(self, current: _Pass) -> _Result:
         """Compute a pass and end it."""

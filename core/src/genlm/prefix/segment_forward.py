@@ -64,22 +64,22 @@ class SegmentForward(abc.ABC):
 
 
 def logits_of_keys(
-    keys: Slots, known: Sequence[Slots], parts: Sequence[torch.Tensor]
+    keys: Slots, pass_keys: Sequence[Slots], parts: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Return the logits of keys, such as slots, in order.
 
     Args:
         keys: Keys, possibly repeated.
-        known: The keys of the logits of each pass.
+        pass_keys: The keys of the logits of each pass.
         parts: The logits of each pass.
 
     Returns:
         Shape `(len(keys), width)`; the logits of the only pass if they have this order.
     """
-    found = np.concatenate(known)
+    computed_keys = np.concatenate(pass_keys)
     logits = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if np.array_equal(found, keys):
+    if np.array_equal(computed_keys, keys):
         return logits
-    order = np.argsort(found)
-    places = order[np.searchsorted(found, keys, sorter=order)]
+    order = np.argsort(computed_keys)
+    places = order[np.searchsorted(computed_keys, keys, sorter=order)]
     return logits[torch.from_numpy(places).to(logits.device)]

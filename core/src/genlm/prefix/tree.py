@@ -22,12 +22,13 @@ __all__ = ["End", "OutOfSlotsError", "PrefixTree", "Tokens"]
 
 Tokens = tuple[int, ...] | TokenSequence
 
-_MOST_PLACES = 2**14
-"""Maximum number of remembered places of sequences, in trees with at least as many slots: half
-a kilobyte per place."""
+_MAX_PLACES = 2**14
+"""Maximum number of stored places of sequences, in trees with at least as many slots: half a
+kilobyte per place."""
 
-# At least a quarter of a leaf is evicted at once, so that trimming costs O(1) per slot.
-_SMALLEST_SHARE = 4
+# At least this fraction, a quarter, of a leaf is evicted at once, so that eviction costs O(1)
+# per slot.
+_EVICTED_FRACTION = 4
 
 _START = attrgetter("start")
 
@@ -54,7 +55,7 @@ class End(NamedTuple):
 
 
 class OutOfSlotsError(RuntimeError):
-    """All slots are pinned, in use by the current batch, or too few."""
+    """Too few slots: the others are pinned or in use by the current batch."""
 
 
 class PrefixTree:
@@ -73,15 +74,15 @@ class PrefixTree:
     Attributes:
         capacity: As above.
         tokens_evicted: Number of tokens that were evicted.
-        evict_others: Function that frees slots returned by `allocate`, before a batch has new
-            tokens; returns False if there are none.
+        evict_others: Function that frees slots returned by `allocate`, called only before a
+            batch has new tokens; returns False if there are no such slots.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.evict_others: Callable[[], bool] = lambda: False
         self.tokens_evicted = 0
-        self._most_places = min(_MOST_PLACES, capacity)
+        self._max_places = min(_MAX_PLACES, capacity)
         self._reset()
 
     def _reset(self) -> None:
@@ -110,7 +111,7 @@ class PrefixTree:
     # -- a batch ----------------------------------------------------------------------
 
     def insert(
-        self, adapter: str | None, tokens: Tokens, found: tuple[Node, int] | None = None
+        self, adapter: str | None, tokens: Tokens, match: tuple[Node, int] | None = None
     ) -> Node:
         """Add a sequence to the tree and to the current batch.
 
@@ -120,7 +121,7 @@ class PrefixTree:
         Args:
             adapter: Adapter of the sequence.
             tokens: The sequence.
-            found: The result of `match` for the sequence, if it is known.
+            match: The result of `match` for the sequence, if the caller has it.
 
         Returns:
             The node that contains the last token; after later splits, a node with the token on
@@ -130,37 +131,37 @@ class PrefixTree:
             OutOfSlotsError: All other slots are pinned or in use. No token of the sequence is
                 added to the tree.
         """
-        node, known = found or self.match(adapter, tokens)
-        if known < min(node.end, len(tokens)):
-            node = self._split(node, known - node.start)
+        node, length = match or self.match(adapter, tokens)
+        if length < min(node.end, len(tokens)):
+            node = self._split(node, length - node.start)
         self._use_path(node)
-        if known < len(tokens):
-            node = self._extend(node, _ids_from(tokens, known))
+        if length < len(tokens):
+            node = self._extend(node, _ids_from(tokens, length))
         if isinstance(tokens, TokenSequence):
-            self._remember(adapter, tokens, node)
+            self._store_place(adapter, tokens, node)
         return node
 
     def match(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
-        """Return the node of the last token of a sequence that is in the tree.
+        """Find the longest beginning of a sequence in the tree.
 
         Returns:
-            The node, and the number of tokens at the beginning of the sequence in the tree.
+            The node that contains its last token, and its number of tokens.
         """
-        node, first = self._beginning(adapter, tokens)
-        known, length = first, len(tokens)
-        if known == node.end and not node.children:
-            return node, known
+        node, first = self._start_of_match(adapter, tokens)
+        matched, length = first, len(tokens)
+        if matched == node.end and not node.children:
+            return node, matched
         rest, edge = _ids_from(tokens, first), node.tokens[first - node.start :]
-        while known < length:
-            begin = known - first
+        while matched < length:
+            begin = matched - first
             if rest[begin : begin + len(edge)] != edge:
-                return node, known + _common_length(edge, rest[begin:])
-            known += len(edge)
-            child = node.children.get(rest[known - first]) if known < length else None
+                return node, matched + _common_length(edge, rest[begin:])
+            matched += len(edge)
+            child = node.children.get(rest[matched - first]) if matched < length else None
             if child is None:
                 break
             node, edge = child, child.tokens
-        return node, known
+        return node, matched
 
     def missing(self, adapter: str | None, tokens: Tokens) -> int:
         """Return the number of tokens at the end of a sequence that are not in the tree."""
@@ -178,8 +179,8 @@ class PrefixTree:
         """End the batch: its uncached tokens are computed, and all its tokens may be evicted.
 
         Args:
-            ends: Ends of sequences of the batch that are evicted before all others, unless
-                other sequences continue them.
+            ends: Ends of sequences of the batch that are evicted before all other tokens,
+                unless other sequences continue them.
         """
         for node in self._uncached:
             node.computed = len(node.tokens)
@@ -192,9 +193,8 @@ class PrefixTree:
     def roll_back(self) -> None:
         """End the batch without its results: remove its uncached tokens from the tree."""
         for node in sorted(self._uncached, key=_START, reverse=True):
-            kept = node.computed
-            self._free.give(node.cut(kept))
-            if not kept:
+            self._free.give(node.cut(node.computed))
+            if not node.tokens:
                 self._in_use.discard(node)
         self._uncached.clear()
         self._uncached_tokens = 0
@@ -214,7 +214,7 @@ class PrefixTree:
             node = node.parent
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Evict the end of a sequence before all others, unless others continue it.
+        """Evict the end of a sequence before all other tokens, unless a sequence continues it.
 
         Args:
             adapter: Adapter of the sequence.
@@ -232,7 +232,7 @@ class PrefixTree:
         """Remove all tokens of an adapter, pinned ones included. Call this between batches."""
         assert not self._in_use  # noqa: S101 - our own mistake
         root = self._roots.pop(adapter, None)
-        nodes = [] if root is None else list(root.below())
+        nodes = [] if root is None else list(root.descendants())
         for node in reversed(nodes):  # children before parents
             self._set_idle(node, idle=False)
             self._free.give(node.cut(0))
@@ -273,11 +273,11 @@ class PrefixTree:
 
     # -- internals --------------------------------------------------------------------
 
-    def _beginning(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
+    def _start_of_match(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
         """Return a node and the position up to which its path contains the tokens.
 
-        The place of a `TokenSequence` that was inserted before, with or without its last token,
-        is remembered. For other sequences the place is the root.
+        The tree stores the places of inserted `TokenSequence`s; the place of a sequence, or of
+        the sequence without its last token, is the start. For other sequences it is the root.
         """
         if isinstance(tokens, TokenSequence):
             length = len(tokens)
@@ -290,19 +290,19 @@ class PrefixTree:
         return self._root(adapter), 0
 
     def _end_of(self, key: tuple[str | None, bytes]) -> Node | None:
-        """Return the remembered node of the last token of a sequence, else None."""
+        """Return the node at the stored place of a sequence, None without a valid place."""
         place = self._places.get(key)
         if place is None:
             return None
         node, cuts, length = place
         return node.at(length - 1) if node.cuts == cuts else None
 
-    def _remember(self, adapter: str | None, tokens: TokenSequence, node: Node) -> None:
-        """Remember the node that contains the last token of a sequence."""
+    def _store_place(self, adapter: str | None, tokens: TokenSequence, node: Node) -> None:
+        """Store the node that contains the last token of a sequence."""
         key = (adapter, tokens.key)
         self._places[key] = (node, node.cuts, len(tokens))
         self._places.move_to_end(key)
-        if len(self._places) > self._most_places:
+        if len(self._places) > self._max_places:
             self._places.popitem(last=False)
 
     def _use_path(self, node: Node | None) -> None:
@@ -336,26 +336,26 @@ class PrefixTree:
     def _nodes_of(self, end: End) -> list[Node]:
         """Return the nodes of the current batch that contain the end of a sequence.
 
-        Empty if the last token is within a node, whose other tokens continue it.
+        The list is empty if the last token is within a node, whose later tokens continue it.
         """
         node: Node | None = end.node.at(end.length - 1)
         assert node is not None  # noqa: S101 - our own mistake
-        found = []
+        nodes = []
         if node.end == end.length:
             while node is not None and node.end > end.first:
                 if node.start < end.first:
                     self._split(node, end.first - node.start)
-                found.append(node)
+                nodes.append(node)
                 node = node.parent
-        return found
+        return nodes
 
     def _evict_first(self, nodes: set[Node]) -> None:
-        """Evict nodes without other descendants before all others."""
-        moved: set[Node] = set()
+        """Evict those of the nodes first that have no descendants outside of them."""
+        evictable: set[Node] = set()
         for node in sorted(nodes, key=_START, reverse=True):
-            if node in self._idle and moved.issuperset(node.children.values()):
-                moved.add(node)
-        for node in sorted(moved, key=_START):  # descendants precede their ancestors
+            if node in self._idle and evictable.issuperset(node.children.values()):
+                evictable.add(node)
+        for node in sorted(evictable, key=_START):  # descendants precede their ancestors
             self._idle.move_to_end(node, last=False)
 
     def _extend(self, node: Node, tokens: list[int]) -> Node:
@@ -385,14 +385,14 @@ class PrefixTree:
                 self._uncached.pop(node, None)
         return upper
 
-    def _evict(self, wanted: int) -> int:
-        """Free at least `wanted` slots or a whole leaf; return the number of freed slots."""
+    def _evict(self, count: int) -> int:
+        """Free at least `count` slots or a whole leaf; return the number of freed slots."""
         leaf = next(iter(self._idle))
         length = len(leaf.slots)
-        kept = max(0, length - max(wanted, length // _SMALLEST_SHARE))
-        if not kept:
+        remaining = max(0, length - max(count, length // _EVICTED_FRACTION))
+        if not remaining:
             del self._idle[leaf]
-        freed = leaf.cut(kept)
+        freed = leaf.cut(remaining)
         self._free.give(freed)
         self._idle_slots -= len(freed)
         self.tokens_evicted += len(freed)

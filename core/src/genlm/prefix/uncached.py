@@ -1,4 +1,4 @@
-"""The execution path of engines that computes every context whole, without a cache."""
+"""The execution path of engines that computes all tokens of every context, without a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["UncachedPath"]
 
 
 class UncachedPath(abc.ABC):
-    """Computes the rows and scores of sequences whole, similar lengths together.
+    """Computes all tokens of sequences; sequences of similar lengths share a batch.
 
     It supports every model of an engine and is the reference for faster paths.
 
@@ -55,7 +55,7 @@ class UncachedPath(abc.ABC):
 
         Yields:
             Sequences and positions in them, shape `(2, n)`, and their logits. If only the last
-            positions are requested, all at once, in order.
+            positions are requested, the logits of all sequences at once, in order.
         """
 
     def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:  # noqa: ARG002 - see PrefixRows
@@ -65,10 +65,10 @@ class UncachedPath(abc.ABC):
             return self._batch_rows(sequences)
         rows: torch.Tensor | None = None
         for batch in batches:
-            found = self._batch_rows([sequences[i] for i in batch])
+            batch_rows = self._batch_rows([sequences[i] for i in batch])
             if rows is None:
-                rows = found.new_empty((len(sequences), found.shape[1]))
-            rows[batch] = found
+                rows = batch_rows.new_empty((len(sequences), batch_rows.shape[1]))
+            rows[batch] = batch_rows
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
@@ -107,15 +107,15 @@ class UncachedPath(abc.ABC):
     @property
     def score_limits(self) -> BatchLimits:
         """Limits of a batch of texts; the logits of all its positions may be requested."""
-        most = min(self.limits.max_tokens, self.limits.max_rows)
-        return dataclasses.replace(self.limits, max_tokens=most)
+        max_tokens = min(self.limits.max_tokens, self.limits.max_rows)
+        return dataclasses.replace(self.limits, max_tokens=max_tokens)
 
     def _score_by_rows(
         self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
     ) -> None:
-        ids, most = text.sequence.token_ids, self.limits.max_rows
-        for begin in range(0, len(text.targets), most):
-            end = min(begin + most, len(text.targets))
+        ids, max_rows = text.sequence.token_ids, self.limits.max_rows
+        for begin in range(0, len(text.targets), max_rows):
+            end = min(begin + max_rows, len(text.targets))
             lengths = range(text.first + 1 + begin, text.first + 1 + end)
             rows = self.rows(adapter, [ids[:length] for length in lengths])
             scores.add(first_key + np.arange(begin, end), rows)

@@ -477,6 +477,37 @@ def test_contexts_that_are_full_are_listed() -> None:
         assert len(population[1:].draw_sync().token_ids) == 2
 
 
+def test_continuations_end_where_the_context_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(max_context=4)) as llm:
+        population = llm.population([[1], [1, 2, 3], [1, 2, 3, 4], [2]])
+        population = population.finish([False, False, False, True])
+        sampled = population.sample_sync(9, stop=(), seed=1)
+        assert (sampled.token_ids >= 0).sum(1).tolist() == [4, 2, 1, 0]
+        assert sampled.population.lengths.tolist() == [5, 5, 5, 1]
+        assert sampled.population.finished.tolist() == [False, False, False, True]
+        again = population.sample_sync(1, stop=(), seed=1)
+        assert again.token_ids[:, 0].tolist() == sampled.token_ids[:, 0].tolist()
+        [record] = caplog.records
+        assert record.message.startswith("3 of 4 continuations ended before max_tokens=9")
+        with pytest.raises(genlm.PopulationError, match=r"3 of 4 .*ContextLengthError"):
+            sampled.population.sample_sync(1)
+
+
+def test_arguments_of_a_population_are_refused_with_a_hint(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 2)
+    with pytest.raises(TypeError, match="expected populations; found <Context"):
+        genlm.Population.cat([population, llm.context([1])])
+    with pytest.raises(ValueError, match="different lengths; pad the shorter ones with -1"):
+        population.score_sync([[1], [1, 2]])
+    with pytest.raises(ValueError, match=r"mask_index has lists of different lengths$"):
+        population.draw_sync([[1]], mask_index=[[0], [0, 0]])
+    with pytest.raises(genlm.TokenTypeError, match="pass the number of members as `size`"):
+        llm.population([1, 2])
+    with pytest.raises(genlm.EmptySequenceError) as raised:
+        llm.population([[1], []])
+    assert raised.value.places == (1,)
+
+
 def test_a_large_population_is_computed_in_parts_between_which_others_run() -> None:
     with genlm.AsyncLM(TinyEngine, output_cache=genlm.OutputCache(0)) as llm:
         engine: Any = llm.engine

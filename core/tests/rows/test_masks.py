@@ -34,7 +34,7 @@ def test_equal_sets_in_any_form_are_equal_masks(drawn: tuple[set[int], int]) -> 
     flags = [token_id in ids for token_id in range(size)]
     forms: list[Any] = [
         sorted(ids),
-        tuple(sorted(ids, reverse=True)) * 2,
+        tuple(sorted(ids, reverse=True)) * (size + 1),  # not as many as booleans
         np.array(sorted(ids), np.int64),
         torch.tensor(sorted(ids), dtype=torch.int64),
         flags,
@@ -130,6 +130,8 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ([0.5], TokenTypeError, "a mask must be"),
     ({0.5}, TokenTypeError, "a mask must be booleans, one for each token, or token ids"),
     (3, TokenTypeError, "a mask must be"),
+    ([0, 1] * 5, TokenTypeError, "found 10 integers, all 0 or 1; convert them to booleans"),
+    (torch.ones(10, dtype=torch.uint8), TokenTypeError, "convert them to booleans"),
 ]
 
 

@@ -365,6 +365,64 @@ def test_particles_end_where_the_context_is_full(make_model):
     assert states[-1].log_evidence == pytest.approx(0, abs=1e-6)
 
 
+WRONG_POTENTIALS = {
+    "NaN or inf for 2 of 2 particles, the first at index 0": [math.nan, math.nan],
+    "NaN or inf for 1 of 2 particles, the first at index 1": [-math.inf, math.inf],
+    r"shape \(3,\); expected one number for each of 2 particles": [0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_POTENTIALS)
+def test_a_potential_that_is_no_log_factor_is_refused(llm, message):
+    with pytest.raises(ValueError, match=f"the potential .*{message}"):
+        last(llm, 2, potential=lambda _: WRONG_POTENTIALS[message])
+
+
+def test_a_potential_of_a_dead_particle_may_be_nan(llm):
+    values = [-math.inf, math.nan, math.nan]
+
+    def potential(population: Any) -> Any:
+        return torch.where(population.tokens[:, len(PROMPT)] == 0, values.pop(0), 0.0)
+
+    found = last(llm, 50, potential=potential, resample_below=0, stop=[], max_tokens=3)
+    dead = found.population.tokens[:, len(PROMPT)] == 0
+    assert 0 < dead.sum() < 50
+    np.testing.assert_array_equal(np.isneginf(found.log_weights), dead)
+
+
+def test_a_potential_may_be_a_coroutine_function(llm):
+    async def scored(population: Any) -> Any:
+        rows = await llm.batch_next_token_logprobs([*population])
+        return rows[:, 0]
+
+    def blocking(population: Any) -> Any:
+        return llm.batch_next_token_logprobs_sync([*population])[:, 0]
+
+    async def collected() -> Any:
+        options: dict[str, Any] = {"max_tokens": 3, "stop": [], "seed": 3}
+        return [each async for each in steer(llm, PROMPT, 9, potential=scored, **options)][-1]
+
+    expected = last(llm, 9, potential=blocking, stop=[], seed=3, max_tokens=3)
+    for found in (
+        asyncio.run(collected()),
+        last(llm, 9, potential=scored, stop=[], seed=3, max_tokens=3),
+    ):
+        np.testing.assert_array_equal(found.log_weights, expected.log_weights)
+        assert torch.equal(found.population.tokens, expected.population.tokens)
+
+
+def test_arguments_that_steer_cannot_use_are_refused(llm):
+    refused = {
+        "size=0": (ValueError, {"size": 0}),
+        "at token ids, not at texts": (TypeError, {"stop": ["."]}),
+        "outside the vocabulary": (ValueError, {"stop": [VOCABULARY]}),
+        "expected a Language or a Constraint": (TypeError, {"constraint": "ab"}),
+    }
+    for message, (error, options) in refused.items():
+        with pytest.raises(error, match=message):
+            next(steer_sync(llm, PROMPT, **{"size": 2, "max_tokens": 1, **options}))
+
+
 def test_a_seed_reproduces_a_filter_in_both_forms(llm):
     options: dict[str, Any] = {"max_tokens": STEPS, "potential": potential, "stop": [END]}
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.protocol import Language
+from genlm.constraints.protocol import Constraint, Language
 from genlm.core.base.blocking import run_blocking
+from genlm.core.base.validation import checked_integer, checked_stop
 from genlm.smc.particles import History, Particles, Step
 from genlm.smc.resampling import (
+    Floats,
     LogWeights,
     effective_sample_size,
     float64_array,
@@ -19,11 +21,12 @@ from genlm.smc.resampling import (
 )
 
 if TYPE_CHECKING:
-    from genlm.constraints.protocol import Constraint
     from genlm.core.base.validation import Integers
     from genlm.core.model.context import TokenIds
     from genlm.core.model.lm import AsyncLM
     from genlm.core.model.population import Population
+
+    Potential: TypeAlias = Callable[[Population], LogWeights | Awaitable[LogWeights]]
 
 __all__ = ["steer", "steer_sync"]
 
@@ -36,7 +39,7 @@ async def steer(
     max_tokens: int,
     constraint: Language | Constraint | None = None,
     text: bytes = b"",
-    potential: Callable[[Population], LogWeights] | None = None,
+    potential: Potential | None = None,
     stop: Integers | None = None,
     temperature: float = 1.0,
     resample_below: float = 0.5,
@@ -57,13 +60,15 @@ async def steer(
     Args:
         llm: The model.
         prompt: Token ids or a `Context`.
-        size: Number of particles.
+        size: Number of particles, at least 1.
         max_tokens: Maximum number of steps.
         constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
             a `Constraint` of `size` members.
         text: End of the prompt that belongs to the texts of the `Language`.
         potential: Function that returns the log of a factor of the probability of each member,
-            shape `(n,)`; `-inf` for a sequence that cannot be continued.
+            shape `(n,)`; `-inf` for a sequence that cannot be continued. It may be a coroutine
+            function, such as one that awaits the scores of another model; with `steer_sync`
+            it may await only methods of models.
         stop: Token ids that finish a particle; by default the tokenizer's end of text, if it
             has one. They end the texts of a `Language`.
         temperature: Temperature of the draws; the weights account for it.
@@ -73,18 +78,27 @@ async def steer(
         progress: Whether to show a progress bar of the steps.
 
     Raises:
-        ValueError: A number is out of range, the constraint has another size, or as
-            `Language.start`.
+        ValueError: A number is out of range, the constraint has another size, the potential
+            is NaN, infinite or of another shape, or as `Language.start`.
+        TypeError: `constraint` is neither a `Language` nor a `Constraint`, or `stop` has texts.
         GenlmError: As `Population.draw`.
     """
     if not 0 <= resample_below <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
+    size = checked_integer("size", size, 1)
+    stop_ids, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
+    if stop_texts:
+        raise TypeError(f"stop={stop!r}; steer finishes particles at token ids, not at texts")
+    ends = np.array(sorted(stop_ids), np.int64)
     if isinstance(constraint, Language):
-        constraint = constraint.start(llm, size, text=text, stop=stop)
+        constraint = constraint.start(llm, size, text=text, stop=None if stop is None else ends)
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise TypeError(
+            f"constraint={constraint!r}; expected a Language or a Constraint of "
+            f"genlm.constraints, such as Automaton.regex(pattern)"
+        )
     if constraint is not None and len(constraint) != size:
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
-    end = llm.vocabulary.eos_token_id
-    ends = np.array(([] if end is None else [end]) if stop is None else stop, np.int64)
     population = llm.population(prompt, size)
     particle_filter = _Filter(
         llm, population, constraint, potential, ends=ends, temperature=temperature, seed=seed
@@ -126,7 +140,7 @@ class _Filter:
         llm: AsyncLM,
         population: Population,
         constraint: Constraint | None,
-        potential: Callable[[Population], LogWeights] | None,
+        potential: Potential | None,
         *,
         ends: npt.NDArray[np.int64],
         temperature: float,
@@ -144,7 +158,7 @@ class _Filter:
         self._log_potential = np.zeros(len(population))
         self._token_ids = np.full(len(population), -1)
         self._ancestors = np.arange(len(population))
-        self._prompt_length = int(population.lengths.max()) if len(population) else 0
+        self._prompt_length = int(population.lengths.max())
         self._history = History()
 
     async def extend(self) -> None:
@@ -165,21 +179,24 @@ class _Filter:
         if self._constraint is not None:
             self._constraint = self._constraint.advance(token_ids)
             is_over |= self._constraint.finished
-        self._weight_by_potentials(population)
+        await self._weight_by_potentials(population)
         is_over |= self._log_weights == -np.inf
         if self._llm.max_context is not None:
             is_over |= population.lengths.numpy() > self._llm.max_context
         self._population = population.finish(is_over)
         self._ancestors = np.arange(len(population))
 
-    def _weight_by_potentials(self, population: Population) -> None:
+    async def _weight_by_potentials(self, population: Population) -> None:
         """Multiply the weights by the change of the potentials since the previous step."""
         potential = np.zeros(len(population))
         if self._constraint is not None:
             potential += self._constraint.log_potential
-        if self._potential is not None:
-            potential = potential + float64_array(self._potential(population))
         live = self._log_weights > -np.inf
+        if self._potential is not None:
+            values = self._potential(population)
+            if isinstance(values, Awaitable):
+                values = await values
+            potential = potential + _checked_potential(values, live)
         self._log_weights[live] += potential[live] - self._log_potential[live]
         self._log_potential = np.where(live, potential, self._log_potential)
 
@@ -211,6 +228,23 @@ class _Filter:
             self._llm,
             self._prompt_length,
         )
+
+
+def _checked_potential(values: LogWeights, live: npt.NDArray[np.bool_]) -> Floats:
+    """Return the values of a potential, of which those of live particles are log-factors."""
+    potentials = float64_array(values)
+    if potentials.shape not in {(), live.shape}:
+        raise ValueError(
+            f"the potential has shape {potentials.shape}; expected one number for each of "
+            f"{len(live)} particles"
+        )
+    wrong = live & ~(potentials < np.inf)
+    if wrong.any():
+        raise ValueError(
+            f"the potential is NaN or inf for {wrong.sum()} of {len(live)} particles, the "
+            f"first at index {wrong.argmax()}; expected finite numbers or -inf"
+        )
+    return potentials
 
 
 def _progress_bar(total: int, *, is_shown: bool) -> Any:

@@ -159,8 +159,11 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
     return _integers(values if array_values is None else array_values(), argument)
 
 
-def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) -> Iterable[T]:
-    """Return a batch of sequences unchanged; reject a single sequence."""
+def checked_batch(
+    sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor,
+    single: str = "call the method without `batch`",
+) -> Iterable[T]:
+    """Return a batch of sequences unchanged; reject a single one, whose remedy is `single`."""
     if hasattr(sequences, "input_ids"):
         raise TypeError(
             f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
@@ -169,7 +172,7 @@ def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) 
     is_list = isinstance(sequences, (list, tuple)) and len(sequences) > 1
     if is_list and isinstance(cast("Sequence[object]", sequences)[0], int):
         raise TokenTypeError(
-            f"one, {_short_repr(sequences)}: pass [ids], or call the method without `batch`",
+            f"one, {_short_repr(sequences)}: pass [ids], or {single}",
             "a batch",
             "several sequences of token ids, such as [[1, 2], [3]]",
         )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
+from genlm.core.base.errors import map_batch
 from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import RequestCounters, Statistics
 from genlm.core.base.validation import (
@@ -400,10 +401,15 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ValueError: `size` is negative, or contexts have different adapters.
             GenlmError: As `context`.
         """
-        prompt_list: list[Any] = (
-            list(checked_batch(cast("TokenBatch", prompts))) if size is None else [prompts]
-        )
-        parts = [self._requests.context_parts(prompt, lora_name) for prompt in prompt_list]
+        if size is None:
+            sequences = checked_batch(
+                cast("TokenBatch", prompts), "pass the number of members as `size`"
+            )
+            parts = map_batch(
+                lambda prompt: self._requests.context_parts(prompt, lora_name), sequences
+            )
+        else:
+            parts = [self._requests.context_parts(cast("TokenIds", prompts), lora_name)]
         adapters = {part[1:] for part in parts}
         if len(adapters) > 1:
             raise ValueError(

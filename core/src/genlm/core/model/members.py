@@ -128,9 +128,13 @@ class Members:
 
         Raises:
             ValueError: There are no populations, or their models or adapters differ.
+            TypeError: One of them is not a population.
         """
         if not populations:
             raise ValueError("no populations; pass at least one")
+        for population in populations:
+            if not isinstance(population, Members):
+                raise TypeError(f"expected populations; found {population!r}")
         parts = [population._parts for population in populations]  # noqa: SLF001 - of the same class
         models, generations, places, finished, steps = zip(*parts, strict=True)
         if len(set(models)) > 1:
@@ -237,7 +241,11 @@ class Members:
 
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
     """Return an array of 64-bit integers."""
-    array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    try:
+        array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    except ValueError as error:  # numpy's message does not say what to do
+        hint = "; pad the shorter ones with -1" if argument == "token_ids" else ""
+        raise ValueError(f"{argument} has lists of different lengths{hint}") from error
     if array.dtype.kind not in "iu" and array.size:
         raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
     return array.astype(np.int64, copy=False)

@@ -316,7 +316,8 @@ class Population(Members):
         Repeated calls of `draw` and `extend` with the same seed return the same tokens.
 
         Args:
-            max_tokens: Maximum number of tokens for each member.
+            max_tokens: Maximum number of tokens for each member. A member gets fewer if its
+                context is full, which is logged as a warning.
             stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
                 `()` for none. By default the end of a text, which is the `eos_token_id` of the
                 vocabulary if it has one; other ends replace it. A text finishes a member with
@@ -329,15 +330,24 @@ class Population(Members):
         Returns:
             The tokens, and the population extended by them. The token that finishes a member is
             the last of its tokens.
+
+        Raises:
+            PopulationError: The contexts of members are full before the first token, or as
+                `next_token_logprobs`.
         """
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_integer("max_tokens", max_tokens, 0)
+        limits = np.full(count, limit)
+        if self._lm.max_context is not None:
+            room = self._lm.max_context + 1 - self.lengths.numpy()
+            # A member without room keeps a limit of 1, and fails as it does in `draw`.
+            limits = np.minimum(limits, np.maximum(room, 1))
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         k, share = checked_limits(top_k, top_p, size)
         sampling = GroupSampling(
             self._places,
             self._finished,
-            np.full(count, limit),
+            limits,
             RowWeights((count, size), temperature=temperature, top_k=k, top_p=share),
             np.array(stream_seeds(checked_seed(seed), count), np.int64),
             self._step,
@@ -349,6 +359,8 @@ class Population(Members):
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
         step = self._step + group.token_ids.shape[1]
+        cut = int((~group.finished & (limits < limit)).sum())
+        self._lm._log_cut(cut, count, limit)  # noqa: SLF001 - both sample from one model
         population = self._derive(group.generation, group.places, group.finished, step)
         return SampledTokens(group.token_ids, group.logprobs, group.draw_logprob, population)
 

@@ -175,7 +175,7 @@ class SampleMethods:
                 is_complete, tail = search_stop(text, options.stop_texts)
                 if is_complete:
                     return
-        self._log_cut(int(limit < options.max_tokens), 1, options)
+        self._log_cut(int(limit < options.max_tokens), 1, options.max_tokens)
 
     def _sample_options(
         self,
@@ -241,7 +241,7 @@ class SampleMethods:
                 ids = [token_id for token_id in padded_ids if token_id >= 0]
                 is_stopped = ids[-1] in options.stop_ids
                 continuations[place] = ids[:-1] if is_stopped else ids
-        self._log_cut(cut, len(queries), options)
+        self._log_cut(cut, len(queries), options.max_tokens)
         return continuations
 
     def _group_query(
@@ -269,13 +269,13 @@ class SampleMethods:
         draws, adapter = sampling.draws(np.arange(count), 0), queries[0].adapter
         return self._requests.group_query(generation, places, draws, adapter, sampling=sampling)
 
-    def _log_cut(self, cut: int, count: int, options: SampleOptions) -> None:
+    def _log_cut(self, cut: int, count: int, max_tokens: int) -> None:
         """Log the number of continuations that a full context ended before `max_tokens`."""
         if cut:
             logger.warning(
                 "%d of %d continuations ended before max_tokens=%d: the model's context of %d "
                 "tokens is full",
-                *(cut, count, options.max_tokens, self.max_context),
+                *(cut, count, max_tokens, self.max_context),
             )
 
 

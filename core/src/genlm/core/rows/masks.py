@@ -52,7 +52,7 @@ class Mask:
         ValueError: Booleans, words or a mask are for another number of ids, or an int32 array
             has one dimension and may be ids or packed bits.
         TokenIdError: An id is outside the vocabulary.
-        TokenTypeError: `allowed` has none of these forms.
+        TokenTypeError: `allowed` has none of these forms, or is one integer, 0 or 1, per id.
     """
 
     __slots__ = ("_bytes", "_hash", "vocab_size")
@@ -183,6 +183,10 @@ def _pack(allowed: Any, size: int) -> _Words:
         ids = np.asarray(checked_integers(values), dtype=np.int64)
     except TokenTypeError as error:
         raise TokenTypeError(error.found, "a mask", _FORMS) from None
+    if len(ids) == size > 2 and set(ids.tolist()) <= {0, 1}:
+        raise TokenTypeError(
+            f"{size} integers, all 0 or 1; convert them to booleans", "a mask", _FORMS
+        )
     outside = np.flatnonzero((ids < 0) | (ids >= size))
     if len(outside):
         position = int(outside[0])

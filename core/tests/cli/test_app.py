@@ -34,21 +34,21 @@ def test_h_is_help(command: tuple[str, ...]) -> None:
 
 
 def test_the_package_is_a_program() -> None:
-    done = run_program(sys.executable, "-m", "genlm", "--version")
-    assert done.stdout == f"genlm {genlm.__version__}\n"
+    result = run_program(sys.executable, "-m", "genlm", "--version")
+    assert result.stdout == f"genlm {genlm.__version__}\n"
 
 
 @pytest.mark.parametrize("module", ["typer", "genlm.cli.app", "genlm.core.plugins"])
 def test_ctrl_c_during_imports_leaves_no_traceback(module: str) -> None:
-    done = run_code(INTERRUPTED.format(name=module), "plugins", status=130)
-    assert done.stderr == "\ngenlm: interrupted\n"
+    result = run_code(INTERRUPTED.format(name=module), "plugins", status=130)
+    assert result.stderr == "\ngenlm: interrupted\n"
 
 
 def test_ctrl_c_while_a_command_imports_leaves_no_traceback() -> None:
     code = INTERRUPTED.format(name="torch")
-    done = run_code(code, "demo", "--backend", "reference", status=None)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
+    result = run_code(code, "demo", "--backend", "reference", status=None)
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
 
 
 def test_shells_complete_the_names_of_backends() -> None:

@@ -55,15 +55,15 @@ def test_contexts_fit_the_model_with_their_continuations() -> None:
 def test_the_report_has_every_field() -> None:
     result = bench("--json", "--options", '{"order": 2}')
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    assert (found["max_context"], found["shortened"]) == (None, [])
-    assert "device_memory_bytes" in found
-    assert (found["backend"], found["options"]) == ("reference", {"order": 2})
-    assert found["engine"]["order"] == 2
-    assert len(found["cells"]) == 4
-    assert found["load_s"] > 0 < found["first_row_s"]
-    assert found["peak_memory_bytes"] > 2**20
-    assert "torch" in found["environment"]["libraries"]
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert (report["max_context"], report["shortened"]) == (None, [])
+    assert "device_memory_bytes" in report
+    assert (report["backend"], report["options"]) == ("reference", {"order": 2})
+    assert report["engine"]["order"] == 2
+    assert len(report["cells"]) == 4
+    assert report["load_s"] > 0 < report["first_row_s"]
+    assert report["peak_memory_bytes"] > 2**20
+    assert "torch" in report["environment"]["libraries"]
 
 
 def test_people_read_a_row_for_each_length() -> None:
@@ -76,11 +76,11 @@ def test_people_read_a_row_for_each_length() -> None:
 
 def test_lengths_beyond_the_context_are_named_and_replaced() -> None:
     context = ("--options", '{"max_context": 9}', "--lengths", "4,16,100")
-    found = json.loads(bench(*context, "--json").stdout)
-    assert (found["max_context"], found["shortened"]) == (9, [16, 100])
-    assert {cell["context_tokens"] for cell in found["cells"]} == {4, 8}
-    said = " ".join(bench(*context).stdout.split())
-    assert "--lengths 16,100: the model has a context of 9 tokens; measured 8 in" in said
+    report = json.loads(bench(*context, "--json").stdout)
+    assert (report["max_context"], report["shortened"]) == (9, [16, 100])
+    assert {cell["context_tokens"] for cell in report["cells"]} == {4, 8}
+    output = " ".join(bench(*context).stdout.split())
+    assert "--lengths 16,100: the model has a context of 9 tokens; measured 8 in" in output
     assert "--lengths" not in bench("--lengths", "4").stdout
 
 

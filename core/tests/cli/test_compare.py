@@ -120,8 +120,8 @@ def run(folder: str, *arguments: str, here: bool = True) -> Result:
     return result
 
 
-def engines(done: Result) -> dict[str, Any]:
-    report = json.loads(done.stdout)
+def engines(result: Result) -> dict[str, Any]:
+    report = json.loads(result.stdout)
     return {engine["backend"]: engine for engine in report["engines"]}
 
 
@@ -131,9 +131,9 @@ def test_equal_engines_agree_and_the_table_says_what_it_took(
     texts = tmp_path / "texts.txt"
     texts.write_text("A first text of more than twenty bytes.\n\nAnother.\n")
     options = "--texts", str(texts), "--bound", "50"
-    done = run(folder, "demo", "--backends", "reference,same,windowed", *options)
-    assert done.exit_code == 0, done.output
-    first, heading, reference, same, windowed = done.stdout.splitlines()
+    result = run(folder, "demo", "--backends", "reference,same,windowed", *options)
+    assert result.exit_code == 0, result.output
+    first, heading, reference, same, windowed = result.stdout.splitlines()
     assert first.startswith("demo (of an unknown architecture), float32: ")
     assert "contexts of up to 256 tokens, computed twice; bound 50" in first
     assert heading.split()[:4] == ["engine", "result", "largest", "at"]
@@ -147,26 +147,26 @@ def test_equal_engines_agree_and_the_table_says_what_it_took(
 
 def test_an_engine_that_ends_its_process_is_told_and_the_others_go_on(folder: str) -> None:
     names = "crash,printing"
-    done = run(folder, "demo", "--backends", names, "--json", "--longest", "20", here=False)
-    assert done.exit_code == 1
-    found = engines(done)  # the standard output is JSON, whatever an engine prints
-    assert found["crash"]["status"] == "failed"
-    assert found["crash"]["reason"] == "its process ended with exit code 3"
-    assert found["printing"]["status"] == "reference"
-    assert found["printing"]["figures"]["peak_memory_bytes"] > 2**20
+    result = run(folder, "demo", "--backends", names, "--json", "--longest", "20", here=False)
+    assert result.exit_code == 1
+    outcomes = engines(result)  # the standard output is JSON, whatever an engine prints
+    assert outcomes["crash"]["status"] == "failed"
+    assert outcomes["crash"]["reason"] == "its process ended with exit code 3"
+    assert outcomes["printing"]["status"] == "reference"
+    assert outcomes["printing"]["figures"]["peak_memory_bytes"] > 2**20
 
 
 def test_engines_that_differ_or_fail_are_told_and_the_others_go_on(folder: str) -> None:
     names = "reference,windowed,stale,refuse,short"
-    done = run(folder, "demo", "--backends", names, "--json", "--longest", "100")
-    assert done.exit_code == 1
-    found = engines(done)
-    assert json.loads(done.stdout)["bound"] == 1e-4
-    assert list(found) == names.split(",")
-    assert found["refuse"]["status"] == "failed"
-    assert found["refuse"]["reason"] == "ModelLoadError: no kernel for this model"
-    assert found["reference"]["status"] == "reference"
-    windowed = found["windowed"]
+    result = run(folder, "demo", "--backends", names, "--json", "--longest", "100")
+    assert result.exit_code == 1
+    outcomes = engines(result)
+    assert json.loads(result.stdout)["bound"] == 1e-4
+    assert list(outcomes) == names.split(",")
+    assert outcomes["refuse"]["status"] == "failed"
+    assert outcomes["refuse"]["reason"] == "ModelLoadError: no kernel for this model"
+    assert outcomes["reference"]["status"] == "reference"
+    windowed = outcomes["windowed"]
     assert windowed["status"] == "beyond the bound"
     assert windowed["differences"]["largest"] > 0.1
     assert int(windowed["differences"]["where"].split()[-2]) > 20
@@ -174,34 +174,34 @@ def test_engines_that_differ_or_fail_are_told_and_the_others_go_on(folder: str) 
     assert windowed["differences"]["same_greedy"] == 1
     assert 0.5 < windowed["differences"]["same_draw"] < 1
     assert windowed["differences"]["repeats"] == 0
-    assert found["stale"]["status"] == "beyond the bound"
-    assert found["stale"]["differences"]["repeats"] > 0.1
-    short = found["short"]
+    assert outcomes["stale"]["status"] == "beyond the bound"
+    assert outcomes["stale"]["differences"]["repeats"] > 0.1
+    short = outcomes["short"]
     assert (short["status"], short["differences"]["largest"]) == ("within the bound", 0)
     assert short["skipped"] > 0
     for name in ("reference", "windowed", "stale", "short"):
-        figures = found[name]["figures"]
+        figures = outcomes[name]["figures"]
         assert figures["peak_memory_bytes"] > 2**20
         assert figures["rows_per_s"] > 0
 
 
 def test_no_engine_needs_a_tokenizer(folder: str) -> None:
     options = "--backends", "abstract,windowed", "--longest", "20", "--json"
-    done = run(folder, "demo", *options)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["longest"] == 20
+    result = run(folder, "demo", *options)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["longest"] == 20
 
 
 def test_given_ids_are_requested_twice() -> None:
-    given = [[1, 2, 3], [7, 7, 200, 9]]
-    answer = compute_here(Request("demo", "reference", "float32", longest=20, ids=given))
+    sequences = [[1, 2, 3], [7, 7, 200, 9]]
+    answer = compute_here(Request("demo", "reference", "float32", longest=20, ids=sequences))
     assert isinstance(answer, EngineRows)
-    assert [ids for ids in map(tuple, given) if ids not in answer.contexts] == []
-    assert {token for ids in answer.ids for token in ids} == {*given[0], *given[1]}
+    assert [ids for ids in map(tuple, sequences) if ids not in answer.contexts] == []
+    assert {token for ids in answer.ids for token in ids} == {*sequences[0], *sequences[1]}
     with genlm.load_model("demo", "reference") as llm:
-        row = llm.next_token_logprobs_sync(given[1])
-    found = [answer.rows[i] for i, ids in enumerate(answer.ids) if ids == tuple(given[1])]
-    np.testing.assert_allclose(np.stack(found), np.stack([row, row]), atol=1e-6)
+        row = llm.next_token_logprobs_sync(sequences[1])
+    rows = [answer.rows[i] for i, ids in enumerate(answer.ids) if ids == tuple(sequences[1])]
+    np.testing.assert_allclose(np.stack(rows), np.stack([row, row]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_limits_are_windows_chunks_and_unscaled_contexts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "limits", "max_context", "longest"),
+    ("requested", "limits", "max_context", "longest"),
     [
         (None, [], None, 256),
         (None, [1024], None, 1040),
@@ -278,22 +278,22 @@ def test_limits_are_windows_chunks_and_unscaled_contexts() -> None:
     ],
 )
 def test_contexts_go_beyond_limits_within_reason(
-    wanted: int | None, limits: list[int], max_context: int | None, longest: int
+    requested: int | None, limits: list[int], max_context: int | None, longest: int
 ) -> None:
-    assert longest_of(wanted, dict(enumerate(limits)), max_context) == longest
+    assert longest_of(requested, dict(enumerate(limits)), max_context) == longest
 
 
 def test_contexts_are_short_fork_and_surround_each_limit() -> None:
-    found = contexts_of(
+    contexts = contexts_of(
         list(b"some text, x"), [list(b"some text"), list(b"x")], {"window": 70}, 90
     )
-    assert max(map(len, found)) == 90
-    lengths = {len(ids) for ids, kind in found.items() if kind == "around the window"}
+    assert max(map(len, contexts)) == 90
+    lengths = {len(ids) for ids, kind in contexts.items() if kind == "around the window"}
     assert lengths == {69, 70, 71, 72, 79}
-    forks = [ids[:40] for ids, kind in found.items() if kind == "fork"]
+    forks = [ids[:40] for ids, kind in contexts.items() if kind == "fork"]
     assert len(forks) > 4
     assert len({*forks}) == 1
-    assert found[tuple(b"some text")] == "text"
+    assert contexts[tuple(b"some text")] == "text"
     with pytest.raises(ValueError, match="no tokens"):
         contexts_of([], [], {}, 10)
 

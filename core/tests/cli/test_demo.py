@@ -32,36 +32,36 @@ def report(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_json_has_the_fields_of_the_report_and_true_sums() -> None:
-    found = report("--prompt", "The ")
-    assert (found["backend"], found["model"], found["seed"]) == ("reference", "demo", 0)
-    assert len(found["samples"]) == 3
-    assert len(found["particles"]) == 12
-    weights = [particle["weight"] for particle in found["particles"]]
+    parsed = report("--prompt", "The ")
+    assert (parsed["backend"], parsed["model"], parsed["seed"]) == ("reference", "demo", 0)
+    assert len(parsed["samples"]) == 3
+    assert len(parsed["particles"]) == 12
+    weights = [particle["weight"] for particle in parsed["particles"]]
     assert weights == sorted(weights, reverse=True)
     assert sum(weights) == pytest.approx(1)
-    assert found["effective_sample_size"] == pytest.approx(1 / sum(w * w for w in weights))
-    assert math.isfinite(found["log_evidence"])
-    assert found["log_evidence"] < 0
-    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"])
+    assert parsed["effective_sample_size"] == pytest.approx(1 / sum(w * w for w in weights))
+    assert math.isfinite(parsed["log_evidence"])
+    assert parsed["log_evidence"] < 0
+    assert parsed["tokens_per_second"] == pytest.approx(parsed["tokens"] / parsed["seconds"])
 
 
 def test_every_text_begins_with_the_prompt_and_particles_keep_to_the_constraint() -> None:
-    found = report("--max-letters", "3", "--prompt", "The sea")
-    assert found["constraint"] == "no word has more than 3 letters"
-    for particle in found["particles"]:
+    parsed = report("--max-letters", "3", "--prompt", "The sea")
+    assert parsed["constraint"] == "no word has more than 3 letters"
+    for particle in parsed["particles"]:
         assert particle["text"].startswith("The sea")
         assert max(map(len, re.findall("[a-zA-Z]+", particle["text"]))) <= 3
         assert "<|endoftext|>" not in particle["text"]
-    assert all(sample.startswith("The sea") for sample in found["samples"])
+    assert all(sample.startswith("The sea") for sample in parsed["samples"])
 
 
 def test_the_figures_account_for_every_request() -> None:
-    found = report()
-    figures = found["statistics"]
+    parsed = report()
+    figures = parsed["statistics"]
     # No finished text is longer than the prompt and 15 tokens; its end is a token as well.
-    assert 12 <= found["tokens"] <= 12 * 15
+    assert 12 <= parsed["tokens"] <= 12 * 15
     # One for each distinct particle at each step, and one for each token of the samples.
-    assert 1 < figures["requests"] <= found["tokens"] + 3 * 15
+    assert 1 < figures["requests"] <= parsed["tokens"] + 3 * 15
     evaluated = figures["batches"] * figures["mean_batch_size"]
     assert figures["requests"] == pytest.approx(
         figures["joined"] + figures["cache_hits"] + evaluated
@@ -80,17 +80,17 @@ def test_a_seed_reproduces_everything_but_the_time() -> None:
 
 def test_people_read_each_text_once_with_its_summed_weight() -> None:
     short = ("--max-tokens", "2")
-    found, result = report(*short), invoke(*OPTIONS, *short)
+    parsed, result = report(*short), invoke(*OPTIONS, *short)
     assert result.exit_code == 0
-    texts = {particle["text"] for particle in found["particles"]}
-    assert len(texts) < len(found["particles"]), "no text came twice"
-    for sample in found["samples"]:
+    texts = {particle["text"] for particle in parsed["particles"]}
+    assert len(texts) < len(parsed["particles"]), "no text came twice"
+    for sample in parsed["samples"]:
         assert repr(sample) in result.stdout
     for text in texts:
-        copies = [p["weight"] for p in found["particles"] if p["text"] == text]
+        copies = [p["weight"] for p in parsed["particles"] if p["text"] == text]
         line = rf"{sum(copies):.4f} +{len(copies)} +{re.escape(repr(text))} *\n"
         assert len(re.findall(line, result.stdout)) == 1
-    assert f"log-evidence {found['log_evidence']:.3f}" in result.stdout
+    assert f"log-evidence {parsed['log_evidence']:.3f}" in result.stdout
 
 
 def test_a_prompt_that_breaks_the_constraint_is_a_usage_error() -> None:
@@ -155,20 +155,20 @@ def demo_of(*arguments: str) -> str:
 )
 def test_any_tokenizer_or_none_will_do(installed: Path, tokenizer: str) -> None:
     plugin(installed, tokenizer)
-    found = json.loads(demo_of("--particles", "5", "--max-tokens", "6", "--json"))
-    texts = [*found["samples"], *(each["text"] for each in found["particles"])]
+    parsed = json.loads(demo_of("--particles", "5", "--max-tokens", "6", "--json"))
+    texts = [*parsed["samples"], *(particle["text"] for particle in parsed["particles"])]
     assert len(texts) == 8
     assert all(text.startswith("The") for text in texts)
-    assert found["cut_by_context"] == 0
+    assert parsed["cut_by_context"] == 0
 
 
 def test_texts_that_the_context_ends_are_counted_and_kept(installed: Path) -> None:
     plugin(installed, "None", max_context=10)
     options = ("--particles", "2", "--max-tokens", "1000")
-    found = json.loads(demo_of(*options, "--json"))
-    assert found["cut_by_context"] == 5
-    assert all(len(each["text"]) <= 11 for each in found["particles"])
-    said = demo_of(*options)
-    assert "5 of 5 texts end where the model's context is full, before --max-tokens" in said
+    parsed = json.loads(demo_of(*options, "--json"))
+    assert parsed["cut_by_context"] == 5
+    assert all(len(particle["text"]) <= 11 for particle in parsed["particles"])
+    output = demo_of(*options)
+    assert "5 of 5 texts end where the model's context is full, before --max-tokens" in output
     cut = json.loads(demo_of("--max-tokens", "8", "--json"))["cut_by_context"]
     assert cut == 0, "--max-tokens ended them at the same place"

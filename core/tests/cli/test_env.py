@@ -15,7 +15,7 @@ from genlm.cli import app
 from genlm.cli import tested_versions as versions
 
 
-def found() -> dict[str, dict[str, str]]:
+def read_report() -> dict[str, dict[str, str]]:
     result = CliRunner().invoke(app, ["env", "--json"])
     assert result.exit_code == 0, result.output
     parsed: dict[str, dict[str, str]] = json.loads(result.stdout)
@@ -23,7 +23,7 @@ def found() -> dict[str, dict[str, str]]:
 
 
 def test_versions_are_those_of_the_installation() -> None:
-    report = found()
+    report = read_report()
     assert report["libraries"]["torch"] == importlib.metadata.version("torch")
     assert report["genlm"]["genlm-core"] == importlib.metadata.version("genlm-core")
     assert platform.python_version() in report["system"]["python"]
@@ -32,7 +32,7 @@ def test_versions_are_those_of_the_installation() -> None:
 
 def test_plugins_are_listed_with_their_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENLM_DISABLE_PLUGINS", "reference")
-    report = found()
+    report = read_report()
     status = {info["provider"]: info["status"] for info in report["plugins"]}  # type: ignore[index]
     assert status["genlm-core:reference"] == "disabled"
     assert report["variables"]["GENLM_DISABLE_PLUGINS"] == "reference"
@@ -52,7 +52,7 @@ def test_a_torch_that_does_not_load_is_part_of_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "cannot be imported: ModuleNotFoundError" in found()["devices"]["torch"]
+    assert "cannot be imported: ModuleNotFoundError" in read_report()["devices"]["torch"]
 
 
 def test_tested_versions_are_beside_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,9 @@ def test_an_absent_library_has_no_installed_version() -> None:
 
 
 def test_the_report_says_with_which_versions_each_backend_was_tested() -> None:
-    report = found()
-    [info] = [each for each in report["plugins"] if each["provider"] == "genlm-core:reference"]  # type: ignore[index]
+    report = read_report()
+    [info] = [
+        plugin for plugin in report["plugins"] if plugin["provider"] == "genlm-core:reference"
+    ]  # type: ignore[index]
     assert importlib.metadata.version("torch").partition("+")[0] in info["tested"]["torch"]  # type: ignore[index]
     assert "    tested with torch " in CliRunner().invoke(app, ["env"]).stdout

@@ -20,8 +20,8 @@ COMMAND = (sys.executable, "-c", "from genlm.cli import main; main()")
 
 
 def new(folder: Path, *arguments: str, status: int = 0) -> str:
-    done = run_program(*COMMAND, "plugin", "new", *arguments, cwd=folder, status=status)
-    return done.stdout if status == 0 else done.stderr
+    result = run_program(*COMMAND, "plugin", "new", *arguments, cwd=folder, status=status)
+    return result.stdout if status == 0 else result.stderr
 
 
 def on_path(project: Path) -> dict[str, str]:
@@ -72,12 +72,16 @@ def test_the_project_requires_this_core(project):
 
 def test_torch_is_bounded_by_the_core_alone(project):
     metadata = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-    assert [each for each in metadata["dependencies"] if each.startswith("torch")] == ["torch"]
+    assert [
+        requirement
+        for requirement in metadata["dependencies"]
+        if requirement.startswith("torch")
+    ] == ["torch"]
 
 
 def test_the_engine_is_listed(environment):
     printed = run_program(*COMMAND, "plugins", "--json", env=environment).stdout
-    [info] = [each for each in json.loads(printed) if each["name"] == "my-engine"]
+    [info] = [entry for entry in json.loads(printed) if entry["name"] == "my-engine"]
     assert info["status"] == "ok"
     assert info["provider"] == "genlm-my-engine:my-engine"
 
@@ -103,10 +107,10 @@ def refused(tmp_path, monkeypatch) -> Callable[..., str]:
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["plugin", "new", *arguments])
-        assert done.exit_code == 2
+        result = CliRunner().invoke(app, ["plugin", "new", *arguments])
+        assert result.exit_code == 2
         assert list(tmp_path.iterdir()) == []
-        return done.stderr
+        return result.stderr
 
     return run
 

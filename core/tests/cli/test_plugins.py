@@ -46,9 +46,9 @@ def run(environment, *arguments, code="from genlm.cli import main; main()", stat
 
 
 def test_the_json_list_has_every_field_of_every_backend(environment):
-    done = run(environment, "plugins", "--json")
-    assert done.stderr == ""
-    infos = {info["provider"]: info for info in json.loads(done.stdout)}
+    result = run(environment, "plugins", "--json")
+    assert result.stderr == ""
+    infos = {info["provider"]: info for info in json.loads(result.stdout)}
     fine = infos["their-fine:fine"]
     assert fine["status"] == "ok"
     assert fine["kind"] == "engine"
@@ -61,9 +61,9 @@ def test_the_json_list_has_every_field_of_every_backend(environment):
 
 
 def test_the_table_has_one_unwrapped_line_per_backend(environment):
-    done = run(environment, "plugins")
-    assert done.stderr == ""
-    heading, *rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    result = run(environment, "plugins")
+    assert result.stderr == ""
+    heading, *rows = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
     assert heading[0] == "name"
     rows = dict(rows)
     status = "missing: no_such_module; pip install their-missing"
@@ -88,22 +88,24 @@ def test_torch_and_targets_are_not_imported(environment):
         "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
-    done = run(environment, code=code)
-    assert done.stderr == ""
+    result = run(environment, code=code)
+    assert result.stderr == ""
 
 
 def test_an_error_of_genlms_own_is_one_line_and_exit_code_one(environment):
-    done = run(environment, "demo", "--backend", "broken", status=1)
-    assert done.stdout == ""
-    assert done.stderr == "genlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+    result = run(environment, "demo", "--backend", "broken", status=1)
+    assert result.stdout == ""
+    assert (
+        result.stderr == "genlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+    )
 
 
 @pytest.mark.parametrize("command", [("plugins",), ("check", "broken")])
 def test_in_strict_mode_the_traceback_of_the_cause_precedes_it(environment, command, tmp_path):
-    done = run(environment | {"GENLM_STRICT": "1"}, *command, status=1)
-    assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert f'File "{tmp_path}/broken_plugin.py", line 1, in <module>' in done.stderr
-    assert done.stderr.endswith(
+    result = run(environment | {"GENLM_STRICT": "1"}, *command, status=1)
+    assert result.stderr.startswith("Traceback (most recent call last):\n")
+    assert f'File "{tmp_path}/broken_plugin.py", line 1, in <module>' in result.stderr
+    assert result.stderr.endswith(
         "OSError: no disk\ngenlm: the plugin their-broken:broken is broken: OSError: no disk\n"
     )
 
@@ -116,16 +118,16 @@ def test_strict_mode_shows_why_the_module_of_an_engine_cannot_be_imported(
     (tmp_path / "engine_of_it.py").write_text("\nraise OSError('no GPU')")
     code = "from genlm.cli import main; main()"
     arguments = ("demo", "--backend", "fine")
-    done = run(environment | {"GENLM_STRICT": "1"}, *arguments, code=code, status=1)
-    assert f'File "{tmp_path}/engine_of_it.py", line 2, in <module>' in done.stderr
-    assert "is broken: importing 'engine_of_it:E' failed: OSError: no GPU" in done.stderr
+    result = run(environment | {"GENLM_STRICT": "1"}, *arguments, code=code, status=1)
+    assert f'File "{tmp_path}/engine_of_it.py", line 2, in <module>' in result.stderr
+    assert "is broken: importing 'engine_of_it:E' failed: OSError: no GPU" in result.stderr
 
 
 def test_the_version_is_that_of_the_core(environment):
     from importlib.metadata import version
 
-    done = run(environment, "--version")
-    assert done.stdout == f"genlm {version('genlm-core')}\n"
+    result = run(environment, "--version")
+    assert result.stdout == f"genlm {version('genlm-core')}\n"
 
 
 def test_a_plugin_is_described_with_its_options_and_links(environment, tmp_path):
@@ -188,11 +190,11 @@ def test_a_name_that_two_distributions_provide_is_loaded_by_its_provider(environ
 
 
 def test_an_unknown_plugin_is_answered_with_the_nearest(environment):
-    done = run(environment, "plugins", "fin", status=1)
-    assert "Did you mean 'fine'?" in done.stderr
+    result = run(environment, "plugins", "fin", status=1)
+    assert "Did you mean 'fine'?" in result.stderr
 
 
 def test_published_plugins_that_are_not_installed_are_named(monkeypatch):
     monkeypatch.setitem(PUBLISHED, "absent", ("engine", "genlm-absent"))
-    done = CliRunner().invoke(app, ["plugins"])
-    assert "\nnot installed: absent; `genlm plugins NAME` says how to get one" in done.stdout
+    result = CliRunner().invoke(app, ["plugins"])
+    assert "\nnot installed: absent; `genlm plugins NAME` says how to get one" in result.stdout

@@ -43,28 +43,30 @@ def encode(text: str, *, begin: bool = True) -> list[int]:
 
 
 def test_each_line_is_scored_by_the_rows_of_the_model() -> None:
-    found = scores(stdin="\n".join(TEXTS) + "\n")
-    assert [each["text"] for each in found] == TEXTS
-    assert [each["line"] for each in found] == [1, 2, 3]
-    for each in found:
-        ids = encode(each["text"])
+    results = scores(stdin="\n".join(TEXTS) + "\n")
+    assert [result["text"] for result in results] == TEXTS
+    assert [result["line"] for result in results] == [1, 2, 3]
+    for result in results:
+        ids = encode(result["text"])
         total = logprob(ids, 1)
-        size = len(each["text"].encode())
-        assert each["logprob"] == pytest.approx(total, abs=1e-3)
-        assert (each["tokens"], each["bytes"]) == (len(ids) - 1, size)
-        assert each["perplexity"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-3)
-        assert each["bits_per_byte"] == pytest.approx(-total / math.log(2) / size, rel=1e-3)
+        size = len(result["text"].encode())
+        assert result["logprob"] == pytest.approx(total, abs=1e-3)
+        assert (result["tokens"], result["bytes"]) == (len(ids) - 1, size)
+        assert result["perplexity"] == pytest.approx(
+            math.exp(-total / (len(ids) - 1)), rel=1e-3
+        )
+        assert result["bits_per_byte"] == pytest.approx(-total / math.log(2) / size, rel=1e-3)
 
 
 def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
     line = json.dumps({"text": " cat sat.", "prompt": "The", "other": 1})
-    [found] = scores("--tokens", stdin=line)
+    [result] = scores("--tokens", stdin=line)
     ids = encode("The cat sat.")
-    assert found["logprob"] == pytest.approx(logprob(ids, len(encode("The"))), abs=1e-3)
-    assert found["prompt"] == "The"
-    texts, logprobs = zip(*found["token_logprobs"], strict=True)
+    assert result["logprob"] == pytest.approx(logprob(ids, len(encode("The"))), abs=1e-3)
+    assert result["prompt"] == "The"
+    texts, logprobs = zip(*result["token_logprobs"], strict=True)
     assert "".join(texts) == " cat sat."
-    assert math.fsum(logprobs) == found["logprob"]
+    assert math.fsum(logprobs) == result["logprob"]
 
 
 def test_people_get_a_table_and_programs_a_file(tmp_path: Path) -> None:
@@ -73,12 +75,16 @@ def test_people_get_a_table_and_programs_a_file(tmp_path: Path) -> None:
     result = score(str(path), "--output", str(output))
     assert result.exit_code == 0, result.output
     written = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
-    title, heading, *lines, whole = result.stdout.splitlines()
+    title, heading, *lines, total_line = result.stdout.splitlines()
     assert title == "reference, model 'demo'"
     assert heading.split()[:3] == ["line", "log-probability", "tokens"]
     assert [line.split()[1] for line in lines] == [f"{w['logprob']:,.3f}" for w in written]
-    total = math.fsum(each["logprob"] for each in written)
-    assert whole.split()[:3] == ["all", f"{total:,.3f}", str(sum(w["tokens"] for w in written))]
+    total = math.fsum(line_result["logprob"] for line_result in written)
+    assert total_line.split()[:3] == [
+        "all",
+        f"{total:,.3f}",
+        str(sum(w["tokens"] for w in written)),
+    ]
 
 
 def test_long_files_are_shown_in_part() -> None:
@@ -124,14 +130,14 @@ def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_an_object_on_each_line_may_be_text() -> None:
     line = '{"text": "a"}'
-    [found] = scores("--format", "text", stdin=line)
-    assert found["text"] == line
+    [result] = scores("--format", "text", stdin=line)
+    assert result["text"] == line
 
 
 @pytest.mark.parametrize("line", ["a", '{"text": "a"}'])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n\r\n", "\n \n\n"])
 def test_empty_lines_at_the_end_are_left_out(line: str, end: str) -> None:
-    assert [each["text"] for each in scores(stdin=line + end)] == ["a"]
+    assert [result["text"] for result in scores(stdin=line + end)] == ["a"]
 
 
 def test_the_name_of_a_file_says_that_it_has_json_lines(tmp_path: Path) -> None:
@@ -151,8 +157,8 @@ def test_an_output_that_cannot_be_computed_leaves_no_file(tmp_path: Path) -> Non
 
 
 def test_the_longest_text_that_the_model_scores_is_scored() -> None:
-    [found] = scores("--options", '{"max_context": 5}', stdin="bcdef")
-    assert found["tokens"] == 5
+    [result] = scores("--options", '{"max_context": 5}', stdin="bcdef")
+    assert result["tokens"] == 5
 
 
 class Untokenized(genlm.BatchEngine):
@@ -178,9 +184,9 @@ def untokenized(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_without_a_tokenizer_score_what_follows_the_first_token() -> None:
     result = score("-", "--output", "-", stdin="abc\n")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert (found["tokens"], found["bytes"]) == (1, 1), "ab is a token, and c the other one"
-    assert found["bits_per_byte"] == pytest.approx(2)
+    report = json.loads(result.stdout)
+    assert (report["tokens"], report["bytes"]) == (1, 1), "ab is a token, and c the other one"
+    assert report["bits_per_byte"] == pytest.approx(2)
     wrong = score("-", stdin="abc\nb\n")
     assert "line 2: 'b' has no token to score" in " ".join(wrong.output.split())
     wrong = score("-", stdin="abc\nbd\n")
@@ -189,10 +195,11 @@ def test_engines_without_a_tokenizer_score_what_follows_the_first_token() -> Non
 
 @pytest.mark.parametrize("command", ["score", "bench"])
 def test_wrong_options_are_one_line(command: str) -> None:
-    asked = ["score", "-", "--backend"] if command == "score" else ["bench"]
-    asked += ["reference", "--options", '{"dtyp": "bf16"}']
-    done = CliRunner().invoke(app, asked, input="a", env={"COLUMNS": "300"})
-    assert done.exit_code == 2
+    arguments = ["score", "-", "--backend"] if command == "score" else ["bench"]
+    arguments += ["reference", "--options", '{"dtyp": "bf16"}']
+    result = CliRunner().invoke(app, arguments, input="a", env={"COLUMNS": "300"})
+    assert result.exit_code == 2
     assert (
-        "Invalid value for --options: backend 'reference' takes no option 'dtyp'" in done.stderr
+        "Invalid value for --options: backend 'reference' takes no option 'dtyp'"
+        in result.stderr
     )

@@ -49,11 +49,11 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    found = Server()
-    monkeypatch.setattr("genlm.cli.serve.get_backend", {"ray": found}.__getitem__)
-    monkeypatch.setattr("atexit.register", found.at_exit.append)
+    fake = Server()
+    monkeypatch.setattr("genlm.cli.serve.get_backend", {"ray": fake}.__getitem__)
+    monkeypatch.setattr("atexit.register", fake.at_exit.append)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return found
+    return fake
 
 
 def run(*arguments: str, cluster: tuple[str, ...] = ("--local",)) -> Result:
@@ -78,11 +78,11 @@ def test_a_model_is_served_as_asked(server: Server) -> None:
 
 
 def test_status_lists_all_models_or_one(server: Server) -> None:
-    everything, one = run("--status").output, run("--status", "--name", "code").output
-    assert "chat" in everything
-    assert "code" in everything
-    assert "chat" not in one
-    assert " 7 " in one  # what both programs wait for
+    all_models, one_model = run("--status").output, run("--status", "--name", "code").output
+    assert "chat" in all_models
+    assert "code" in all_models
+    assert "chat" not in one_model
+    assert " 7 " in one_model  # what both programs wait for
 
 
 def test_a_model_is_ended_by_name(server: Server) -> None:
@@ -91,12 +91,14 @@ def test_a_model_is_ended_by_name(server: Server) -> None:
     assert server.calls == [("join", "x:1", False), ("stop", "chat", "x:1")]
 
 
-@pytest.mark.parametrize("what", [("--status",), ("--stop", "--name", "a"), ("--name", "a")])
-def test_no_cluster_is_joined_that_was_not_named(server: Server, what: tuple[str, ...]) -> None:
-    result = run(*what, cluster=())
+@pytest.mark.parametrize("command", [("--status",), ("--stop", "--name", "a"), ("--name", "a")])
+def test_no_cluster_is_joined_that_was_not_named(
+    server: Server, command: tuple[str, ...]
+) -> None:
+    result = run(*command, cluster=())
     assert result.exit_code == 2
     assert "--local" in result.output
-    assert run(*what, cluster=("--local", "--address", "x:1")).exit_code == 2
+    assert run(*command, cluster=("--local", "--address", "x:1")).exit_code == 2
     assert server.calls == []
 
 

@@ -106,14 +106,16 @@ def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any
         rule = TableConstraint(options.pop("table"), np.zeros(size, np.int64))
 
     async def collect() -> list[Any]:
-        found = []
-        async for each in genlm.smc.steer(
+        history = []
+        async for particles in genlm.smc.steer(
             llm, list(prompt), size, max_tokens=steps, constraint=rule, **options
         ):
-            texts = [context.token_ids for context in each.population]
-            has_weight = np.isfinite(each.log_weights).any()
-            found.append((texts, each.weights if has_weight else None, each.log_evidence))
-        return found
+            texts = [context.token_ids for context in particles.population]
+            has_weight = np.isfinite(particles.log_weights).any()
+            history.append(
+                (texts, particles.weights if has_weight else None, particles.log_evidence)
+            )
+        return history
 
     return asyncio.run(collect())
 

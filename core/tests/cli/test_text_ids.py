@@ -13,7 +13,7 @@ from genlm.cli.text_ids import fewest_token_ids
 
 def test_bytes_are_spelled_with_the_fewest_tokens() -> None:
     tokens = [b"<s>", b"a", b"b", b"ab", b"abb", b"bba", b"a"]
-    byte_vocab = [Token(i, each) for i, each in enumerate(tokens)]
+    byte_vocab = [Token(i, token) for i, token in enumerate(tokens)]
     tokenizer = SimpleNamespace(bos_token_id=0)
     vocabulary = Vocabulary(tokenizer, byte_vocab, [repr(piece) for piece in tokens])
     pieces = tokens[1:6]

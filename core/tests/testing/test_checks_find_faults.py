@@ -112,14 +112,14 @@ def test_an_error_that_no_request_waits_for_is_a_failure(run_check: RunCheck) ->
 
 
 def test_another_seed_makes_other_examples(run_check: RunCheck) -> None:
-    seen: list[set[tuple[int, ...]]] = []
+    token_ids_by_run: list[set[tuple[int, ...]]] = []
 
     class Watched(CertifiedEngine):
         def evaluate(self, queries):
-            seen[-1].update(query.token_ids for query in queries)
+            token_ids_by_run[-1].update(query.token_ids for query in queries)
             return super().evaluate(queries)
 
     for seed in (0, 0, 1):
-        seen.append(set())
+        token_ids_by_run.append(set())
         run_check("batch-equals-map", scripted_target(build=Watched), seed=seed)
-    assert seen[0] == seen[1] != seen[2]
+    assert token_ids_by_run[0] == token_ids_by_run[1] != token_ids_by_run[2]

@@ -61,26 +61,26 @@ def test_right_rows_are_right(model: TinyModel) -> None:
 
 
 def test_contexts_pass_every_window_by_several_tokens(model: TinyModel) -> None:
-    asked: set[tuple[int, ...]] = set()
-    most = [0]
+    requested: set[tuple[int, ...]] = set()
+    largest_batch = [0]
 
-    def seen(ids: Sequence[int], row: torch.Tensor) -> torch.Tensor:
-        asked.add(tuple(ids))
+    def record(ids: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+        requested.add(tuple(ids))
         return row
 
     class Counted(Alone):
         def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-            most[0] = max(most[0], len(queries))
+            largest_batch[0] = max(largest_batch[0], len(queries))
             return super().evaluate(queries)
 
-    measure_family(lambda path: AsyncLM(lambda: Counted(model, seen)), model)
-    grown = {ids for ids in asked if ids[:-1] in asked}
+    measure_family(lambda path: AsyncLM(lambda: Counted(model, record)), model)
+    grown = {ids for ids in requested if ids[:-1] in requested}
     lengths = {len(ids) for ids in grown}
     assert {*range(3, 12), *range(13, 23), *range(29, 39)} <= lengths
-    assert max(map(len, asked)) == 60
-    assert most[0] > 20
-    forks = {ids[:15] for ids in asked if len(ids) > 15}
-    assert any(sum(ids[:15] == fork for ids in asked) > 3 for fork in forks)
+    assert max(map(len, requested)) == 60
+    assert largest_batch[0] > 20
+    forks = {ids[:15] for ids in requested if len(ids) > 15}
+    assert any(sum(ids[:15] == fork for ids in requested) > 3 for fork in forks)
 
 
 def windowed(model: TinyModel) -> Change:

@@ -74,8 +74,8 @@ def test_calls_are_made_on_threads_that_keep_no_process_alive() -> None:
     async def thread() -> threading.Thread:
         return await on_thread(threading.current_thread)
 
-    own = call_within(threading.current_thread, timeout_s=60)
-    assert own.daemon
+    called_on = call_within(threading.current_thread, timeout_s=60)
+    assert called_on.daemon
     assert loop.run(thread(), timeout_s=60).daemon
     loop.close()
 

@@ -20,8 +20,8 @@ def read(tmp_path: Path, text: str) -> ExpectedFailures:
 
 
 def test_each_line_has_an_id_and_a_reason_and_comments_are_left_out(tmp_path):
-    found = read(tmp_path, "# why\n\na[b]: the reason: twice # said\n  c :x\n")
-    assert found.reasons == {"a[b]": "the reason: twice", "c": "x"}
+    failures = read(tmp_path, "# why\n\na[b]: the reason: twice # said\n  c :x\n")
+    assert failures.reasons == {"a[b]": "the reason: twice", "c": "x"}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("id_", ["rows-are-right", "rows-are-right[llama]"])
 def test_a_failure_that_is_expected_is_no_failure_and_keeps_its_reason(id_):
-    found = ExpectedFailures({id_: "issue 7"}).apply_to(outcome("failed"))
-    assert (found.status, found.reason) == ("expected failure", "issue 7")
+    applied = ExpectedFailures({id_: "issue 7"}).apply_to(outcome("failed"))
+    assert (applied.status, applied.reason) == ("expected failure", "issue 7")
 
 
 def test_a_failure_of_another_model_is_not_expected():
@@ -54,9 +54,9 @@ def test_a_failure_of_another_model_is_not_expected():
 
 
 def test_a_pass_that_is_not_expected_is_told_apart():
-    found = ExpectedFailures({"rows-are-right": "issue 7"}).apply_to(outcome("passed"))
-    assert found.status == "unexpected pass"
-    assert "issue 7" in found.reason
+    applied = ExpectedFailures({"rows-are-right": "issue 7"}).apply_to(outcome("passed"))
+    assert applied.status == "unexpected pass"
+    assert "issue 7" in applied.reason
 
 
 @pytest.mark.parametrize("status", ["skipped", "not applicable"])

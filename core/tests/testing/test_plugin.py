@@ -25,8 +25,8 @@ def test_three_lines_in_the_tests_of_a_plugin_run_the_checks(tmp_path):
         f"test_ours = conformance_tests('reference', only={ONLY})\n"
         f"test_wrong = conformance_tests('reference', only={ONLY}, xfail='xfail.txt')\n"
     )
-    done = run_pytest(tmp_path, "test_ours.py", status=1)
-    assert "1 failed, 1 passed, 2 skipped" in done.stdout
-    assert "PASSED test_ours.py::test_ours[rows-are-right[6-gram]]" in done.stdout
-    assert "not applicable: prefix_cache is not declared" in done.stdout
-    assert "UNEXPECTED PASS rows-are-right[6-gram]" in done.stdout
+    result = run_pytest(tmp_path, "test_ours.py", status=1)
+    assert "1 failed, 1 passed, 2 skipped" in result.stdout
+    assert "PASSED test_ours.py::test_ours[rows-are-right[6-gram]]" in result.stdout
+    assert "not applicable: prefix_cache is not declared" in result.stdout
+    assert "UNEXPECTED PASS rows-are-right[6-gram]" in result.stdout

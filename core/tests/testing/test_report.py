@@ -40,8 +40,8 @@ def xfail(tmp_path: Path, text: str) -> list[str | Path]:
 
 
 def test_a_run_in_which_all_pass_exits_with_0_and_names_everything(check):
-    done = check(*FEW, "--seed", 3)
-    assert done.exit_code == 0, done.output
+    result = check(*FEW, "--seed", 3)
+    assert result.exit_code == 0, result.output
     for text in (
         "batch-equals-map[scripted]",
         "genlm-core:reference",
@@ -51,7 +51,7 @@ def test_a_run_in_which_all_pass_exits_with_0_and_names_everything(check):
         "2 passed",
         "only a complete run",
     ):
-        assert text in done.output
+        assert text in result.output
 
 
 @pytest.fixture
@@ -63,39 +63,39 @@ def suite_of_three(monkeypatch):
 
 
 def test_a_whole_run_certifies_if_nothing_is_skipped(suite_of_three):
-    done = CliRunner().invoke(app, ["check", "reference"])
-    assert done.exit_code == 0, done.output
-    assert "2 passed, 1 not applicable" in done.output
-    assert "reference is certified" in done.output
+    result = CliRunner().invoke(app, ["check", "reference"])
+    assert result.exit_code == 0, result.output
+    assert "2 passed, 1 not applicable" in result.output
+    assert "reference is certified" in result.output
 
 
 def test_a_whole_run_with_a_check_skipped_does_not_certify(check, suite_of_three):
-    done = check()
-    assert done.exit_code == 0, done.output
-    assert "texts-are-encoded-and-decoded[scripted]: the target names no texts" in done.output
-    assert "certified" not in done.output
+    result = check()
+    assert result.exit_code == 0, result.output
+    assert "texts-are-encoded-and-decoded[scripted]: the target names no texts" in result.output
+    assert "certified" not in result.output
 
 
 def test_the_seed_and_the_profile_reach_the_check(check, monkeypatch):
-    asked = []
+    runs = []
 
     def run_case(case, profile, seed):
-        asked.append((profile.name, seed))
+        runs.append((profile.name, seed))
         return Outcome(id=case.id, property=case.check.property, status="passed")
 
     monkeypatch.setattr("genlm.testing.run.run_case", run_case)
     check("--only", "rows-are-right", "--seed", 3, "--profile", "full")
-    assert asked == [("full", 3)]
+    assert runs == [("full", 3)]
 
 
 def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check):
-    done = check(*FEW, build=LastRowFirst)
-    assert done.exit_code == 1
-    assert "FAILED batch-equals-map[scripted]" in done.output
-    assert "property  Row i of a batch, or of concurrent requests" in done.output
-    assert "expected  the row of (" in done.output
-    assert "with      batch = [(" in done.output
-    assert "1 passed, 1 failed" in done.output
+    result = check(*FEW, build=LastRowFirst)
+    assert result.exit_code == 1
+    assert "FAILED batch-equals-map[scripted]" in result.output
+    assert "property  Row i of a batch, or of concurrent requests" in result.output
+    assert "expected  the row of (" in result.output
+    assert "with      batch = [(" in result.output
+    assert "1 passed, 1 failed" in result.output
 
 
 class Logits(CertifiedEngine):
@@ -105,35 +105,37 @@ class Logits(CertifiedEngine):
 
 def test_equal_causes_are_shown_once_and_rows_of_logits_are_recognised(check):
     checks = "rows-are-right", "batch-equals-map", "rows-are-distributions"
-    chosen = [word for each in checks for word in ("--only", each)]
-    done = check(*chosen, build=Logits)
-    assert done.exit_code == 1
-    assert done.output.count("FAILED") == 1
-    likewise = next(line for line in done.output.splitlines() if "likewise" in line)
+    options = [word for check_id in checks for word in ("--only", check_id)]
+    result = check(*options, build=Logits)
+    assert result.exit_code == 1
+    assert result.output.count("FAILED") == 1
+    likewise = next(line for line in result.output.splitlines() if "likewise" in line)
     assert likewise.count("[scripted]") == 2
-    assert "return genlm.plugin.rows_from_logits(logits, self.vocabulary)" in done.output
-    assert "3 failed" in done.output
+    assert "return genlm.plugin.rows_from_logits(logits, self.vocabulary)" in result.output
+    assert "3 failed" in result.output
 
 
 def test_different_causes_are_shown_apart_without_that_hint(check):
-    done = check(*FEW, "--only", "rows-are-distributions", build=LastRowFirst)
-    assert done.output.count("FAILED") == 1
-    assert "likewise" not in done.output
-    assert "rows_from_logits" not in done.output
+    result = check(*FEW, "--only", "rows-are-distributions", build=LastRowFirst)
+    assert result.output.count("FAILED") == 1
+    assert "likewise" not in result.output
+    assert "rows_from_logits" not in result.output
 
 
 def test_a_run_that_fails_fast_ends_at_the_first_failure(check):
     checks = "rows-are-right", "batch-equals-map", "rows-are-distributions"
-    chosen = [word for each in checks for word in ("--only", each)]
-    done = check(*chosen, "--fail-fast", "--json", build=Logits)
-    assert done.exit_code == 1
-    assert [each["status"] for each in json.loads(done.stdout)["outcomes"]] == ["failed"]
+    options = [word for check_id in checks for word in ("--only", check_id)]
+    result = check(*options, "--fail-fast", "--json", build=Logits)
+    assert result.exit_code == 1
+    assert [outcome["status"] for outcome in json.loads(result.stdout)["outcomes"]] == [
+        "failed"
+    ]
 
 
 def test_the_json_report_has_every_field_of_every_outcome(check):
-    done = check(*FEW, "--json", build=LastRowFirst)
-    assert done.exit_code == 1
-    report = json.loads(done.stdout)
+    result = check(*FEW, "--json", build=LastRowFirst)
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
     assert report["backend"] == "genlm-core:reference"
     assert report["versions"].keys() >= {"genlm-core", "torch", "hypothesis"}
     assert report["devices"] == ["cpu"]
@@ -148,22 +150,22 @@ def test_the_json_report_has_every_field_of_every_outcome(check):
 
 def test_an_expected_failure_exits_with_0_and_gives_its_reason(check, tmp_path):
     expected = xfail(tmp_path, "batch-equals-map: rows are turned round")
-    done = check(*FEW, *expected, build=LastRowFirst)
-    assert done.exit_code == 0, done.output
-    assert "expected failure" in done.output
-    assert "rows are turned round" in done.output
+    result = check(*FEW, *expected, build=LastRowFirst)
+    assert result.exit_code == 0, result.output
+    assert "expected failure" in result.output
+    assert "rows are turned round" in result.output
 
 
 def test_an_unexpected_pass_exits_with_1(check, tmp_path):
-    done = check(*FEW, *xfail(tmp_path, "batch-equals-map: once"))
-    assert done.exit_code == 1
-    assert "UNEXPECTED PASS batch-equals-map[scripted]" in done.output
+    result = check(*FEW, *xfail(tmp_path, "batch-equals-map: once"))
+    assert result.exit_code == 1
+    assert "UNEXPECTED PASS batch-equals-map[scripted]" in result.output
 
 
 def test_an_expected_failure_of_no_check_exits_with_2(check, tmp_path):
-    done = check(*FEW, *xfail(tmp_path, "batch-equals-mop: typo"))
-    assert done.exit_code == 2
-    assert "batch-equals-mop" in done.output
+    result = check(*FEW, *xfail(tmp_path, "batch-equals-mop: typo"))
+    assert result.exit_code == 2
+    assert "batch-equals-mop" in result.output
 
 
 @pytest.mark.parametrize(
@@ -180,44 +182,44 @@ def test_what_does_not_exist_exits_with_2(check, arguments):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("rows-are-rihgt", "Did you mean 'rows-are-right'"),
         ("budget", "tight-budgets-change-nothing"),
         ("nope", "genlm check BACKEND --list"),
     ],
 )
-def test_an_unknown_check_is_answered_with_a_few_names(check, name, said):
-    done = check("--only", name)
-    assert said in " ".join(done.output.replace("│", " ").split())
-    assert len(done.output.splitlines()) < 10
+def test_an_unknown_check_is_answered_with_a_few_names(check, name, message):
+    result = check("--only", name)
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert len(result.output.splitlines()) < 10
 
 
 def test_dtypes_are_spelled_as_people_do(check, monkeypatch):
-    found = check("--only", "rows-are-right", "--dtype", "bf16", "--json")
-    assert json.loads(found.stdout)["settings"]["dtype"] == "bfloat16"
+    result = check("--only", "rows-are-right", "--dtype", "bf16", "--json")
+    assert json.loads(result.stdout)["settings"]["dtype"] == "bfloat16"
 
 
 def test_a_check_without_an_oracle_is_skipped_and_the_report_says_so():
     arguments = ["check", "reference", "--model", "demo", *FEW]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert "rows-are-right[demo]: needs an oracle" in done.output
-    assert "oracle   none" in done.output
-    done = CliRunner().invoke(app, [*arguments, "--no-skips"])
-    assert done.exit_code == 1
-    assert "SKIPPED rows-are-right[demo]" in done.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "rows-are-right[demo]: needs an oracle" in result.output
+    assert "oracle   none" in result.output
+    result = CliRunner().invoke(app, [*arguments, "--no-skips"])
+    assert result.exit_code == 1
+    assert "SKIPPED rows-are-right[demo]" in result.output
 
 
 def test_a_model_that_cannot_be_loaded_is_one_error_and_no_failed_check():
-    done = CliRunner().invoke(app, ["check", "reference", "--model", "no-such-file"])
-    assert isinstance(done.exception, ModelLoadError)
-    assert "'no-such-file'" in str(done.exception)
-    assert done.output == ""
+    result = CliRunner().invoke(app, ["check", "reference", "--model", "no-such-file"])
+    assert isinstance(result.exception, ModelLoadError)
+    assert "'no-such-file'" in str(result.exception)
+    assert result.output == ""
 
 
 def test_the_list_has_every_check_with_its_law_and_runs_none(check):
-    done = check("--list", build=None)
-    assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    result = check("--list", build=None)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
     assert lines == [f"{c.id}[scripted]: {c.property}" for c in all_checks("engine")]

@@ -22,10 +22,10 @@ def test_every_check_runs_with_every_target(cases):
 
 def test_checks_cases_and_models_can_be_named(cases):
     only = ["rows-are-right", "batch-equals-map[blue]"]
-    found = [case.id for case in select_cases(cases, only, [])]
-    assert found == ["rows-are-right[red]", "rows-are-right[blue]", "batch-equals-map[blue]"]
-    found = [case.id for case in select_cases(cases, only, ["blue"])]
-    assert found == ["rows-are-right[blue]", "batch-equals-map[blue]"]
+    ids = [case.id for case in select_cases(cases, only, [])]
+    assert ids == ["rows-are-right[red]", "rows-are-right[blue]", "batch-equals-map[blue]"]
+    ids = [case.id for case in select_cases(cases, only, ["blue"])]
+    assert ids == ["rows-are-right[blue]", "batch-equals-map[blue]"]
 
 
 def test_a_misspelt_check_or_model_is_an_error_with_a_suggestion(cases):

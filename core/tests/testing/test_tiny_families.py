@@ -52,10 +52,10 @@ def test_other_widths_are_refused(head_dim: int) -> None:
 
 def test_a_third_represents_every_mechanism() -> None:
     assert len(FAMILIES) >= 90
-    chosen = [family for family in FAMILIES.values() if family.representative]
-    assert len(FAMILIES) / 4 < len(chosen) < len(FAMILIES) / 2
+    representatives = [family for family in FAMILIES.values() if family.representative]
+    assert len(FAMILIES) / 4 < len(representatives) < len(FAMILIES) / 2
     everything = {m for family in FAMILIES.values() for m in facts_of(family).mechanisms}
-    represented = {m for family in chosen for m in facts_of(family).mechanisms}
+    represented = {m for family in representatives for m in facts_of(family).mechanisms}
     structures = {"is_decoder", "multi_query", "parallel_attn", "use_qk_norm", "qk_layernorm"}
     assert everything - represented <= structures | {"sparse_attention"}
 

@@ -26,8 +26,8 @@ def fixture() -> TrieFixture:
 
 
 def test_tokens_are_below_each_of_their_prefixes() -> None:
-    found = below(tokens(b"ab", b"a", b"", b"ab"))
-    assert found == {(): [0, 1, 2, 3], (97,): [0, 1, 3], (97, 98): [0, 3]}
+    positions = below(tokens(b"ab", b"a", b"", b"ab"))
+    assert positions == {(): [0, 1, 2, 3], (97,): [0, 1, 3], (97, 98): [0, 3]}
 
 
 def test_items_that_are_no_bytes_are_spelt_as_they_come() -> None:

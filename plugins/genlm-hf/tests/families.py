@@ -22,7 +22,8 @@ TABLE = read_table("hf")
 """What the last run found about each family, by its name."""
 
 FAMILIES = {
-    name: (one.model_type, dict(one.settings)) for name, one in families(head_dim=8).items()
+    name: (family.model_type, dict(family.settings))
+    for name, family in families(head_dim=8).items()
 }
 
 # Later tokens change earlier rows of transformers 5.17's Doge: it is refused there.

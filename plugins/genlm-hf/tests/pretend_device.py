@@ -37,7 +37,7 @@ class _Elsewhere(torch.Tensor):
     @staticmethod
     def __new__(cls, here: torch.Tensor, device: torch.device) -> Self:
         with torch.inference_mode(False):  # torch gives no views of other wrappers
-            made = torch.Tensor._make_wrapper_subclass(
+            wrapper = torch.Tensor._make_wrapper_subclass(
                 cls,
                 here.shape,
                 strides=here.stride(),
@@ -45,8 +45,8 @@ class _Elsewhere(torch.Tensor):
                 dtype=here.dtype,
                 device=device,
             )
-        made.here = here
-        return made
+        wrapper.here = here
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
@@ -100,19 +100,23 @@ def moved(module: Any, device: torch.device) -> Any:
 def _run(operation: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation on the CPU and put what it returns where a device would have it."""
     leaves = tree_leaves((args, kwargs))
-    given = {id(x.here): x for x in leaves if isinstance(x, _Elsewhere)}
+    inputs = {id(x.here): x for x in leaves if isinstance(x, _Elsewhere)}
     name = operation._schema.name
     if name not in _MOVES:
         _refuse_mixture(name, leaves, tree_leaves(args[1]) if name in _INDEXING else [])
     named = [x for x in leaves if isinstance(x, torch.device)]
-    elsewhere = [x.device for x in given.values()]
+    elsewhere = [x.device for x in inputs.values()]
     device = args[0].device if name == "aten::copy_" else [*named, *elsewhere, _CPU][0]
 
     def from_cpu(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or device == _CPU:
             return x
-        known = given.get(id(x))
-        return known if known is not None and known.device == device else _Elsewhere(x, device)
+        original = inputs.get(id(x))
+        return (
+            original
+            if original is not None and original.device == device
+            else _Elsewhere(x, device)
+        )
 
     result = operation(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
     if name in _MOVES and args[0].device != device:
@@ -130,9 +134,11 @@ def _to_cpu(x: Any) -> Any:
 
 def _refuse_mixture(name: str, leaves: list[Any], indices: list[Any]) -> None:
     devices = {x.device for x in leaves if isinstance(x, _Elsewhere)}
-    others = [x for x in leaves if isinstance(x, torch.Tensor) and x.device == _CPU and x.ndim]
+    cpu_tensors = [
+        x for x in leaves if isinstance(x, torch.Tensor) and x.device == _CPU and x.ndim
+    ]
     if devices:
-        devices |= {x.device for x in others if all(x is not index for index in indices)}
+        devices |= {x.device for x in cpu_tensors if all(x is not index for index in indices)}
     if len(devices) > 1:
         raise RuntimeError(f"{name} mixes {sorted(map(str, devices))}")
 

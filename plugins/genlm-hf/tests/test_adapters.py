@@ -77,11 +77,11 @@ def saved(
         "green": ["v_proj"],
         "blue": ["lm_head", "o_proj"],
     }
-    made: dict[str | None, tuple[str, Any]] = {None: ("", copy.deepcopy(base))}
+    paths_and_models: dict[str | None, tuple[str, Any]] = {None: ("", copy.deepcopy(base))}
     for seed, (name, targets) in enumerate(modules.items(), start=2):
         model = make_adapter(base, root / name, seed, target_modules=targets, r=seed)
-        made[name] = (str(root / name), model)
-    return made
+        paths_and_models[name] = (str(root / name), model)
+    return paths_and_models
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ def test_the_last_tokens_see_the_past_and_themselves(
     keys, values = (
         torch.randn(1, heads, past + length, 8, generator=generator) for _ in range(2)
     )
-    found = _attend_causally(query, keys, values, past, 0.3)
-    wanted = expected(query, keys, values, past, 0.3)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=0)
+    output = _attend_causally(query, keys, values, past, 0.3)
+    expected_output = expected(query, keys, values, past, 0.3)
+    torch.testing.assert_close(output.double(), expected_output, atol=1e-6, rtol=0)
 
 
 def test_heads_are_repeated_in_the_order_of_the_queries() -> None:

@@ -321,8 +321,8 @@ def test_adapters_never_see_each_others_keys_and_values(
     for name in adapted:
         engine.add_adapter(name, str(tmp_path / name))
     for step in range(4):
-        asked = [(ids, name) for ids in sequences for name in (None, "r", "b")]
-        for (ids, name), row in zip(asked, answers(engine, asked), strict=True):
+        requests = [(ids, name) for ids in sequences for name in (None, "r", "b")]
+        for (ids, name), row in zip(requests, answers(engine, requests), strict=True):
             assert oracles[name].largest_error([ids], [row]) <= 1e-4
         if step == 0:
             assert used(engine, "kv_tokens") == 3 * 23
@@ -341,9 +341,9 @@ def test_a_kept_prefix_is_computed_once_and_survives_a_full_cache(
     assert Capability.PREFIX_CACHE in engine.capabilities
     assert isinstance(engine, PrefixCacheEngine)
     oracle = Oracle(llama)
-    prompt, *others = ids_of_lengths(25, 30, 33, 35)
+    prompt, *siblings = ids_of_lengths(25, 30, 33, 35)
     engine.cache_prefix(prompt, None)
-    for other in others:
+    for other in siblings:
         assert oracle.largest_error([other], answers(engine, [other])) <= 1e-4
     before = used(engine, "tokens_computed")
     longer = [*prompt, 5, 6]

@@ -83,8 +83,8 @@ def grown(contexts: list[list[int]]) -> list[list[int]]:
     return [[*ids, random.randrange(3, 9)] for ids in contexts]
 
 
-def rows(engine: HFEngine, asked: Any) -> list[torch.Tensor]:
-    return [row.cpu() for row in answers(engine, asked)]
+def rows(engine: HFEngine, requests: Any) -> list[torch.Tensor]:
+    return [row.cpu() for row in answers(engine, requests)]
 
 
 def follow(
@@ -97,8 +97,8 @@ def follow(
 ) -> list[list[int]]:
     """Check the rows of contexts that grow by a token a step; return them after the last."""
     for _ in range(steps):
-        found = rows(engine, [(ids, adapter) for ids in contexts])
-        assert oracle.largest_error(contexts, found) <= tolerance
+        adapter_rows = rows(engine, [(ids, adapter) for ids in contexts])
+        assert oracle.largest_error(contexts, adapter_rows) <= tolerance
         contexts = grown(contexts)
     return contexts
 
@@ -169,8 +169,8 @@ def test_populations_that_fork_share_one_graph_for_several_shapes(
     random.seed(11)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     for step in particles(12, 5, ids_of_lengths(20)[0]):
-        asked = unique(step)
-        assert oracle.largest_error(asked, rows(engine, asked)) <= 1e-4
+        sequences = unique(step)
+        assert oracle.largest_error(sequences, rows(engine, sequences)) <= 1e-4
     assert used(engine, "graphs_replayed") > used(engine, "graphs_captured") >= 1
 
 
@@ -183,9 +183,9 @@ def test_members_of_a_population_have_the_rows_of_their_sequences(
         population = lm.population(ids_of_lengths(20)[0], 5)
         for _ in range(8):
             population = population.extend(random.choices(range(3, 9), k=5))
-            found = asyncio.run(population.next_token_logprobs()).cpu()
+            logprobs = asyncio.run(population.next_token_logprobs()).cpu()
             sequences = [context.token_ids for context in population]
-            assert oracle.largest_error(sequences, list(found)) <= 1e-4
+            assert oracle.largest_error(sequences, list(logprobs)) <= 1e-4
         assert used(engine, "graphs_replayed") >= 2
 
 
@@ -256,9 +256,9 @@ def test_sequences_that_are_asked_several_times_get_their_rows(
     contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(3)]
     for _ in range(5):
         contexts = grown(contexts)
-        asked = contexts * 4
-        found = engine._choice.path.rows(None, list(map(tuple, asked)))
-        assert oracle.largest_error(asked, list(found.cpu())) <= 1e-4
+        repeated = contexts * 4
+        logprobs = engine._choice.path.rows(None, list(map(tuple, repeated)))
+        assert oracle.largest_error(repeated, list(logprobs.cpu())) <= 1e-4
 
 
 def test_a_graph_with_wrong_rows_never_answers(

@@ -45,8 +45,8 @@ def build(model_type: str, **settings: Any) -> Any:
     config = CONFIG_MAPPING[model_type]()
     taken = {name: value for name, value in TINY.items() if name in config.to_dict()}
     torch.manual_seed(0)
-    made = CONFIG_MAPPING[model_type](**(taken | settings))
-    return transformers.AutoModelForCausalLM.from_config(made).double().eval()
+    tiny_config = CONFIG_MAPPING[model_type](**(taken | settings))
+    return transformers.AutoModelForCausalLM.from_config(tiny_config).double().eval()
 
 
 def attends_to_later_tokens(model: Any) -> bool:
@@ -65,21 +65,23 @@ DECODES_IF_SET = [
     and getattr(CONFIG_MAPPING[model_type], "is_decoder", None) is False
     and not getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
 ]
-CASES = [(each, {"is_decoder": value}) for each in DECODES_IF_SET for value in (False, True)]
+CASES = [(name, {"is_decoder": value}) for name in DECODES_IF_SET for value in (False, True)]
 CASES.remove(("reformer", {"is_decoder": False}))  # transformers does not build it
 CASES += [("xlm", {"causal": value}) for value in (False, True)]
 CASES += [
-    (each, {"use_bidirectional_attention": value})
-    for each in ("gemma", "gemma2", "gemma3_text")
+    (name, {"use_bidirectional_attention": value})
+    for name in ("gemma", "gemma2", "gemma3_text")
     for value in (False, True)
 ]
-CASES += [("gemma4_text", {"use_bidirectional_attention": each}) for each in (None, "all")]
+CASES += [("gemma4_text", {"use_bidirectional_attention": value}) for value in (None, "all")]
 CASES += [("llama", {"is_causal": value}) for value in (False, True)]
 CASES += [("xlnet", {})]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "settings"), CASES, ids=lambda each: str(each).strip("{}").replace("'", "")
+    ("model_type", "settings"),
+    CASES,
+    ids=lambda argument: str(argument).strip("{}").replace("'", ""),
 )
 def test_a_config_says_whether_tokens_attend_to_later_ones(
     model_type: str, settings: dict[str, Any]

@@ -24,9 +24,9 @@ def test_an_ignored_window_is_found_beyond_it(
     options = {"genlm-hf:hf": {"hf_opts": {"sliding_window": None}}}
     arguments = ["compare", str(model.path), "--json", "--backends", "hf,genlm-hf:hf"]
 
-    done = CliRunner().invoke(app, [*arguments, "--options", json.dumps(options)])
-    assert done.exit_code == 1, done.output
-    report = json.loads(done.stdout)
+    result = CliRunner().invoke(app, [*arguments, "--options", json.dumps(options)])
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
     assert report["family"] == "MistralForCausalLM + sliding_window"
     assert (report["longest"], report["not_reached"]) == (64, [])
     apart = report["engines"][1]["differences"]

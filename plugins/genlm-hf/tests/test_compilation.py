@@ -50,10 +50,10 @@ def test_attention_compiles(
         "KEYS": keys_at_once(columns, SIZES[dtype]),
     }
     kinds = KINDS | dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    found = compiled(kernels.attend, target, kinds, constants | rows | features)
+    kernel = compiled(kernels.attend, target, kinds, constants | rows | features)
     if target[0] == "cuda" and dtype != "fp32":
-        assert stack_bytes(found.asm["cubin"], tmp_path) == 0
-        assert found.metadata.shared <= 2**16  # all GPUs of these architectures have more
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+        assert kernel.metadata.shared <= 2**16  # all GPUs of these architectures have more
 
 
 @pytest.mark.parametrize("target", NVIDIA_AND_AMD.values(), ids=NVIDIA_AND_AMD)
@@ -62,6 +62,6 @@ def test_joining_compiles(monkeypatch, tmp_path, sinks, target) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"VALUE_WIDTH": 80, "VALUE_COLUMNS": 128, "SINKS": sinks}
     kinds = KINDS | {"sinks": "*bf16", "out": "*bf16"}
-    found = compiled(kernels.combine, target, kinds, constants)
+    kernel = compiled(kernels.combine, target, kinds, constants)
     if target[0] == "cuda":
-        assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0

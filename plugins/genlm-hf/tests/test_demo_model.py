@@ -193,8 +193,8 @@ def test_the_script_scores_each_token_once(corpus, model, tokenizer):
 def test_the_corpus_does_not_depend_on_hash_seeds(corpus):
     command = [sys.executable, "-c", "import demo_corpus as d; print(d.load_corpus().sha256)"]
     environment = os.environ | {"PYTHONHASHSEED": "1"}
-    done = run_program(*command, cwd=SCRIPTS, env=environment)
-    assert done.stdout.strip() == corpus.sha256
+    result = run_program(*command, cwd=SCRIPTS, env=environment)
+    assert result.stdout.strip() == corpus.sha256
 
 
 def test_greedy_text_ends_or_fills_the_context_and_is_words(model, tokenizer):

@@ -200,10 +200,10 @@ def test_rows_stay_on_the_accelerator_from_engine_and_cache(
 def test_the_default_budget_fits_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {FIRST: 1000 * 64, SECOND: 10 * 64}
     monkeypatch.setattr(storage, "_available_bytes", free.__getitem__)
-    one = LayerShape(2, 8, 8, torch.bfloat16, FIRST)  # 64 bytes a token
-    other = replace(one, device=SECOND)
-    assert default_budget_bytes([one, one]) == 1000 * 64
-    assert default_budget_bytes([one, one, other]) == 10 * 3 * 64
+    layer = LayerShape(2, 8, 8, torch.bfloat16, FIRST)  # 64 bytes a token
+    other = replace(layer, device=SECOND)
+    assert default_budget_bytes([layer, layer]) == 1000 * 64
+    assert default_budget_bytes([layer, layer, other]) == 10 * 3 * 64
 
 
 def test_a_thousand_rows_over_a_large_vocabulary_are_one_pass_on_an_accelerator(
@@ -222,9 +222,9 @@ def test_draws_of_a_batch_are_read_from_an_accelerator_once() -> None:
     requests = [Draw(0.1), Draw(0.5, temperature=0.7), Draw(0.9, temperature=0.0)]
     with Pretence() as pretence:
         there = rows.to(FIRST)
-        found = Draw.compute(there, requests)
+        draws = Draw.compute(there, requests)
         assert pretence.reads == 1
-    assert found == Draw.compute(rows, requests)
+    assert draws == Draw.compute(rows, requests)
 
 
 @pytest.mark.parametrize("distinct", [1, 3, 7])
@@ -233,13 +233,13 @@ def test_masks_are_the_same_on_an_accelerator(distinct: int) -> None:
     masks: list[Mask | None] = [
         Mask(sorted(generator.sample(range(19), 5)), 19) for _ in range(distinct - 1)
     ]
-    asked = (
+    batch_masks = (
         [[*masks, None][number % distinct] for number in range(7)]
         if masks
         else [Mask([3], 19)] * 7
     )
     with Pretence() as pretence:
-        found = RowMasks(asked, 7, 19).factors(0, 7, FIRST)
+        factors = RowMasks(batch_masks, 7, 19).factors(0, 7, FIRST)
         assert pretence.copies == [FIRST] * (2 if 1 < distinct < 7 else 1)
-    expected = RowMasks(asked, 7, 19).factors(0, 7, torch.device("cpu"))
-    assert found.tolist() == expected.tolist()
+    expected = RowMasks(batch_masks, 7, 19).factors(0, 7, torch.device("cpu"))
+    assert factors.tolist() == expected.tolist()

@@ -72,15 +72,15 @@ def test_the_batch_limit_changes_the_passes_and_not_the_rows(
 
 def test_rows_are_the_callers_own(engine: HFEngine) -> None:
     requests = ids_of_lengths(5, 5, 3)
-    kept = answers(engine, requests)
-    copies = [row.clone() for row in kept]
+    rows = answers(engine, requests)
+    copies = [row.clone() for row in rows]
     for row in answers(engine, requests) + answers(engine, requests[:1]):
         row.fill_(7.0)
         assert row.is_contiguous()
         assert row.untyped_storage().nbytes() == row.nbytes
         assert not row.is_inference()
         assert not row.requires_grad
-    assert all(torch.equal(row, copy_) for row, copy_ in zip(kept, copies))
+    assert all(torch.equal(row, copy_) for row, copy_ in zip(rows, copies))
 
 
 def test_logits_beyond_the_tokenizer_are_cut_before_normalising(

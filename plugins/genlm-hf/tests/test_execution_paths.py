@@ -47,11 +47,11 @@ def test_the_choice_and_its_reason_are_figures_and_logged(
 
 
 def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> None:
-    for most in (0, "many", 2.5):
+    for max_tokens in (0, "many", 2.5):
         with pytest.raises(
-            ValueError, match=f"max_tokens_per_batch={most!r}; expected a whole number"
+            ValueError, match=f"max_tokens_per_batch={max_tokens!r}; expected a whole number"
         ):
-            HFEngine.from_model(llama, tokenizer, max_tokens_per_batch=most)
+            HFEngine.from_model(llama, tokenizer, max_tokens_per_batch=max_tokens)
     for budget in (-1, "1GB", float("nan")):
         with pytest.raises(
             ValueError, match=f"kv_budget_bytes={budget!r}; expected a whole number"
@@ -79,8 +79,8 @@ def test_a_lost_private_name_is_a_warning_that_says_what_to_do(
         "LlamaForCausalLM is served by the execution path 'slot_cache', which is much slower"
         in warning
     )
-    known = known_paths()["versions"]["transformers"]
-    assert f"'packed' with transformers {known} (installed:" in warning
+    version = known_paths()["versions"]["transformers"]
+    assert f"'packed' with transformers {version} (installed:" in warning
     assert "none of its configs has the attribute _attn_implementation_of_next" in warning
     assert "Install the versions named" in warning
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
@@ -139,15 +139,15 @@ def test_an_execution_path_can_be_requested(llama: Any, mamba: Any, tokenizer: A
 def test_the_self_test_can_be_turned_off(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
+    calls: list[int] = []
     rows = PrefixRows.rows
-    monkeypatch.setattr(PrefixRows, "rows", lambda *args: seen.append(1) or rows(*args))
+    monkeypatch.setattr(PrefixRows, "rows", lambda *args: calls.append(1) or rows(*args))
     engine = HFEngine.from_model(llama, tokenizer, self_test=False)
-    assert not seen
+    assert not calls
     assert engine.statistics()["execution_path"] == "packed"
     assert "self_test_error" not in engine.statistics()
     HFEngine.from_model(llama, tokenizer)
-    assert len(seen) == 3
+    assert len(calls) == 3
 
 
 def test_an_execution_path_that_is_slightly_wrong_is_refused(

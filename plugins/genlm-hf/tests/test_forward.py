@@ -28,10 +28,10 @@ def next_logits(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def test_the_output_embedding_sees_one_position_per_sequence(llama: Any) -> None:
-    seen = []
-    llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    shapes = []
+    llama.lm_head.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
     next_logits(llama, ids_of_lengths(9, 23, 4))
-    assert seen == [(3, 1, WIDTH)]
+    assert shapes == [(3, 1, WIDTH)]
 
 
 def test_a_model_that_hides_its_output_embedding_is_right_too(
@@ -45,18 +45,18 @@ def test_a_model_that_hides_its_output_embedding_is_right_too(
 
 
 def test_the_model_is_told_what_is_padding(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
+    arguments = {}
     forward = llama.model.forward
 
     def record(**inputs: Any) -> Any:
-        seen.update(inputs)
+        arguments.update(inputs)
         return forward(**inputs)
 
     monkeypatch.setattr(llama.model, "forward", record)
     next_logits(llama, [[0, 0, 5], [7]])
-    assert seen["input_ids"].tolist() == [[0, 0, 5], [7, 0, 0]]
-    assert seen["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert seen["use_cache"] is False
+    assert arguments["input_ids"].tolist() == [[0, 0, 5], [7, 0, 0]]
+    assert arguments["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert arguments["use_cache"] is False
 
 
 def test_the_hook_is_gone_when_the_model_raises(

@@ -73,13 +73,13 @@ def with_loaded_adapter(path: Path) -> Any:
     return loaded.eval()
 
 
-def oracles(given: Any) -> dict[str | None, Any]:
+def oracles(adapted_model: Any) -> dict[str | None, Any]:
     """A copy of a model as it was handed over, and peft's own with one adapter at work."""
-    found = {None: copy.deepcopy(given)}
+    models = {None: copy.deepcopy(adapted_model)}
     for name in ("red", "blue"):
-        found[name] = two_adapters()
-        found[name].set_adapter(name)
-    return found
+        models[name] = two_adapters()
+        models[name].set_adapter(name)
+    return models
 
 
 def check_rows(engine: HFEngine, models: dict[str | None, Any]) -> None:
@@ -105,7 +105,7 @@ def green(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 
 
 @pytest.fixture(params=["wrapped", "inside", "loaded"])
-def given(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def adapted_model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "loaded":
         return with_loaded_adapter(tmp_path)
     return two_adapters() if request.param == "wrapped" else two_adapters().get_base_model()
@@ -113,20 +113,20 @@ def given(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
 def test_the_model_is_served_as_it_was_handed_over_and_by_adapter(
-    given: Any, tokenizer: Any, green: tuple[str, Any], path: str
+    adapted_model: Any, tokenizer: Any, green: tuple[str, Any], path: str
 ) -> None:
-    models = oracles(given)
+    models = oracles(adapted_model)
     bare = build_model("llama", **llama_settings())
     rows = [alone(model, SEQUENCES[0]) for model in (bare, models["red"], models["blue"])]
     assert torch.pdist(torch.stack(rows)).min() > 0.1
-    engine = HFEngine.from_model(given, tokenizer, execution_path=path)
+    engine = HFEngine.from_model(adapted_model, tokenizer, execution_path=path)
     assert engine.statistics()["execution_path"] == path
     assert engine.adapters == ("red", "blue")
     check_rows(engine, models)
     engine.add_adapter("green", green[0])
     check_rows(engine, {**models, "green": green[1]})
     engine.close()
-    check_rows(HFEngine.from_model(given, tokenizer), models)
+    check_rows(HFEngine.from_model(adapted_model, tokenizer), models)
 
 
 def states(model: Any) -> list[Any]:
@@ -136,34 +136,34 @@ def states(model: Any) -> list[Any]:
 
 
 def test_closing_gives_the_model_back_as_it_was(
-    given: Any, tokenizer: Any, green: tuple[str, Any]
+    adapted_model: Any, tokenizer: Any, green: tuple[str, Any]
 ) -> None:
-    modules, switches = dict(given.named_modules()), states(given)
-    parameters = {name: (p, p.requires_grad) for name, p in given.named_parameters()}
-    weights = {name: p.detach().clone() for name, p in given.named_parameters()}
-    config, names = given.peft_config, list(given.peft_config)
-    engine = HFEngine.from_model(given, tokenizer)
+    modules, switches = dict(adapted_model.named_modules()), states(adapted_model)
+    parameters = {name: (p, p.requires_grad) for name, p in adapted_model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in adapted_model.named_parameters()}
+    config, names = adapted_model.peft_config, list(adapted_model.peft_config)
+    engine = HFEngine.from_model(adapted_model, tokenizer)
     engine.add_adapter("green", green[0])
     answers(engine, [(ids, name) for ids in SEQUENCES for name in (None, "blue", "green")])
     engine.close()
-    assert dict(given.named_modules()) == modules
-    assert states(given) == switches
-    assert given.peft_config is config
+    assert dict(adapted_model.named_modules()) == modules
+    assert states(adapted_model) == switches
+    assert adapted_model.peft_config is config
     assert list(config) == names
-    for name, parameter in given.named_parameters():
+    for name, parameter in adapted_model.named_parameters():
         assert parameter is parameters[name][0]
         assert parameter.requires_grad is parameters[name][1]
         assert torch.equal(parameter, weights[name])
 
 
 def test_between_steps_the_model_is_as_it_was_handed_over(
-    given: Any, tokenizer: Any, green: tuple[str, Any]
+    adapted_model: Any, tokenizer: Any, green: tuple[str, Any]
 ) -> None:
-    expected = alone(given, SEQUENCES[0])
-    engine = HFEngine.from_model(given, tokenizer)
+    expected = alone(adapted_model, SEQUENCES[0])
+    engine = HFEngine.from_model(adapted_model, tokenizer)
     engine.add_adapter("green", green[0])
     answers(engine, [(SEQUENCES[0], "green"), (SEQUENCES[1], "blue")])
-    assert torch.equal(alone(given, SEQUENCES[0]), expected)
+    assert torch.equal(alone(adapted_model, SEQUENCES[0]), expected)
 
 
 def test_several_adapters_may_be_switched_on_or_none(tokenizer: Any) -> None:
@@ -225,14 +225,14 @@ def test_merged_adapters_are_refused(tokenizer: Any) -> None:
 
 
 def test_a_failed_load_leaves_the_model_as_it_was(
-    given: Any, tokenizer: Any, green: tuple[str, Any], tmp_path: Path
+    adapted_model: Any, tokenizer: Any, green: tuple[str, Any], tmp_path: Path
 ) -> None:
-    models = oracles(given)
+    models = oracles(adapted_model)
     narrow = build_model("llama", **llama_settings(hidden_size=16))
     misfit = peft.get_peft_model(narrow, lora())
     misfit.save_pretrained(tmp_path / "narrow", save_embedding_layers=False)
-    engine = HFEngine.from_model(given, tokenizer)
-    before = [name for name, _ in given.named_parameters()]
+    engine = HFEngine.from_model(adapted_model, tokenizer)
+    before = [name for name, _ in adapted_model.named_parameters()]
     for loaded in ({}, {"green": green[1]}):
         with pytest.raises(AdapterError, match="does not fit"):
             engine.add_adapter("bad", str(tmp_path / "narrow"))
@@ -240,7 +240,7 @@ def test_a_failed_load_leaves_the_model_as_it_was(
             engine.add_adapter("red", green[0])
         check_rows(engine, {**models, **loaded})
         if not loaded:
-            assert [name for name, _ in given.named_parameters()] == before
+            assert [name for name, _ in adapted_model.named_parameters()] == before
             engine.add_adapter("green", green[0])
     with pytest.raises(UnknownAdapterError, match="Loaded: blue, green, red"):
         answers(engine, [(SEQUENCES[0], "bad")])

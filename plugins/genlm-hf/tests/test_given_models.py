@@ -58,8 +58,8 @@ def test_a_compiled_model_is_served_without_its_wrapper(llama: Any, tokenizer: A
 
 def test_a_replaced_forward_method_is_kept(llama: Any, tokenizer: Any) -> None:
     layer = llama.model.layers[0]
-    whole = layer.forward
-    layer.forward = doubled = lambda *args, **kwargs: 2 * whole(*args, **kwargs)
+    original_forward = layer.forward
+    layer.forward = doubled = lambda *args, **kwargs: 2 * original_forward(*args, **kwargs)
     expected = [alone(llama, ids) for ids in SEQUENCES]
     engine = HFEngine.from_model(llama, tokenizer)
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
@@ -87,8 +87,8 @@ def test_a_model_that_changes_its_weights_with_its_mode_is_served(
         torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
     engine.close()
     assert model.training is mode
-    found = [alone(model.eval(), ids) for ids in SEQUENCES]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    rows = [alone(model.eval(), ids) for ids in SEQUENCES]
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
 
 
 def test_a_model_that_cannot_be_served_keeps_its_training_mode(llama: Any) -> None:

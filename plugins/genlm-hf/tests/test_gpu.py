@@ -63,8 +63,8 @@ def test_rows_of_a_population_are_those_of_the_cpu(
     oracle, prompt = Oracle(model), ids_of_lengths(20)[0]
     engine = HFEngine.from_model(model.to(DEVICE, dtype), tokenizer)
     for step in particles(5, 6, prompt):
-        asked = unique(step)
-        assert oracle.largest_error(asked, on_cpu(answers(engine, asked))) <= tolerance
+        sequences = unique(step)
+        assert oracle.largest_error(sequences, on_cpu(answers(engine, sequences))) <= tolerance
 
 
 def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
@@ -74,8 +74,8 @@ def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
     size = HFEngine.from_model(llama, tokenizer)._choice.path.forward.storage.bytes_per_token
     engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=130 * size)
     for step in particles(8, 6, prompt):
-        asked = unique(step)
-        assert oracle.largest_error(asked, on_cpu(answers(engine, asked))) <= 1e-4
+        sequences = unique(step)
+        assert oracle.largest_error(sequences, on_cpu(answers(engine, sequences))) <= 1e-4
     assert used(engine, "tokens_evicted") > 0
 
 
@@ -100,11 +100,11 @@ def test_several_adapters_in_one_batch_give_each_its_rows_while_prefixes_fork(
     for name in ("red", "blue"):
         engine.add_adapter(name, str(tmp_path / name))
     for step in particles(4, 4, ids_of_lengths(9)[0]):
-        asked = unique(step)
-        rows = on_cpu(answers(engine, [(ids, name) for name in oracles for ids in asked]))
+        sequences = unique(step)
+        rows = on_cpu(answers(engine, [(ids, name) for name in oracles for ids in sequences]))
         for place, oracle in enumerate(oracles.values()):
-            part = rows[place * len(asked) : (place + 1) * len(asked)]
-            assert oracle.largest_error(asked, part) <= 1e-4
+            part = rows[place * len(sequences) : (place + 1) * len(sequences)]
+            assert oracle.largest_error(sequences, part) <= 1e-4
 
 
 def test_cancelled_requests_leave_the_rows_of_the_others_right(
@@ -116,16 +116,16 @@ def test_cancelled_requests_leave_the_rows_of_the_others_right(
 
     async def run(lm: AsyncLM) -> None:
         for turn in range(4):
-            asked = [[*ids, 3 + turn] for ids in contexts]
-            tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in asked]
+            sequences = [[*ids, 3 + turn] for ids in contexts]
+            tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in sequences]
             await asyncio.sleep(0)
             for task in tasks[turn % 2 :: 2]:
                 task.cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            kept = [i for i, row in enumerate(found) if isinstance(row, torch.Tensor)]
-            assert len(kept) >= len(tasks) // 2
-            rows = on_cpu([found[i] for i in kept])  # type: ignore[misc]
-            assert oracle.largest_error([asked[i] for i in kept], rows) <= 1e-4
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            completed = [i for i, row in enumerate(results) if isinstance(row, torch.Tensor)]
+            assert len(completed) >= len(tasks) // 2
+            rows = on_cpu([results[i] for i in completed])  # type: ignore[misc]
+            assert oracle.largest_error([sequences[i] for i in completed], rows) <= 1e-4
 
     with AsyncLM(build, output_cache=OutputCache(0)) as lm:
         asyncio.run(run(lm))
@@ -179,7 +179,7 @@ def test_every_method_of_a_population_gives_what_it_gives_on_the_cpu(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HFEngine, "smallest_group", 2)
-    found = []
+    results = []
     for device in ("cpu", DEVICE):
         engine = HFEngine.from_model(copy.deepcopy(llama).to(device), tokenizer)
         with AsyncLM(lambda engine=engine: engine) as lm:
@@ -189,8 +189,8 @@ def test_every_method_of_a_population_gives_what_it_gives_on_the_cpu(
                 tokens = population.draw_sync(seed=9).token_ids.to(device)
                 population = population.extend(tokens)
                 population = population[torch.tensor([0, 0, 3, 2, 5, step], device=device)]
-            found.append(answers_at)
-    for on_host, there in zip(*found, strict=True):
+            results.append(answers_at)
+    for on_host, there in zip(*results, strict=True):
         for name, expected in on_host.items():
             columns = (expected, there[name])
             if isinstance(expected, torch.Tensor):
@@ -252,21 +252,21 @@ def test_rows_are_results_of_the_default_stream(llama: Any, tokenizer: Any) -> N
     sequences = ids_of_lengths(9, 1, 23)
     other = torch.cuda.Stream()
 
-    async def run(lm: AsyncLM, asked: list[list[int]]) -> list[torch.Tensor]:
-        return list(await asyncio.gather(*map(lm.next_token_logprobs, asked)))
+    async def run(lm: AsyncLM, extended: list[list[int]]) -> list[torch.Tensor]:
+        return list(await asyncio.gather(*map(lm.next_token_logprobs, extended)))
 
     with AsyncLM(build, output_cache=OutputCache(100)) as lm:
         for turn in range(4):
-            asked = [[*ids, 3 + turn] for ids in sequences]
+            extended = [[*ids, 3 + turn] for ids in sequences]
             for _ in range(2):  # from the engine, then from the output cache
                 for _ in range(20):
                     large = (large @ large).tanh()  # the default stream is busy
-                rows = asyncio.run(run(lm, asked))
+                rows = asyncio.run(run(lm, extended))
                 other.wait_stream(torch.cuda.default_stream())
                 with torch.cuda.stream(other):
                     copies = [row.to("cpu") for row in rows]
-                assert oracle.largest_error(asked, copies) <= 1e-4
-                assert oracle.largest_error(asked, [row.to("cpu") for row in rows]) <= 1e-4
+                assert oracle.largest_error(extended, copies) <= 1e-4
+                assert oracle.largest_error(extended, [row.to("cpu") for row in rows]) <= 1e-4
 
 
 @needs_gpu

@@ -215,17 +215,17 @@ def test_a_device_map_without_accelerate_says_how_to_install_it(
 def test_quantisation_options_reach_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, Any] = {}
+    passed_arguments: dict[str, Any] = {}
 
     def record(*args: Any, **arguments: Any) -> None:
-        seen.update(arguments)
+        passed_arguments.update(arguments)
         raise OSError("seen")
 
     monkeypatch.setattr(genlm_hf.loading.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", record)
     refusal(folder, bitsandbytes_opts={"load_in_4bit": True}, device="cpu")
-    assert seen["quantization_config"].load_in_4bit
-    assert seen["device_map"] == {"": torch.device("cpu")}
+    assert passed_arguments["quantization_config"].load_in_4bit
+    assert passed_arguments["device_map"] == {"": torch.device("cpu")}
 
 
 @pytest.mark.parametrize(

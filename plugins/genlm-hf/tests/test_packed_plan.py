@@ -23,12 +23,12 @@ def grown(*sequences: Sequence) -> Several[QueryGroup]:
     tree.commit()
     nodes = [tree.insert(None, ids) for ids in sequences]
     plan = plan_forward(TreeBatch(tree, None, sequences, nodes))
-    seen: list[tuple[QueryGroup, Any]] = [
+    suffixes: list[tuple[QueryGroup, Any]] = [
         (group, suffix) for group in plan.groups for suffix in group.suffixes
     ]
-    assert len(seen) == len(sequences)
+    assert len(suffixes) == len(sequences)
     for ids, place in zip(sequences, plan.results, strict=True):
-        group, suffix = seen[place]
+        group, suffix = suffixes[place]
         past = tree.find(None, ids).path_slots(0, len(ids))
         assert len(group.prefix) < len(past)  # the query's own slot is in its suffix
         slots = np.concatenate((group.prefix, suffix))

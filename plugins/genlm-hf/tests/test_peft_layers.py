@@ -34,12 +34,12 @@ def test_weights_follow_the_layer_that_they_adapt(
     base = getattr(head, "original_module", None) or head.get_base_layer()
     base.to(SECOND, torch.bfloat16)
     move_to_base_devices(model, "default")
-    found = {name: weight for name, weight in model.named_parameters() if "default" in name}
-    of_head = {name for name in found if name.startswith("lm_head")}
+    weights = {name: weight for name, weight in model.named_parameters() if "default" in name}
+    of_head = {name for name in weights if name.startswith("lm_head")}
     assert of_head
-    assert {name for name, weight in found.items() if weight.device == SECOND} == of_head
+    assert {name for name, weight in weights.items() if weight.device == SECOND} == of_head
     replaced = {torch.bfloat16} if "modules_to_save" in settings else {torch.float32}
-    assert {found[name].dtype for name in of_head} == replaced
+    assert {weights[name].dtype for name in of_head} == replaced
 
 
 @pytest.mark.parametrize("replaced", ["lm_head", "norm"])

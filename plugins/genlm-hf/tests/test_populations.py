@@ -50,9 +50,9 @@ async def run(oracle: Oracle, populations: list[Population], steps: int) -> None
             tokens = tokens[:, 0] if width == 1 else tokens
             population = populations[place] = before[members].extend(tokens)
             count = random.choice([1, len(population) // 2, len(population)])
-            asked = population[random.sample(range(len(population)), count)]
-            rows = await asked.next_token_logprobs()
-            sequences = [context.token_ids for context in asked]
+            subset = population[random.sample(range(len(population)), count)]
+            rows = await subset.next_token_logprobs()
+            sequences = [context.token_ids for context in subset]
             assert oracle.largest_error(sequences, list(rows)) <= 1e-4
 
 
@@ -67,8 +67,8 @@ def test_members_have_the_rows_of_their_sequences(
     model = build_model(model_type, **settings)
     engine = serve(model, tokenizer, slots)
     with AsyncLM(lambda: engine) as lm:
-        prompt, *others = ids_of_lengths(20, 3, 7, 1, 7)
-        populations = [lm.population(prompt, 6), lm.population([prompt, *others])]
+        prompt, *suffixes = ids_of_lengths(20, 3, 7, 1, 7)
+        populations = [lm.population(prompt, 6), lm.population([prompt, *suffixes])]
         asyncio.run(run(Oracle(model), populations, 6))
         assert used(engine, "kv_bytes_used") <= used(engine, "kv_budget_bytes")
 
@@ -96,8 +96,8 @@ def test_members_have_the_rows_of_their_adapter(
         prompt = ids_of_lengths(12)[0]
         pairs = [lm.population(prompt, 3), lm.population(prompt, 3, lora_name="one")]
         for step in range(3):
-            pairs = [each.extend([3, 4, 5 + step]) for each in pairs]
-            for each in pairs:
-                rows = asyncio.run(each.next_token_logprobs())
-                listed = lm.batch_next_token_logprobs_sync(list(each))
+            pairs = [population.extend([3, 4, 5 + step]) for population in pairs]
+            for population in pairs:
+                rows = asyncio.run(population.next_token_logprobs())
+                listed = lm.batch_next_token_logprobs_sync(list(population))
                 torch.testing.assert_close(rows, listed, rtol=0, atol=1e-4)

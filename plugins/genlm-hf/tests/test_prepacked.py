@@ -53,8 +53,8 @@ def test_rows_are_those_of_the_models_own_layers(model: Any, tokenizer: Any, pat
     if path != "padded":
         engine.cache_prefix(prompt, None)
     for step in particles(6, 8, prompt):
-        asked = unique(step)
-        assert oracle.largest_error(asked, answers(engine, asked)) <= 2e-5
+        sequences = unique(step)
+        assert oracle.largest_error(sequences, answers(engine, sequences)) <= 2e-5
 
 
 def test_the_copies_are_read_and_the_model_is_left_alone(model: Any, tokenizer: Any) -> None:
@@ -80,9 +80,9 @@ def test_any_number_of_tokens_gets_its_products_by_few_sizes(
     sizes = set()
     product = torch.ops.mkldnn._linear_pointwise.default
 
-    def recorded(states: torch.Tensor, *others: Any) -> Any:
+    def recorded(states: torch.Tensor, *arguments: Any) -> Any:
         sizes.add(states.numel() // 260)
-        return product(states, *others)
+        return product(states, *arguments)
 
     operator = SimpleNamespace(default=recorded)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", operator)
@@ -92,9 +92,9 @@ def test_any_number_of_tokens_gets_its_products_by_few_sizes(
         states = torch.randn(*shape, 260)
         expected = layer(states)
         with weights.activate(), torch.no_grad():
-            found = layer(states)
-        assert found.shape == expected.shape
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            output = layer(states)
+        assert output.shape == expected.shape
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
     assert len(sizes) <= 24
 
 
@@ -147,8 +147,8 @@ def test_a_torch_without_the_operators_serves_all_the_same_and_says_so(
 ) -> None:
     model = build_model("llama", **MODELS["llama"][1])
     folder = save_model(model)
-    others = [o for o in ("_linear_pointwise", "_reorder_linear_weight") if o != operator]
-    present = {name: getattr(torch.ops.mkldnn, name) for name in others}
+    remaining = [o for o in ("_linear_pointwise", "_reorder_linear_weight") if o != operator]
+    present = {name: getattr(torch.ops.mkldnn, name) for name in remaining}
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**present))
     sequences = ids_of_lengths(9, 1, 23)
     with genlm.load_model(folder, backend="hf", device="cpu") as llm:
@@ -194,7 +194,7 @@ def test_layers_of_other_kinds_and_places_are_left_alone() -> None:
     weight = computed.weight.detach()
     del computed.weight
     computed.weight = weight  # type: ignore[assignment]
-    others = [
+    modules = [
         computed,
         Doubled(256, 256),
         hooked,
@@ -204,10 +204,10 @@ def test_layers_of_other_kinds_and_places_are_left_alone() -> None:
         torch.nn.Embedding(256, 256),
         torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(256, 256)),
     ]
-    weights = prepacked.PrepackedWeights(others)
+    weights = prepacked.PrepackedWeights(modules)
     assert weights.nbytes == 0
     with weights.activate():
-        assert [m for m in others if "forward" in vars(m)] == [hooked]
+        assert [m for m in modules if "forward" in vars(m)] == [hooked]
     assert "forward" in vars(hooked)
 
 

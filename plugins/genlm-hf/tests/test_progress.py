@@ -15,11 +15,11 @@ from genlm_hf.progress import hidden_progress_bars
 
 def bars_of(factory: Any, args: Any, kwargs: Any) -> Any:
     """A hook as programs install it: notes the bars, shows none."""
-    _seen.append(kwargs.get("desc"))
+    _descriptions.append(kwargs.get("desc"))
     return factory(*args, **kwargs | {"disable": True})
 
 
-_seen: list[str] = []
+_descriptions: list[str] = []
 
 
 def shows_bars(capfd: pytest.CaptureFixture[str]) -> bool:
@@ -40,12 +40,12 @@ def test_progress_shows_stages_and_the_bars_of_the_weights(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     genlm.load_model(folder, "hf", device="cpu", progress=True).close()
-    shown = capfd.readouterr().err
+    output = capfd.readouterr().err
     stages = ["importing hf", "config and tokenizer", "weights", "vocabulary"]
     stages += ["preparing and testing the execution path 'packed'", "first row", "ready"]
-    places = [shown.index(f"genlm: {stage} ") for stage in stages]
+    places = [output.index(f"genlm: {stage} ") for stage in stages]
     assert places == sorted(places)
-    assert "Loading weights" in shown[places[2] : places[3]]
+    assert "Loading weights" in output[places[2] : places[3]]
 
 
 def test_bars_stay_away_until_the_last_of_several_loads_is_done(
@@ -64,6 +64,6 @@ def test_a_programs_own_hook_stays_in_charge(folder: Path) -> None:
     assert logging.set_tqdm_hook(bars_of) is None
     try:
         HFEngine(folder, device="cpu").close()
-        assert "Loading weights" in _seen
+        assert "Loading weights" in _descriptions
     finally:
         assert logging.set_tqdm_hook(None) is bars_of

@@ -52,8 +52,8 @@ def quantised(path: Path, options: dict[str, Any]) -> Any:
     return model.requires_grad_(False)
 
 
-def largest_difference(rows: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(float((row - other).abs().max()) for row, other in zip(rows, others))
+def largest_difference(rows: list[torch.Tensor], other_rows: list[torch.Tensor]) -> float:
+    return max(float((row - other).abs().max()) for row, other in zip(rows, other_rows))
 
 
 @pytest.mark.parametrize("execution_path", ["packed", "slot_cache", "padded"])
@@ -129,10 +129,10 @@ def test_adapters_are_switched_and_leave_the_quantised_weights_as_they_are(
         model = peft.PeftModel.from_pretrained(quantised(path, options), tmp_path / name)
         oracles[name] = Oracle(model)
     rows = iter(answers(engine, [(ids, name) for name in oracles for ids in SEQUENCES]))
-    found = {name: [next(rows) for _ in SEQUENCES] for name in oracles}
+    rows_by_name = {name: [next(rows) for _ in SEQUENCES] for name in oracles}
     for name, oracle in oracles.items():
-        assert oracle.largest_error(SEQUENCES, found[name]) <= tolerance
-    assert largest_difference(found["red"], found["blue"]) > 2
+        assert oracle.largest_error(SEQUENCES, rows_by_name[name]) <= tolerance
+    assert largest_difference(rows_by_name["red"], rows_by_name["blue"]) > 2
     bare = engine._served.model
     engine.close()
     with torch.inference_mode():
@@ -158,8 +158,8 @@ def test_bitsandbytes_says_once_what_it_says_at_every_product(
     engine = HFEngine(path, device="cpu", dtype="float32", bitsandbytes_opts=IN_8_BIT)
     for _ in range(2):
         answers(engine, SEQUENCES)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == len(set(said))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(set(messages))
 
 
 def test_quantisation_without_its_library_says_how_to_install_it(

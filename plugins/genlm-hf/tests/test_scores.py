@@ -44,8 +44,8 @@ SERVED_BY = {
 
 def texts_of(*lengths: int) -> list[list[int]]:
     """Random texts, the later of which begin as the first does."""
-    first, *others = ids_of_lengths(*lengths)
-    return [first, *([*first[:10], *ids[10:]] for ids in others)]
+    first, *suffixes = ids_of_lengths(*lengths)
+    return [first, *([*first[:10], *ids[10:]] for ids in suffixes)]
 
 
 def query(query_id: int, ids: Ids, start: int, adapter: str | None = None) -> Query:
@@ -58,12 +58,12 @@ def scores_of(
     """Score texts step by step."""
     for query_id, (ids, start) in enumerate(zip(texts, starts, strict=True)):
         engine.submit(query(query_id, ids, start, adapter))
-    found: dict[int, Any] = {}
-    while len(found) < len(texts):
+    results: dict[int, Any] = {}
+    while len(results) < len(texts):
         for completion in engine.step():
             assert completion.error is None, completion.error
-            found[completion.query_id] = completion.result
-    return [found[i] for i in range(len(texts))]
+            results[completion.query_id] = completion.result
+    return [results[i] for i in range(len(texts))]
 
 
 def right_scores(model: Any, ids: Ids, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,10 +77,10 @@ def right_scores(model: Any, ids: Ids, start: int) -> tuple[torch.Tensor, torch.
 
 
 def largest_error(
-    model: Any, texts: Sequence[Ids], starts: Iterable[int], found: list[TokenScores]
+    model: Any, texts: Sequence[Ids], starts: Iterable[int], results: list[TokenScores]
 ) -> float:
     errors = []
-    for ids, start, scores in zip(texts, starts, found, strict=True):
+    for ids, start, scores in zip(texts, starts, results, strict=True):
         logprobs, is_top = right_scores(model, ids, start)
         assert scores.logprobs.dtype == torch.float32
         assert scores.is_top.tolist() == is_top.tolist()
@@ -132,10 +132,10 @@ def test_every_position_is_computed_once(llama: Any, tokenizer: Any, path: str) 
     texts = [[*prompt, *end] for end in ends]
     engine.cache_prefix(prompt, None)
     before = used(engine, "tokens_computed")
-    found = scores_of(engine, texts, [30] * 6)
+    results = scores_of(engine, texts, [30] * 6)
     # All but the last token of each, and the last of the prompt again, for its logits.
     assert used(engine, "tokens_computed") == before + 6 * 3 + 1
-    assert largest_error(llama, texts, [30] * 6, found) <= 1e-5
+    assert largest_error(llama, texts, [30] * 6, results) <= 1e-5
 
 
 def test_one_pass_scores_many_texts(llama: Any, tokenizer: Any) -> None:
@@ -150,15 +150,15 @@ def test_one_pass_scores_many_texts(llama: Any, tokenizer: Any) -> None:
 def test_a_pass_has_a_limited_number_of_logits(
     llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
-    llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    counts: list[int] = []
+    llama.lm_head.register_forward_hook(lambda module, args, out: counts.append(out.shape[1]))
     monkeypatch.setattr("genlm_hf.engine._LOGITS_PER_BATCH_ON_CPU", 25 * WIDTH)
     engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     texts, starts = texts_of(20, 24, 13, 70), [1, 7, 11, 1]
-    seen.clear()
+    counts.clear()
     scores = scores_of(engine, texts, starts)
-    assert max(seen) == 25
-    assert sum(seen) == sum(map(len, texts)) - sum(starts)
+    assert max(counts) == 25
+    assert sum(counts) == sum(map(len, texts)) - sum(starts)
     assert largest_error(llama, texts, starts, scores) <= 1e-5
 
 
@@ -178,21 +178,21 @@ def test_adapters_apply(base_and_adapters: Any, tokenizer: Any, path: str) -> No
     for name, (folder, _) in adapters.items():
         engine.add_adapter(name, folder)
     for name, model in [(None, base), *((n, model) for n, (_, model) in adapters.items())]:
-        found = scores_of(engine, texts, starts, name)
-        assert largest_error(model, texts, starts, found) <= 1e-5
+        results = scores_of(engine, texts, starts, name)
+        assert largest_error(model, texts, starts, results) <= 1e-5
 
 
 @pytest.fixture(scope="module")
 def base_and_adapters(tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = build_model("llama", **llama_settings())
-    found = {}
+    adapters = {}
     for seed, (name, layers) in enumerate(
         {"layers": ["q_proj", "down_proj"], "output": ["v_proj", "lm_head"]}.items()
     ):
         folder = tmp_path_factory.mktemp(name)
         model = make_adapter(base, folder, seed, target_modules=layers)
-        found[name] = (str(folder), model)
-    return base, found
+        adapters[name] = (str(folder), model)
+    return base, adapters
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -282,9 +282,9 @@ def test_one_text_that_overflows_fails_alone(llama: Any, tokenizer: Any) -> None
     good, bad = [i if i != 77 else 78 for i in good], [*bad[:10], 77, *bad[11:]]
     for query_id, ids in enumerate((good, bad, good[:-2])):
         engine.submit(query(query_id, ids, 1))
-    found = {each.query_id: each for each in engine.step()}
-    assert "not distributions" in str(found[1].error)
-    errors = [found[0].error, found[2].error]
+    by_query_id = {completion.query_id: completion for completion in engine.step()}
+    assert "not distributions" in str(by_query_id[1].error)
+    errors = [by_query_id[0].error, by_query_id[2].error]
     assert errors == [None, None]
 
 
@@ -298,8 +298,8 @@ def test_a_step_is_one_pass_of_one_kind(llama: Any, tokenizer: Any, path: str) -
     )
     contexts = ids_of_lengths(*[31] * 8)
     for query_id, ids in enumerate(contexts):
-        asked = query(query_id, ids, 1) if query_id % 2 else Query(query_id, tuple(ids))
-        engine.submit(asked)
+        request = query(query_id, ids, 1) if query_id % 2 else Query(query_id, tuple(ids))
+        engine.submit(request)
     steps = []
     for _ in range(4):
         before = used(engine, "forwards")
@@ -339,8 +339,8 @@ def test_callers_get_what_a_loop_over_rows_gives(folder: Path) -> None:
 
     texts = texts_of(30, 20, 15)
     with load_model(folder, "hf", device="cpu", dtype="float32") as llm:
-        found = asyncio.run(scores(llm, texts))
-        for ids, start, logprobs in zip(texts, [1, 5, 9], found, strict=True):
+        results = asyncio.run(scores(llm, texts))
+        for ids, start, logprobs in zip(texts, [1, 5, 9], results, strict=True):
             rows = llm.batch_next_token_logprobs_sync(
                 [ids[:end] for end in range(start, len(ids))]
             )
@@ -353,16 +353,16 @@ def test_the_rows_of_a_pass_are_not_copied_before_they_are_reduced(
     llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
-    made: list[torch.Tensor] = []
+    created: list[torch.Tensor] = []
 
     def record(*args: Any) -> torch.Tensor:
-        made.append(rows_from_logits(*args))
-        return made[-1]
+        created.append(rows_from_logits(*args))
+        return created[-1]
 
     for module in ("genlm.prefix.rows", "genlm.prefix.uncached"):
         monkeypatch.setattr(f"{module}.rows_from_logits", record)
     sequences = ids_of_lengths(5, 9, 7)
     rows = engine.evaluate([Query(i, tuple(ids)) for i, ids in enumerate(sequences)])
-    assert [each.data_ptr() for each in made] == [rows.data_ptr()]
+    assert [tensor.data_ptr() for tensor in created] == [rows.data_ptr()]
     for row, ids in zip(rows, sequences, strict=True):
         assert (row - alone(llama, ids)).abs().max() <= 1e-5

@@ -95,8 +95,8 @@ def test_embedding_rows_device_and_padding_come_from_the_model(llama: Any) -> No
     assert padding_id(llama.config, 320) == 0
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, 0), (-1, 0), (320, 0), (5, 5)])
-def test_padding_always_has_an_embedding(own: int | None, expected: int) -> None:
+@pytest.mark.parametrize(("pad_token_id", "expected"), [(None, 0), (-1, 0), (320, 0), (5, 5)])
+def test_padding_always_has_an_embedding(pad_token_id: int | None, expected: int) -> None:
     config = transformers.LlamaConfig()
-    config.pad_token_id = own
+    config.pad_token_id = pad_token_id
     assert padding_id(config, 320) == expected

@@ -61,7 +61,7 @@ def test_a_step_is_one_forward_pass(engine: HFEngine, llama: Any) -> None:
     submit(engine, contexts)
     steps = list(steps_of(engine))
     assert [ids_answered(step) for step in steps] == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    rows = {each.query_id: each.result for step in steps for each in step}
+    rows = {completion.query_id: completion.result for step in steps for completion in step}
     assert Oracle(llama).largest_error(contexts, [rows[i] for i in range(8)]) <= 1e-4
 
 
@@ -102,7 +102,7 @@ def test_a_population_that_fits_one_pass_is_one_step(engine: HFEngine, llama: An
         submit(engine, contexts)
         steps = [engine.step() for _ in range(5 if is_padded(engine) else 1)]
         assert engine.step() == []
-        rows = {each.query_id: each.result for step in steps for each in step}
+        rows = {completion.query_id: completion.result for step in steps for completion in step}
         assert oracle.largest_error(contexts, [rows[i] for i in range(10)]) <= 1e-4
         contexts = [[*ids, 5] for ids in contexts]
 
@@ -111,8 +111,8 @@ def test_a_context_longer_than_a_pass_takes_several_in_one_step(
     engine: HFEngine, llama: Any
 ) -> None:
     before = used(engine, "forwards")
-    long, *others = ids_of_lengths(120, 30, 30)
-    submit(engine, [long, *others])
+    long, *short = ids_of_lengths(120, 30, 30)
+    submit(engine, [long, *short])
     completions = engine.step()
     # 100 and 20 + 30 + 30, the 20 apart where pasts are padded; without a cache all at once.
     forwards = {"packed": 2, "slot_cache": 3, "padded": 1}[
@@ -148,22 +148,25 @@ def test_adapters_take_turns(build: Callable[[], HFEngine], llama: Any, tmp_path
     engine = build()
     for name in "rb":
         engine.add_adapter(name, str(tmp_path / name))
-    asked = [(ids, name) for ids in ids_of_lengths(9, 9, 9, 9) for name in (None, "r", "b")]
+    requests = [(ids, name) for ids in ids_of_lengths(9, 9, 9, 9) for name in (None, "r", "b")]
     queries: list[Query] = []
 
     def ask(ids: Sequence[int], adapter: str | None) -> None:
         queries.append(Query(len(queries), tuple(ids), adapter))
         engine.submit(queries[-1])
 
-    for ids, adapter in asked:
+    for ids, adapter in requests:
         ask(ids, adapter)
     served = []
     for _ in range(6):
         completions = engine.step()
-        served.append({queries[each.query_id].adapter for each in completions})
-        for each in completions:  # whoever is served asks again, before the others' turn
-            ids, adapter = queries[each.query_id].token_ids, queries[each.query_id].adapter
-            assert oracles[adapter].largest_error([ids], [each.result]) <= 1e-4
+        served.append({queries[completion.query_id].adapter for completion in completions})
+        for completion in completions:  # whoever is served asks again, before the others' turn
+            ids, adapter = (
+                queries[completion.query_id].token_ids,
+                queries[completion.query_id].adapter,
+            )
+            assert oracles[adapter].largest_error([ids], [completion.result]) <= 1e-4
             ask([*ids, 5], adapter)
     assert served == [{None}, {"r"}, {"b"}] * 2
 
@@ -192,8 +195,8 @@ def test_a_cancelled_population_holds_nobody_up_for_more_than_its_pass(
         await asyncio.to_thread(held.begun.wait, 60)
         for task in asking:
             task.cancel()
-        found = await asyncio.gather(*asking, return_exceptions=True)
-        assert all(isinstance(each, asyncio.CancelledError) for each in found)
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in results)
         late = asyncio.ensure_future(llm.next_token_logprobs(short))
         await asyncio.sleep(0)  # it is asked for
         held.let_go.set()
@@ -218,10 +221,10 @@ def test_closing_waits_for_no_more_than_the_pass_that_runs(
         asking = [asyncio.ensure_future(llm.next_token_logprobs(ids)) for ids in contexts]
         await asyncio.to_thread(held.begun.wait, 60)
         closing = asyncio.ensure_future(asyncio.to_thread(llm.close))
-        found = await asyncio.gather(*asking, return_exceptions=True)
+        results = await asyncio.gather(*asking, return_exceptions=True)
         held.let_go.set()
         await closing
-        return found
+        return results
 
     assert all(isinstance(each, Exception) for each in asyncio.run(main()))
     assert int(llm.statistics().engine["forwards"]) == int(before["forwards"]) + 1

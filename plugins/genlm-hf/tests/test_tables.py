@@ -42,10 +42,10 @@ def check(plan: PackedPlan, batch: TableBatch, paths: list[list[int]]) -> None:
     for group in plan.groups:
         for query, suffix in zip(group.members.tolist(), group.suffixes.tolist(), strict=True):
             path = paths[batch.rows[query]][: batch.positions[query] + 1]
-            found = [*group.prefix.tolist(), *suffix]
+            slots = [*group.prefix.tolist(), *suffix]
             assert len(group.prefix) < len(path)
-            assert found[: len(path)] == path
-            assert set(found[len(path) :]) <= {path[-1]}
+            assert slots[: len(path)] == path
+            assert set(slots[len(path) :]) <= {path[-1]}
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -57,9 +57,9 @@ def test_every_token_reads_the_slots_of_its_sequence(seed: int, tokens: int) -> 
     paths = list(begin)
     for _ in range(random.randrange(60)):  # each continues the beginning of another
         before = random.choice(paths)
-        kept = before[: random.randint(len(begin[0]), len(before))]
-        own = random.choice([0, 1, 40]) if tokens == 1 else 5
-        paths.append(kept + [next(numbers) for _ in range(own)])
+        stem = before[: random.randint(len(begin[0]), len(before))]
+        count = random.choice([0, 1, 40]) if tokens == 1 else 5
+        paths.append(stem + [next(numbers) for _ in range(count)])
     paths = [[*path, next(numbers), next(numbers), next(numbers)] for path in paths]
     trunk = random.choice([0, len(begin[0])])
     batch = batch_of(paths, trunk, tokens)

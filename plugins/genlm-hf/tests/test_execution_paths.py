@@ -80,9 +80,9 @@ def test_a_lost_private_name_is_a_warning_that_says_what_to_do(
         in warning
     )
     version = known_paths()["versions"]["transformers"]
-    assert f"'packed' with transformers {version} (installed:" in warning
+    assert f"this model family with transformers {version} (installed:" in warning
     assert "none of its configs has the attribute _attn_implementation_of_next" in warning
-    assert "Install the versions named" in warning
+    assert "Install these versions" in warning
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
     caplog.clear()
     HFEngine.from_model(llama, tokenizer, execution_path="slot_cache")

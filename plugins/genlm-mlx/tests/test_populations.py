@@ -37,7 +37,7 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: list[int] = []
         self.gathered: list[int] = []
-        run, gather = forward.SlotCacheForward.run_table, storage.KVStorage.gathered
+        run, gather = forward.SlotCacheForward.run_table, storage.KVStorage.gather
 
         def counted_run(own: Any, batch: TableBatch, adapter: str | None) -> Any:
             self.tokens.append(len(batch.tokens))
@@ -48,7 +48,7 @@ class Counted:
             return gather(own, layer, rows)
 
         monkeypatch.setattr(forward.SlotCacheForward, "run_table", counted_run)
-        monkeypatch.setattr(storage.KVStorage, "gathered", counted_gather)
+        monkeypatch.setattr(storage.KVStorage, "gather", counted_gather)
 
 
 @pytest.fixture

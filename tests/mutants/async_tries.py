@@ -13,12 +13,12 @@ from .mutant import core_fault
 
 @core_fault(
     ReductionEngine,
-    "_reduced",
+    "_reduce",
     found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
 )
-def rows_given_out_backwards(reduced):
+def rows_given_out_backwards(reduce):
     """Gives the rows of a batch to its callers in the opposite order."""
-    return lambda self, batch: reduced(self, batch)[::-1]
+    return lambda self, batch: reduce(self, batch)[::-1]
 
 
 @core_fault(
@@ -34,7 +34,7 @@ def dtypes_in_one_batch(step):
         for query in self._pending.values():
             alike.setdefault((query.operation, query.returns), []).append(query)
         self._pending = {}
-        return [answer for batch in alike.values() for answer in self._answers(batch)]
+        return [answer for batch in alike.values() for answer in self._completions(batch)]
 
     return broken
 
@@ -52,7 +52,7 @@ def operations_in_one_batch(step):
         for query in self._pending.values():
             alike.setdefault((query.returns, str(query.ws.dtype)), []).append(query)
         self._pending = {}
-        return [answer for batch in alike.values() for answer in self._answers(batch)]
+        return [answer for batch in alike.values() for answer in self._completions(batch)]
 
     return broken
 
@@ -69,17 +69,17 @@ def mass_as_maximum(_weight_sum):
 
 @core_fault(
     ReductionEngine,
-    "_reduced",
+    "_reduce",
     found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
 )
-def row_by_row(reduced):
+def row_by_row(reduce):
     """Reduces the rows of a batch one after another."""
-    return lambda self, batch: [row for query in batch for row in reduced(self, [query])]
+    return lambda self, batch: [row for query in batch for row in reduce(self, [query])]
 
 
 @core_fault(
     ReductionEngine,
-    "_answers",
+    "_completions",
     found_by="trie/test_async_trie.py::test_one_bad_request_fails_alone",
 )
 def one_error_for_the_batch(answers):
@@ -99,7 +99,7 @@ def one_error_for_the_batch(answers):
 
 @core_fault(
     AsyncTokenCharacterTrie,
-    "_answer",
+    "_request",
     found_by="trie/test_async_trie.py::test_a_cancelled_call_disturbs_no_other",
 )
 def one_leaves_and_all_must(answer):
@@ -119,7 +119,7 @@ def one_leaves_and_all_must(answer):
 
 @core_fault(
     AsyncTokenCharacterTrie,
-    "_answer",
+    "_request",
     found_by="trie/test_async_trie.py::test_a_cancelled_call_disturbs_no_other",
     hangs=True,
 )

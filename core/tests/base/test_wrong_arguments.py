@@ -237,7 +237,9 @@ def test_of_caches(bounds: tuple[Any, ...], error: type[Exception], message: str
 
 @pytest.mark.parametrize("value", [None, 3])
 def test_of_vocabularies(value: Any) -> None:
-    with pytest.raises(genlm.VocabularyError, match=f"found {value}; a trie is made of tokens"):
+    with pytest.raises(
+        genlm.VocabularyError, match=f"found {value}; a trie is built from tokens"
+    ):
         TokenCharacterTrie(value)
 
 

@@ -145,7 +145,7 @@ def test_a_trie_says_what_it_is_in_a_line() -> None:
     trie = TokenCharacterTrie(["a", "ab"])
     assert repr(trie) == "<TokenCharacterTrie: 2 tokens, 5 nodes>"
     assert repr(trie.layout) == "<TrieLayout: 2 tokens, 5 nodes>"
-    assert repr(trie.children) == "<an entry for each of 5 nodes, computed when it is read>"
+    assert repr(trie.children) == "<entries of 5 nodes, computed when read>"
     front = AsyncTokenCharacterTrie(trie)
     assert repr(front) == "<AsyncTokenCharacterTrie of <TokenCharacterTrie: 2 tokens, 5 nodes>>"
 

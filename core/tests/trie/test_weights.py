@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm import GenlmError, Token, TokenCharacterTrie, WeightsError
-from genlm.core.trie.weights import delivered
+from genlm.core.trie.weights import convert_result
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_batches_that_do_not_fit_are_described(trie, ws, message) -> None:
 
 def test_a_torch_result_lies_on_the_device_of_the_weights() -> None:
     rows = torch.zeros((1, 3), device="meta")  # a device that all machines have
-    assert delivered(np.zeros(4), "torch", rows).device.type == "meta"
+    assert convert_result(np.zeros(4), "torch", rows).device.type == "meta"
 
 
 def test_an_unknown_kind_of_result_is_refused(trie) -> None:

@@ -187,5 +187,5 @@ def test_plain_bytes_that_occur_twice_warn_before_they_are_refused():
 
 
 def test_what_is_no_vocabulary_is_refused_without_a_warning():
-    with pytest.raises(ValueError, match="a trie is made of"):
+    with pytest.raises(ValueError, match="a trie is built from"):
         TokenCharacterTrie(None)

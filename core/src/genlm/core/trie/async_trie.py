@@ -34,7 +34,7 @@ class Reduction:
 
 
 class ReductionEngine:
-    """Reduces submitted rows, those of one operation in one batch."""
+    """Reduces submitted rows; rows of one operation are one batch."""
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self._trie = trie
@@ -52,7 +52,9 @@ class ReductionEngine:
             # Only rows of one dtype and device can be stacked without conversion.
             kind = (getattr(query.ws, "dtype", None), str(getattr(query.ws, "device", "")))
             batches.setdefault((query.operation, query.returns, *kind), []).append(query)
-        return [answer for batch in batches.values() for answer in self._answers(batch)]
+        return [
+            completion for batch in batches.values() for completion in self._completions(batch)
+        ]
 
     def abort(self, query_id: int) -> None:
         """Remove a request from the next batch."""
@@ -62,18 +64,18 @@ class ReductionEngine:
         """Drop pending requests; the trie itself belongs to the caller."""
         self._pending.clear()
 
-    def _answers(self, batch: list[Reduction]) -> list[Completion]:
+    def _completions(self, batch: list[Reduction]) -> list[Completion]:
         """Reduce a batch; rows that raise fail alone."""
-        return completions_of(batch, Halving(self._reduced).results(batch))
+        return completions_of(batch, Halving(self._reduce).results(batch))
 
-    def _reduced(self, batch: list[Reduction]) -> list[Any]:
+    def _reduce(self, batch: list[Reduction]) -> list[Any]:
         first = batch[0]
         if len(batch) == 1:
             reduce_row = getattr(self._trie, f"weight_{first.operation}")
             return [reduce_row(first.ws, returns=first.returns)]
         reduce_rows = getattr(self._trie, f"batch_weight_{first.operation}")
         rows = reduce_rows([query.ws for query in batch], returns=first.returns)
-        # A view would keep the whole batch alive.
+        # A view would keep the memory of the whole batch.
         return [row.clone() if first.returns == "torch" else row.copy() for row in rows]
 
 
@@ -85,10 +87,10 @@ class AsyncTokenCharacterTrie:
     event loops and threads. Use as an async context manager, or call `cleanup`.
 
     Args:
-        trie: The trie that reduces; not copied. It may be used directly at the same time.
+        trie: The trie; not copied. It may be used directly at the same time.
 
     Attributes:
-        trie: As given.
+        trie: As above.
     """
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
@@ -127,26 +129,26 @@ class AsyncTokenCharacterTrie:
             returns: `"torch"` for a tensor on the device of the weights.
 
         Returns:
-            One value for each node; owned by the caller.
+            One value for each node; the caller owns the result.
 
         Raises:
             WeightsError: The weights have another shape, or are not real numbers.
             EvaluationError: The trie raised `__cause__` for this request.
             EngineClosedError: `shutdown` or `cleanup` was called before the result.
         """
-        return await self._answer(ws, "sum", returns)
+        return await self._request(ws, "sum", returns)
 
     async def weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
         """Find the largest weight below every node; as `weight_sum`."""
-        return await self._answer(ws, "max", returns)
+        return await self._request(ws, "max", returns)
 
     async def weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
         """Add log-weights below every node, in the log domain; as `weight_sum`."""
-        return await self._answer(ws, "logsumexp", returns)
+        return await self._request(ws, "logsumexp", returns)
 
     def start(self) -> None:
         """Start the worker thread if it is not running; the first call does so as well."""
-        self._running()
+        self._running_scheduler()
 
     async def cleanup(self) -> None:
         """Fail pending calls with `EngineClosedError` and stop the worker thread.
@@ -173,12 +175,12 @@ class AsyncTokenCharacterTrie:
     async def __aexit__(self, *exception: object) -> None:
         await self.cleanup()
 
-    async def _answer(self, ws: Any, operation: Operation, returns: Returns) -> Any:
+    async def _request(self, ws: Any, operation: Operation, returns: Returns) -> Any:
         check_returns(returns)
         query = Reduction(next(self._ids), ws, operation, returns)
-        return await self._running().answer(query)
+        return await self._running_scheduler().answer(query)
 
-    def _running(self) -> Scheduler[ReductionEngine]:
+    def _running_scheduler(self) -> Scheduler[ReductionEngine]:
         with self._lock:
             if self._scheduler is None:
                 trie = self.trie

@@ -1,8 +1,8 @@
 """Gathering in machine code that numba compiles.
 
-Most of a reduction's time goes into reading values by index. Compiled code takes half as
-long as numpy for that: indices are half as wide, and values are converted as they are
-read. Everything else is that of `reductions`, so the results are equal bit for bit.
+A reduction spends most of its time on reading values by index. Compiled code takes half as long
+as numpy for this: indices are half as wide, and values are converted as they are read. The
+other operations are those of `reductions`, so the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from genlm.core.trie.reductions import Floats, Take
 __all__ = ["compiled_take", "use_compiled"]
 
 COMPILED_FROM_NODES = 200_000
-"""Nodes from which a trie is compiled by default, those of a vocabulary of 50,000 tokens.
-Importing numba and compiling take a second or two, once a process. Compiled code saves
-about 0.07 ms a row at this size and 0.2 to 0.5 ms at 128,000 tokens, so that pays after
-some 20,000 rows and 5,000 rows."""
+"""Number of nodes from which on a trie is compiled by default: about 50,000 tokens.
+Importing numba and compiling take a second or two, once per process. Compiled code saves about
+0.07 ms per row at this size and 0.2 to 0.5 ms at 128,000 tokens, so compilation pays off after
+about 20,000 and 5,000 rows."""
 
 
 def use_compiled(compiled: bool | None, n_nodes: int) -> bool:
-    """Decide whether a trie gathers in machine code, and compile that if it does."""
+    """Decide whether a trie gathers in machine code, and compile the code if so."""
     if compiled is None and n_nodes < COMPILED_FROM_NODES:
         return False
     if compiled is not False:
@@ -42,10 +42,10 @@ def use_compiled(compiled: bool | None, n_nodes: int) -> bool:
 
 @cache
 def compiled_take() -> Take:
-    """Import numba and compile, for float32 and float64; about a second, once a process.
+    """Import numba and compile for float32 and float64, which takes about a second per process.
 
-    The indices are uint32, and their bounds are not checked. numba could keep the code in a
-    file; that would save a tenth of the time.
+    The indices are uint32, and their bounds are not checked. numba could store the code in a
+    file, which would save a tenth of the time.
     """
     import numba
 

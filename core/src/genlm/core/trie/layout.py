@@ -8,7 +8,7 @@ Nodes are numbered so that every child comes before its parent:
 
 * node `i < n_tokens` is the leaf of token `decode[i]`, an end-of-token edge below the
   node of the token's last symbol. Tokens with equal symbols have a leaf each;
-* nodes from `n_tokens` on are the prefixes, longest first; prefixes of one length are
+* nodes from `n_tokens` on are the prefixes, the longest first; prefixes of one length are
   sorted by their symbols, so the prefix children of a node are consecutive;
 * the last node is the root, the empty prefix.
 """
@@ -42,8 +42,8 @@ class TrieLayout:
             `child_start[p]` up to `child_start[p + 1]`, `(n_prefixes + 1,)`.
         symbol: Code of the symbol on the edge to each prefix, 0 for the root; uint8, uint16
             or uint32, `(n_prefixes,)`.
-        source: Index of each prefix's value, int64, `(n_prefixes,)`: a rank if one token is
-            below the prefix, else `n_tokens + k` for the k-th distinct interval. Prefixes
+        source: Index of each prefix's value, int64, `(n_prefixes,)`: a rank if only one token
+            is below the prefix, else `n_tokens + k` for the k-th distinct interval. Prefixes
             above the same tokens have the same source.
         distinct: A prefix of each distinct interval of two or more tokens, ascending in
             `lo`, longer intervals first.
@@ -125,23 +125,23 @@ class TrieLayout:
         order = sorted_order(symbols)
         lengths = symbols.lengths[order]
         levels, ends = _levels(symbols.codes, symbols.starts[order], lengths)
-        sizes = [len(each) for each in levels["lo"]]
+        sizes = [len(prefixes) for prefixes in levels["lo"]]
         # The longest prefixes get the lowest numbers, so that children precede parents.
         level = n + np.cumsum([0, *sizes[::-1]])[::-1]
         levels["parent"] = [
             place + base for place, base in zip(levels["parent"], [0, *level[1:-1]])
         ]
-        lo, hi, parent, symbol = (np.concatenate(each[::-1]) for each in levels.values())
+        lo, hi, parent, symbol = (np.concatenate(arrays[::-1]) for arrays in levels.values())
         rank = np.empty(n, dtype=np.int64)
         rank[order] = np.arange(n)
         whole = level[lengths + 1] + ends  # the prefix that equals the token of each rank
         children = np.bincount(parent[:-1] - n, minlength=len(parent))
-        # Prefixes above the same tokens share a value; the longest one represents them.
-        several = np.flatnonzero(hi - lo > 1)
-        keys = lo[several] * (n + 1) + (n - hi[several])
+        # Prefixes above the same tokens share a value; the longest prefix represents them.
+        intervals = np.flatnonzero(hi - lo > 1)
+        keys = lo[intervals] * (n + 1) + (n - hi[intervals])
         _, longest, which = np.unique(keys, return_index=True, return_inverse=True)
         source = lo.copy()
-        source[several] = n + which
+        source[intervals] = n + which
         fields: dict[str, npt.NDArray[Any]] = {
             "order": order,
             "lo": np.concatenate([rank, lo]),
@@ -150,7 +150,7 @@ class TrieLayout:
             "child_start": n + np.concatenate([[0], np.cumsum(children)]),
             "symbol": symbol,
             "source": source,
-            "distinct": n + several[longest],
+            "distinct": n + intervals[longest],
             "level": level,
         }
         for name, array in fields.items():
@@ -198,4 +198,4 @@ def _levels(
         levels["parent"].append(place[first])
         levels["symbol"].append(symbol[first])
         place = np.cumsum(begins) - 1
-        ends[ranks] = place  # those of longer prefixes replace it
+        ends[ranks] = place  # replaced by the places of longer prefixes

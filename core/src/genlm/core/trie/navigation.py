@@ -47,7 +47,7 @@ class NodeSequence(Sequence[T], Generic[T]):
         return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"<an entry for each of {len(self)} nodes, computed when it is read>"
+        return f"<entries of {len(self)} nodes, computed when read>"
 
 
 class NodeMapping(Mapping[int, T], Generic[T]):
@@ -109,35 +109,35 @@ class Navigation:
 
     def is_leaf(self, node: int) -> bool:
         """Whether the node is the leaf of a token."""
-        return self._checked(node) < self.layout.n_tokens
+        return self._check_node(node) < self.layout.n_tokens
 
     def interval(self, node: int) -> tuple[int, int]:
-        """The ranks `[lo, hi)` of the tokens below a node, in sorted order."""
-        node = self._checked(node)
+        """Return the ranks `[lo, hi)` of the tokens below a node, in sorted order."""
+        node = self._check_node(node)
         return int(self.layout.lo[node]), int(self.layout.hi[node])
 
     def parent(self, node: int) -> int | None:
-        """The parent of a node, None for the root."""
-        above = int(self.layout.parent[self._checked(node)])
-        return None if above < 0 else above
+        """Return the parent of a node, None for the root."""
+        parent = int(self.layout.parent[self._check_node(node)])
+        return None if parent < 0 else parent
 
     def child_prefixes(self, node: int) -> range:
-        """The children of a node except leaves, sorted by symbol."""
-        node = self._checked(node)
+        """Return the children of a node except leaves, sorted by symbol."""
+        node = self._check_node(node)
         if node < self.layout.n_tokens:
             return range(0)
         lo, hi = self.layout.child_start[node - self.layout.n_tokens :][:2].tolist()
         return range(lo, hi)
 
     def child_symbols(self, node: int) -> list[Any]:
-        """The edge symbol of each of `child_prefixes`; bytes are integers."""
+        """Return the edge symbol of each of `child_prefixes`; bytes are integers."""
         children = self.child_prefixes(node)
         n = self.layout.n_tokens
         codes = self.layout.symbol[max(children.start - n, 0) : max(children.stop - n, 0)]
         return symbols_of_codes(codes.tolist(), self.symbol_objects)
 
     def child(self, node: int, symbol: Any) -> int | None:
-        """The child of a node along a symbol, None if that prefix does not exist."""
+        """Return the child of a node along a symbol, None if that prefix does not exist."""
         code = int(symbol) if is_byte(symbol) else self._code_of.get(symbol)
         children = self.child_prefixes(node)
         if code is None or not children:
@@ -150,10 +150,10 @@ class Navigation:
         return children[place]
 
     def path(self, prefix: Iterable[Any]) -> list[int]:
-        """The nodes from the root along a prefix, up to the longest prefix that exists.
+        """Return the nodes from the root along a prefix, up to the longest existing prefix.
 
         Raises:
-            TypeError: A `str` for a trie of bytes.
+            TypeError: `prefix` is a `str` and the trie is over bytes.
         """
         if isinstance(prefix, str) and not self.symbol_objects:
             raise TypeError(f"the symbols of this trie are bytes: pass {prefix.encode()!r}")
@@ -167,22 +167,22 @@ class Navigation:
         return nodes
 
     def node_of(self, prefix: Iterable[Any]) -> int | None:
-        """The node of a prefix, None if no token starts with it.
+        """Return the node of a prefix, None if no token starts with it.
 
         Args:
             prefix: Bytes or an iterable of symbols.
 
         Raises:
-            TypeError: A `str` for a trie of bytes.
+            TypeError: `prefix` is a `str` and the trie is over bytes.
         """
         symbols = prefix if isinstance(prefix, (bytes, str)) else list(prefix)
         nodes = self.path(symbols)
         return nodes[-1] if len(nodes) == len(symbols) + 1 else None
 
     def prefix_of(self, node: int) -> list[Any]:
-        """The symbols from the root to a node; for a leaf, the symbols of its token."""
+        """Return the symbols from the root to a node; for a leaf, the symbols of its token."""
         symbols = []
-        node = self._checked(node)
+        node = self._check_node(node)
         n = self.layout.n_tokens
         while node != self.root:
             if node >= n:
@@ -191,8 +191,8 @@ class Navigation:
         return symbols_of_codes(reversed(symbols), self.symbol_objects)
 
     def tokens_at(self, node: int) -> npt.NDArray[np.int32]:
-        """The tokens equal to a node's prefix, whose leaves are its children; read-only."""
-        node = self._checked(node)
+        """Return the tokens equal to a node's prefix (leaves below the node); read-only."""
+        node = self._check_node(node)
         lo, hi = self.interval(node)
         children = self.child_prefixes(node)
         # A token sorts before its extensions.
@@ -200,11 +200,11 @@ class Navigation:
         return self.layout.order[lo:end]
 
     def tokens_below(self, node: int) -> npt.NDArray[np.int32]:
-        """The tokens that start with a node's prefix, in sorted order; read-only."""
+        """Return the tokens that start with a node's prefix, in sorted order. Read-only."""
         lo, hi = self.interval(node)
         return self.layout.order[lo:hi]
 
-    def _checked(self, node: int) -> int:
+    def _check_node(self, node: int) -> int:
         node = operator.index(node)
         if not 0 <= node < self.layout.n_nodes:
             raise IndexError(
@@ -278,8 +278,7 @@ def _edge_reader(
 ) -> Callable[[int], dict[Any, int]]:
     """Create the function that computes a node's edges.
 
-    It reads Python lists, with which a walk over all nodes takes a tenth of the time that
-    it takes with arrays.
+    It reads Python lists: a walk over all nodes takes a tenth of the time of one with arrays.
     """
     n = layout.n_tokens
     order, child_start = layout.order.tolist(), layout.child_start.tolist()
@@ -294,8 +293,8 @@ def _edge_reader(
         begin, end = lo[node], lo[first] if first < last else hi[node]
         if begin == end and last - first == 1:  # most nodes: one symbol, no token
             return {symbols[first - n]: first}
-        found: dict[Any, int] = {(None, leaf_label(leaf)): leaf for leaf in order[begin:end]}
-        found.update(zip(symbols[first - n : last - n], range(first, last)))
-        return found
+        children: dict[Any, int] = {(None, leaf_label(leaf)): leaf for leaf in order[begin:end]}
+        children.update(zip(symbols[first - n : last - n], range(first, last)))
+        return children
 
     return edges

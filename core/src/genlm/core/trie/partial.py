@@ -1,8 +1,8 @@
 """Partial reductions: weights of selected nodes without computing all nodes.
 
-The bounds of the nodes' intervals split the ranks below them into pieces. The weight of
-each token is read once, even if several of the nodes are above it; nested nodes are
-combined from the pieces. Time is O(tokens below + nodes log nodes) for each row.
+The bounds of the nodes' intervals divide the ranks below the nodes into pieces. The weight of
+each token is read once, even if several of the nodes are above it; nested nodes are combined
+from the pieces. The time is O(tokens below + nodes log nodes) for each row.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def partial_weights(
         return weights
     bounds = np.unique(np.concatenate([lo, hi]))
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        pieces = _pieces(weights, bounds[:-1], np.diff(bounds), operation)
+        pieces = _reduce_pieces(weights, bounds[:-1], np.diff(bounds), operation)
         first, last = np.searchsorted(bounds, lo), np.searchsorted(bounds, hi)
         if (last - first == 1).all():
             return pieces[:, first].astype(weights.dtype, copy=False)
-        return _combined(pieces, first, last, _COMBINE[operation]).astype(weights.dtype)
+        return _combine_pieces(pieces, first, last, _COMBINE[operation]).astype(weights.dtype)
 
 
-def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation) -> Floats:
-    """Reduce each piece, a run of adjacent columns, in float64."""
+def _reduce_pieces(
+    rows: Floats, offset: Indices, sizes: Indices, operation: Operation
+) -> Floats:
+    """Reduce each piece, which consists of adjacent columns, in float64."""
     values = rows.astype(np.float64)
     if operation == "sum":
         return np.add.reduceat(values, offset, axis=1)
@@ -56,7 +58,7 @@ def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation)
     return result
 
 
-def _combined(pieces: Floats, first: Indices, last: Indices, combine: np.ufunc) -> Floats:
+def _combine_pieces(pieces: Floats, first: Indices, last: Indices, combine: np.ufunc) -> Floats:
     """Combine the pieces `[first, last)` of each node over a segment tree of the pieces."""
     n = pieces.shape[1]
     slots = np.empty((len(pieces), 2 * n))

@@ -1,4 +1,4 @@
-"""Registers the token trie on numpy, under its own name and the published one."""
+"""Registers the token trie on numpy, under its name and the name in genlm-backend."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reductions over all nodes of a trie, in numpy.
 
-The segment tree is filled level by level with array operations, then every interval of the
-trie is combined from its pieces. No value is ever subtracted and only weights below a node
-enter it, so sums keep their digits whatever the distribution, and an infinity or nan
-reaches only the nodes above its token.
+Array operations fill the segment tree level by level; then every interval of the trie is
+combined from its pieces. No value is subtracted, and the value of a node depends only on the
+weights below it, so sums are precise for every distribution, and an infinity or NaN affects
+only the nodes above its token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Workspace:
     Allocating memory takes longer than the arithmetic.
 
     Attributes:
-        tree: As given.
+        tree: Segment tree of the trie.
         slots: Values of the slots that `SegmentTree` describes.
         intervals: The part of `slots` for the distinct intervals.
     """
@@ -47,7 +47,7 @@ class Workspace:
         self.slots: Floats = np.empty(tree.n_slots, dtype)
         n = len(tree.order)
         self.intervals = self.slots[2 * n :]
-        self._further: Floats = np.empty(max(map(len, tree.pieces[1:]), default=0), dtype)
+        self._operands: Floats = np.empty(max(map(len, tree.pieces[1:]), default=0), dtype)
         self._converted = np.empty(tree.n_slots - n)  # viewed as any dtype
 
     def take(self, values: Floats, indices: Indices, out: Floats) -> None:
@@ -66,7 +66,7 @@ class Workspace:
         """Copy a row to the leaves of the result and, in sorted order, to the ranks."""
         n = len(row)
         out[:n] = row
-        # Gathered from the copy, which is in the cache; the row itself may not be.
+        # Gathering from the copy, which is in the CPU's cache; the row may not be.
         self.take(out[:n], self.tree.order, self.slots[n : 2 * n])
 
     def combine(self, function: Callable[..., Any]) -> None:
@@ -75,16 +75,16 @@ class Workspace:
             pairs = self.slots[2 * low : 2 * high]
             function(pairs[::2], pairs[1::2], out=self.slots[low:high])
         for turn, piece in enumerate(self.tree.pieces):
-            known = self.intervals[: len(piece)]
+            values = self.intervals[: len(piece)]
             if turn:
-                further = self._further[: len(piece)]
-                self.take(self.slots, piece, further)
-                function(known, further, out=known)
+                operands = self._operands[: len(piece)]
+                self.take(self.slots, piece, operands)
+                function(values, operands, out=values)
             else:
-                self.take(self.slots, piece, known)
+                self.take(self.slots, piece, values)
 
     def spread(self, out: Floats) -> None:
-        """Write every prefix's value from its slot."""
+        """Copy the value of every prefix from its slot to the result."""
         n = len(self.tree.order)
         self.take(self.slots[n:], self.tree.source, out[n:])
 
@@ -98,7 +98,7 @@ def reduce_rows(
 ) -> None:
     """Reduce each row of weights over all nodes.
 
-    A row's result depends on that row alone.
+    The result of a row does not depend on the other rows.
 
     Args:
         tree: Segment tree of the trie.
@@ -110,13 +110,13 @@ def reduce_rows(
     dtype = rows.dtype if operation == "max" else np.dtype(np.float64)
     workspace = Workspace(tree, dtype, compiled_take)
     reduce_row = _REDUCE[operation]
-    # Infinities and nan are valid results, and a sum may exceed float32.
+    # Infinities and NaN are valid results, and a sum may exceed float32.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for row, nodes in zip(rows, out, strict=True):
             reduce_row(workspace, row, nodes)
 
 
-def _combined(function: np.ufunc, workspace: Workspace, row: Floats, out: Floats) -> None:
+def _reduce_by(function: np.ufunc, workspace: Workspace, row: Floats, out: Floats) -> None:
     workspace.load(row, out)
     workspace.combine(function)
     workspace.spread(out)
@@ -146,9 +146,9 @@ def _logsumexp_in_range(workspace: Workspace, row: Floats, top: float, out: Floa
 
 
 def _logsumexp_shifted(workspace: Workspace, row: Floats, out: Floats) -> None:
-    """Shift each slot by its own largest weight.
+    """Shift each slot by its largest weight.
 
-    No exponential overflows, and a small node beside a large one keeps its digits.
+    No exponential overflows, and the value of a small node is precise beside a large one.
     """
     tree, tops = workspace.tree, workspace.slots
     workspace.load(row, out)
@@ -164,14 +164,14 @@ def _logsumexp_shifted(workspace: Workspace, row: Floats, out: Floats) -> None:
     top = finite[2 * len(row) :]
     relative = np.zeros_like(top)
     for piece in tree.pieces:
-        known = slice(len(piece))
-        relative[known] += sums[piece] * np.exp(tops[piece] - top[known])
+        intervals = slice(len(piece))
+        relative[intervals] += sums[piece] * np.exp(tops[piece] - top[intervals])
     workspace.intervals += np.log(relative)
     workspace.spread(out)
 
 
 _REDUCE: Mapping[Operation, Callable[[Workspace, Floats, Floats], None]] = {
-    "sum": partial(_combined, np.add),
-    "max": partial(_combined, np.maximum),
+    "sum": partial(_reduce_by, np.add),
+    "max": partial(_reduce_by, np.maximum),
     "logsumexp": _logsumexp,
 }

@@ -1,4 +1,4 @@
-"""The segment tree over a trie's sorted tokens, as index arrays.
+"""The segment tree over the sorted tokens of a trie, as index arrays.
 
 A segment tree is a binary tree over a sequence, here the tokens' weights in sorted order.
 Each interval of the sequence is the union of at most `2 log2(n_tokens)` of its nodes, the
@@ -22,7 +22,7 @@ Indices = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class SegmentTree:
-    """Which values to combine for each node of a trie; computed once for a layout.
+    """Indices of the values that each node of a trie combines; computed once for a layout.
 
     A workspace stores the tree in heap order (slot 1 is its root, slots `n` to `2n` are the
     ranks, slot 0 is unused), followed by one slot for each distinct interval, in descending
@@ -53,7 +53,7 @@ class SegmentTree:
         count = np.bincount(interval, minlength=len(lo))
         most_first = np.argsort(-count, kind="stable")
         start = (np.cumsum(count) - count)[most_first]
-        having = [np.count_nonzero(count > k) for k in range(count.max(initial=0))]
+        n_longer = [np.count_nonzero(count > k) for k in range(count.max(initial=0))]
         place = np.empty(n + len(lo), dtype=np.int64)
         place[:n] = np.arange(n)
         place[n + most_first] = np.arange(n, n + len(lo))
@@ -62,12 +62,12 @@ class SegmentTree:
             order=layout.order.astype(index_type),
             source=place[layout.source].astype(index_type, copy=False),
             levels=tuple(levels),
-            pieces=tuple(piece[start[:many] + k] for k, many in enumerate(having)),
+            pieces=tuple(piece[start[:number] + k] for k, number in enumerate(n_longer)),
         )
 
     @property
     def n_slots(self) -> int:
-        """Slots of a workspace."""
+        """Number of slots of a workspace."""
         return 2 * len(self.order) + max(map(len, self.pieces), default=0)
 
 
@@ -80,15 +80,15 @@ def interval_pieces(
         Interval and slot of each piece, int64; the pieces of an interval are adjacent.
     """
     lo, hi = lo.astype(np.int64) + n, hi.astype(np.int64) + n
-    which = np.arange(len(lo))
-    intervals, slots = [which[:0]], [which[:0]]
-    while len(which):
+    index = np.arange(len(lo))
+    intervals, slots = [index[:0]], [index[:0]]
+    while len(index):
         at_lo, at_hi = lo & 1 == 1, hi & 1 == 1
-        intervals += [which[at_lo], which[at_hi]]
+        intervals += [index[at_lo], index[at_hi]]
         slots += [lo[at_lo], hi[at_hi] - 1]
         lo, hi = (lo + 1) >> 1, hi >> 1
-        left = lo < hi
-        which, lo, hi = which[left], lo[left], hi[left]
+        is_open = lo < hi
+        index, lo, hi = index[is_open], lo[is_open], hi[is_open]
     interval, slot = np.concatenate(intervals), np.concatenate(slots)
     adjacent = np.argsort(interval, kind="stable")
     return interval[adjacent], slot[adjacent]

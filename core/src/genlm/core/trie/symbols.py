@@ -1,7 +1,7 @@
 """Vocabulary items as sequences of symbols, and their sorted order.
 
-The symbols of `bytes` are their bytes; those of another item are the hashable objects that
-it iterates over: the characters of a string, or an end-of-sequence object that yields
+The symbols of `bytes` are their bytes; the symbols of another item are the hashable objects
+over which it iterates: the characters of a string, or an end-of-sequence object that yields
 itself. The code of a byte is its value; other symbols have codes from 256 on, in order of
 appearance.
 """
@@ -35,7 +35,7 @@ class Symbols:
     """The symbols of all items, concatenated.
 
     Attributes:
-        codes: Code of every symbol; uint8 if all are bytes, else uint16 or uint32.
+        codes: Code of every symbol; uint8 if all symbols are bytes, else uint16 or uint32.
         lengths: Number of symbols of each item, int64, `(items,)`.
         objects: The symbols other than bytes; the first has code 256.
     """
@@ -72,11 +72,13 @@ class Symbols:
         dtype = np.uint16 if FIRST_OBJECT + len(code_of) <= 1 << 16 else np.uint32
         codes = np.empty(int(lengths.sum()), dtype)
         is_bytes = np.array([isinstance(word, bytes) for word in words], dtype=bool)
-        of_bytes = np.repeat(is_bytes, lengths)
-        codes[of_bytes] = np.frombuffer(
+        is_byte_code = np.repeat(is_bytes, lengths)
+        codes[is_byte_code] = np.frombuffer(
             b"".join(word for word in words if isinstance(word, bytes)), dtype=np.uint8
         )
-        codes[~of_bytes] = [c for word in words if not isinstance(word, bytes) for c in word]
+        codes[~is_byte_code] = [
+            code for word in words if not isinstance(word, bytes) for code in word
+        ]
         return cls(codes, lengths, tuple(code_of))
 
 
@@ -86,7 +88,7 @@ def is_byte(symbol: Any) -> bool:
 
 
 def item_key(item: Any) -> Hashable:
-    """The key of an item in `word2leaf`: `(bytes, id)` for a token, else the item itself."""
+    """Return the key of an item in `word2leaf`: `(bytes, id)` for a token, else the item."""
     token_id = getattr(item, "token_id", None)
     if isinstance(item, bytes) and token_id is not None:
         return bytes(item), token_id
@@ -95,7 +97,7 @@ def item_key(item: Any) -> Hashable:
 
 
 def _symbols_of(item: Any, position: int) -> list[Any]:
-    """The symbols of an item other than `bytes`."""
+    """Return the symbols of an item that is not `bytes`."""
     try:
         symbols = list(item)
         hash(tuple(symbols))
@@ -114,11 +116,11 @@ def _code(code_of: dict[Hashable, int], symbol: Any) -> int:
 
 
 def sorted_order(symbols: Symbols) -> npt.NDArray[np.int64]:
-    """Sort the items by their symbols' codes; equal items stay in their order.
+    """Sort the items by their symbols' codes; the sort is stable.
 
-    As many symbols as fit are packed into one 64-bit key, with their number in the low bits
-    so that a shorter item sorts before its extensions. Items with equal keys are compared
-    by their next symbols.
+    As many symbols as fit are packed into one 64-bit key, with their number in the low bits, so
+    that a shorter item sorts before its extensions. Items with equal keys are compared by their
+    next symbols.
     """
     width = symbols.codes.itemsize
     per_key = 8 // width - 1
@@ -129,7 +131,7 @@ def sorted_order(symbols: Symbols) -> npt.NDArray[np.int64]:
     offset = 0
     while len(tied):
         items = order[tied]
-        keys = _packed(symbols, starts[items] + offset, lengths[items] - offset, per_key)
+        keys = _pack_keys(symbols, starts[items] + offset, lengths[items] - offset, per_key)
         if offset:
             inner = np.lexsort((items, keys, group[tied]))
         else:
@@ -141,12 +143,12 @@ def sorted_order(symbols: Symbols) -> npt.NDArray[np.int64]:
         sizes = np.diff(np.append(first, len(tied)))
         group[tied] = np.repeat(tied[first], sizes)
         offset += per_key
-        unsettled = np.repeat(sizes > 1, sizes) & (lengths[order[tied]] > offset)
-        tied = tied[unsettled]
+        is_tied = np.repeat(sizes > 1, sizes) & (lengths[order[tied]] > offset)
+        tied = tied[is_tied]
     return order
 
 
-def _packed(
+def _pack_keys(
     symbols: Symbols,
     starts: npt.NDArray[np.int64],
     remaining: npt.NDArray[np.int64],
@@ -154,7 +156,7 @@ def _packed(
 ) -> npt.NDArray[np.uint64]:
     """Pack up to `per_key` symbols from each start, most significant first, and their number.
 
-    Items with more symbols than that have the number `per_key + 1`.
+    For items with more symbols the number is `per_key + 1`.
     """
     bits = 8 * symbols.codes.itemsize
     count = np.minimum(remaining, per_key + 1)

@@ -26,7 +26,7 @@ from genlm.core.trie.weights import (
     Returns,
     Rows,
     check_returns,
-    delivered,
+    convert_result,
     numpy_rows,
     read_rows,
 )
@@ -44,7 +44,7 @@ class TokenCharacterTrie(Navigation):
 
     Weights are never changed, and the caller owns the results. float32, bfloat16 and
     float16 give float32 results; float64 and integers give float64. Sums are computed in
-    float64 over a balanced tree, without subtraction. A nan or an infinity reaches only the
+    float64 over a balanced tree, without subtraction. A NaN or an infinity affects only the
     nodes above its token. Instances may be shared between threads.
 
     A trie for another device derives from this class and overrides `reduce_rows` and, for
@@ -52,7 +52,7 @@ class TokenCharacterTrie(Navigation):
 
     Args:
         decode: Tokens, bytes, or other iterables of hashable symbols (for example an
-            end-of-sequence object that yields itself); or an object with a `byte_vocab`.
+            end-of-sequence object that yields itself); or an object with `byte_vocab`.
         compiled: Whether reductions of all nodes use code compiled by numba, which gives
             equal results, bit for bit. None uses it for large tries (200,000 nodes, about
             50,000 tokens) if numba is installed; the first such trie of a process takes a
@@ -80,9 +80,9 @@ class TokenCharacterTrie(Navigation):
         """Visualise the trie with Graphviz.
 
         Args:
-            ws: The weight of each node, `(len(trie),)`, shown as colour; None shows the
-                number of tokens below.
-            max_nodes: Largest number of nodes to show, those of largest weight. Others are
+            ws: The weight of each node, `(len(trie),)`, shown as colour; by default the number
+                of tokens below the node.
+            max_nodes: Maximum number of nodes to show, those of largest weight. The others are
                 collapsed into one mark below their parent.
 
         Returns:
@@ -125,9 +125,9 @@ class TokenCharacterTrie(Navigation):
         return self.reduce(ws, "logsumexp", batch=False, returns=returns)
 
     def batch_weight_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Sum each of several rows of weights.
+        """Sum the weights of several rows.
 
-        A row's result does not depend on the rows beside it.
+        The result of a row does not depend on the other rows.
 
         Args:
             ws: `(rows, len(decode))`, numpy or torch, or a sequence of rows.
@@ -154,7 +154,7 @@ class TokenCharacterTrie(Navigation):
         check_returns(returns)
         rows = read_rows(ws, self.layout.n_tokens, (2,) if batch else (1,))
         values = self.reduce_rows(rows, operation)
-        return delivered(values if batch else values[0], returns, rows)
+        return convert_result(values if batch else values[0], returns, rows)
 
     def reduce_rows(self, rows: Rows, operation: Operation) -> Rows:
         """Reduce rows over all nodes; a trie for another device overrides it.
@@ -165,7 +165,7 @@ class TokenCharacterTrie(Navigation):
             operation: `"sum"`, `"max"` or `"logsumexp"`.
 
         Returns:
-            `(rows, n_nodes)`, numpy or torch, in memory of its own. numpy is converted to a
+            `(rows, n_nodes)`, numpy or torch, in separate memory. numpy is converted to a
             tensor on the device of the weights if the caller requested a tensor.
         """
         weights = numpy_rows(rows)
@@ -226,10 +226,10 @@ class TokenCharacterTrie(Navigation):
     ) -> Any:
         """Implement the three methods above."""
         check_returns(returns)
-        valid = self._valid(nodes)
+        valid = self._node_array(nodes)
         rows = read_rows(ws, self.layout.n_tokens, (1, 2))
         values = self.reduce_nodes(rows, valid, operation)
-        return delivered(values[0] if np.ndim(ws) == 1 else values, returns, rows)
+        return convert_result(values[0] if np.ndim(ws) == 1 else values, returns, rows)
 
     def reduce_nodes(
         self, rows: Rows, nodes: npt.NDArray[np.int64], operation: Operation
@@ -237,33 +237,33 @@ class TokenCharacterTrie(Navigation):
         """Reduce rows over some nodes that exist, `(rows, len(nodes))`; see `reduce_rows`."""
         return partial_weights(self.layout, rows, nodes, operation)
 
-    def _valid(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        chosen = np.asarray(nodes)
-        if chosen.dtype.kind not in "iu" and chosen.size:
+    def _node_array(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        array = np.asarray(nodes)
+        if array.dtype.kind not in "iu" and array.size:
             raise TypeError(f"nodes must be integers; found {nodes!r}")
-        chosen = chosen.astype(np.int64, copy=False).reshape(-1)
-        if len(chosen):
-            self._checked(int(chosen.min()))
-            self._checked(int(chosen.max()))
-        return chosen
+        array = array.astype(np.int64, copy=False).reshape(-1)
+        if len(array):
+            self._check_node(int(array.min()))
+            self._check_node(int(array.max()))
+        return array
 
 
 def _items(vocabulary: Any) -> list[Any]:
     items = getattr(vocabulary, "byte_vocab", vocabulary)
     if not isinstance(items, Iterable):
         raise VocabularyError(
-            f"found {vocabulary!r}; a trie is made of tokens or bytes, or of an object "
-            f"with a byte_vocab"
+            f"found {vocabulary!r}; a trie is built from tokens or bytes, or from an object "
+            f"with byte_vocab"
         )
     return list(items)
 
 
 def _check_distinct(decode: Sequence[Any], layout: TrieLayout) -> None:
-    """Raise `VocabularyError` if an item occurs twice: equal items are adjacent if sorted."""
+    """Raise `VocabularyError` if an item occurs twice; equal items are adjacent if sorted."""
     end = layout.parent[layout.order]
-    alike = np.flatnonzero(end[1:] == end[:-1])
+    equal = np.flatnonzero(end[1:] == end[:-1])
     position_of: dict[Hashable, int] = {}
-    ranks = np.union1d(alike, alike + 1)
+    ranks = np.union1d(equal, equal + 1)
     for position in np.sort(layout.order[ranks]).tolist():
         key = item_key(decode[position])
         first = position_of.setdefault(key, position)

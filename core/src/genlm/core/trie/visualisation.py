@@ -22,18 +22,18 @@ __all__ = ["dot_source", "edge_label", "node_values", "visible_nodes"]
 
 Values: TypeAlias = npt.NDArray[np.float64]
 
-MOST_CHILDREN = 16
-"""Children of one node beyond this number are collapsed, those of least weight first."""
+MAX_CHILDREN = 16
+"""Maximum number of visible children of a node, those of largest weight."""
 
 
 def node_values(trie: Navigation, ws: Any) -> Values:
-    """Values to show: the weights given for each node, or the number of tokens below it."""
+    """Return the values to show: the weight of each node, or the number of tokens below it."""
     if ws is None:
         below: Values = np.subtract(trie.layout.hi, trie.layout.lo, dtype=np.float64)
         return below
     try:
-        given: Values = numpy_rows(read_rows(ws, len(trie), (1,)))[0]
-        return given.astype(np.float64)
+        weights: Values = numpy_rows(read_rows(ws, len(trie), (1,)))[0].astype(np.float64)
+        return weights
     except WeightsError as error:
         raise WeightsError(
             f"one weight for each of the {len(trie)} nodes, as weight_sum returns them",
@@ -47,26 +47,26 @@ def visible_nodes(
     """Choose the nodes to show, largest values first, at most `max_nodes`.
 
     Returns:
-        For each prefix that is shown, its children that are shown, and the number of tokens
-        below its other children.
+        For each visible prefix, its visible children, and the number of tokens below its other
+        children.
     """
     room = checked_integer("max_nodes", max_nodes, 1) - 1
-    found: dict[int, tuple[list[int], int]] = {}
+    visible: dict[int, tuple[list[int], int]] = {}
     order = itertools.count()
-    waiting = [(0.0, next(order), trie.root)]
-    while waiting:
-        _, _, node = heapq.heappop(waiting)
+    queue = [(0.0, next(order), trie.root)]
+    while queue:
+        _, _, node = heapq.heappop(queue)
         children = [*trie.tokens_at(node).tolist(), *trie.child_prefixes(node)]
         descending = sorted(children, key=lambda child: -_rank(float(values[child])))
-        kept = set(descending[: min(MOST_CHILDREN, room)])
-        room -= len(kept)
-        collapsed = [trie.interval(child) for child in children if child not in kept]
-        shown = [child for child in children if child in kept]
-        found[node] = shown, sum(hi - lo for lo, hi in collapsed)
-        for child in shown:
+        largest = set(descending[: min(MAX_CHILDREN, room)])
+        room -= len(largest)
+        collapsed = [trie.interval(child) for child in children if child not in largest]
+        visible_children = [child for child in children if child in largest]
+        visible[node] = visible_children, sum(hi - lo for lo, hi in collapsed)
+        for child in visible_children:
             if not trie.is_leaf(child):
-                heapq.heappush(waiting, (-_rank(float(values[child])), next(order), child))
-    return found
+                heapq.heappush(queue, (-_rank(float(values[child])), next(order), child))
+    return visible
 
 
 def dot_source(
@@ -74,11 +74,11 @@ def dot_source(
 ) -> str:
     """Format the visible nodes in Graphviz's language; saturation shows the value."""
     lines = ["digraph trie {", "  rankdir=LR;", '  node [style="filled,rounded" shape=box];']
-    shown = [trie.root, *(child for children, _ in visible.values() for child in children)]
-    largest = max(abs(float(values[node])) for node in shown)
-    waiting = [trie.root]
-    while waiting:
-        node = waiting.pop()
+    nodes = [trie.root, *(child for children, _ in visible.values() for child in children)]
+    largest = max(abs(float(values[node])) for node in nodes)
+    stack = [trie.root]
+    while stack:
+        node = stack.pop()
         prefix = "root" if node == trie.root else _readable(trie.prefix_of(node))
         label = json.dumps(f"{prefix}\n{values[node]:.4g}", ensure_ascii=False)
         share = (
@@ -97,7 +97,7 @@ def dot_source(
             more = f"… {collapsed} more token{'' if collapsed == 1 else 's'}"
             lines.append(f'  collapsed{node} [label="{more}" style=dashed];')
             lines.append(f"  n{node} -> collapsed{node} [style=dashed];")
-        waiting.extend(reversed(children))
+        stack.extend(reversed(children))
     return "\n".join([*lines, "}"]) + "\n"
 
 

@@ -16,7 +16,7 @@ from genlm.core.base.errors import WeightsError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Returns", "Rows", "check_returns", "delivered", "numpy_rows", "read_rows"]
+__all__ = ["Returns", "Rows", "check_returns", "convert_result", "numpy_rows", "read_rows"]
 
 Returns = Literal["numpy", "torch"]
 """Type of a result: a numpy array, or a torch tensor on the device of the weights."""
@@ -31,10 +31,10 @@ def check_returns(returns: Returns) -> None:
 
 
 def read_rows(ws: Any, n_tokens: int, dimensions: tuple[int, ...]) -> Rows:
-    """Check weights and return them as rows, in their own dtype and on their device.
+    """Check weights and return them as rows, with the same dtype and device.
 
     Args:
-        ws: A numpy array, a torch tensor or a sequence of numbers or rows. Rows of several
+        ws: A numpy array, a torch tensor, or a sequence of numbers or rows. Rows on several
             devices are copied to the host.
         n_tokens: The required number of columns.
         dimensions: The allowed numbers of dimensions.
@@ -45,19 +45,21 @@ def read_rows(ws: Any, n_tokens: int, dimensions: tuple[int, ...]) -> Rows:
     Raises:
         WeightsError: The weights have another shape, or are not real numbers.
     """
-    rows = _stacked(ws, n_tokens) if dimensions == (2,) and isinstance(ws, list | tuple) else ws
+    rows = (
+        _stack_rows(ws, n_tokens) if dimensions == (2,) and isinstance(ws, list | tuple) else ws
+    )
     rows = _array_like(rows)
     shape = tuple(rows.shape)
     if len(shape) not in dimensions or shape[-1] != n_tokens:
-        wanted = [("rows", n_tokens) if d == 2 else (n_tokens,) for d in dimensions]
+        expected = [("rows", n_tokens) if d == 2 else (n_tokens,) for d in dimensions]
         raise WeightsError(
-            f"weights of shape {' or '.join(map(_shape, wanted))}", f"shape {_shape(shape)}"
+            f"weights of shape {' or '.join(map(_shape, expected))}", f"shape {_shape(shape)}"
         )
     if rows.is_complex() if _is_tensor(rows) else rows.dtype.kind not in "fiub":
-        found = str(rows.dtype).removeprefix("torch.")
-        raise WeightsError("real numbers", f"values of type {found}")
-    checked: Rows = rows if rows.ndim == 2 else rows[None]
-    return checked
+        dtype = str(rows.dtype).removeprefix("torch.")
+        raise WeightsError("real numbers", f"values of type {dtype}")
+    matrix: Rows = rows if rows.ndim == 2 else rows[None]
+    return matrix
 
 
 def numpy_rows(
@@ -81,7 +83,7 @@ def numpy_rows(
     return array.astype(np.float32 if small else np.float64, copy=False)
 
 
-def delivered(values: Rows, returns: Returns, rows: Rows) -> Any:
+def convert_result(values: Rows, returns: Returns, rows: Rows) -> Any:
     """Convert a result to the requested type; numpy goes to the device of the weights."""
     if returns == "numpy":
         return values.cpu().numpy() if _is_tensor(values) else values
@@ -109,7 +111,7 @@ def _array_like(ws: Any) -> Any:
         ) from error
 
 
-def _stacked(rows: list[Any] | tuple[Any, ...], n_tokens: int) -> Any:
+def _stack_rows(rows: list[Any] | tuple[Any, ...], n_tokens: int) -> Any:
     """Stack a sequence of rows into one array or tensor."""
     arrays = [_array_like(row) for row in rows]
     for position, row in enumerate(arrays):

@@ -16,13 +16,13 @@ __all__ = ["DecoderChain", "UnknownStepError"]
 Piece = str | bytes
 """A token between two steps: text, or bytes after a step that produces bytes."""
 
-# The byte alphabet of GPT-2 (`bytes_to_unicode`): printable Latin-1 characters are their own
-# bytes, the 68 other bytes are the characters from U+0100 on.
+# The byte alphabet of GPT-2 (`bytes_to_unicode`): printable Latin-1 characters stand for their
+# bytes, the characters from U+0100 on for the 68 other bytes.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 # Latin-1 characters outside the alphabet become U+FFFF, which Latin-1 cannot encode.
-_BYTE_OF_CHARACTER = dict.fromkeys(_OTHERS, 0xFFFF) | {
-    0x100 + position: byte for position, byte in enumerate(_OTHERS)
+_BYTE_OF_CHARACTER = dict.fromkeys(_UNPRINTABLE, 0xFFFF) | {
+    0x100 + position: byte for position, byte in enumerate(_UNPRINTABLE)
 }
 
 # As the library: six characters, of which Rust's u8::from_str_radix parses two.
@@ -68,7 +68,7 @@ class DecoderChain:
         """Decode each token as if it were between two others."""
         pieces: list[Piece] = list(tokens)
         for function in self._maps:
-            # Each step over all tokens, because one call decodes a whole vocabulary.
+            # Every step processes all tokens, because one call decodes a whole vocabulary.
             pieces = [function(piece) if isinstance(piece, str) else piece for piece in pieces]
         return [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
 
@@ -89,7 +89,7 @@ class DecoderChain:
             self._require_separate_tokens(kind)
             self._maps.append(_WORD_STEPS[kind](step))
         else:
-            raise UnknownStepError(f"decoder step {kind!r}, which is not known")
+            raise UnknownStepError(f"unknown decoder step {kind!r}")
 
     def _append_strip(self, step: Mapping[str, Any]) -> None:
         # After Fuse, only the ends of the whole text are stripped.
@@ -108,9 +108,9 @@ class DecoderChain:
             raise UnknownStepError(f"decoder step Replace with the pattern {step['pattern']}")
         # A single character cannot span two tokens, and after ByteFallback a byte token cannot
         # be a character outside ASCII. ByteLevel has already converted everything to bytes.
-        apart = not self._fused and self._byte_step is None
-        single = len(pattern) == 1 and (self._byte_step is None or not pattern.isascii())
-        if not (apart or single) or not pattern or self._byte_step == "ByteLevel":
+        is_separate = not self._fused and self._byte_step is None
+        is_single = len(pattern) == 1 and (self._byte_step is None or not pattern.isascii())
+        if not (is_separate or is_single) or not pattern or self._byte_step == "ByteLevel":
             raise UnknownStepError(
                 f"decoder step {step['type']} of {pattern!r} after tokens were joined"
             )
@@ -140,13 +140,13 @@ def _byte_fallback(token: str) -> Piece:
 
 
 def _strip(token: str, content: str, start: int, stop: int) -> str:
-    kept = _lstrip(token, content, start)
-    return _lstrip(kept[::-1], content, stop)[::-1]
+    stripped = _lstrip(token, content, start)
+    return _lstrip(stripped[::-1], content, stop)[::-1]
 
 
-def _lstrip(token: str, content: str, most: int) -> str:
+def _lstrip(token: str, content: str, limit: int) -> str:
     width = len(token) - len(token.lstrip(content))
-    return token[min(width, most) :]
+    return token[min(width, limit) :]
 
 
 def _word_piece(step: Mapping[str, Any]) -> Callable[[str], str]:
@@ -167,12 +167,12 @@ def _end_of_word(step: Mapping[str, Any]) -> Callable[[str], str]:
     return lambda token: token.replace(suffix, " ") if suffix else token
 
 
-def _joined_with_spaces(_: Mapping[str, Any]) -> Callable[[str], str]:
+def _space_before(_: Mapping[str, Any]) -> Callable[[str], str]:
     return lambda token: f" {token}"
 
 
 _WORD_STEPS: dict[str | None, Callable[[Mapping[str, Any]], Callable[[str], str]]] = {
     "BPEDecoder": _end_of_word,
     "WordPiece": _word_piece,
-    None: _joined_with_spaces,
+    None: _space_before,
 }

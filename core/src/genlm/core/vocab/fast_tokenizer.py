@@ -16,12 +16,12 @@ __all__ = ["fast_tokenizer_bytes"]
 def fast_tokenizer_bytes(backend: Any, tokenizer: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a `tokenizers.Tokenizer`.
 
-    The bytes of a token of the model are what the decoder converts it to in mid-text. Those
-    of an added token are its content as UTF-8, which is the text it is encoded from, even if
-    the decoder yields other bytes (a byte-level decoder reads an added "é" as byte E9). A
-    token that is both counts as added if it is special, else as the model's if the tokenizer
-    encodes the decoded text to it (Gemma lists its runs of "▁", which are spaces, among the
-    added tokens).
+    The bytes of a token of the model are those that the decoder returns for it in mid-text. The
+    bytes of an added token are its content as UTF-8, the text from which it is encoded, even if
+    the decoder returns other bytes (a byte-level decoder reads an added "é" as byte E9). A
+    token that is both is an added token if it is special, and a token of the model if the
+    tokenizer encodes the decoded text to it (Gemma lists its runs of "▁", which are spaces,
+    among the added tokens).
 
     Args:
         backend: The `tokenizers.Tokenizer`.
@@ -40,24 +40,24 @@ def fast_tokenizer_bytes(backend: Any, tokenizer: Any) -> dict[int, bytes]:
 
     check_decoding(derived, decode, tokenizer)
 
-    def read(text: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         encoding = backend.encode(text, add_special_tokens=False)
         # Ids with attention mask 0 are padding.
-        return [key for key, kept in zip(encoding.ids, encoding.attention_mask) if kept]
+        return [key for key, mask in zip(encoding.ids, encoding.attention_mask) if mask]
 
     for token_id, added in backend.get_added_tokens_decoder().items():
         content, value = added.content.encode(), derived[token_id]
         if value == content:
             continue
         in_model = model_vocab.get(added.content) == token_id
-        if in_model and not (is_text(value) and token_id in read(value.decode())):
+        if in_model and not (is_text(value) and token_id in encode(value.decode())):
             raise VocabularyError(
                 f"{type(tokenizer).__name__} has id {token_id} for the added token "
                 f"{added.content!r} and for the model's token with the bytes {value!r}, so "
                 f"it has no exact bytes; remove the added token or change its content"
             )
         if added.special or not in_model:
-            check_added(read, token_id, added.content, tokenizer)
+            check_added(encode, token_id, added.content, tokenizer)
             derived[token_id] = content
     return derived
 
@@ -112,11 +112,11 @@ def _check_byte_fallback(model: Any, chain: DecoderChain, tokenizer: Any) -> Non
 
 
 def _names(backend: Any, model_vocab: Mapping[str, int]) -> dict[int, str]:
-    """The string of each id that the library passes to the decoder."""
+    """Return the string of each id that the library passes to the decoder."""
     names = {token_id: name for name, token_id in model_vocab.items()}
     added: Mapping[int, Any] = backend.get_added_tokens_decoder()
     names.update({token_id: token.content for token_id, token in added.items()})
-    # The library lists a string that several ids share for one of them only.
+    # If several ids share a string, the library lists it only for one of them.
     for token_id in set(range(max(names, default=-1) + 1)).difference(names):
         name = backend.id_to_token(token_id)
         if name is not None:

@@ -1,8 +1,8 @@
 """Tokenizers without a `tokenizers` backend: tiktoken, SentencePiece and Python ones.
 
-Tokenizers written in Python (transformers' slow ones, and those of remote code) are
-recognised by what they contain: a tiktoken encoding, a vocabulary of bytes, a SentencePiece
-model, the byte table of GPT-2, or the WordPiece of BERT.
+Tokenizers written in Python (slow ones of transformers, and those of remote code) are
+recognised by their parts: a tiktoken encoding, a vocabulary of bytes, a SentencePiece model,
+the byte table of GPT-2, or the WordPiece of BERT.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["python_tokenizer_bytes", "sentencepiece_bytes", "tiktoken_bytes"]
 def tiktoken_bytes(encoding: Any) -> dict[int, bytes]:
     """Read the bytes of every id of a `tiktoken.Encoding`.
 
-    Special tokens are their text as UTF-8. Ids that the encoding leaves unused between
-    mergeable and special tokens are not returned.
+    The bytes of special tokens are their text as UTF-8. Ids that the encoding does not use
+    between mergeable and special tokens are not returned.
     """
-    found: dict[int, bytes] = {}
+    bytes_by_id: dict[int, bytes] = {}
     for token_id in range(encoding.n_vocab):
         try:
-            found[token_id] = encoding.decode_single_token_bytes(token_id)
+            bytes_by_id[token_id] = encoding.decode_single_token_bytes(token_id)
         except KeyError:
             continue
-    return found
+    return bytes_by_id
 
 
 def sentencepiece_bytes(processor: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a `SentencePieceProcessor`.
 
-    Byte pieces are their byte; a user-defined piece with such a name (`<0x41>`) is its text.
-    Control and unknown pieces are their name. All other pieces are their text with spaces
-    in place of U+2581.
+    A byte piece has its byte; a user-defined piece with such a name (`<0x41>`) has its text.
+    Control and unknown pieces have their names. All other pieces have their text with spaces in
+    place of U+2581.
     """
     ids = list(range(processor.get_piece_size()))
     pieces = dict(zip(ids, processor.id_to_piece(ids)))
@@ -57,8 +57,8 @@ def sentencepiece_bytes(processor: Any) -> dict[int, bytes]:
 def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a tokenizer that is written in Python.
 
-    The bytes of tokens in the base vocabulary are what they decode to in mid-text, those of
-    added and special tokens are their content as UTF-8; see `decode_vocab`.
+    The bytes of tokens in the base vocabulary are those to which they decode in mid-text. The
+    bytes of added and special tokens are their content as UTF-8; see `decode_vocab`.
     """
     family = _family(tokenizer)
     if family is None:
@@ -69,7 +69,7 @@ def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
             f"SentencePieceProcessor or tiktoken.Encoding"
         )
     derived = family(tokenizer)
-    if family is not _around_sentencepiece:  # whose wrappers do not decode byte pieces
+    if family is not _sentencepiece_parts:  # wrappers of SentencePiece decode no byte pieces
         check_decoding(
             derived,
             lambda ids: str(
@@ -93,24 +93,24 @@ def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
 
 def _family(tokenizer: Any) -> Callable[[Any], dict[int, bytes]] | None:
     if _part_with(tokenizer, "decode_single_token_bytes") is not None:
-        return _around_tiktoken
+        return _tiktoken_parts
     if _part_with(tokenizer, "get_piece_size") is not None:
-        return _around_sentencepiece
+        return _sentencepiece_parts
     if not hasattr(tokenizer, "get_vocab"):
         return None
     if any(isinstance(name, bytes) for name in tokenizer.get_vocab()):
-        return _of_bytes
+        return _bytes_names
     if hasattr(tokenizer, "byte_decoder"):
         return _byte_level
     return _word_piece if hasattr(tokenizer, "wordpiece_tokenizer") else None
 
 
-def _around_tiktoken(tokenizer: Any) -> dict[int, bytes]:
+def _tiktoken_parts(tokenizer: Any) -> dict[int, bytes]:
     return tiktoken_bytes(_part_with(tokenizer, "decode_single_token_bytes"))
 
 
-def _around_sentencepiece(tokenizer: Any) -> dict[int, bytes]:
-    """Look bytes up by piece, because wrappers change ids."""
+def _sentencepiece_parts(tokenizer: Any) -> dict[int, bytes]:
+    """Derive bytes by piece, because wrappers change ids."""
     processor = _part_with(tokenizer, "get_piece_size")
     bytes_by_id = sentencepiece_bytes(processor)
     pieces = processor.id_to_piece(list(bytes_by_id))
@@ -118,7 +118,7 @@ def _around_sentencepiece(tokenizer: Any) -> dict[int, bytes]:
     return _by_name(tokenizer, bytes_by_piece.get, "pieces of its SentencePiece model")
 
 
-def _of_bytes(tokenizer: Any) -> dict[int, bytes]:
+def _bytes_names(tokenizer: Any) -> dict[int, bytes]:
     return _by_name(
         tokenizer,
         lambda name: name if isinstance(name, bytes) else None,
@@ -149,29 +149,32 @@ def _by_name(
     """Derive the bytes of the tokens of the base vocabulary from their names.
 
     Raises:
-        VocabularyError: `bytes_of` is None for a name, which is not as `expected`.
+        VocabularyError: `bytes_of` returns None for a name; the message describes valid
+            names with `expected`.
     """
     literal = _literal_tokens(tokenizer)
     names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
-    found = {key: value for key, name in names.items() if (value := bytes_of(name)) is not None}
-    unknown = sorted(names.keys() - found.keys())
+    derived = {
+        key: value for key, name in names.items() if (value := bytes_of(name)) is not None
+    }
+    unknown = sorted(names.keys() - derived.keys())
     if unknown:
-        shown = ", ".join(f"{names[key]!r} (id {key})" for key in unknown[:3])
+        examples = ", ".join(f"{names[key]!r} (id {key})" for key in unknown[:3])
         raise VocabularyError(
             f"{type(tokenizer).__name__} has {len(unknown)} tokens that are neither special "
-            f"nor {expected}: {shown}. Add them as special tokens, or use the fast version"
+            f"nor {expected}: {examples}. Add them as special tokens, or use the fast version"
         )
-    return found
+    return derived
 
 
 def _part_with(tokenizer: Any, attribute: str) -> Any:
-    """The attribute of the tokenizer whose value has this attribute, or None."""
+    """Return the part of the tokenizer that has this attribute, or None."""
     parts: Iterable[Any] = getattr(tokenizer, "__dict__", {}).values()
     return next((part for part in parts if hasattr(part, attribute)), None)
 
 
 def _literal_tokens(tokenizer: Any) -> dict[int, str]:
-    """Content of special tokens and of those outside the base vocabulary."""
+    """Return the content of special tokens and of tokens outside the base vocabulary."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     size: int = getattr(tokenizer, "vocab_size", 0)
     literal = {

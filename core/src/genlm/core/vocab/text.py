@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
     """Interface of a vocabulary's tokenizer for `llm.encode`.
 
     The tokenizer may be any object, or None: rows, samples, `llm.decode` and the commands of
-    genlm work without it. If a tokenizer with `encode` has these members, they are used, too:
+    genlm work without it. These members of a tokenizer with `encode` are used if it has them:
 
     - `bos_token_id`, `eos_token_id`: BOS and EOS ids, or None.
     - `encode(text, add_special_tokens=False)`: the ids of the text without special tokens.
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
-    """Encode a text, by default as the beginning of one; see `AsyncLM.encode`."""
+    """Encode a text, by default as the beginning of a prompt; see `AsyncLM.encode`."""
     if not isinstance(text, str):
         raise TypeError(
             f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
@@ -56,16 +56,16 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
 def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]) -> list[int]:
     """Return the ids of a text with BOS, given its ids with and without special tokens.
 
-    Special tokens that the tokenizer adds are kept, except EOS at the end, because the text is
-    continued. If it adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the
-    separator of the training texts (GPT-2, GPT-NeoX).
+    Special tokens that the tokenizer adds remain, except EOS at the end, because the text is
+    continued. If it adds no special token, `bos_token_id` is prepended if it equals
+    `eos_token_id`, the separator of the training texts (GPT-2, GPT-NeoX).
     """
     bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
     if ids != without_special:
         is_ended = ids[-1:] == [eos] != without_special[-1:]
         return ids[:-1] if is_ended else ids
-    made_with = getattr(vocabulary.tokenizer, "init_kwargs", {})
-    if bos is None or bos != eos or made_with.get("add_bos_token") is False:
+    options = getattr(vocabulary.tokenizer, "init_kwargs", {})
+    if bos is None or bos != eos or options.get("add_bos_token") is False:
         return ids
     return ids if ids[:1] == [bos] else [bos, *ids]
 
@@ -75,7 +75,7 @@ def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool 
     ids = checked_ids(token_ids, vocabulary.size)
     omitted = frozenset() if special_tokens else vocabulary.special_ids
     data = b"".join(
-        vocabulary.byte_vocab[each].byte_string for each in ids if each not in omitted
+        vocabulary.byte_vocab[token].byte_string for token in ids if token not in omitted
     )
     if ids and ids[0] in omitted and data.startswith(b" ") and _adds_a_space(vocabulary):
         data = data[1:]
@@ -92,9 +92,14 @@ def _adds_a_space(vocabulary: Vocabulary) -> bool:
 
 
 def search_stop(text: bytes, stop: tuple[bytes, ...]) -> tuple[bool, bytes]:
-    """Return whether a text contains a stop text, and its end, where one may have begun."""
+    """Search a text for stop texts.
+
+    Returns:
+        Whether the text contains a stop text, and its end, in which one may begin.
+    """
     longest = max(map(len, stop))
-    return any(each in text for each in stop), text[max(0, len(text) - longest + 1) :]
+    is_stopped = any(stop_text in text for stop_text in stop)
+    return is_stopped, text[max(0, len(text) - longest + 1) :]
 
 
 def encode_chat(
@@ -105,20 +110,23 @@ def encode_chat(
     **template_options: Any,
 ) -> list[int]:
     """Encode messages with the tokenizer's chat template; see `AsyncLM.encode_chat`."""
-    if isinstance(messages, Mapping) or not all(isinstance(one, Mapping) for one in messages):
+    are_mappings = not isinstance(messages, Mapping) and all(
+        isinstance(message, Mapping) for message in messages
+    )
+    if not are_mappings:
         raise TypeError(
             'encode_chat takes messages, such as [{"role": "user", "content": "Hello"}]; '
             "encode takes a text"
         )
     method = _method(vocabulary, "apply_chat_template")
-    own = getattr(vocabulary.tokenizer, "chat_template", "")
-    if own is None and template_options.get("chat_template") is None:
+    template = getattr(vocabulary.tokenizer, "chat_template", "")
+    if template is None and template_options.get("chat_template") is None:
         raise TokenizerError(
             f"{type(vocabulary.tokenizer).__name__} has no chat template: the model was not "
             f"trained on conversations. Pass chat_template=, or encode a text"
         )
     try:
-        found = method(
+        ids = method(
             list(messages),
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
@@ -130,18 +138,18 @@ def encode_chat(
             f"the chat template of {type(vocabulary.tokenizer).__name__} failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return _ids(vocabulary, found, "apply_chat_template")
+    return _ids(vocabulary, ids, "apply_chat_template")
 
 
 def _method(vocabulary: Vocabulary, name: str) -> Callable[..., Any]:
     method: Callable[..., Any] | None = getattr(vocabulary.tokenizer, name, None)
     if method is None or not callable(method):
-        found = "no tokenizer"
+        problem = "no tokenizer"
         if vocabulary.tokenizer is not None:
-            found = f"a tokenizer, {type(vocabulary.tokenizer).__name__}, without {name}"
+            problem = f"a tokenizer, {type(vocabulary.tokenizer).__name__}, without {name}"
         raise TokenizerError(
-            f"asked for {name}; the engine has {found}. Pass token ids: llm.byte_vocab has "
-            f"the bytes of each"
+            f"asked for {name}; the engine has {problem}. Pass token ids: llm.byte_vocab has "
+            f"the bytes of all tokens"
         )
     return method
 
@@ -151,14 +159,17 @@ def _takes(method: Callable[..., Any], argument: str) -> bool:
         parameters = inspect.signature(method).parameters.values()
     except ValueError:  # written in another language
         return False
-    return any(one.name == argument or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(
+        parameter.name == argument or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters
+    )
 
 
-def _ids(vocabulary: Vocabulary, found: Any, method: str) -> list[int]:
-    """Return the ids that a method of a tokenizer returned, after a check."""
-    found = getattr(found, "ids", found)
+def _ids(vocabulary: Vocabulary, result: Any, method: str) -> list[int]:
+    """Return the ids in the result of a tokenizer's method, after a check."""
+    ids = getattr(result, "ids", result)
     try:
-        return list(checked_ids(found, vocabulary.size))
+        return list(checked_ids(ids, vocabulary.size))
     except GenlmError as error:
         kind = type(vocabulary.tokenizer).__name__
         raise TokenizerError(

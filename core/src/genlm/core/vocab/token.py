@@ -77,7 +77,7 @@ class Token(bytes):
 
 
 def _id_to_compare(other: object, operator: str) -> int:
-    """The id of `other`, which must be a `Token`."""
+    """Return the id of `other`, which must be a `Token`."""
     if isinstance(other, Token):
         return other.token_id
     raise TypeError(

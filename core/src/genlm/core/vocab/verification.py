@@ -1,8 +1,8 @@
-"""Comparison of derived bytes with the tokenizer's own decoding, for every id.
+"""Comparison of derived bytes with the decoding of the tokenizer, for every id.
 
-All tokens are decoded in one sequence, each between two copies of a plain token. Tokens that
-are part of a character are completed with single-byte tokens if the vocabulary has them, so
-that they too are compared byte by byte instead of as replacement characters.
+All tokens are decoded in one sequence, each between two copies of a plain token. A token that
+is part of a character is completed with single-byte tokens if the vocabulary has them, so that
+its bytes are compared instead of replacement characters.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
         if _agree(contexts, plain, decode):
             return
         while len(contexts) > 1:
-            half = contexts[: len(contexts) // 2]
-            rest = contexts[len(contexts) // 2 :]
-            contexts = rest if _agree(half, plain, decode) else half
+            first_half = contexts[: len(contexts) // 2]
+            second_half = contexts[len(contexts) // 2 :]
+            contexts = second_half if _agree(first_half, plain, decode) else first_half
         ids, expected = contexts[0]
-        shown = [*plain[0], *ids, *plain[0]]
-        decoded = decode(shown)
+        sequence = [*plain[0], *ids, *plain[0]]
+        decoded = decode(sequence)
     except Exception as error:
         raise VocabularyError(
             f"{type(tokenizer).__name__} raised {error!r} while it decoded all of its ids; "
             f"repair its decoding or its vocabulary"
         ) from error
     raise VocabularyError(
-        f"{type(tokenizer).__name__} decodes the ids {shown} as {decoded!r}; its "
+        f"{type(tokenizer).__name__} decodes the ids {sequence} as {decoded!r}; its "
         f"decoder should give {expected!r} between two {plain[1]!r}. This way of decoding is "
         f"not supported, so no bytes were derived. Use a tokenizer that decodes token by "
         f"token, or report its class"
@@ -68,11 +68,11 @@ def check_added(
     encode: Callable[[str], list[int]], token_id: int, content: str, tokenizer: object
 ) -> None:
     """Check that the content of an added token is encoded to that token."""
-    found = encode(content)
-    if found != [token_id]:
+    ids = encode(content)
+    if ids != [token_id]:
         raise VocabularyError(
             f"{type(tokenizer).__name__} has the added token {content!r} (id {token_id}), "
-            f"which it neither decodes to that text nor encodes from it (it encodes {found}); "
+            f"which it neither decodes to that text nor encodes from it (it encodes {ids}); "
             f"remove the token or change its content to one that the tokenizer keeps"
         )
 
@@ -99,7 +99,7 @@ def _agree(contexts: Sequence[Context], plain: Context, decode: Decode) -> bool:
 
 
 def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
-    """A short token of ASCII letters, else any token that is text, else None.
+    """Return a short token of ASCII letters, or any token that is text, or None.
 
     A run of byte pieces is decoded together, so byte pieces are unsuitable: tokens of two
     letters are preferred, then the last single letter, because byte pieces come first.
@@ -110,14 +110,14 @@ def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
         if len(value) < _PLAIN_LENGTH and value.isascii() and value.strip()
     ]
     if texts:
-        chosen = -min(texts)[3]
-        return (chosen,), bytes_by_id[chosen]
-    others = ((key, value) for key, value in bytes_by_id.items() if value and is_text(value))
-    return next((((key,), value) for key, value in others), None)
+        token_id = -min(texts)[3]
+        return (token_id,), bytes_by_id[token_id]
+    any_text = ((key, value) for key, value in bytes_by_id.items() if value and is_text(value))
+    return next((((key,), value) for key, value in any_text), None)
 
 
 def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Context:
-    """The token with single-byte tokens that complete its first and last characters."""
+    """Return a token with single-byte tokens that complete its first and last characters."""
     if is_text(value):
         return (token_id,), value
     continuations = 0

@@ -63,7 +63,7 @@ class Vocabulary:
             VocabularyError: The tokens do not have exact bytes.
         """
         loading_stage("vocabulary")
-        return cls._of(tokenizer, _token_bytes(tokenizer))
+        return cls._from_table(tokenizer, _token_bytes(tokenizer))
 
     @classmethod
     def from_bytes(
@@ -88,19 +88,20 @@ class Vocabulary:
         """
         texts = {key: value for key, value in bytes_by_id.items() if key not in names}
         check_decoding(texts, decode, tokenizer)
-        return cls._of(tokenizer, bytes_by_id)
+        return cls._from_table(tokenizer, bytes_by_id)
 
     @classmethod
-    def _of(cls, tokenizer: Any, found: Mapping[int, bytes]) -> Vocabulary:
-        """Make one token and one readable string for each id up to the largest."""
-        if not found:
+    def _from_table(cls, tokenizer: Any, bytes_by_id: Mapping[int, bytes]) -> Vocabulary:
+        """Create one token and one readable string for each id up to the largest."""
+        if not bytes_by_id:
             raise VocabularyError(
                 f"{type(tokenizer).__name__} has no tokens; train or load it first"
             )
-        ids = range(max(found) + 1)
-        byte_vocab = [Token(key, found.get(key, b"")) for key in ids]
+        ids = range(max(bytes_by_id) + 1)
+        byte_vocab = [Token(key, bytes_by_id.get(key, b"")) for key in ids]
         str_vocab = [token.decode(errors="backslashreplace") for token in byte_vocab]
-        return cls(tokenizer, byte_vocab, str_vocab, tuple(k for k in ids if k not in found))
+        missing = tuple(key for key in ids if key not in bytes_by_id)
+        return cls(tokenizer, byte_vocab, str_vocab, missing)
 
     @property
     def size(self) -> int:
@@ -110,18 +111,18 @@ class Vocabulary:
     @property
     def bos_token_id(self) -> int | None:
         """BOS id of the tokenizer, None if it is not defined or not in this vocabulary."""
-        return self._named("bos_token_id")
+        return self._token_id("bos_token_id")
 
     @property
     def eos_token_id(self) -> int | None:
         """EOS id of the tokenizer, None if it is not defined or not in this vocabulary."""
-        return self._named("eos_token_id")
+        return self._token_id("eos_token_id")
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokenizer's special tokens, whose bytes are only their names."""
-        found = _special_ids(self.tokenizer, self.size)
-        return frozenset(each for each in found if 0 <= each < self.size)
+        ids = _special_ids(self.tokenizer, self.size)
+        return frozenset(token_id for token_id in ids if 0 <= token_id < self.size)
 
     def mask(self, predicate: Callable[[bytes], object]) -> torch.Tensor:
         r"""Select the tokens whose bytes satisfy a predicate.
@@ -148,16 +149,16 @@ class Vocabulary:
                 f"expected a function of a token's bytes, such as bytes.isdigit; found "
                 f"{type(predicate).__name__} {predicate!r}"
             )
-        found = torch.zeros(self.size, dtype=torch.bool)
+        mask = torch.zeros(self.size, dtype=torch.bool)
         for token_id, text in self._texts():
             try:
-                found[token_id] = bool(predicate(text))
+                mask[token_id] = bool(predicate(text))
             except TypeError as error:
                 raise TypeError(
                     f"the predicate failed for {text!r}: {error}. It gets bytes: write "
                     f"b'e' in token, not 'e' in token"
                 ) from error
-        return found
+        return mask
 
     def ids_of(self, text: bytes) -> tuple[int, ...]:
         """Return the ids of text tokens with exactly these bytes, ascending.
@@ -176,20 +177,24 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
-        found: dict[bytes, tuple[int, ...]] = {}
+        ids: dict[bytes, tuple[int, ...]] = {}
         for key, text in self._texts():
-            found[text] = (*found.get(text, ()), key)
-        return found
+            ids[text] = (*ids.get(text, ()), key)
+        return ids
 
     def _texts(self) -> list[tuple[int, bytes]]:
-        """Ids and plain bytes of the text tokens."""
-        apart = self.special_ids.union(self.missing_ids)
-        plain = ((token.token_id, token.byte_string) for token in self.byte_vocab)
-        return [each for each in plain if each[0] not in apart]
+        """Return the ids and plain bytes of the text tokens."""
+        without_text = self.special_ids.union(self.missing_ids)
+        return [
+            (token.token_id, token.byte_string)
+            for token in self.byte_vocab
+            if token.token_id not in without_text
+        ]
 
-    def _named(self, name: str) -> int | None:
-        found = getattr(self.tokenizer, name, None)
-        return found if isinstance(found, int) and 0 <= found < self.size else None
+    def _token_id(self, name: str) -> int | None:
+        token_id = getattr(self.tokenizer, name, None)
+        is_valid = isinstance(token_id, int) and 0 <= token_id < self.size
+        return token_id if is_valid else None
 
 
 def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
@@ -220,7 +225,7 @@ def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
 
 
 def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """The exact bytes of each token by id; see `decode_vocab`."""
+    """Return the exact bytes of each token by id; see `decode_vocab`."""
     if hasattr(tokenizer, "decode_single_token_bytes"):
         return tiktoken_bytes(tokenizer)
     if hasattr(tokenizer, "get_piece_size"):

@@ -141,13 +141,16 @@ def test_tokens_after_the_first_do_not_pass_through_the_scheduler() -> None:
         assert engine.evaluated == 5
 
 
-def test_members_whose_contexts_get_full_are_listed_and_nothing_is_lost() -> None:
+def test_members_whose_contexts_get_full_end_and_the_others_continue() -> None:
     with genlm.AsyncLM(lambda: TinyEngine(4), output_cache=genlm.OutputCache(0)) as llm:
         population = llm.population([[1, 2, 3], [1], [3, 2, 1]])
+        sampled = population.sample_sync(3, seed=1)
+        assert (sampled.token_ids < 0).sum(1).tolist() == [1, 0, 1]
+        two = population.sample_sync(2, seed=1)
+        assert torch.equal(sampled.token_ids[:, :2], two.token_ids)
         with pytest.raises(genlm.PopulationError) as caught:
-            population.sample_sync(3, seed=1)
+            sampled.population.sample_sync(1, seed=1)
         assert list(caught.value.members) == [0, 2]
-        assert population.sample_sync(2, seed=1).token_ids.shape == (3, 2)
         assert llm.statistics().pending == 0
 
 

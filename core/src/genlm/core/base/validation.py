@@ -161,9 +161,9 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
 
 def checked_batch(
     sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor,
-    single: str = "call the method without `batch`",
+    remedy: str = "call the method without `batch`",
 ) -> Iterable[T]:
-    """Return a batch of sequences unchanged; reject a single one, whose remedy is `single`."""
+    """Return a batch of sequences unchanged; reject one sequence with `remedy` in the error."""
     if hasattr(sequences, "input_ids"):
         raise TypeError(
             f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
@@ -172,7 +172,7 @@ def checked_batch(
     is_list = isinstance(sequences, (list, tuple)) and len(sequences) > 1
     if is_list and isinstance(cast("Sequence[object]", sequences)[0], int):
         raise TokenTypeError(
-            f"one, {_short_repr(sequences)}: pass [ids], or {single}",
+            f"one, {_short_repr(sequences)}: pass [ids], or {remedy}",
             "a batch",
             "several sequences of token ids, such as [[1, 2], [3]]",
         )

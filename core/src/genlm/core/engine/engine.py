@@ -334,16 +334,16 @@ class BatchEngine(abc.ABC):
             return []
         batch = self._take_batch()
         score_queries = [query for query in batch if query.targets]
-        row_queries = (
-            [query for query in batch if not query.targets] if score_queries else batch
-        )
+        row_queries = [query for query in batch if not query.targets]
         completions: list[Completion] = []
         for queries, compute in (
             (score_queries, self._score_batch),
             (row_queries, self._evaluate_batch),
         ):
             if queries:
-                completions += completions_of(queries, self._halved(compute, queries))
+                completions += completions_of(
+                    queries, self._evaluate_by_halving(compute, queries)
+                )
         return completions
 
     def abort(self, query_id: int) -> None:
@@ -377,22 +377,24 @@ class BatchEngine(abc.ABC):
             work.reduce(places, self.evaluate_group(work.query, places))
             return [None] * len(places)
 
-        results = self._halved(evaluate, part)
+        results = self._evaluate_by_halving(evaluate, part)
         for place, error in zip(part.tolist(), results, strict=True):
             if error is not None:
                 work.errors[place] = error
 
-    def _halved(self, evaluate: Callable[[Any], Sequence[Any]], batch: Any) -> Sequence[Any]:
-        """Evaluate a batch by halving; log the first error that no query causes."""
+    def _evaluate_by_halving(
+        self, evaluate: Callable[[Any], Sequence[Any]], batch: Any
+    ) -> Sequence[Any]:
+        """Return the results or errors of a batch; log the first error that no query causes."""
         halving: Halving[Any] = Halving(evaluate)
         results = halving.results(batch)
-        if halving.needless_error and not self._has_logged:
+        if halving.recovered_error and not self._has_logged:
             self._has_logged = True
             logger.error(
                 "%s raised %s for a batch of %d queries, all of which it then computed in "
                 "smaller batches; further errors like this are not logged",
                 type(self).__name__,
-                halving.needless_error,
+                halving.recovered_error,
                 len(batch),
             )
         return results

@@ -24,15 +24,15 @@ class Halving(Generic[Batch]):
     the batch has been evaluated yet. All remaining items then fail.
 
     Attributes:
-        needless_error: Description of the error of a batch whose items were all evaluated in
-            smaller batches, so that no item is at fault; else empty.
+        recovered_error: Description of the error of a batch whose items were all evaluated
+            successfully in smaller batches; `""` if there is none.
     """
 
     def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
         self._evaluate: Callable[[Batch], Sequence[Any]] = evaluate
         self._has_succeeded = False
         self._device_error: Exception | None = None
-        self.needless_error = ""
+        self.recovered_error = ""
 
     def results(self, batch: Batch) -> Sequence[Any]:
         """Return the results or errors of the items."""
@@ -41,7 +41,7 @@ class Halving(Generic[Batch]):
             return outcome
         results = self._evaluate_halves(batch, outcome)
         if not any(isinstance(result, Exception) for result in results):
-            self.needless_error = describe_error(outcome)
+            self.recovered_error = describe_error(outcome)
         return results
 
     def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:

@@ -360,7 +360,7 @@ class Population(Members):
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
         step = self._step + group.token_ids.shape[1]
         cut = int((~group.finished & (limits < limit)).sum())
-        self._lm._log_cut(cut, count, limit)  # noqa: SLF001 - both sample from one model
+        self._lm._log_cut(cut, count, limit)  # noqa: SLF001 - internal to genlm.core.model
         population = self._derive(group.generation, group.places, group.finished, step)
         return SampledTokens(group.token_ids, group.logprobs, group.draw_logprob, population)
 

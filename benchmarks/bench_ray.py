@@ -70,10 +70,10 @@ def genlm_backends():
 class RoundRobin(Router):
     """Deals queries out in turn, wherever their parents are."""
 
-    def _choose(self, each: RoutedQuery, family: int, room: Mapping[int, int]) -> int:
-        del family, room
-        each.cost = each.tokens
-        return self.replicas[each.order % len(self.replicas)]
+    def _choose(self, routed: RoutedQuery, siblings: int, room: Mapping[int, int]) -> int:
+        del siblings, room
+        routed.cost = routed.tokens
+        return self.replicas[routed.order % len(self.replicas)]
 
 
 class RoundRobinEngine(RayEngine):

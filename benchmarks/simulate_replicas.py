@@ -177,7 +177,7 @@ class Simulation:
     def _answered(self, number: int, queries: list[int]) -> None:
         began = time.thread_time()
         for query_id in queries:
-            self.router.finished(query_id, number)
+            self.router.finish(query_id, number)
         self._spend(time.thread_time() - began, 0)
         going = []
         for query_id in queries:

@@ -1,4 +1,4 @@
-"""One local cluster for all tests, as small as it can be."""
+"""One small local cluster for all tests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def local_cluster() -> Iterator[None]:
 
 @pytest.fixture
 def load(request: pytest.FixtureRequest, local_cluster: None) -> Callable[..., genlm.AsyncLM]:
-    """Load replicas that end with the test."""
+    """Function that loads replicas, which end with the test."""
 
-    def loaded(engine: str = "reference", model: str = "demo", **options: Any) -> genlm.AsyncLM:
+    def load_replicas(
+        engine: str = "reference", model: str = "demo", **options: Any
+    ) -> genlm.AsyncLM:
         llm = genlm.load_model(
             model,
             "ray",
@@ -36,27 +38,27 @@ def load(request: pytest.FixtureRequest, local_cluster: None) -> Callable[..., g
         request.addfinalizer(llm.close)
         return llm
 
-    return loaded
+    return load_replicas
 
 
 @pytest.fixture(scope="session")
 def reference() -> Iterator[genlm.AsyncLM]:
-    """The model of the replicas, in this process."""
+    """The model of the replicas in this process."""
     with genlm.load_model("demo", "reference") as llm:
         yield llm
 
 
 @pytest.fixture
 def pids() -> Callable[[genlm.AsyncLM], list[int]]:
-    """The processes of the replicas."""
+    """Function that returns the process ids of the replicas."""
 
-    def found(llm: genlm.AsyncLM) -> list[int]:
+    def process_ids(llm: genlm.AsyncLM) -> list[int]:
         statistics = llm.statistics().engine
         return [
             int(statistics[f"replica {i}: pid"]) for i in range(int(statistics["replicas"]))
         ]
 
-    return found
+    return process_ids
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from genlm_ray.conformance import targets
 
 
 def test_two_replicas_withstand_chaos(tmp_path: Path) -> None:
-    target = next(each for each in targets(tmp_path) if each.model == "private")
+    target = next(target for target in targets(tmp_path) if target.model == "private")
     report = run_chaos(target, Settings(requests=600, seed=3))
     assert report.compared >= 200
-    for what in ("cache_hits", "joined", "answered", "failed", "abandoned"):
-        assert report.statistics[what] > 0, what
+    for name in ("cache_hits", "joined", "answered", "failed", "abandoned"):
+        assert report.statistics[name] > 0, name

@@ -1,4 +1,4 @@
-"""A cluster on this machine starts although Ray fails at first, and failures say why."""
+"""Starting and joining a cluster, failures of Ray, and the loss of the head."""
 
 from __future__ import annotations
 
@@ -68,18 +68,16 @@ def outcome(failures: int) -> str:
 
 
 def test_a_cluster_that_did_not_start_is_started_again():
-    found = outcome(failures=1)
-    assert "raised" not in found
-    assert "joined True" in found
+    output = outcome(failures=1)
+    assert "raised" not in output
+    assert "joined True" in output
 
 
 def test_after_three_failures_the_error_says_so_and_no_process_is_left():
-    found = outcome(failures=3)
-    assert (
-        "asked for a Ray cluster, started on this machine: OSError: the node timed out" in found
-    )
-    assert "alive 0 of" in found
-    assert "joined False" in found
+    output = outcome(failures=3)
+    assert "cannot start a Ray cluster: OSError: the node timed out" in output
+    assert "alive 0 of" in output
+    assert "joined False" in output
 
 
 def test_a_process_joins_one_cluster_at_a_time():
@@ -100,20 +98,20 @@ def test_the_address_of_this_machine_may_have_another_name(monkeypatch):
 
 @pytest.fixture
 def head(monkeypatch):
-    """A head that answers while `answers` is set."""
-    found = types.SimpleNamespace(asked=threading.Semaphore(0), answers=threading.Event())
-    found.answers.set()
+    """A head that responds while `responds` is set."""
+    head = types.SimpleNamespace(requests=threading.Semaphore(0), responds=threading.Event())
+    head.responds.set()
 
     def nodes():
-        found.asked.release()
-        assert found.answers.wait(60)
+        head.requests.release()
+        assert head.responds.wait(60)
 
     monkeypatch.setattr(ray, "nodes", nodes)
-    return found
+    return head
 
 
-async def _until_asked(head):
-    assert await asyncio.to_thread(head.asked.acquire, timeout=60)
+async def _next_request(head):
+    assert await asyncio.to_thread(head.requests.acquire, timeout=60)
 
 
 def test_a_program_that_was_paused_does_not_take_its_cluster_for_lost(head, monkeypatch):
@@ -129,7 +127,7 @@ def test_a_program_that_was_paused_does_not_take_its_cluster_for_lost(head, monk
         monkeypatch.setattr(asyncio, "sleep", paused)
         lost = asyncio.create_task(cluster.until_head_is_lost())
         for _ in range(3):
-            await _until_asked(head)
+            await _next_request(head)
         assert not lost.done()
         lost.cancel()
 
@@ -143,32 +141,32 @@ def test_a_head_that_does_not_answer_is_lost(head, monkeypatch):
     async def main():
         lost = asyncio.create_task(cluster.until_head_is_lost())
         for _ in range(3):
-            await _until_asked(head)
+            await _next_request(head)
         assert not lost.done()
-        head.answers.clear()
+        head.responds.clear()
         cluster.HEAD_TIMEOUT_S = 0.01
         await asyncio.wait_for(lost, 60)
-        head.answers.set()
+        head.responds.set()
 
     asyncio.run(main())
 
 
 def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
-    """Also not the one that `ray start` has recorded on this machine."""
+    """Nor is the cluster that `ray start` has recorded on this machine."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    asked = []
-    monkeypatch.setattr(cluster, "_init", asked.append)
+    starts = []
+    monkeypatch.setattr(cluster, "_init_ray", starts.append)
     context = types.SimpleNamespace(gcs_address="203.0.113.1:6379")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     cluster.connect(None, default="local")
-    assert asked[0]["address"] == "local"
+    assert starts[0]["address"] == "local"
     for function in (cluster.join, serving.served, lambda: serving.stop("chat")):
         with pytest.raises(ModelLoadError, match="no Ray cluster was named"):
             function()
     with pytest.raises(ModelLoadError, match="no Ray cluster was named"):
         serving.serve("chat", "demo", "reference")
-    assert len(asked) == 1
+    assert len(starts) == 1
 
 
 def test_the_local_cluster_is_one_whose_head_runs_here(monkeypatch):
@@ -190,7 +188,7 @@ from genlm_ray.conformance import CLUSTER
 
 cluster.connect(None, CLUSTER, default="local")
 [head] = [
-    each for each in psutil.Process().children(recursive=True) if "gcs_server" in each.name()
+    child for child in psutil.Process().children(recursive=True) if "gcs_server" in child.name()
 ]
 print(ray.get_runtime_context().gcs_address, head.pid, flush=True)
 sys.stdin.read()
@@ -203,11 +201,11 @@ from genlm.cli import app
 from genlm_ray.engine import RayEngine
 
 address, head = sys.argv[1], int(sys.argv[2])
-found = RayEngine.served(address)
+descriptions = RayEngine.served(address)
 
 def served(address):
     os.kill(head, signal.SIGSTOP)
-    return found
+    return descriptions
 
 RayEngine.served = staticmethod(served)
 app(["serve", "--status", "--address", address])

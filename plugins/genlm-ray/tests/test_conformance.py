@@ -1,4 +1,4 @@
-"""Two replicas pass every check, private and served."""
+"""Two private and two served replicas pass every check."""
 
 from genlm.testing import conformance_tests
 

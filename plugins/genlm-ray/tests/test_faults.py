@@ -1,4 +1,4 @@
-"""Replicas that die or hang: nothing is lost or answered twice, every request ends."""
+"""Replicas that die or hang: every request is completed exactly once."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from genlm_ray.wire import ReplicaRequest
 PROMPTS = [[first, second, 32] for first in range(20) for second in range(15)]
 
 
-async def _until_asked(llm, count):
+async def _until_pending(llm, count):
     while llm.statistics().pending < count:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
 
 
 def _interrupt(llm, prompts, act):
-    """Ask while the replicas' processes are stopped, `act`, and return the rows."""
+    """Request rows while the replicas' processes are stopped, call `act`, return the rows."""
 
     async def main():
         tasks = [asyncio.create_task(llm.next_token_logprobs(ids)) for ids in prompts]
-        await _until_asked(llm, len(prompts))
+        await _until_pending(llm, len(prompts))
         act()
         return await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
@@ -53,7 +53,7 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
     llm = load(replicas=2, max_restarts=2)
     llm.load_lora(str(adapter), "poet")
     before = pids(llm)
-    for pid in before:  # else all are answered before one of them is killed
+    for pid in before:  # otherwise all requests complete before a replica is killed
         os.kill(pid, signal.SIGSTOP)
 
     def kill() -> None:
@@ -67,7 +67,7 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
     assert counted.failed == 0
     # The new replica has the adapter: it is used once the other one has been killed.
     while llm.statistics().engine["replica 0: state"] != "up":
-        llm.next_token_logprobs_sync([1, 2])  # the engine's thread notices it between steps
+        llm.next_token_logprobs_sync([1, 2])  # the engine's thread checks it between steps
         time.sleep(0.05)
     assert pids(llm)[0] != before[0]
     os.kill(before[1], signal.SIGKILL)
@@ -79,18 +79,18 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
         )
     with pytest.raises(AdapterError):
         llm.load_lora(str(tmp_path / "nothing"), "nobody")
-    torch.testing.assert_close(  # refused alone: the others are as they were
+    torch.testing.assert_close(  # the other adapters are unchanged
         llm.next_token_logprobs_sync(PROMPTS[0], lora_name="poet"),
         reference.next_token_logprobs_sync(PROMPTS[0], lora_name="poet"),
     )
 
 
 class Actor:
-    """What a link uses of an actor, around a replica in this process.
+    """The methods of an actor that a link uses, for a replica in this process.
 
     Attributes:
-        calls: Methods that were called, with their arguments.
-        held: Methods that do not answer until the actor is started again.
+        calls: Called methods and their arguments.
+        held: Methods that do not respond until the actor is restarted.
     """
 
     def __init__(self, spec) -> None:
@@ -106,7 +106,7 @@ class Actor:
         self.loop.close()
 
     def end(self) -> None:
-        """Stop the loop; later calls are never answered."""
+        """Stop the loop; later calls never complete."""
         with self.lock:
             self.has_ended = True
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -143,7 +143,7 @@ class Actor:
 
 @pytest.fixture
 def in_process(monkeypatch, load):
-    """Load replicas in this process; returns the model, the engine and the actors."""
+    """Function that loads replicas in this process and returns model, engine and actors."""
     actors = []
 
     def started(spec, *_, **__):
@@ -162,15 +162,15 @@ def in_process(monkeypatch, load):
     monkeypatch.setattr(serving, "kill", kill)
     monkeypatch.setattr(replica, "_exit", lambda _: None)
 
-    def loaded(**options):
+    def load_in_process(**options):
         llm = load(**options)
         return llm, llm._scheduler.engine, actors
 
-    return loaded
+    return load_in_process
 
 
 def _ended(function, *arguments):
-    """Call a function that must return or raise: on a thread, for which one need not wait."""
+    """Call a function on a thread, with a timeout; return its result or exception."""
     ended: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def run() -> None:
@@ -204,16 +204,16 @@ def test_a_reduction_that_cannot_be_sent_costs_no_other_request(in_process):
     llm, engine, _ = in_process(replicas=1)
     locked = Locked(threading.Lock())
 
-    async def ask(i):
-        asked = llm.next_token_logprobs([i, 1]), llm.reduce([i, 2], locked)
-        row, error = await asyncio.gather(*asked, return_exceptions=True)
+    async def request(i):
+        requests = llm.next_token_logprobs([i, 1]), llm.reduce([i, 2], locked)
+        row, error = await asyncio.gather(*requests, return_exceptions=True)
         assert torch.is_tensor(row)
         assert isinstance(error, genlm.EvaluationError)
         assert "Locked" in str(error)
         assert torch.is_tensor(await llm.next_token_logprobs([i, 1, 5]))
 
-    for i in range(10):  # more than the messages that may be unanswered
-        asyncio.run(asyncio.wait_for(ask(i), 60))
+    for i in range(10):  # more than the maximum number of unanswered messages
+        asyncio.run(asyncio.wait_for(request(i), 60))
     assert engine.driver.links[0].calls == 0
 
 
@@ -225,7 +225,7 @@ def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_proces
     error = _ended(llm.next_token_logprobs_sync, [1, 3])
     assert isinstance(error, EngineDiedError)
     errors = []
-    for _ in range(2):  # an error of its own for each caller
+    for _ in range(2):  # each caller gets a new error
         with pytest.raises(EngineDiedError, match="replicas have ended") as raised:
             engine.step()
         errors.append(raised.value)
@@ -239,7 +239,7 @@ def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, refere
     if what == "it hangs":
         actor.held = {"configure", "notify"}
     else:
-        actor.run(actor.replica._end(engine.driver.links[0].session)).result(60)
+        actor.run(actor.replica._end_session(engine.driver.links[0].session)).result(60)
     assert _ended(llm.load_lora, poet, "poet") is None
     reference.load_lora(poet, what)
     torch.testing.assert_close(
@@ -268,7 +268,7 @@ def test_prefixes_that_change_while_a_replica_returns_are_loaded_there(in_proces
     actors[0].replica.attach = types.MethodType(attach, actors[0].replica)
     for actor in actors:  # the engine has no prefixes
         actor.replica.configure = configure
-    engine.driver.schedule(link.lose, ConnectionError("gone"))
+    engine.driver.schedule(link.mark_lost, ConnectionError("gone"))
     while not seen:
         time.sleep(0.01)
     llm._scheduler.run(lambda engine: engine.cache_prefix([1, 2, 3], None))  # the other has it
@@ -280,12 +280,12 @@ def test_prefixes_that_change_while_a_replica_returns_are_loaded_there(in_proces
 
 def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):
     llm, engine, [actor] = in_process(replicas=1)
-    take = actor.replica._take
+    take = actor.replica._accept
 
     def lose(state, message):
-        actor.replica._take = take
+        actor.replica._accept = take
 
-    actor.replica._take = lose
+    actor.replica._accept = lose
     row = _ended(llm.next_token_logprobs_sync, [1, 2])
     torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
     assert engine.statistics()["replica 0: restarts"] == 1
@@ -370,7 +370,7 @@ def test_when_no_replica_can_return_every_request_gets_the_cause(load, pids):
 
     async def main():
         tasks = [asyncio.create_task(llm.next_token_logprobs(ids)) for ids in PROMPTS[:9]]
-        await _until_asked(llm, 9)
+        await _until_pending(llm, 9)
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
@@ -396,12 +396,12 @@ llm = genlm.load_model(
 )
 cluster.HEAD_TIMEOUT_S = 3.0
 processes = psutil.Process().children(recursive=True)
-for one in processes:
-    if "raylet" in one.name() or "gcs" in one.name():
-        one.kill()
-for one in processes:
+for process in processes:
+    if "raylet" in process.name() or "gcs" in process.name():
+        process.kill()
+for process in processes:
     try:
-        one.kill()
+        process.kill()
     except psutil.NoSuchProcess:
         pass
 try:

@@ -1,4 +1,4 @@
-"""Replicas of hf: adapters, prefixes, scores and reductions are those of hf in this process."""
+"""Replicas of hf compute the same rows, scores and reductions as hf in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hf(model):
 
 
 class Spread(genlm.Reduction):
-    """A reduction of the program's own."""
+    """User-defined reduction."""
 
     @classmethod
     def compute(cls, rows, requests):
@@ -54,13 +54,13 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
             atol=1e-5,
             rtol=0,
         )
-    for found, expected in zip(
+    for scores, expected in zip(
         llm.batch_score_sync(prompts), hf.batch_score_sync(prompts), strict=True
     ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
     drawn = llm.batch_draw_sync(prompts, masks=[[4, 8, 15]] * 12, seed=range(12))
     expected = hf.batch_draw_sync(prompts, masks=[[4, 8, 15]] * 12, seed=range(12))
-    assert [one.token_id for one in drawn] == [one.token_id for one in expected]
+    assert [draw.token_id for draw in drawn] == [draw.token_id for draw in expected]
     top = llm.top_tokens_sync(prompts[0], 4)
     assert top.token_ids.tolist() == hf.top_tokens_sync(prompts[0], 4).token_ids.tolist()
     assert llm.sample_sync(prompts[1], max_tokens=5, seed=2) == hf.sample_sync(
@@ -68,7 +68,7 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
     )
     spread = llm.reduce_sync(prompts[0], Spread())
     assert spread == pytest.approx(hf.reduce_sync(prompts[0], Spread()), abs=1e-4)
-    only_here = types.ModuleType("only_here")  # no module at the replicas
+    only_here = types.ModuleType("only_here")  # not importable in the replicas
     only_here.Elsewhere = type("Elsewhere", (Spread,), {"__module__": "only_here"})
     monkeypatch.setitem(sys.modules, "only_here", only_here)
     for reduced in (llm.reduce_sync, llm.reduce_text_sync):
@@ -84,13 +84,13 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
     torch.testing.assert_close(rows[1], hf.next_token_logprobs_sync([5, 6]), atol=1e-5, rtol=0)
     assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
 
-    # A replica that is started again loads adapters and prefixes before it gets queries.
+    # A restarted replica loads adapters and prefixes before it receives queries.
     computed, killed = figures["tokens_computed"], pids(llm)[0]
     os.kill(killed, signal.SIGKILL)
     while pids(llm)[0] == killed or llm.statistics().engine["replica 0: state"] != "up":
         llm.next_token_logprobs_sync(prompts[0])
         time.sleep(0.05)
-    os.kill(pids(llm)[1], signal.SIGKILL)  # the new one has to answer now
+    os.kill(pids(llm)[1], signal.SIGKILL)  # only the restarted replica is left
     torch.testing.assert_close(
         llm.batch_next_token_logprobs_sync(prompts, lora_name="red"),
         hf.batch_next_token_logprobs_sync(prompts, lora_name="red"),

@@ -1,4 +1,4 @@
-"""Populations travel as columns, stay with a replica, and survive it."""
+"""Populations are sent as columns, stay on a replica, and survive its loss."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from genlm.plugin import (
 from genlm_ray.driver import Driver, ReplicaLink
 from genlm_ray.router import Router
 from genlm_ray.session import Session, SharedEngine
-from genlm_ray.wire import Generations, PlacedGeneration, packed_group, placed_sample
+from genlm_ray.wire import Generations, PlacedGeneration, pack_group, place_sample
 
 TIMEOUT_S = 60
 
 
 class LastColumn(GroupReduction):
-    """The program's own code, with a column of its own."""
+    """User-defined reduction with a column."""
 
     def __init__(self, added: torch.Tensor) -> None:
         self.added = added
@@ -47,7 +47,7 @@ class LastColumn(GroupReduction):
 
 
 class Largest(Reduction):
-    """The program's own code for one row."""
+    """User-defined reduction of one row."""
 
     @classmethod
     def compute(cls, rows, requests):
@@ -61,22 +61,24 @@ class Unpicklable(LastColumn):
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list]]:
-    """How many queries and which groups each message to a replica had."""
-    found: list[tuple[int, list]] = []
+    """The number of queries and the groups of each message to a replica."""
+    messages: list[tuple[int, list]] = []
     call = ReplicaLink.call
 
     def noted(self, method, *arguments):
         if method == "exchange" and (arguments[1].count or arguments[1].groups):
-            found.append((arguments[1].count, arguments[1].groups))
+            messages.append((arguments[1].count, arguments[1].groups))
         return call(self, method, *arguments)
 
     monkeypatch.setattr(ReplicaLink, "call", noted)
-    return found
+    return messages
 
 
 def _assert_rows(population: Population, reference) -> None:
     rows = population.next_token_logprobs_sync()
-    expected = reference.batch_next_token_logprobs_sync([one.token_ids for one in population])
+    expected = reference.batch_next_token_logprobs_sync(
+        [context.token_ids for context in population]
+    )
     torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
 
 
@@ -98,10 +100,10 @@ def test_a_population_is_one_message_of_new_columns(load, reference, messages):
         population = population.extend(generator.integers(0, 200, width))
     drawn = population.draw_sync(np.arange(257) < 100, seed=3)
     [(_, [group])] = messages
-    assert group.number > group.known >= 0
+    assert group.number > group.base >= 0
     again = population.draw_sync(np.arange(257) < 100, seed=3)
     assert messages[-1][1][0].steps == []
-    local = reference.population([one.token_ids for one in population])
+    local = reference.population([context.token_ids for context in population])
     expected = local.log_mass_sync(np.arange(257) < 100)
     torch.testing.assert_close(drawn.log_mass, expected, rtol=0, atol=1e-5)
     assert torch.equal(drawn.token_ids, again.token_ids)
@@ -110,27 +112,28 @@ def test_a_population_is_one_message_of_new_columns(load, reference, messages):
 def test_populations_of_a_lost_replica_are_computed_on_another(load, pids, reference):
     llm = load(replicas=2, max_restarts=2)
     populations = [llm.population([72, 101], 5).extend(range(5)) for _ in range(4)]
-    for each in populations:
-        _assert_rows(each, reference)
-    extended = [each[[0, 0, 1, 3]].extend([7, 8, 9, 10]) for each in populations]
+    for population in populations:
+        _assert_rows(population, reference)
+    extended = [members[[0, 0, 1, 3]].extend([7, 8, 9, 10]) for members in populations]
     before = pids(llm)
-    for pid in before:  # else all are answered before one of them is killed
+    for pid in before:  # otherwise all queries complete before a replica is killed
         os.kill(pid, signal.SIGSTOP)
 
     async def main() -> list[torch.Tensor]:
-        tasks = [asyncio.create_task(each.next_token_logprobs()) for each in extended]
+        tasks = [asyncio.create_task(members.next_token_logprobs()) for members in extended]
         while llm.statistics().pending < len(tasks):
             await asyncio.sleep(0)
         os.kill(before[0], signal.SIGKILL)
         os.kill(before[1], signal.SIGCONT)
         return list(await asyncio.wait_for(asyncio.gather(*tasks), 120))
 
-    found = asyncio.run(main())
-    for rows, each in zip(found, extended, strict=True):
-        expected = reference.batch_next_token_logprobs_sync([one.token_ids for one in each])
+    results = asyncio.run(main())
+    for rows, members in zip(results, extended, strict=True):
+        sequences = [context.token_ids for context in members]
+        expected = reference.batch_next_token_logprobs_sync(sequences)
         torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
-    for each in (*populations, *extended):
-        _assert_rows(each.extend(np.arange(len(each))), reference)
+    for members in (*populations, *extended):
+        _assert_rows(members.extend(np.arange(len(members))), reference)
 
 
 def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fails(
@@ -138,7 +141,7 @@ def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fail
 ):
     llm = load(replicas=1)
     population, local = (
-        each.population([72], 3).extend([1, 2, 2]) for each in (llm, reference)
+        model.population([72], 3).extend([1, 2, 2]) for model in (llm, reference)
     )
     added = torch.tensor([0.0, 10.0, 20.0])
     expected = local.next_token_logprobs_sync()
@@ -152,7 +155,7 @@ def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fail
 
 
 def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
-    """Also if the engine's result has the sequences in another order."""
+    """The engine's result may have the sequences in another order."""
     lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in range(3)])
     group = GroupQuery(0, Generation(lineage), *[np.arange(3)] * 2, LastColumn(torch.zeros(3)))
     sampling = types.SimpleNamespace(places=np.array([2, 0, 1, 0]))
@@ -163,15 +166,15 @@ def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
     other = Generation(Lineage.of_sequences(sequences[:3]))
     for generation, order in ((extended, places), (other, np.array([0, 1, 2, 1]))):
         nothing = torch.zeros(4, 2)
-        found = SampledGroup(ids, nothing, nothing, generation, order, np.ones(4, bool))
-        known = Generations()
-        known._sampled[group.query_id] = 4, group
-        sent = known.finish(group.query_id, found)
+        sample = SampledGroup(ids, nothing, nothing, generation, order, np.ones(4, bool))
+        generations = Generations()
+        generations._sampling[group.query_id] = 4, group
+        sent = generations.finish(group.query_id, sample)
         assert (sent.generation, sent.places) == (None, None)
-        placed = placed_sample(group, sent, PlacedGeneration(0, 4, deque()))
+        placed = place_sample(group, sent, PlacedGeneration(0, 4, deque()))
         assert placed.places.tolist() == places.tolist()
-        stored = known.group(
-            packed_group(
+        stored = generations.group(
+            pack_group(
                 _group(1, placed.generation, LastColumn(torch.zeros(3))), 4,
                 placed.generation.state, -1,
             ),
@@ -195,18 +198,18 @@ def _generations() -> tuple[Generation, Generation]:
 def test_a_continuation_is_one_message_and_stays_with_its_replica(load, reference, messages):
     llm = load(replicas=2)
     messages.clear()
-    found, expected = (
-        each.population([72, 101], 30).sample_sync(8, seed=3) for each in (llm, reference)
+    sample, expected = (
+        model.population([72, 101], 30).sample_sync(8, seed=3) for model in (llm, reference)
     )
     [(_, [group])] = messages
     for part in ("token_ids", "logprobs", "draw_logprob"):
-        torch.testing.assert_close(getattr(found, part), getattr(expected, part))
+        torch.testing.assert_close(getattr(sample, part), getattr(expected, part))
     longer, also = (
-        each.population[::2].sample_sync(4, temperature=0.5, top_k=5, seed=4)
-        for each in (found, expected)
+        result.population[::2].sample_sync(4, temperature=0.5, top_k=5, seed=4)
+        for result in (sample, expected)
     )
     [packed] = messages[-1][1]
-    assert packed.known == group.sampled
+    assert packed.base == group.sampled
     assert packed.steps == []
     assert torch.equal(longer.token_ids, also.token_ids)
     _assert_rows(longer.population, reference)
@@ -223,19 +226,19 @@ def test_groups_are_packed_for_what_their_replica_knows():
         driver.router.add(number)
     [link, other] = driver.links
     first, later = _generations()
-    known = Generations()
+    generations = Generations()
     rows = LastColumn(torch.zeros(3))
 
     def packed(query_id, generation, link):
         driver.router.submit([_group(query_id, generation, rows)])
         [[routed]] = driver.router.take({link.number: 9}).values()
-        return driver._packed(link, routed)
+        return driver._pack_group(link, routed)
 
     def arrived(message):
-        return known.group(message, None, lambda _: None).generation.lineage
+        return generations.group(message, None, lambda _: None).generation.lineage
 
     def finish(query_id, number=0, error=None):
-        return driver._finished(Completion(query_id, (), error), number)
+        return driver._complete(Completion(query_id, (), error), number)
 
     for query_id, generation, size in ((0, first, 2), (1, later, 3), (2, later, 0)):
         message = packed(query_id, generation, link)
@@ -246,22 +249,24 @@ def test_groups_are_packed_for_what_their_replica_knows():
         ]
         assert lineage.lengths.tolist() == expected.lengths.tolist()
         assert finish(query_id).query_id == query_id
-    assert known.sequences == 5
+    assert generations.sequences == 5
     del first, generation
     assert list(link.dropped) == [0]
-    known.drop(link.dropped.popleft())
-    assert known.sequences == 3
+    generations.drop(link.dropped.popleft())
+    assert generations.sequences == 3
     _, unanswered = _generations()
     messages = [packed(query_id, unanswered, link) for query_id in (3, 4)]
-    assert [each.size for each in messages] == [5, 5]  # it may get the second one first
+    assert [message.size for message in messages] == [5, 5]  # the second may arrive first
     assert messages[0].number != messages[1].number
-    assert finish(3, error=RuntimeError()).error is not None  # it has none of the first one
+    assert (
+        finish(3, error=RuntimeError()).error is not None
+    )  # the replica has no generation of it
     assert list(link.dropped) == [messages[0].number]
     assert finish(4).query_id == 4
     assert packed(5, unanswered, link).size == 0
     driver.router.reassign_from(0)  # it was lost with its generations
     [[routed]] = driver.router.take({1: 9}).values()
-    assert (routed.query.query_id, driver._packed(other, routed).size) == (5, 5)
+    assert (routed.query.query_id, driver._pack_group(other, routed).size) == (5, 5)
     assert finish(5, number=0) is None
     assert finish(5, number=1).query_id == 5
     assert len(driver.router) == 0
@@ -269,8 +274,8 @@ def test_groups_are_packed_for_what_their_replica_knows():
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_groups_share_the_engine_and_own_reductions_run_on_another_thread(expanded):
-    """An engine without populations gets queries for their sequences."""
+def test_groups_share_the_engine_and_user_defined_reductions_run_on_another_thread(expanded):
+    """For an engine without populations, their sequences are separate queries."""
     engine = get_backend("reference")("demo")
     if expanded:
         inner, engine = engine, type("Plain", (), {})()

@@ -1,4 +1,4 @@
-"""What genlm-llamacpp uses of other libraries that they may change without notice."""
+"""Private names of other libraries that genlm-ray uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica in this process: messages that fail, limits, supervision."""
+"""A replica in this process: failed messages, limits and supervision."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
 
 
 def _run(main, **changes):
-    """Run a test with a replica of the reference engine, within a minute."""
+    """Run a test with a replica of the reference engine and a timeout of a minute."""
 
     async def run():
         served = Replica(dataclasses.replace(SPEC, **changes))
         try:
-            await main(served, (await served._loaded()).engine.engine)
+            await main(served, (await served._wait_until_loaded()).engine.engine)
         finally:
             if served._supervisor is not None:
                 served._supervisor.cancel()
@@ -43,7 +43,7 @@ def _run(main, **changes):
 
 
 def _request(*prompts, first=0):
-    return wire.packed_queries([Query(first + i, ids) for i, ids in enumerate(prompts)])
+    return wire.pack_queries([Query(first + i, ids) for i, ids in enumerate(prompts)])
 
 
 def _answers(response):
@@ -62,14 +62,14 @@ def test_answers_that_could_not_be_packed_are_sent_with_the_next_message(monkeyp
         monkeypatch.setattr(wire.TRANSPORT, "pack_completions", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             await served.exchange("session", _request((1, 2), (3, 4)))
-        found = []
-        while len(found) < 2:
+        completions = []
+        while len(completions) < 2:
             response = await served.exchange("session", wire.ReplicaRequest())
-            answered = _answers(response)
-            assert answered
-            found += answered
-        assert sorted(each.query_id for each in found) == [0, 1]
-        assert all(torch.is_tensor(each.result) for each in found)
+            received = _answers(response)
+            assert received
+            completions += received
+        assert sorted(item.query_id for item in completions) == [0, 1]
+        assert all(torch.is_tensor(item.result) for item in completions)
 
     _run(main)
 
@@ -89,13 +89,15 @@ def test_a_program_may_have_so_many_queries_and_the_rest_is_refused():
         await served.attach("driver", "session", {}, [])
 
         async def answered(*prompts):
-            found = _answers(await served.exchange("session", _request(*prompts)))
-            while len(found) < len(prompts):
+            completions = _answers(await served.exchange("session", _request(*prompts)))
+            while len(completions) < len(prompts):
                 response = await served.exchange("session", wire.ReplicaRequest())
-                found += _answers(response)
-            return len(found)
+                completions += _answers(response)
+            return len(completions)
 
-        with pytest.raises(EvaluationError, match=r"allows 3 .ServingLimits.pending_queries"):
+        with pytest.raises(
+            EvaluationError, match=r"at most 3 pending queries .*ServingLimits.pending_queries"
+        ):
             await answered((1,), (2,), (3,), (4,))
         assert await answered((5,), (6,), (7,)) == 3
         assert await answered((8,), (9,)) == 2
@@ -111,12 +113,12 @@ def test_a_program_may_have_so_many_sequences_of_populations():
 
         async def answered(number):
             group = GroupQuery(number, Generation(lineage), places, places, Rows())
-            request = wire.ReplicaRequest(groups=[wire.packed_group(group, number, None, -1)])
-            [found] = _answers(await served.exchange("session", request))
-            return found.error
+            request = wire.ReplicaRequest(groups=[wire.pack_group(group, number, None, -1)])
+            [completion] = _answers(await served.exchange("session", request))
+            return completion.error
 
         assert await answered(0) is None
-        with pytest.raises(EvaluationError, match=r"asked for 6 sequences .* allows 5"):
+        with pytest.raises(EvaluationError, match=r"at most 5 sequences .* 6"):
             await answered(1)
         await served.notify("session", wire.ReplicaRequest(dropped=[0]))
         assert await answered(2) is None
@@ -127,9 +129,9 @@ def test_a_program_may_have_so_many_sequences_of_populations():
 def test_a_replica_serves_so_many_programs():
     async def main(served, _engine):
         await served.attach("one", "first", {}, [])
-        with pytest.raises(ModelLoadError, match=r"asked for 2 clients .* allows 1"):
+        with pytest.raises(ModelLoadError, match=r"at most 1 clients .* 2"):
             await served.attach("two", "second", {}, [])
-        await served.attach("one", "third", {}, [])  # begins anew
+        await served.attach("one", "third", {}, [])  # replaces the first session
         await served.detach("third")
         await served.attach("two", "fourth", {}, [])
 
@@ -142,7 +144,7 @@ def test_a_program_may_load_so_many_adapters(tmp_path):
 
     async def main(served, engine):
         await served.attach("driver", "session", {"poet": path}, [])
-        with pytest.raises(AdapterError, match=r"asked for 2 adapters .* allows 1"):
+        with pytest.raises(AdapterError, match=r"at most 1 adapters .* 2"):
             await served.configure("session", {"poet": path, "bard": path}, [])
         assert list(engine._adapters.loaded) == ["poet-driver"]
         assert await served.configure("session", {"bard": path}, [])
@@ -151,8 +153,8 @@ def test_a_program_may_load_so_many_adapters(tmp_path):
     _run(main, limits=ServingLimits(adapters=1))
 
 
-class Kept:
-    """The prefixes that an engine keeps."""
+class RecordedPrefixes:
+    """Records the cached prefixes of an engine."""
 
     def __init__(self, engine):
         self.prefixes = []
@@ -162,19 +164,19 @@ class Kept:
 
 def test_prefixes_are_kept_for_their_program_and_as_long_as_it_is_attached():
     async def main(served, engine):
-        kept = Kept(engine)
+        recorded = RecordedPrefixes(engine)
         first, second, third = ((1, 2), None), ((3, 4), None), ((5,), None)
         await served.attach("one", "first", {}, [])
         await served.attach("two", "second", {}, [((7, 8), None)])
         assert await served.configure("first", {}, [first, second, first])
-        with pytest.raises(EvaluationError, match=r"asked for 5 prefix tokens .* allows 4"):
+        with pytest.raises(EvaluationError, match=r"at most 4 prefix tokens .* 5"):
             await served.configure("first", {}, [first, second, third])
-        assert kept.prefixes == [((7, 8), None), first, second]
+        assert recorded.prefixes == [((7, 8), None), first, second]
         await served.configure("first", {}, [])
-        assert kept.prefixes == [((7, 8), None)]
+        assert recorded.prefixes == [((7, 8), None)]
         await served.configure("first", {}, [third])
         await served.detach("second")
-        assert kept.prefixes == [third]
+        assert recorded.prefixes == [third]
 
     _run(main, limits=ServingLimits(prefix_tokens=4))
 
@@ -183,13 +185,13 @@ def test_prefixes_of_an_adapter_that_was_freed_are_not_computed_again(tmp_path):
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main(served, engine):
-        kept = Kept(engine)
+        recorded = RecordedPrefixes(engine)
         await served.attach("one", "first", {"poet": str(tmp_path)}, [((1, 2), "poet")])
-        assert kept.prefixes == [((1, 2), "poet-one")]
+        assert recorded.prefixes == [((1, 2), "poet-one")]
         await served.configure("first", {}, [])
         await served.attach("two", "second", {}, [((3,), None)])
         await served.configure("second", {}, [])
-        assert kept.prefixes == []
+        assert recorded.prefixes == []
 
     _run(main)
 

@@ -25,7 +25,7 @@ from genlm.testing import TinyModel
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
 from genlm_ray.replica import ServingLimits
-from genlm_ray.wire import ReplicaRequest, packed_queries
+from genlm_ray.wire import ReplicaRequest, pack_queries
 
 DRIVER = """
 import asyncio, os, signal, sys
@@ -65,7 +65,7 @@ def chat(address):
 
 
 def test_programs_attach_and_one_that_dies_leaves_nothing(chat, address, reference):
-    assert [each["state"] for each in chat] == ["up", "up"]
+    assert [description["state"] for description in chat] == ["up", "up"]
     with genlm.load_model("chat", "ray", output_cache=genlm.OutputCache(0)) as llm:
         others = [
             subprocess.Popen(
@@ -81,17 +81,17 @@ def test_programs_attach_and_one_that_dies_leaves_nothing(chat, address, referen
         for other in others:
             assert json.loads(other.communicate(timeout=240)[0]) == pytest.approx(expected)
         assert [other.returncode for other in others] == [0, -signal.SIGKILL]
-        while sum(sum(each["drivers"].values()) for each in _replicas_of_chat(address)):
+        while sum(sum(item["drivers"].values()) for item in _replicas_of_chat(address)):
             time.sleep(0.05)
-        found = _replicas_of_chat(address)
-        assert [each["replica"] for each in found] == [0, 1]
-        assert all(each["answered"] > 0 for each in found)
+        descriptions = _replicas_of_chat(address)
+        assert [item["replica"] for item in descriptions] == [0, 1]
+        assert all(item["answered"] > 0 for item in descriptions)
         again = llm.batch_next_token_logprobs_sync(prompts)
         torch.testing.assert_close(again, rows)
 
 
 def _replicas_of_chat(address):
-    return [each for each in serving.served(address) if each["name"] == "chat"]
+    return [item for item in serving.served(address) if item["name"] == "chat"]
 
 
 def test_a_client_detaches_from_a_shared_replica_that_is_silent_and_restarts_nothing(address):
@@ -102,16 +102,16 @@ def test_a_client_detaches_from_a_shared_replica_that_is_silent_and_restarts_not
             os.kill(pid, signal.SIGSTOP)
 
             async def main():
-                asked = asyncio.create_task(llm.next_token_logprobs([1, 2, 3]))
+                request = asyncio.create_task(llm.next_token_logprobs([1, 2, 3]))
                 while llm.statistics().engine["replica 0: restarts"] == 0:
                     await asyncio.sleep(0.05)
                 os.kill(pid, signal.SIGCONT)
-                return await asked
+                return await request
 
             asyncio.run(asyncio.wait_for(main(), 120))
             assert llm.statistics().engine["replica 0: pid"] == pid
-        [found] = [each for each in serving.served(address) if each["name"] == "paused"]
-        assert found["pid"] == pid
+        [item] = [item for item in serving.served(address) if item["name"] == "paused"]
+        assert item["pid"] == pid
     finally:
         serving.stop("paused")
 
@@ -130,7 +130,7 @@ def test_pings_are_answered_beside_the_long_polls_of_150_drivers(address):
     try:
         [actor] = serving.actors_of("busy")
         ray.get(actor.attach.remote("driver", "session", {}, []))
-        endless = packed_queries([Query(0, (1, 2), outputs=(Endless(),))])
+        endless = pack_queries([Query(0, (1, 2), outputs=(Endless(),))])
         polls = [actor.exchange.remote("session", endless)]
         polls += [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
         ray.get(actor.notify.remote("session", ReplicaRequest()), timeout=120)
@@ -146,7 +146,7 @@ import ray, ray.cloudpickle
 from genlm import get_backend
 from genlm.plugin import Query
 from genlm_ray.replica import Replica, ReplicaSpec
-from genlm_ray.wire import packed_queries
+from genlm_ray.wire import pack_queries
 
 class Hanging(Replica):
     def _build(self):
@@ -161,7 +161,7 @@ spec = ReplicaSpec("reference", "demo", {}, "", 1, 60.0, step_timeout_s=1.0)
 actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10).remote(spec)
 ray.get(actor.attach.remote("driver", "session", {}, []))
 try:
-    ray.get(actor.exchange.remote("session", packed_queries([Query(0, (1, 2))])))
+    ray.get(actor.exchange.remote("session", pack_queries([Query(0, (1, 2))])))
 except ray.exceptions.ActorDiedError:
     print("the replica's process has ended")
 """
@@ -179,7 +179,7 @@ def test_a_replica_whose_step_hangs_ends_its_own_process(address, library):
 
 @dataclass(frozen=True)
 class Endless(genlm.Reduction):
-    """What a client's mistake may look like."""
+    """A reduction that never returns."""
 
     @classmethod
     def compute(cls, rows, requests):
@@ -215,7 +215,7 @@ def test_a_clients_endless_reduction_does_not_hold_up_another_client(address, re
 
 @dataclass(frozen=True)
 class Largest(genlm.Reduction):
-    """A client's own reduction of the rows of a text."""
+    """User-defined reduction of the rows of a text."""
 
     then: str = ""
 
@@ -283,7 +283,7 @@ def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
 
 
 def test_names_that_exist_or_do_not_are_errors_that_say_what_to_do(chat, address):
-    with pytest.raises(ModelLoadError, match="serves already"):
+    with pytest.raises(ModelLoadError, match="already serves"):
         serving.serve("chat", "demo", "reference", resources=RESOURCES)
     with pytest.raises(ModelLoadError, match=r"this cluster serves .*'chat'"):
         genlm.load_model("chap", "ray")
@@ -306,21 +306,23 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
         genlm.load_model("demo", "ray", place_timeout_s=0.5, **whole)
     with pytest.raises(ModelLoadError, match="no text to train"):
         serving.serve("lost", "no/such/file", "reference", resources=RESOURCES)
-    assert "lost" not in {each["name"] for each in serving.served(address)}
+    assert "lost" not in {item["name"] for item in serving.served(address)}
 
 
 def test_another_version_is_refused(chat, monkeypatch):
-    here = replica.version_of
+    installed = replica.version_of
     for name in ("genlm-core", "torch", "numpy"):
         monkeypatch.setattr(
-            serving, "version_of", lambda one, name=name: "0.1" if one == name else here(one)
+            serving,
+            "version_of",
+            lambda library, name=name: "0.1" if library == name else installed(library),
         )
         with pytest.raises(ModelLoadError, match=rf"{name} \d+\.\S* there, 0\.1 here"):
             genlm.load_model("chat", "ray")
 
 
 def test_a_driver_that_is_silent_is_forgotten(address):
-    """A program that dies says nothing; what it asked goes after `driver_timeout_s`."""
+    """The session of a program that dies is removed after `driver_timeout_s`."""
     serving.serve("brief", "demo", "reference", resources=RESOURCES, driver_timeout_s=1.0)
     try:
         [actor] = serving.actors_of("brief")
@@ -336,7 +338,7 @@ def test_a_driver_that_is_silent_is_forgotten(address):
 
 
 def test_what_is_left_of_a_served_model_is_ended(address):
-    """Its replicas may have died, or never have been started."""
+    """Its replicas may have died or may not have been started."""
     cluster.reserve_resources([{"CPU": 0.1}], 2, name="left", timeout_s=60)
     with pytest.raises(ModelLoadError, match="serve --stop --name left"):
         serving.serve("left", "demo", "reference", resources=RESOURCES)
@@ -347,25 +349,25 @@ def test_what_is_left_of_a_served_model_is_ended(address):
 
 
 def test_what_is_pickled_is_among_the_versions():
-    """The wire format, tensors, arrays, and what the engine's plugin returns."""
+    """The versions include those of messages, tensors, arrays and the engine's plugin."""
     assert {"genlm-ray", "genlm-hf", "torch", "numpy"} <= replica.versions("hf").keys()
 
 
 def test_a_program_needs_the_version_of_the_engines_plugin_but_not_the_plugin(monkeypatch):
-    found = replica.versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
-    monkeypatch.setattr(serving, "_ask_all", lambda *_: [found])
+    remote = replica.versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
+    monkeypatch.setattr(serving, "_call_all", lambda *_: [remote])
     with pytest.raises(ModelLoadError, match=r"versions: genlm-hf 0\.1 there, \S+ here;"):
         serving.wait_until_loaded([], 60)
 
 
 def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
-    """Adapters that cannot be freed, and statistics that cannot be read."""
+    """The engine raises when adapters are freed and when statistics are read."""
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main():
         spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
         served = replica.Replica(spec)
-        engine = (await served._loaded()).engine.engine
+        engine = (await served._wait_until_loaded()).engine.engine
 
         def refuse(*_):
             raise RuntimeError("no")
@@ -374,8 +376,8 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
         await served.attach("driver", "session", adapters, [])
         engine.remove_adapter = engine.statistics = refuse
         for driver in ("second", "third"):  # one ends, and the next one ends too
-            found = await served.attach(driver, driver, {}, [])
-            assert found["statistics"]
+            description = await served.attach(driver, driver, {}, [])
+            assert description["statistics"]
             assert (await served.exchange(driver, ReplicaRequest())).statistics
             while served._sessions:
                 await asyncio.sleep(0.02)
@@ -393,14 +395,14 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
     async def main():
         served = replica.Replica(replica.ReplicaSpec("reference", "demo", {}, "", 1, 60.0))
         await served.attach("driver", "first", {}, [])
-        call, begun = served._call, asyncio.Event()
+        call, begun = served._call_engine, asyncio.Event()
 
         async def slow(method, *arguments):
             begun.set()
             await asyncio.sleep(0.05)
             return await call(method, *arguments)
 
-        served._call = slow
+        served._call_engine = slow
         added = asyncio.create_task(served.configure("first", {"poet": path}, []))
         await begun.wait()
         await served.attach("driver", "second", {"poet": path}, [])  # its name is free again
@@ -413,20 +415,20 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
 
 
 def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
-    """However long that takes, and it ends if the adapter cannot be loaded."""
+    """The session does not time out meanwhile; it ends if the adapter cannot be loaded."""
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main():
         spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.1)
         served = replica.Replica(spec)
-        call = served._call
+        call = served._call_engine
 
         async def slow(method, *arguments):
             await asyncio.sleep(0.5)
             return await call(method, *arguments)
 
-        served._call = slow
-        await served.attach("other", "first", {}, [])  # starts to watch
+        served._call_engine = slow
+        await served.attach("other", "first", {}, [])  # starts the supervisor
         adapters = {"poet": str(tmp_path)}
         await served.attach("driver", "session", adapters, [])
         assert served._sessions["session"].adapters == adapters

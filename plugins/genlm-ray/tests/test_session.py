@@ -1,4 +1,4 @@
-"""A replica's engine is shared fairly, and a driver's code holds up nobody."""
+"""A replica's engine is shared fairly, and user-defined reductions block no other driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 60
 
 
 class Gated:
-    """The reference engine behind a gate, which records the batches that it evaluates."""
+    """The reference engine; its steps wait for `gate` and are recorded in `batches`."""
 
     def __init__(self) -> None:
         self.inner = get_backend("reference")("demo")
@@ -43,14 +43,14 @@ class Gated:
         self.pending.append(query)
 
     def abort(self, query_id: int) -> None:
-        self.pending = [one for one in self.pending if one.query_id != query_id]
+        self.pending = [query for query in self.pending if query.query_id != query_id]
 
     def step(self) -> Sequence[Completion]:
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
         batch, self.pending = self.pending, []
         self.batches.append(batch)
-        rows = self.inner.evaluate(batch)  # whole, whatever was asked of them
+        rows = self.inner.evaluate(batch)  # rows, whatever their outputs are
         return [
             Completion(query.query_id, row.clone())
             for query, row in zip(batch, rows, strict=True)
@@ -58,32 +58,32 @@ class Gated:
 
 
 def _run(main, engine=None, *, is_open=True):
-    """Run `main(shared, engine)` on an event loop, within a minute."""
+    """Run `main(shared, engine)` on an event loop with a timeout of a minute."""
 
     async def run():
-        own = Gated() if engine is None else engine
-        if is_open and isinstance(own, Gated):
-            own.gate.set()
-        shared = SharedEngine(lambda: own, None)
+        used = Gated() if engine is None else engine
+        if is_open and isinstance(used, Gated):
+            used.gate.set()
+        shared = SharedEngine(lambda: used, None)
         try:
-            await main(shared, own)
+            await main(shared, used)
         finally:
-            if isinstance(own, Gated):
-                own.gate.set()
+            if isinstance(used, Gated):
+                used.gate.set()
             await asyncio.to_thread(shared.scheduler.close)
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-async def _all_of(session, count):
-    found = []
-    while len(found) < count:
+async def _completions(session, count):
+    completions = []
+    while len(completions) < count:
         session.changed.clear()
-        found += session.finished
+        completions += session.finished
         session.finished = []
-        if len(found) < count:
+        if len(completions) < count:
             await session.changed.wait()
-    return found
+    return completions
 
 
 def _session(shared, reduction_s=3600.0):
@@ -107,8 +107,8 @@ def test_a_driver_with_few_queries_does_not_wait_for_one_with_many():
         many.submit([Query(1 + i, (1, i % 250)) for i in range(1000)])
         few.submit([Query(1 + i, (2, i)) for i in range(5)])
         engine.gate.set()
-        assert len(await _all_of(few, 6)) == 6
-        await _all_of(many, 1001)
+        assert len(await _completions(few, 6)) == 6
+        await _completions(many, 1001)
         batches = [[query.token_ids for query in batch] for batch in engine.batches]
         with_few = [place for place, batch in enumerate(batches) if (2, 4) in batch]
         assert with_few == [2]  # the engine had the second batch when it was submitted
@@ -127,7 +127,7 @@ def test_a_driver_that_leaves_takes_its_queries_with_it():
         gone.end()
         stays.submit([Query(0, (5,))])
         engine.gate.set()
-        await _all_of(stays, 1)
+        await _completions(stays, 1)
         assert gone.unanswered == stays.unanswered == 0
         assert not any(query.token_ids[0] == 4 for batch in engine.batches for query in batch)
         assert gone.finished == []
@@ -137,25 +137,25 @@ def test_a_driver_that_leaves_takes_its_queries_with_it():
 
 def test_a_driver_is_told_when_its_last_query_is_aborted():
     async def main(shared, engine):
-        one = _session(shared)
-        one.submit([Query(0, (1,)), Query(1, (2,))])
+        session = _session(shared)
+        session.submit([Query(0, (1,)), Query(1, (2,))])
         await _entered(engine)
-        one.submit([Query(2, (3,))])  # waits for the next step
-        one.abort([0, 1])
-        assert (one.finished, one.unanswered) == ([], 1)
-        one.changed.clear()
-        one.abort([2])
-        assert one.changed.is_set()
-        assert (one.finished, one.unanswered) == ([], 0)
+        session.submit([Query(2, (3,))])  # waits for the next step
+        session.abort([0, 1])
+        assert (session.finished, session.unanswered) == ([], 1)
+        session.changed.clear()
+        session.abort([2])
+        assert session.changed.is_set()
+        assert (session.finished, session.unanswered) == ([], 0)
 
     _run(main, is_open=False)
 
 
 def test_rows_are_reduced_where_the_engine_returns_them_whole():
     async def main(shared, _engine):
-        one = _session(shared)
-        one.submit([Query(7, (65, 66), outputs=(Draw(0.5), None))])
-        [completion] = await _all_of(one, 1)
+        session = _session(shared)
+        session.submit([Query(7, (65, 66), outputs=(Draw(0.5), None))])
+        [completion] = await _completions(session, 1)
         assert completion.query_id == 7
         drawn, row = completion.result.values
         assert isinstance(drawn, DrawnToken)
@@ -164,7 +164,7 @@ def test_rows_are_reduced_where_the_engine_returns_them_whole():
     _run(main)
 
 
-def test_contexts_are_released_while_nothing_is_asked_whatever_the_engine_raises():
+def test_contexts_are_released_without_queries_and_although_the_engine_raises():
     released = queue.SimpleQueue()
 
     async def main(shared, engine):
@@ -177,16 +177,16 @@ def test_contexts_are_released_while_nothing_is_asked_whatever_the_engine_raises
             shared.scheduler.release(("poet", key))
         for key in (b"one", b"two"):
             assert await asyncio.to_thread(released.get, timeout=TIMEOUT_S) == ("poet", key)
-        one = _session(shared)
-        one.submit([Query(0, (1,))])
-        assert len(await _all_of(one, 1)) == 1
+        session = _session(shared)
+        session.submit([Query(0, (1,))])
+        assert len(await _completions(session, 1)) == 1
 
     _run(main)
 
 
 @dataclass(frozen=True)
 class Slow(Reduction):
-    """A reduction of a driver, which waits for `go`."""
+    """A user-defined reduction that waits for `go`."""
 
     go: threading.Event
 
@@ -203,7 +203,7 @@ class Exiting(Reduction):
         raise SystemExit(3)
 
 
-def test_a_drivers_own_reduction_does_not_hold_up_the_engine():
+def test_a_user_defined_reduction_does_not_hold_up_the_engine():
     go = threading.Event()
 
     async def main(shared, engine):
@@ -211,12 +211,12 @@ def test_a_drivers_own_reduction_does_not_hold_up_the_engine():
         slow.submit([Query(0, (1,), outputs=(Slow(go), Draw(0.5), None))])
         slow.submit([Query(i, (1, i)) for i in (1, 2)])
         other.submit([Query(i, (2, i)) for i in range(5)])
-        assert len(await _all_of(other, 5)) == 5
-        assert len(await _all_of(slow, 2)) == 2  # its other queries as well
+        assert len(await _completions(other, 5)) == 5
+        assert len(await _completions(slow, 2)) == 2  # its other queries as well
         assert (slow.unanswered, other.unanswered) == (1, 0)
         assert all(query.outputs == (None,) for batch in engine.batches for query in batch)
         go.set()
-        [reduced] = await _all_of(slow, 1)
+        [reduced] = await _completions(slow, 1)
         assert reduced.query_id == 0
         value, drawn, row = reduced.result.values
         assert value == "reduced"
@@ -226,17 +226,17 @@ def test_a_drivers_own_reduction_does_not_hold_up_the_engine():
     _run(main)
 
 
-def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_second_thread():
+def test_a_user_defined_reduction_that_takes_too_long_fails_alone_and_gets_no_second_thread():
     go = threading.Event()
 
     async def main(shared, _engine):
         slow = _session(shared, reduction_s=0.1)
         slow.submit([Query(0, (1,), outputs=(Slow(go),))])
-        [failed] = await _all_of(slow, 1)
+        [failed] = await _completions(slow, 1)
         assert "has run for more than 0.1 s" in str(failed.error)
         threads = threading.active_count()
         slow.submit([Query(1, (2,), outputs=(Slow(go),)), Query(2, (2,))])
-        refused, row = sorted(await _all_of(slow, 2), key=lambda each: each.query_id)
+        refused, row = sorted(await _completions(slow, 2), key=lambda item: item.query_id)
         assert "until it returns" in str(refused.error)
         assert torch.is_tensor(row.result)
         assert threading.active_count() == threads
@@ -244,18 +244,18 @@ def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_sec
         while slow._is_overdue:
             await asyncio.sleep(0)
         slow.submit([Query(3, (3,), outputs=(Slow(go),))])
-        [again] = await _all_of(slow, 1)
-        assert again.query_id == 3  # and no second answer to the first one
+        [again] = await _completions(slow, 1)
+        assert again.query_id == 3  # the first query has no second completion
         assert again.result.values == ("reduced",)
 
     _run(main)
 
 
-def test_a_drivers_own_reduction_cannot_end_the_process():
+def test_a_user_defined_reduction_cannot_end_the_process():
     async def main(shared, _engine):
-        one = _session(shared)
-        one.submit([Query(0, (1,), outputs=(Exiting(),))])
-        [failed] = await _all_of(one, 1)
+        session = _session(shared)
+        session.submit([Query(0, (1,), outputs=(Exiting(),))])
+        [failed] = await _completions(session, 1)
         [error] = failed.result.values
         assert "the reductions raised SystemExit" in str(error)
         assert not shared.scheduler.closed
@@ -263,7 +263,7 @@ def test_a_drivers_own_reduction_cannot_end_the_process():
     _run(main)
 
 
-def test_rows_that_wait_for_a_drivers_own_reductions_are_few():
+def test_few_rows_wait_for_user_defined_reductions():
     go = threading.Event()
 
     async def main(shared, engine):
@@ -273,7 +273,7 @@ def test_rows_that_wait_for_a_drivers_own_reductions_are_few():
             await asyncio.sleep(0)
         assert sum(len(batch) for batch in engine.batches) <= SHARED_ROWS
         go.set()
-        assert len(await _all_of(slow, 1000)) == 1000
+        assert len(await _completions(slow, 1000)) == 1000
 
     _run(main)
 
@@ -283,21 +283,21 @@ def test_a_query_that_is_aborted_does_not_hold_up_those_that_are_reduced_with_it
     go = threading.Event()
 
     async def main(shared, _engine):
-        one = _session(shared)
-        one.submit([Query(i, (1, i), outputs=(Slow(go),)) for i in range(3)])
-        while not _is_reducing(one):
+        session = _session(shared)
+        session.submit([Query(i, (1, i), outputs=(Slow(go),)) for i in range(3)])
+        while not _is_reducing(session):
             await asyncio.sleep(0)
-        one.abort([aborted])
+        session.abort([aborted])
         go.set()
-        found = await _all_of(one, 2)
-        assert {each.query_id for each in found} == {0, 1, 2} - {aborted}
-        assert all(each.result.values == ("reduced",) for each in found)
+        completions = await _completions(session, 2)
+        assert {item.query_id for item in completions} == {0, 1, 2} - {aborted}
+        assert all(item.result.values == ("reduced",) for item in completions)
 
     _run(main)
 
 
 class Places(GroupReduction):
-    """The largest log-probability of each position, and its place; a driver's own code."""
+    """User-defined reduction: the largest log-probability of each position, and its index."""
 
     def __init__(self, act=lambda: None) -> None:
         self.act = act
@@ -323,21 +323,21 @@ def _run_with_small_parts(monkeypatch, main):
     _run(main, get_backend("reference")("demo"))
 
 
-def test_a_drivers_own_reduction_of_a_text_is_computed_in_parts_on_its_thread(monkeypatch):
+def test_a_user_defined_reduction_of_a_text_is_computed_in_parts_on_its_thread(monkeypatch):
     go = threading.Event()
 
     async def main(shared, engine):
-        one, other = _session(shared), _session(shared)
+        session, other = _session(shared), _session(shared)
         slow = Places(lambda: go.wait(TIMEOUT_S))
-        one.submit([_text(3, slow), Query(4, (5,))])
+        session.submit([_text(3, slow), Query(4, (5,))])
         other.submit([Query(i, (2, i)) for i in range(5)])
-        assert len(await _all_of(other, 5)) == 5
-        [row] = await _all_of(one, 1)  # its other query as well
+        assert len(await _completions(other, 5)) == 5
+        [row] = await _completions(session, 1)  # its other query as well
         assert row.query_id == 4
         go.set()
-        [found] = await _all_of(one, 1)
-        assert found.query_id == 3
-        [(largest, places)] = found.result.values
+        [completion] = await _completions(session, 1)
+        assert completion.query_id == 3
+        [(largest, places)] = completion.result.values
         assert places.tolist() == list(range(190))
         rows = engine.evaluate([Query(i, TEXT[:i]) for i in range(10, 200)])
         torch.testing.assert_close(largest, rows.amax(-1))
@@ -347,7 +347,7 @@ def test_a_drivers_own_reduction_of_a_text_is_computed_in_parts_on_its_thread(mo
     _run_with_small_parts(monkeypatch, main)
 
 
-def test_a_drivers_own_reduction_of_a_text_fails_alone(monkeypatch):
+def test_a_user_defined_reduction_of_a_text_fails_alone(monkeypatch):
     def refuse():
         raise ArithmeticError("no result")
 
@@ -355,21 +355,21 @@ def test_a_drivers_own_reduction_of_a_text_fails_alone(monkeypatch):
         raise SystemExit(3)
 
     async def main(shared, _engine):
-        one = _session(shared)
+        session = _session(shared)
         refused, left = Places(refuse), Places(leave)
         for reduction, message in (
             (refused, "Places.compute raised Arith"),
             (left, "SystemExit"),
         ):
-            one.submit([_text(0, reduction)])
-            [failed] = await _all_of(one, 1)
+            session.submit([_text(0, reduction)])
+            [failed] = await _completions(session, 1)
             [error] = failed.result.values
             assert isinstance(error, EvaluationError)
             assert message in str(error)
             assert len(reduction.pieces) == 1  # the rest of the text is not computed
-        one.submit([_text(1, Places(), 150)])
-        [found] = await _all_of(one, 1)
-        assert found.result.values[0][1].tolist() == list(range(50))
+        session.submit([_text(1, Places(), 150)])
+        [completion] = await _completions(session, 1)
+        assert completion.result.values[0][1].tolist() == list(range(50))
 
     _run_with_small_parts(monkeypatch, main)
 
@@ -382,39 +382,39 @@ def test_a_text_whose_query_is_aborted_is_not_continued(monkeypatch):
         assert go.wait(TIMEOUT_S)
 
     async def main(shared, _engine):
-        one = _session(shared)
+        session = _session(shared)
         aborted, later = Places(wait), Places()
-        one.submit([_text(0, aborted)])
+        session.submit([_text(0, aborted)])
         assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
-        one.abort([0])
-        assert (one.finished, one.unanswered) == ([], 0)
-        one.submit([_text(1, later)])
+        session.abort([0])
+        assert (session.finished, session.unanswered) == ([], 0)
+        session.submit([_text(1, later)])
         go.set()
-        [found] = await _all_of(one, 1)
-        assert found.query_id == 1
+        [completion] = await _completions(session, 1)
+        assert completion.query_id == 1
         assert len(aborted.pieces) == 1
         assert len(later.pieces) == 3
 
     _run_with_small_parts(monkeypatch, main)
 
 
-def test_a_drivers_own_reduction_of_a_text_has_a_time_limit(monkeypatch):
+def test_a_user_defined_reduction_of_a_text_has_a_time_limit(monkeypatch):
     go = threading.Event()
 
     async def main(shared, _engine):
-        one = _session(shared, reduction_s=0.1)
-        one.submit([_text(0, Places(lambda: go.wait(TIMEOUT_S)))])
-        [first] = await _all_of(one, 1)
-        one.submit([_text(1, Places())])
-        [second] = await _all_of(one, 1)
+        session = _session(shared, reduction_s=0.1)
+        session.submit([_text(0, Places(lambda: go.wait(TIMEOUT_S)))])
+        [first] = await _completions(session, 1)
+        session.submit([_text(1, Places())])
+        [second] = await _completions(session, 1)
         assert "has run for more than 0.1 s" in str(first.error)
         assert "until it returns" in str(second.error)
         go.set()
-        while one._is_overdue:
+        while session._is_overdue:
             await asyncio.sleep(0)
-        one.submit([_text(2, Places())])
-        [found] = await _all_of(one, 1)
-        assert found.query_id == 2
-        assert len(found.result.values[0][0]) == 190
+        session.submit([_text(2, Places())])
+        [completion] = await _completions(session, 1)
+        assert completion.query_id == 2
+        assert len(completion.result.values[0][0]) == 190
 
     _run_with_small_parts(monkeypatch, main)

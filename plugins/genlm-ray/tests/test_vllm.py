@@ -1,4 +1,4 @@
-"""A replica of vLLM: continuations in the replica, in a reservation of two bundles."""
+"""A replica of vLLM with a reservation of two bundles draws continuations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ VLLM = {"dtype": "float32", "kv_cache_memory_bytes": 2**24, "max_num_seqs": 8}
 
 def test_a_replica_of_vllm_draws_as_every_engine_does(load, tmp_path):
     model = TinyLlama(tmp_path / "model")
-    options = {"multiprocess": False, "engine_opts": VLLM}
+    engine_opts = {"multiprocess": False, "engine_opts": VLLM}
     bundles = [{"num_cpus": 0.1}, {"num_cpus": 0.1}]
-    llm = load("vllm", str(model.path), replicas=1, engine_opts=options, resources=bundles)
+    llm = load("vllm", str(model.path), replicas=1, engine_opts=engine_opts, resources=bundles)
     prompts = [[3 + i, 5, 7] for i in range(20)]
-    how = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
-    found = llm.population(prompts).sample_sync(**how)
+    options = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
+    sample = llm.population(prompts).sample_sync(**options)
     with genlm.load_model(str(model.path), "hf", device="cpu", dtype="float32") as hf:
-        expected = hf.population(prompts).sample_sync(**how)
-        assert torch.equal(found.token_ids, expected.token_ids)
-        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
-        assert llm.batch_sample_sync(prompts, **how) == hf.batch_sample_sync(prompts, **how)
+        expected = hf.population(prompts).sample_sync(**options)
+        assert torch.equal(sample.token_ids, expected.token_ids)
+        torch.testing.assert_close(sample.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+        assert llm.batch_sample_sync(prompts, **options) == hf.batch_sample_sync(
+            prompts, **options
+        )

@@ -1,4 +1,4 @@
-"""Queries arrive as they were."""
+"""Unpacked queries equal the packed queries."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ SIZE = 7
 
 @dataclass(frozen=True)
 class Constant(Reduction):
-    """Holds anything, and returns it."""
+    """Returns its value."""
 
     value: object
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Constant]) -> Sequence[object]:
-        return [each.value for each in requests]
+        return [request.value for request in requests]
 
 
 def values_of(queries):
     rows = torch.zeros(len(queries), SIZE).log_softmax(1)
-    return [each.values for each in reduce_rows(rows, [query.outputs for query in queries])]
+    return [
+        reduced.values for reduced in reduce_rows(rows, [query.outputs for query in queries])
+    ]
 
 
 def test_queries_arrive_as_they_were_and_a_common_prompt_is_sent_once():
@@ -43,17 +45,19 @@ def test_queries_arrive_as_they_were_and_a_common_prompt_is_sent_once():
         for i in range(50)
     ]
     queries.append(Query(3, TokenSequence.of([1, 2]), targets=(2, 3)))
-    packed = wire.packed_queries(queries)
-    assert wire.unpacked_queries(packed) == queries
-    assert len(packed.queries) < 4 * 5000 + 100 * 60  # the blocks, and a tail for each
+    packed = wire.pack_queries(queries)
+    assert wire.unpack_queries(packed) == queries
+    assert len(packed.queries) < 4 * 5000 + 100 * 60  # the blocks and the tails
 
 
 def test_a_reduction_that_cannot_be_pickled_fails_alone():
     outputs = [
         (None,), (Constant(threading.Lock()), None), (Constant(2),), (Constant(lambda: 3),)
     ]  # fmt: skip
-    asked = [Query(i, (i + 1,), outputs=each) for i, each in enumerate(outputs)]
-    queries = wire.unpacked_queries(wire.packed_queries(asked))
+    packed = wire.pack_queries(
+        [Query(i, (i + 1,), outputs=requested) for i, requested in enumerate(outputs)]
+    )
+    queries = wire.unpack_queries(packed)
     assert [query.token_ids for query in queries] == [(1,), (2,), (3,), (4,)]
     row, (refused, other), (two,), (function,) = values_of(queries)
     assert torch.is_tensor(row[0])

@@ -1,4 +1,4 @@
-"""Engines over one tiny model, made here: nothing is downloaded, nothing is mocked."""
+"""Engines of a tiny model with random weights; nothing is downloaded or mocked."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "max_total_tokens": 640,
     },
 }
-"""Engine options of the engines that reduce and score."""
+"""Options of the engines that compute reductions and scores."""
 
 
 def adapted_engine(tiny: TinyLlama, options: Mapping[str, Any]) -> Any:
-    """Build an engine that has both adapters; the caller closes it."""
+    """Build an engine with both adapters, which the caller closes."""
     if ExclusiveEngine.active is not None:
         ExclusiveEngine.active.suspend()
     engine = tiny.engine(options, enable_lora=True, max_lora_rank=8)
@@ -49,13 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     """A Llama with a window of 512 positions."""
     model = TinyLlama(tmp_path_factory.mktemp("sgl") / "llama", max_position_embeddings=512)
-    model.logprobs = functools.cache(model.logprobs)  # walks ask for the same rows
+    model.logprobs = functools.cache(model.logprobs)  # walks compute the same rows
     return model
 
 
 @pytest.fixture(autouse=True)
 def alone(request: pytest.FixtureRequest) -> None:
-    """Have the conformance suite's engine make way; it comes back when it is asked."""
+    """Suspend the engine of the conformance suite, which is built again on its next use."""
     if request.module.__name__.endswith("test_conformance"):
         return
     if ExclusiveEngine.active is not None:
@@ -64,22 +64,22 @@ def alone(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def build(tiny: TinyLlama) -> Iterator[Callable[..., Any]]:
-    """Build an engine with these SGLang options; closed when the test ends."""
-    built: list[Any] = []
+    """Function that builds an engine with SGLang's options; engines are closed at the end."""
+    engines: list[Any] = []
 
-    def engine(**options: Any) -> Any:
-        built.append(tiny.engine({"max_total_tokens": 4096}, **options))
-        return built[-1]
+    def build_engine(**options: Any) -> Any:
+        engines.append(tiny.engine({"max_total_tokens": 4096}, **options))
+        return engines[-1]
 
-    yield engine
-    for each in built:
-        if not each.closed:
-            each.close()
+    yield build_engine
+    for engine in engines:
+        if not engine.closed:
+            engine.close()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End with the tests' exit status: the interpreter crashes after many of SGLang's."""
+    """Exit with the tests' status; the interpreter crashes after many engines of SGLang."""
     status = getattr(config, "exit_status", None)
     if status is not None:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Drives an engine as the scheduler does, and computes what it must answer."""
+"""Functions that run an engine like the scheduler, and the expected results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 
 TOLERANCE = 1e-5
-"""Measured: at most 2e-6 on all these prompts."""
+"""Maximum error of a log-probability; the largest measured error is 2e-6."""
 
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 
 
 def prompts_of(*lengths: int, seed: int = 7) -> list[tuple[int, ...]]:
-    """Random prompts of these lengths, always the same ones."""
+    """Return random prompts of these lengths; equal arguments return equal prompts."""
     generator = np.random.default_rng(seed)
     return [
         tuple(generator.integers(0, TINY_VOCABULARY, length).tolist()) for length in lengths
@@ -30,30 +30,30 @@ def prompts_of(*lengths: int, seed: int = 7) -> list[tuple[int, ...]]:
 def answers(
     engine: Any, contexts: Sequence[tuple[int, ...]], adapter: str | None = None
 ) -> list[Any]:
-    """Return the row of each context, or its error."""
+    """Return the rows or errors of contexts."""
     for number, context in enumerate(contexts):
         engine.submit(Query(number, TokenSequence.of(context), adapter))
     return collected(engine, range(len(contexts)))
 
 
 def collected(engine: Any, query_ids: Sequence[int]) -> list[Any]:
-    """Step the engine until these queries are answered."""
-    found: dict[int, Any] = {}
-    for _ in range(MOST_STEPS):
-        if len(found) == len(query_ids):
+    """Step the engine until queries are complete and return their results or errors."""
+    results: dict[int, Any] = {}
+    for _ in range(MAX_STEPS):
+        if len(results) == len(query_ids):
             break
         for completion in engine.step():
-            assert completion.query_id not in found, "answered twice"
+            assert completion.query_id not in results, "answered twice"
             error = completion.error
-            found[completion.query_id] = completion.result if error is None else error
-    assert sorted(found) == sorted(query_ids)
-    return [found[query_id] for query_id in query_ids]
+            results[completion.query_id] = completion.result if error is None else error
+    assert sorted(results) == sorted(query_ids)
+    return [results[query_id] for query_id in query_ids]
 
 
 def largest_error(
     tiny: TinyLlama, prompts: Sequence[tuple[int, ...]], rows: Sequence[Any]
 ) -> float:
-    """Largest difference of a log-probability from an unbatched float32 forward."""
+    """Return the largest error of rows against unbatched float32 forward passes."""
     for row in rows:
         assert isinstance(row, torch.Tensor), row
     return max(

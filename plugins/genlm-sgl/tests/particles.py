@@ -1,4 +1,4 @@
-"""The tiny model with adapters, and what is in use when no population is kept."""
+"""The tiny model with adapters for tests of populations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genlm_sgl.exclusive import ExclusiveEngine
 
 
 def served(tiny: TinyLlama, **options: Any) -> genlm.AsyncLM:
-    """The model with both adapters, which computes populations of two members as arrays."""
+    """Load the model with both adapters; populations of two members are group queries."""
     if ExclusiveEngine.active is not None:
         ExclusiveEngine.active.suspend()
     options = {"max_total_tokens": 4096, "enable_lora": True, "max_lora_rank": 8, **options}
@@ -28,7 +28,7 @@ def served(tiny: TinyLlama, **options: Any) -> genlm.AsyncLM:
 
 
 def slots_used(llm: genlm.AsyncLM) -> int:
-    """Number of slots of the KV cache in use, once nothing is kept."""
+    """Return the number of used slots of the KV cache after it is cleared."""
     gc.collect()
     llm.clear_kv_cache()
     used = llm.statistics().engine["kv_tokens"]

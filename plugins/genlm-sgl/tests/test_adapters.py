@@ -1,4 +1,4 @@
-"""LoRA adapters: rows as peft's own models give them, and bad ones that harm nothing."""
+"""LoRA adapters: rows equal those of peft, and bad adapters are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from genlm_sgl.conformance import TinyLlama
 from .driving import collected, prompts_of
 
 TOLERANCE = 1e-4
-"""Measured: at most 1.1e-5; these adapters change log-probabilities by 3 and more."""
+"""Maximum error of a log-probability. The largest measured error is 1.1e-5; the adapters change
+log-probabilities by at least 3."""
 
 NAMES = (None, "red", "blue")
 PROMPTS = prompts_of(9, 1, 30)
@@ -33,7 +34,7 @@ PROMPTS = prompts_of(9, 1, 30)
 
 @pytest.fixture
 def adapted(build: Any, tiny: TinyLlama) -> Callable[..., Any]:
-    """Build an engine that has both adapters."""
+    """Function that builds an engine with both adapters."""
 
     def engine(**options: Any) -> Any:
         engine = build(enable_lora=True, max_lora_rank=8, **options)
@@ -45,13 +46,13 @@ def adapted(build: Any, tiny: TinyLlama) -> Callable[..., Any]:
 
 
 def check(engine: Any, tiny: TinyLlama, names: Sequence[str | None] = NAMES) -> None:
-    """Ask for every prompt with every adapter at once."""
-    asked = [(prompt, name) for prompt in PROMPTS for name in names]
-    for number, (prompt, name) in enumerate(asked):
+    """Check the rows of all prompts and adapters, which are computed together."""
+    pairs = [(prompt, name) for prompt in PROMPTS for name in names]
+    for number, (prompt, name) in enumerate(pairs):
         engine.submit(Query(number, prompt, name))
-    for row, each in zip(collected(engine, range(len(asked))), asked, strict=True):
+    for row, pair in zip(collected(engine, range(len(pairs))), pairs, strict=True):
         assert isinstance(row, torch.Tensor), row
-        assert float((row - tiny.logprobs(*each)).abs().max()) <= TOLERANCE, each
+        assert float((row - tiny.logprobs(*pair)).abs().max()) <= TOLERANCE, pair
 
 
 def test_contexts_of_several_adapters_are_answered_together(
@@ -132,15 +133,15 @@ def edited(**changes: Any) -> Callable[[Path], None]:
 
 
 def of_another(modules: Sequence[str] = ("q_proj", "v_proj"), **settings: Any) -> Any:
-    """Make an adapter of a model that differs, or with other modules."""
+    """Create an adapter of another model or with other modules."""
 
     def make(folder: Path) -> None:
         llama = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64}
         llama |= {"num_hidden_layers": 2, "num_attention_heads": 4, **settings}
         config = transformers.LlamaConfig(num_key_value_heads=2, **llama)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        wanted = peft.LoraConfig(r=3, target_modules=list(modules), task_type="CAUSAL_LM")
-        adapted = peft.get_peft_model(model, wanted)
+        lora_config = peft.LoraConfig(r=3, target_modules=list(modules), task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(model, lora_config)
         adapted.save_pretrained(folder, save_embedding_layers=False)
 
     return make

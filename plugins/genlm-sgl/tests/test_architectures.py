@@ -1,7 +1,7 @@
-"""Families of decoder-only models, one or two for each mechanism, against docs/.
+"""Families of decoder-only models, one or two for each mechanism, compared with docs/.
 
-`scripts/architectures.py --backend sgl` measures all of them and writes the table and the list
-of verified families; here a third is asked for rows again, and what the table says is held.
+`scripts/architectures.py --backend sgl` measures all families and writes the table and the list
+of verified families. These tests compare the rows of a third of them with the table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_a_family_is_right_or_refused_as_the_table_says(name: str, tmp_path: Pat
     options = {"device": "cpu", "max_total_tokens": 2048, "max_mamba_cache_size": 400}
     expected = TABLE[name]
     with warnings.catch_warnings():
-        # Of a class that is refused once its first row fails, too.
+        # Also for a class that is refused because its first row fails.
         if expected.status == "refused" or expected.path.startswith("Transformers"):
             warnings.simplefilter("ignore", genlm.UnverifiedModelWarning)
         if expected.status == "refused":

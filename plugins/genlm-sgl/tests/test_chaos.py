@@ -13,5 +13,5 @@ def test_sglang_withstands_chaos(tmp_path: Path) -> None:
     target = next(targets(tmp_path))
     report = run_chaos(target, Settings(requests=1000, seed=3))
     assert report.compared >= 200
-    for what in ("cache_hits", "joined", "answered", "failed", "abandoned"):
-        assert report.statistics[what] > 0, what
+    for name in ("cache_hits", "joined", "answered", "failed", "abandoned"):
+        assert report.statistics[name] > 0, name

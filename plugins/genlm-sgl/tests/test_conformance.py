@@ -1,4 +1,4 @@
-"""The engine passes every check, with plain and with tight options; no stand-in was called."""
+"""The engine passes every check, with plain and with tight options, and calls no stub."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from genlm_sgl.cpu import stubs
 test_sgl = conformance_tests("sgl", no_skips=True)
 
 
-def test_no_stand_in_was_called() -> None:
+def test_no_stub_was_called() -> None:
     assert stubs.CALLED == []

@@ -1,4 +1,4 @@
-"""Contexts that grow: right rows whatever is cached, evicted or cancelled."""
+"""Contexts that grow: their rows under caching, eviction and cancellation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .driving import TOLERANCE, answers, check, collected, largest_error, prompt
 from .walks import Walk
 
 ADAPTER_TOLERANCE = 1e-4
-"""As in test_adapters.py."""
+"""Maximum error with adapters; see test_adapters.py."""
 
 
 def counters(engine: Any, *names: str) -> list[int]:
@@ -44,7 +44,7 @@ def counters(engine: Any, *names: str) -> list[int]:
 def test_random_walks_of_contexts_get_right_rows(
     build: Any, tiny: TinyLlama, options: dict[str, Any]
 ) -> None:
-    """Steps of one token and of several, forks, siblings, parents, waits, aborts ..."""
+    """Steps of one and several tokens, forks, siblings, parents, waits and aborts."""
     engine = build(**options)
     walk = Walk(engine, tiny, seed=1)
     walk.run(steps=60, population=12)
@@ -104,7 +104,7 @@ def test_contexts_that_grow_cost_a_token_and_share_one_pass(
     forwards, computed = counters(engine, "forwards", "tokens_computed")
     for step in range(5):
         contexts = [(*context, (7 * step + len(context)) % 50) for context in contexts]
-        with monkeypatch.context() as patched:  # the ids of a context are not put together
+        with monkeypatch.context() as patched:  # the ids of a context are not collected
             patched.setattr(Query, "token_ids", property(lambda _: 1 / 0))
             rows = answers(engine, contexts)
         assert largest_error(tiny, contexts, rows) <= TOLERANCE
@@ -115,7 +115,7 @@ def test_forks_jumps_and_repeats_compute_what_is_new(build: Any, tiny: TinyLlama
     engine = build()
     [context] = prompts_of(20)
     check(engine, tiny, [context])
-    for asked, passes, tokens in (
+    for contexts, passes, tokens in (
         ([(*context, 6, 7, 8)], 1, 3),
         ([(*context, 6, 7, 8)], 1, 1),  # the last token again
         ([context], 1, 1),
@@ -124,10 +124,10 @@ def test_forks_jumps_and_repeats_compute_what_is_new(build: Any, tiny: TinyLlama
         ([(*context, *range(30, 60)), (*context, 9, 3)], 2, 31),  # an extend and a decode
     ):
         before = counters(engine, "forwards", "tokens_computed")
-        check(engine, tiny, asked)
+        check(engine, tiny, contexts)
         after = counters(engine, "forwards", "tokens_computed")
         grown = [now - then for now, then in zip(after, before, strict=True)]
-        assert grown == [passes, tokens], asked
+        assert grown == [passes, tokens], contexts
 
 
 @pytest.mark.parametrize("reads_states", [True, False])
@@ -199,9 +199,9 @@ def test_another_adapter_of_the_same_name_gets_its_own_rows(
     [context] = prompts_of(9)
     for adapter in ("red", "blue"):
         engine.add_adapter("colour", tiny.adapters[adapter])
-        for asked in (context, (*context, 4)):
-            [row] = answers(engine, [asked], "colour")
-            assert (row - tiny.logprobs(asked, adapter)).abs().max() <= ADAPTER_TOLERANCE
+        for ids in (context, (*context, 4)):
+            [row] = answers(engine, [ids], "colour")
+            assert (row - tiny.logprobs(ids, adapter)).abs().max() <= ADAPTER_TOLERANCE
         engine.remove_adapter("colour")
 
 
@@ -227,7 +227,7 @@ def test_programs_get_right_rows_after_cancellations_and_a_reset(tiny: TinyLlama
         await lm.next_token_logprobs(contexts[1][:2])
         lm.cancel_all()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        kinds = {type(each) for each in ended}
+        kinds = {type(result) for result in ended}
         assert kinds <= {asyncio.CancelledError, genlm.QueryResetError, type(None)}, kinds
         assert len(kinds) >= 2
         await asyncio.gather(*[particle(lm, context, 5) for context in contexts])
@@ -253,8 +253,8 @@ def test_a_pass_that_raises_fails_its_queries_and_no_later_ones(
     check(engine, tiny, contexts[:2])
     with monkeypatch.context() as patched:
         patched.setattr(type(engine.model), "forward", broken)
-        found = answers(engine, [(*contexts[0], 3), contexts[2]])
-        assert list(map(str, found)) == ["out of memory"] * 2
+        errors = answers(engine, [(*contexts[0], 3), contexts[2]])
+        assert list(map(str, errors)) == ["out of memory"] * 2
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.cache_prefix(contexts[2], None)
     check(engine, tiny, [*((*context, 3) for context in contexts), contexts[2]])

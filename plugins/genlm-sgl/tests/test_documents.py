@@ -1,4 +1,4 @@
-"""What the README shows runs."""
+"""The program of the README runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine at a time, and a process that is as it was when it is closed."""
+"""One engine per process at a time, and a process whose state is restored."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def test_engines_follow_one_another_and_leave_little_behind(
 ) -> None:
     prompts = prompts_of(5, 9)
     process = psutil.Process()
-    found = []
+    usages = []
     for _ in range(6):
         engine = build()
         assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
         engine.close()
         gc.collect()
-        names = {each.name for each in threading.enumerate()}
+        names = {thread.name for thread in threading.enumerate()}
         memory = process.memory_info()
-        # Pages of files come and go with what else the machine reads.
-        own_bytes = memory.rss - memory.shared
-        found.append((process.num_threads(), process.num_fds(), names, own_bytes))
-    assert found[-1][0] <= found[1][0]
-    assert found[-1][1] - found[1][1] <= 2 * 4  # measured: one file descriptor each
-    assert found[-1][2] <= found[1][2]
-    assert found[-1][3] - found[1][3] <= 4 * 20 * 2**20  # measured: 2 MB each
+        # Without the pages of files, which depend on other processes.
+        private_bytes = memory.rss - memory.shared
+        usages.append((process.num_threads(), process.num_fds(), names, private_bytes))
+    assert usages[-1][0] <= usages[1][0]
+    assert usages[-1][1] - usages[1][1] <= 2 * 4  # measured: one file descriptor an engine
+    assert usages[-1][2] <= usages[1][2]
+    assert usages[-1][3] - usages[1][3] <= 4 * 20 * 2**20  # measured: 2 MB an engine
 
 
 def test_a_model_that_cannot_be_built_leaves_room_for_the_next(
@@ -139,14 +139,14 @@ def test_what_only_a_cpu_needs_is_not_imported_with_the_engine() -> None:
 def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:
     prompts = prompts_of(5, 9, 1)
 
-    async def ask(lm: genlm.AsyncLM) -> list[torch.Tensor]:
-        asked = [lm.next_token_logprobs(prompt) for prompt in prompts * 2]
-        return list(await asyncio.gather(*asked))
+    async def request_rows(lm: genlm.AsyncLM) -> list[torch.Tensor]:
+        requests = [lm.next_token_logprobs(prompt) for prompt in prompts * 2]
+        return list(await asyncio.gather(*requests))
 
     options = {"device": "cpu", "max_total_tokens": 4096}
     with genlm.load_model(tiny.path, "sgl", engine_opts=options, gpu_id=0) as lm:
         before = lm.statistics().engine
-        rows = asyncio.run(ask(lm))
+        rows = asyncio.run(request_rows(lm))
         assert largest_error(tiny, prompts * 2, rows) <= TOLERANCE
         figures = lm.statistics()
         # The core joins identical prompts.

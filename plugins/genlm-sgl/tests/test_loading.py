@@ -1,4 +1,4 @@
-"""What is refused before anything is loaded, and what is chosen where nothing is said."""
+"""Options that are refused before a model is loaded, and defaults."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from genlm_sgl.loading import (
 from genlm_sgl.versions import check_version
 
 
-@pytest.mark.parametrize("found", ["0.5.23", "0.5.23.post2"])
-def test_versions_in_the_range_are_accepted(found: str) -> None:
-    assert check_version(found)[:2] == (0, 5)
+@pytest.mark.parametrize("installed", ["0.5.23", "0.5.23.post2"])
+def test_versions_in_the_range_are_accepted(installed: str) -> None:
+    assert check_version(installed)[:2] == (0, 5)
 
 
 @pytest.mark.parametrize(
-    "found", ["0.5.8.post1", "0.5.22", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
+    "installed", ["0.5.8.post1", "0.5.22", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
 )
-def test_other_versions_are_refused_with_the_command_to_run(found: str) -> None:
+def test_other_versions_are_refused_with_the_command_to_run(installed: str) -> None:
     with pytest.raises(MissingRequirementError) as refused:
-        check_version(found)
-    assert f"from 0.5.23 to 0.5.23 (found {found})" in str(refused.value)
+        check_version(installed)
+    assert f"from 0.5.23 to 0.5.23 (found {installed})" in str(refused.value)
     assert "pip install sglang==0.5.23" in str(refused.value)
 
 
@@ -86,10 +86,10 @@ def test_a_machine_with_any_accelerator_computes_on_it(monkeypatch: pytest.Monke
 
 
 def test_dtypes_are_spelled_as_sglang_does() -> None:
-    known = frozenset({"dtype"})
-    assert checked_options({"dtype": "bf16"}, known) == {"dtype": "bfloat16"}
+    supported = frozenset({"dtype"})
+    assert checked_options({"dtype": "bf16"}, supported) == {"dtype": "bfloat16"}
     with pytest.raises(ValueError, match="no dtype 'float33'"):
-        checked_options({"dtype": "float33"}, known)
+        checked_options({"dtype": "float33"}, supported)
 
 
 @pytest.mark.parametrize("option", ["model_path", "base_gpu_id"])
@@ -149,11 +149,11 @@ def bytes_per_token(tiny: Any) -> int:
 def test_the_kv_cache_on_a_cpu_takes_a_quarter_of_the_free_memory(
     build: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = bytes_per_token(tiny)
+    token_bytes = bytes_per_token(tiny)
     for free_tokens, expected in ((8_000, 2_000), (2**30, 2**17), (2**12, 2**10)):
-        measuring(monkeypatch, free_tokens * each)
+        measuring(monkeypatch, free_tokens * token_bytes)
         assert cpu_token_capacity(str(tiny.path), {}) == expected
-    measuring(monkeypatch, 8_000 * each)
+    measuring(monkeypatch, 8_000 * token_bytes)
     assert build(max_total_tokens=None).statistics()["kv_token_capacity"] == 2_000
 
 
@@ -175,7 +175,7 @@ def test_as_many_requests_run_on_a_cpu_as_their_tables_are_small(
     assert cpu_running_requests(path, {}) == 1024  # 512 positions, 320 ids
     assert cpu_running_requests(path, {"context_length": 2**15}) == 512
     assert cpu_running_requests(path, {"context_length": 2**20}) == 64
-    assert cpu_running_requests(str(tmp_path), {}) == 64  # no config; SGLang says so
+    assert cpu_running_requests(str(tmp_path), {}) == 64  # no config; SGLang raises the error
     engine = build()
     assert engine._served.max_rows == 1024
     engine.close()
@@ -185,7 +185,7 @@ def test_as_many_requests_run_on_a_cpu_as_their_tables_are_small(
 def test_a_size_that_users_choose_stands_whatever_other_processes_take(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang looks twice how much memory is free, and is told less the second time."""
+    """SGLang measures free memory twice; the second measurement returns less."""
     system = psutil.virtual_memory()
     looks = []
 

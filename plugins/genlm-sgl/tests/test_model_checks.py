@@ -1,4 +1,4 @@
-"""Models whose config SGLang follows in part: their rows are right, or they are refused."""
+"""Models whose config SGLang ignores in part have correct rows or are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from genlm_sgl.engine import SGLEngine
 
 from .driving import answers, prompts_of
 
-# Many variants here are in no table.
+# Many variants of these tests are not in the table of families.
 pytestmark = pytest.mark.filterwarnings("ignore::genlm.UnverifiedModelWarning")
 
 BOUND = 1e-5
@@ -33,8 +33,8 @@ Serve = Callable[..., tuple[Any, TinyModel]]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Load a family, its settings changed as told; closed when the test ends."""
-    built: list[Any] = []
+    """Function that loads a family with changed settings; engines are closed at the end."""
+    engines: list[Any] = []
 
     def served(
         name: str,
@@ -42,27 +42,27 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         unverified: str = "warn",
         **changes: Any,
     ) -> tuple[Any, TinyModel]:
-        found = families()[name]
-        settings = {**found.settings, **changes}
-        family = Family(name, found.model_type, settings, found.hidden_size, False)
+        base = families()[name]
+        settings = {**base.settings, **changes}
+        family = Family(name, base.model_type, settings, base.hidden_size, False)
         model = TinyModel.of(tmp_path / f"{len(list(tmp_path.iterdir()))}", family)
         opts = {"device": "cpu", "max_total_tokens": 2048, **(options or {})}
-        built.append(SGLEngine(model.path, engine_opts=opts, unverified=unverified))
-        return built[-1], model
+        engines.append(SGLEngine(model.path, engine_opts=opts, unverified=unverified))
+        return engines[-1], model
 
     yield served
-    for each in built:
-        each.close()
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture
 def uncorrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models as SGLang builds them, as on a device where nothing can be set right."""
+    """Disable corrections, as on a device where attributes cannot be corrected."""
     monkeypatch.setattr(corrections, "correct_model", lambda *_: [])
 
 
 def error_of(engine: Any, model: TinyModel, *lengths: int) -> float:
-    """Largest difference of rows of these lengths to the oracle's."""
+    """Return the largest error of rows of prompts of these lengths."""
     prompts = prompts_of(*lengths)
     rows = answers(engine, prompts)
     return max(
@@ -89,11 +89,11 @@ def test_a_window_that_is_left_out_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ModelLoadError, match=words) as refused:
         serve(name)
-    found = str(refused.value)
+    message = str(refused.value)
     window = 4 if name == "cohere2" else 16
-    assert found.startswith("SGLang 0.5.")
-    assert f"rows beyond {window} tokens would be wrong" in found
-    assert f"engine_opts={{'context_length': {window}}}" in found
+    assert message.startswith("SGLang 0.5.")
+    assert f"rows beyond {window} tokens would be wrong" in message
+    assert f"engine_opts={{'context_length': {window}}}" in message
 
 
 @pytest.mark.usefixtures("uncorrected")
@@ -150,9 +150,9 @@ def test_rope_by_length_is_served_up_to_its_original_positions(
 
 
 def test_settings_of_the_user_stay_beside_those_that_make_a_model_right(serve: Serve) -> None:
-    mine = json.dumps({"rms_norm_eps": 0.5})
+    overrides = json.dumps({"rms_norm_eps": 0.5})
     name = "llama with dynamic rope"
-    engine, model = serve(name, {"context_length": 16, "json_model_override_args": mine})
+    engine, model = serve(name, {"context_length": 16, "json_model_override_args": overrides})
     assert error_of(engine, model, 1, 5) > 1e-2
 
 
@@ -164,7 +164,7 @@ def test_a_scaling_that_a_model_class_does_not_know_is_refused(serve: Serve) -> 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_another_base_of_rotary_embeddings_is_refused(serve: Serve, again: bool) -> None:
-    """The second time, SGLang is imported and has put classes of its own beside."""
+    """The second time, SGLang is imported and has registered its own classes."""
     if again:
         with pytest.raises(ModelLoadError):
             serve("olmo3")
@@ -176,10 +176,10 @@ def test_another_base_of_rotary_embeddings_is_refused(serve: Serve, again: bool)
 
 
 def test_capped_scores_are_refused_where_attention_is_plain_torch(serve: Serve) -> None:
-    # SGLang asks for a setting of Gemma 2 that transformers calls something else.
-    known = json.dumps({"hidden_act": "gelu_pytorch_tanh"})
+    # SGLang reads a setting of Gemma 2 that has another name in transformers.
+    overrides = json.dumps({"hidden_act": "gelu_pytorch_tanh"})
     with pytest.raises(ModelLoadError, match="does not cap the attention scores of Gemma2"):
-        serve("gemma2 with capped scores", {"json_model_override_args": known})
+        serve("gemma2 with capped scores", {"json_model_override_args": overrides})
 
 
 @pytest.mark.usefixtures("uncorrected")

@@ -1,4 +1,4 @@
-"""What a population computes on SGLang, and what happens to it for want of memory."""
+"""Passes of populations on SGLang, and populations without enough memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_reductions_are_those_of_the_rows(roomy: genlm.AsyncLM) -> None:
     torch.testing.assert_close(mass, allowed.logsumexp(1), atol=1e-5, rtol=0)
     drawn = population.draw_sync(masks, mask_index=index, seed=3)
     torch.testing.assert_close(drawn.log_mass, mass, atol=1e-5, rtol=0)
-    chosen = population.token_logprobs_sync(drawn.token_ids)
-    torch.testing.assert_close(chosen, drawn.logprobs, atol=1e-5, rtol=0)
+    logprobs = population.token_logprobs_sync(drawn.token_ids)
+    torch.testing.assert_close(logprobs, drawn.logprobs, atol=1e-5, rtol=0)
     assert masks[index, drawn.token_ids.numpy()].all()
     assert torch.equal(population.top_tokens_sync(3).token_ids, rows.topk(3).indices)
 
 
-# -- what is computed -----------------------------------------------------------------
+# -- passes ---------------------------------------------------------------------------
 
 
 def test_a_step_decodes_the_distinct_new_tokens_in_one_pass(roomy: genlm.AsyncLM) -> None:
@@ -65,7 +65,7 @@ def test_a_step_decodes_the_distinct_new_tokens_in_one_pass(roomy: genlm.AsyncLM
     nothing = np.zeros(TINY_VOCABULARY, bool)
     assert (population.draw_sync(nothing, seed=1).token_ids == -1).all()
     population.finish(np.ones(6, bool)).draw_sync(seed=1)
-    assert grown() == (4, 56)  # no pass in which nothing is to be computed
+    assert grown() == (4, 56)  # no pass without tokens
     sampled = population.sample_sync(4, seed=1)
     assert sampled.token_ids.shape == (6, 4)
     assert grown()[0] == 8
@@ -102,12 +102,14 @@ def test_the_slots_that_all_members_share_are_written_again_for_more_or_other_me
 ) -> None:
     population = roomy.population(PROMPT, 6).extend(np.arange(6) + 3)
     other = roomy.population(PROMPT[1:21], 6).extend(np.arange(6) + 3)
-    for each in (population, other):
-        each.draw_sync(seed=0)
+    for members in (population, other):
+        members.draw_sync(seed=0)
     for step in range(3):
-        population, other = (each.extend(np.arange(6) + step) for each in (population, other))
-        for each in (population[:2], population, other[:4], population, other):
-            check(tiny, each, each.next_token_logprobs_sync())
+        population, other = (
+            members.extend(np.arange(6) + step) for members in (population, other)
+        )
+        for members in (population[:2], population, other[:4], population, other):
+            check(tiny, members, members.next_token_logprobs_sync())
         context = [9, 8, step, 7]
         expected = tiny.logprobs(tuple(context))
         assert (roomy.next_token_logprobs_sync(context) - expected).abs().max() <= TOLERANCE
@@ -120,15 +122,15 @@ def test_tables_make_room_for_requests_and_are_computed_again(tiny: TinyLlama) -
     with served(tiny, max_total_tokens=150) as llm:
         populations = [llm.population(PROMPT[:20], 8).extend(np.arange(8) + i) for i in (3, 9)]
         for _ in range(4):
-            populations = [each.extend(np.arange(8) + 3) for each in populations]
-            for each in populations:
-                check(tiny, each, each.next_token_logprobs_sync())
+            populations = [members.extend(np.arange(8) + 3) for members in populations]
+            for members in populations:
+                check(tiny, members, members.next_token_logprobs_sync())
         long = [*PROMPT, *range(3, 90)]
         row = llm.next_token_logprobs_sync(long)
         assert float((row - tiny.logprobs(tuple(long))).abs().max()) <= TOLERANCE
         assert len(llm.sample_sync(PROMPT[:9], max_tokens=100, seed=0)) == 100
-        for each in populations:
-            check(tiny, each, each.next_token_logprobs_sync())
+        for members in populations:
+            check(tiny, members, members.next_token_logprobs_sync())
 
 
 def test_members_grow_to_the_longest_context(roomy: genlm.AsyncLM, tiny: TinyLlama) -> None:
@@ -144,16 +146,16 @@ def test_members_grow_to_the_longest_context(roomy: genlm.AsyncLM, tiny: TinyLla
 
 
 def test_a_generation_is_not_mistaken_for_that_of_another_engine(tiny: TinyLlama) -> None:
-    built: list[Any] = []
+    engines: list[Any] = []
 
     def build() -> Any:
-        built.append(ExclusiveEngine(lambda: tiny.engine({"max_total_tokens": 4096})))
-        return built[-1]
+        engines.append(ExclusiveEngine(lambda: tiny.engine({"max_total_tokens": 4096})))
+        return engines[-1]
 
     with genlm.AsyncLM(build, output_cache=genlm.OutputCache(0)) as llm:
         population = llm.population(PROMPT, 3).extend([3, 4, 5])
         population.draw_sync(seed=0)
-        llm._scheduler.run(lambda engine: built[0].suspend())
+        llm._scheduler.run(lambda engine: engines[0].suspend())
         other = llm.population([9, 8, 7], 3).extend([9, 9, 4])
         other.draw_sync(seed=0)
         population = population.extend([6, 6, 7])

@@ -1,7 +1,7 @@
-"""Populations on block tables: right rows under forks, eviction and failures; nothing is lost.
+"""Populations on block tables: rows under forks, eviction and failures, and no leaked slots.
 
-They run on three engines: with room for all; with three rows of SGLang's table of slots; and
-with a KV cache of 110 tokens, in which a population evicts others.
+Each test runs on three engines: with room for all, with three rows of SGLang's table of slots,
+and with a KV cache of 110 tokens, in which a population evicts others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def llm(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[genlm.Async
 
 
 @pytest.fixture
-def nothing_is_lost(llm: genlm.AsyncLM) -> Iterator[None]:
+def no_slot_leaks(llm: genlm.AsyncLM) -> Iterator[None]:
     yield
     assert slots_used(llm) == 0
 
@@ -44,7 +44,7 @@ def nothing_is_lost(llm: genlm.AsyncLM) -> Iterator[None]:
 # -- rows -----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 @pytest.mark.parametrize("seed", range(3))
 def test_populations_grow_fork_and_rest_beside_other_requests(
     llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
@@ -52,7 +52,7 @@ def test_populations_grow_fork_and_rest_beside_other_requests(
     walk(llm, tiny, seed, steps=12)
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 def test_continuations_are_those_of_the_rows(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
     population = llm.population(PROMPT[:20], 10)
     sampled = population.sample_sync(6, stop=[3, 4, 5], seed=2)
@@ -69,7 +69,7 @@ def test_continuations_are_those_of_the_rows(llm: genlm.AsyncLM, tiny: TinyLlama
     check(tiny, extended, extended.next_token_logprobs_sync())
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 def test_several_prompts_of_which_one_begins_with_another(
     llm: genlm.AsyncLM, tiny: TinyLlama
 ) -> None:
@@ -83,7 +83,7 @@ def test_several_prompts_of_which_one_begins_with_another(
 # -- ends and failures ----------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
     llm: genlm.AsyncLM, tiny: TinyLlama
 ) -> None:
@@ -105,7 +105,7 @@ def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
     assert llm.statistics().pending == 0
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 def test_threads_use_populations_of_one_engine(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
     failures: list[BaseException] = []
 
@@ -139,7 +139,7 @@ class Broken(GroupReduction):
         return (rows[row_of, 0],)
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 def test_a_reduction_that_raises_fails_its_own_query(
     llm: genlm.AsyncLM, tiny: TinyLlama
 ) -> None:
@@ -163,7 +163,7 @@ def broken(*_arguments: Any, **_options: Any) -> Any:
     raise RuntimeError("out of memory")
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_pass_that_raises_loses_no_population(
     llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, beside: bool
@@ -183,7 +183,7 @@ def test_a_pass_that_raises_loses_no_population(
         check(tiny, population, population.next_token_logprobs_sync())
 
 
-@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.usefixtures("no_slot_leaks")
 def test_a_removed_adapter_takes_its_tables_along(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
     population = llm.population(PROMPT, 3, lora_name="blue").extend([3, 4, 5])
     check(tiny, population, population.next_token_logprobs_sync(), "blue")

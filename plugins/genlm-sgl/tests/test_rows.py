@@ -1,4 +1,4 @@
-"""Rows, however passes are batched: compared with an unbatched float32 forward."""
+"""Rows in different batches, compared with unbatched float32 forward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genlm_sgl.conformance import TinyLlama
 
 from .driving import answers, check, largest_error, prompts_of
 
-# Alone, of length 1, a shared prefix, duplicates, one that is another's beginning.
+# Lengths of 1, shared prefixes, duplicates, and a prompt that is a prefix of another one.
 [SHARED] = prompts_of(40)
 MIXED = [
     *prompts_of(9, 1, 23, 4, 150, 1),
@@ -27,7 +27,7 @@ MIXED = [
 ]
 
 
-def test_the_engine_has_what_the_protocols_ask_for(build: Any) -> None:
+def test_the_engine_implements_the_protocols(build: Any) -> None:
     engine = build()
     assert isinstance(engine, Engine)
     assert isinstance(engine, PrefixCacheEngine)
@@ -48,7 +48,7 @@ def test_rows_do_not_depend_on_the_batch(
     build: Any, tiny: TinyLlama, options: dict[str, Any]
 ) -> None:
     engine = build(**options)
-    for _ in range(2):  # computed, and from the cache
+    for _ in range(2):  # computed, then from the cache
         check(engine, tiny, MIXED)
     engine.clear_prefix_cache()
     assert engine.statistics()["kv_tokens"] == 0
@@ -56,17 +56,17 @@ def test_rows_do_not_depend_on_the_batch(
     check(engine, tiny, prompts)
 
 
-def test_rows_are_the_callers_own(build: Any) -> None:
+def test_rows_belong_to_the_caller(build: Any) -> None:
     engine = build()
     prompts = prompts_of(5, 9, 3)
     rows = answers(engine, prompts)
-    kept = [row.clone() for row in rows]
+    copies = [row.clone() for row in rows]
     for row in answers(engine, prompts):
         row.fill_(7.0)
         assert row.untyped_storage().nbytes() == row.nbytes
         assert not row.is_inference()
         assert not row.requires_grad
-    assert all(torch.equal(row, copy) for row, copy in zip(rows, kept, strict=True))
+    assert all(torch.equal(row, copy) for row, copy in zip(rows, copies, strict=True))
 
 
 def test_logits_beyond_the_tokenizer_are_cut_before_normalising(build: Any) -> None:

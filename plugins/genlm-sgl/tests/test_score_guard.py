@@ -21,8 +21,8 @@ def change_names(patch: pytest.MonkeyPatch) -> str:
 
     original = LogitsProcessor.forward
 
-    def renamed(self: Any, *all_of_them: Any) -> Any:
-        return original(self, *all_of_them)
+    def renamed(self: Any, *arguments: Any) -> Any:
+        return original(self, *arguments)
 
     patch.setattr(LogitsProcessor, "forward", renamed)
     return "KeyError"
@@ -50,7 +50,7 @@ def test_changed_code_is_noticed_and_texts_are_decoded(
         problem = change(patch)
         engine = build()
     assert problem in engine.statistics()["scores"]
-    [record] = [each for each in caplog.records if each.name == "genlm_sgl"]
+    [record] = [record for record in caplog.records if record.name == "genlm_sgl"]
     assert "tokens of scored texts are decoded" in record.getMessage()
     check_scores(engine, tiny)
 
@@ -63,14 +63,14 @@ def test_where_states_cannot_be_read_texts_are_decoded(
     monkeypatch.setattr(ServedModel, "why_not_scored", "a reason")
     engine = build()
     assert engine.statistics()["scores"] == "decoded: a reason"
-    assert not [each for each in caplog.records if each.name == "genlm_sgl"]
+    assert not [record for record in caplog.records if record.name == "genlm_sgl"]
 
 
 def graphs_of_prefills(patch: pytest.MonkeyPatch, backend: str) -> list[int]:
-    """Have SGLang run prompts as with CUDA graphs; return the sizes of passes, as they grow.
+    """Make SGLang run prompts as with CUDA graphs; return a list that receives pass sizes.
 
-    SGLang's own runner calls the model. What it would replay is computed instead, of as many
-    tokens: those of the pass and padding.
+    SGLang's runner calls the model. Instead of replaying a graph, it computes the tokens of the
+    pass and padding.
     """
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as module
@@ -145,8 +145,8 @@ def check_scores(engine: Any, tiny: Any, length: int = 12) -> None:
     [text] = prompts_of(length)
     llm = AsyncLM(lambda: engine, name="sgl")
     try:
-        found = llm.score_sync(text)
+        scores = llm.score_sync(text)
     finally:
         llm.close()
     expected = tiny.all_logprobs(text[:-1]).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
-    assert float((found - expected).abs().max()) <= 1e-4
+    assert float((scores - expected).abs().max()) <= 1e-4

@@ -38,11 +38,11 @@ def submit(engine: Any, number: int, text: Ids, start: int, adapter: str | None 
     engine.submit(Query(number, text[:-1], adapter, targets=text[start:]))
 
 
-def scores(engine: Any, asked: Sequence[tuple[Any, ...]]) -> list[Any]:
+def scores(engine: Any, spans: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Put texts, their starts and perhaps adapters through the engine."""
-    for number, each in enumerate(asked):
-        submit(engine, number, *each)
-    return collected(engine, range(len(asked)))
+    for number, span in enumerate(spans):
+        submit(engine, number, *span)
+    return collected(engine, range(len(spans)))
 
 
 def texts_of(tiny: TinyLlama) -> list[tuple[Ids, int]]:
@@ -57,19 +57,19 @@ def texts_of(tiny: TinyLlama) -> list[tuple[Ids, int]]:
 def test_all_positions_are_those_of_rows(engine: Any, tiny: Any) -> None:
     assert Capability.SCORE in engine.capabilities
     assert engine.statistics()["scores"] == "in one pass"
-    asked = texts_of(tiny)
-    for each in asked:  # one by one
-        check_scores(*scores(engine, [each]), tiny, *each)
+    spans = texts_of(tiny)
+    for span in spans:  # one by one
+        check_scores(*scores(engine, [span]), tiny, *span)
     engine.clear_prefix_cache()
-    for found, each in zip(scores(engine, asked), asked, strict=True):
-        check_scores(found, tiny, *each)
+    for result, span in zip(scores(engine, spans), spans, strict=True):
+        check_scores(result, tiny, *span)
 
 
 def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny: Any) -> None:
     [text] = prompts_of(110)
-    for known in (None, text, (*text, 5)):  # nothing, a prefix that is cached, and a context
-        if known is not None:
-            engine.submit(Query(0, known))
+    for cached in (None, text, (*text, 5)):  # nothing, a prefix, and a context
+        if cached is not None:
+            engine.submit(Query(0, cached))
             collected(engine, [0])
         for start in (109, 100, 65, 33, 32, 1):
             check_scores(*scores(engine, [(text, start)]), tiny, text, start)
@@ -89,13 +89,13 @@ def test_a_prompt_that_is_known_is_not_computed_again(engine: Any, tiny: Any) ->
 
 
 def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
-    asked = [
+    spans = [
         (text, start, name)
         for text, start in zip(prompts_of(40, 70), (1, 33), strict=True)
         for name in (None, "red", "blue")
     ]
-    for found, each in zip(scores(engine, asked), asked, strict=True):
-        check_scores(found, tiny, *each)
+    for result, span in zip(scores(engine, spans), spans, strict=True):
+        check_scores(result, tiny, *span)
 
 
 def test_scores_and_rows_mix(engine: Any, tiny: Any) -> None:
@@ -103,24 +103,24 @@ def test_scores_and_rows_mix(engine: Any, tiny: Any) -> None:
     for place, text in enumerate(texts):
         submit(engine, 2 * place, text, 10)
         engine.submit(Query(2 * place + 1, (*text, 9)))
-    found = collected(engine, range(6))
+    results = collected(engine, range(6))
     for place, text in enumerate(texts):
-        check_scores(found[2 * place], tiny, text, 10)
-        assert (found[2 * place + 1] - tiny.logprobs((*text, 9))).abs().max() <= 1e-4
+        check_scores(results[2 * place], tiny, text, 10)
+        assert (results[2 * place + 1] - tiny.logprobs((*text, 9))).abs().max() <= 1e-4
 
 
 def test_a_bias_of_the_output_counts(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang drops it, and the engine adds it to the logits of all passes."""
+    """SGLang drops the bias, and the engine adds it to the logits of all passes."""
     [text] = prompts_of(60)
     runner = engine._served
     bias = torch.linspace(-3, 3, runner.embedding_rows)
     monkeypatch.setattr(runner, "output_bias", bias)
     rows = (tiny.all_logprobs(text[:-1]) + bias[: tiny.vocab_size]).log_softmax(-1)
-    [found] = scores(engine, [(text, 1)])
+    [result] = scores(engine, [(text, 1)])
     expected = rows.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
-    assert float((found.logprobs - expected).abs().max()) <= 1e-4
+    assert float((result.logprobs - expected).abs().max()) <= 1e-4
 
 
 def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
@@ -132,22 +132,22 @@ def test_decoded_texts_have_the_same_scores(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine._choice.path.forward, "_reads_states", False)
-    asked = texts_of(tiny)
-    for found, each in zip(scores(engine, asked), asked, strict=True):
-        check_scores(found, tiny, *each)
+    spans = texts_of(tiny)
+    for result, span in zip(scores(engine, spans), spans, strict=True):
+        check_scores(result, tiny, *span)
 
 
 def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
     texts = prompts_of(110, 100, 90, 40)
     for number, text in enumerate(texts):
         submit(engine, number, text, 1)
-    found = {each.query_id: each.result for each in engine.step()}
+    results = {item.query_id: item.result for item in engine.step()}
     for number in (0, 1, 0):
         engine.abort(number)
-    waiting = [number for number in (2, 3) if number not in found]
-    found |= zip(waiting, collected(engine, waiting) if waiting else [], strict=True)
+    waiting = [number for number in (2, 3) if number not in results]
+    results |= zip(waiting, collected(engine, waiting) if waiting else [], strict=True)
     for number in (2, 3):
-        check_scores(found[number], tiny, texts[number], 1)
+        check_scores(results[number], tiny, texts[number], 1)
 
 
 def test_a_text_without_a_distribution_fails_alone(
@@ -160,19 +160,19 @@ def test_a_text_without_a_distribution_fails_alone(
     def spoiled(self: Any, input_ids: Any, *arguments: Any, **options: Any) -> Any:
         states = forward(self, input_ids, *arguments, **options).clone()
         if len(input_ids) >= 11:
-            found = (input_ids.unfold(0, 11, 1) == torch.tensor(wrong[:11])).all(1)
-            states[found.nonzero()[:, 0] + 3] = torch.nan
+            matches = (input_ids.unfold(0, 11, 1) == torch.tensor(wrong[:11])).all(1)
+            states[matches.nonzero()[:, 0] + 3] = torch.nan
         return states
 
     with monkeypatch.context() as patch:
         patch.setattr(type(layers), "forward", spoiled)
-        found, error = scores(engine, [(right, 5), (wrong, 1)])
-    check_scores(found, tiny, right, 5)
+        result, error = scores(engine, [(right, 5), (wrong, 1)])
+    check_scores(result, tiny, right, 5)
     assert isinstance(error, EvaluationError)
     assert "1 of 11 rows that are not distributions" in str(error)
 
 
 def test_a_model_scores_texts(engine: Any, tiny: Any) -> None:
-    """`AsyncLM` asks for all positions at once, and once for the same text."""
+    """`AsyncLM` requests all positions in one query, and the same text once."""
     texts = prompts_of(70, 9, 33)
     check_scores_of_a_model(engine, tiny, texts, "forwards")

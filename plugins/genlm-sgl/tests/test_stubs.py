@@ -1,4 +1,4 @@
-"""The stand-ins: any name, no ability, and never in the way of the real package."""
+"""Stubs have any name, compute nothing, and do not replace installed packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package that is not installed, to be stood in for."""
+    """Name of a package that is not installed and may be stubbed."""
     monkeypatch.setattr(stubs, "PACKAGES", ("genlm_absent",))
     yield "genlm_absent"
     for name in [name for name in sys.modules if name.partition(".")[0] == "genlm_absent"]:
@@ -36,8 +36,8 @@ def test_any_name_can_be_imported_and_calling_it_raises_and_is_recorded(absent: 
     with stubs.stub_packages() as packages:
         assert packages == (absent,)
         module = importlib.import_module(f"{absent}.deep.inside")
-    found = [name for name in stubs.installed_stubs() if name.startswith(absent)]
-    assert found == [absent, f"{absent}.deep", f"{absent}.deep.inside"]
+    names = [name for name in stubs.installed_stubs() if name.startswith(absent)]
+    assert names == [absent, f"{absent}.deep", f"{absent}.deep.inside"]
     assert stubs.CALLED == []
     for attempt in (module.gelu, module.modes.BICUBIC):
         with pytest.raises(NotImplementedError, match=f"install {absent}"):
@@ -51,7 +51,7 @@ def test_nothing_new_is_found_afterwards(absent: str) -> None:
     with stubs.stub_packages():
         assert importlib.util.find_spec(absent) is not None
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"{absent}.never_asked_for")
+        importlib.import_module(f"{absent}.never_imported")
     with stubs.stub_packages() as packages:  # again, for the next engine
         assert packages == (absent,)
 
@@ -73,8 +73,8 @@ def test_an_installed_package_is_never_replaced(
 
 def test_tensors_are_made_without_pinning_in_this_block_and_thread_alone() -> None:
     def pinned() -> list[torch.Tensor]:
-        made = torch.zeros(2, pin_memory=True)
-        return [made, torch.tensor([1.0], pin_memory=True), made.pin_memory()]
+        tensor = torch.zeros(2, pin_memory=True)
+        return [tensor, torch.tensor([1.0], pin_memory=True), tensor.pin_memory()]
 
     has_gpu = torch.cuda.is_available()
     outside = contextlib.nullcontext() if has_gpu else pytest.raises(RuntimeError)

@@ -1,4 +1,4 @@
-"""Random walks of contexts: what programs do with them, in any order, and the rows they get."""
+"""Random walks of contexts, and the largest error of their rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Context = tuple[int, ...]
 
 
 class Walk:
-    """Contexts that grow, fork, wait and are given up, at random.
+    """Contexts that grow, fork, wait and are cancelled at random.
 
     Args:
-        engine: Answers.
-        tiny: The model, which says what the answers must be.
-        seed: Of the walk.
-        adapters: One of these for each context.
-        longest: Where contexts begin anew.
+        engine: The engine.
+        tiny: The model, which is the oracle.
+        seed: Seed of the walk.
+        adapters: Adapters of contexts.
+        longest: Length at which contexts are replaced by new prompts.
     """
 
     def __init__(
@@ -41,34 +41,34 @@ class Walk:
         self._random = random.Random(seed)
         self._adapters, self._longest = adapters, longest
         self._ids = itertools.count(1000 * seed)
-        self.asked: dict[int, Query] = {}
+        self.pending: dict[int, Query] = {}
         self.answered: list[tuple[Query, Any]] = []
         self.contexts: list[tuple[str | None, Context]] = []
 
     def tokens(self, count: int) -> Context:
         return tuple(self._random.randrange(TINY_VOCABULARY) for _ in range(count))
 
-    def ask(self, adapter: str | None, context: Context) -> int:
+    def submit(self, adapter: str | None, context: Context) -> int:
         number = next(self._ids)
         query = Query(number, TokenSequence.of(context), adapter)
-        self.asked[number] = query
+        self.pending[number] = query
         self._engine.submit(query)
         return number
 
     def step(self) -> None:
         for completion in self._engine.step():
             assert completion.error is None, completion.error
-            query = self.asked.pop(completion.query_id)  # asked, not given up, not answered
+            query = self.pending.pop(completion.query_id)  # neither cancelled nor complete
             self.answered.append((query, completion.result))
 
     def run(self, steps: int, population: int) -> None:
-        """Act at random, with so many contexts, and answer what is asked then."""
+        """Take random steps with a population of contexts, and complete all queries."""
         for _ in range(population):
             prompt = self.tokens(self._random.randint(1, 12))
             self.contexts.append((self._random.choice(self._adapters), prompt))
         for _ in range(steps):
             for place in range(population):
-                if self._random.random() < 0.6:  # the others wait
+                if self._random.random() < 0.6:  # other contexts wait
                     self._act(place)
             for _ in range(self._random.randint(0, 3)):
                 self.step()
@@ -76,10 +76,10 @@ class Walk:
 
     def finish(self) -> None:
         for _ in range(300):
-            if not self.asked:
+            if not self.pending:
                 return
             self.step()
-        raise AssertionError(f"{len(self.asked)} queries wait for ever")
+        raise AssertionError(f"{len(self.pending)} queries wait for ever")
 
     def _act(self, place: int) -> None:
         adapter, context = self.contexts[place]
@@ -98,19 +98,19 @@ class Walk:
         elif draw < 0.85:
             self._engine.release_context(adapter, TokenSequence.of(context).key)
             return
-        elif draw < 0.95 and self.asked:
-            number = self._random.choice(list(self.asked))
-            del self.asked[number]
+        elif draw < 0.95 and self.pending:
+            number = self._random.choice(list(self.pending))
+            del self.pending[number]
             self._engine.abort(number)
             return
         elif draw < 0.96:
             self._engine.cache_prefix(context, adapter)
             return
         self.contexts[place] = adapter, context
-        self.ask(adapter, context)
+        self.submit(adapter, context)
 
     def largest_error(self) -> float:
-        """Compare all answers with what an unbatched forward gives."""
+        """Return the largest error against unbatched forward passes."""
         largest = 0.0
         for query, result in self.answered:
             assert isinstance(result, torch.Tensor)

@@ -1,7 +1,7 @@
 """One tiny model for all tests; nothing is downloaded.
 
-These tests run in a pytest of their own: vLLM allows one engine that computes in a process
-and changes the process around it.
+These tests run in a separate pytest process: vLLM allows one engine per process and changes the
+state of the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
-# Workers of several engines share the cores; vLLM would bind each to its own.
+# Workers of several engines share the cores; vLLM would bind each worker to its cores.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 import pytest
@@ -25,7 +25,7 @@ _collect = gc.collect
 
 
 def _collect_unless_for_vllm(generation: int = 2) -> int:
-    """Skip vLLM's own collections: eight for each engine, of half a second in a test run.
+    """Skip the collections that vLLM starts: eight for each engine, of half a second each.
 
     genlm-vllm collects when it has closed an engine.
     """
@@ -38,7 +38,7 @@ gc.collect = _collect_unless_for_vllm
 if interpreted_triton.SECOND_RUNNER:
     interpreted_triton.provide()
 
-# What vLLM and its libraries warn of when they are imported or started.
+# Warnings of vLLM and its libraries when they are imported or started.
 THIRD_PARTY = (
     "ignore:.*torch.jit.script_method.*:DeprecationWarning",
     "ignore:.*torch.distributed.reduce_op.*:FutureWarning",

@@ -1,8 +1,9 @@
 """Triton's interpreter as a backend for the CPU, on which the second model runner starts.
 
-vLLM's CPU build has its second model runner, whose kernels are Triton's, but takes Triton
-for absent unless it has a backend named "cpu". Triton's own distribution has none. Under
-its interpreter none is needed: the kernels run as Python, and one with that name will do.
+vLLM's CPU build includes the second model runner, whose kernels are written in Triton, but uses
+Triton only if it has a backend named "cpu". Triton's distribution has no such backend. Its
+interpreter runs kernels as Python and needs no backend, so a placeholder with that name
+suffices.
 
 VLLM_USE_V2_MODEL_RUNNER=1 in the environment chooses the second runner for all tests.
 """
@@ -15,7 +16,7 @@ SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 class Interpreter:
-    """What vLLM asks of a driver; nothing is ever compiled."""
+    """The methods of a driver that vLLM calls. Nothing is compiled."""
 
     @classmethod
     def is_active(cls) -> bool:
@@ -23,7 +24,7 @@ class Interpreter:
 
 
 def provide() -> None:
-    """Add the backend to Triton's; before vLLM is imported."""
+    """Add the backend to Triton; must be called before vLLM is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import Backend, backends
 

@@ -1,6 +1,6 @@
-"""Loading LoRA adapters: which are refused, and that a bad one harms nothing.
+"""Loading LoRA adapters: bad adapters are refused and have no effect.
 
-peft's own models are the oracle.
+Models of peft are the oracle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .traffic import finish, largest_error, prompts, rows, submit
 
 @pytest.fixture(scope="module")
 def engine(tiny: TinyLlama) -> Iterator[Any]:
-    """With room for four adapters and ranks up to 8."""
+    """An engine for four adapters and ranks up to 8."""
     engine = tiny.engine(max_loras=4, max_lora_rank=8)
     for name, path in tiny.adapters.items():
         engine.add_adapter(name, path)
@@ -34,10 +34,10 @@ def engine(tiny: TinyLlama) -> Iterator[Any]:
 
 
 def check(engine: Any, tiny: TinyLlama) -> None:
-    """Base model and adapters answer as themselves, with and without the prefix cache."""
-    asked = prompts(70, 3, 33)
+    """Compare rows of the base model and the adapters, with and without the prefix cache."""
+    sequences = prompts(70, 3, 33)
     for name in (None, "red", "blue", None):
-        assert largest_error(tiny, rows(engine, asked, name), asked, name) <= 1e-4, name
+        assert largest_error(tiny, rows(engine, sequences, name), sequences, name) <= 1e-4, name
 
 
 def edited(change: dict[str, Any]) -> Callable[[Path], None]:
@@ -131,8 +131,8 @@ def test_ranks_and_alphas_of_single_layers_are_kept(
     save_adapter(model, tmp_path, ["q_proj", "k_proj", "down_proj"], **patterns)
     monkeypatch.setitem(tiny.adapters, "uneven", str(tmp_path))
     engine.add_adapter("uneven", str(tmp_path))
-    asked = prompts(40, 9)
-    assert largest_error(tiny, rows(engine, asked, "uneven"), asked, "uneven") <= 1e-4
+    sequences = prompts(40, 9)
+    assert largest_error(tiny, rows(engine, sequences, "uneven"), sequences, "uneven") <= 1e-4
     check(engine, tiny)
 
 
@@ -151,9 +151,9 @@ def test_scores_have_the_output_embedding_of_their_adapter(
         submit(engine, ids[:-1], name, targets=ids[2:]) for name in names for ids in texts
     ]
     queries += [submit(engine, ids, "head") for ids in texts]
-    found = finish(engine, queries)
-    assert largest_error(tiny, found[9:], texts, "head") <= 1e-4
-    for query, scores in zip(queries, found[:9], strict=False):
+    results = finish(engine, queries)
+    assert largest_error(tiny, results[9:], texts, "head") <= 1e-4
+    for query, scores in zip(queries, results[:9], strict=False):
         ids = (*query.token_ids, query.targets[-1])
         for place in (2, len(ids) // 2, len(ids) - 1):
             expected = tiny.logprobs(ids[:place], query.adapter)[ids[place]]
@@ -169,23 +169,25 @@ def test_as_many_adapters_as_asked_for_leave_the_base_model_alone(
     for name in copies:
         shutil.copytree(tiny.adapters["red"], tmp_path / name)
         engine.add_adapter(name, str(tmp_path / name))
-    asked = prompts(40, 9)
-    meant = dict.fromkeys(copies, "red") | {"blue": "blue", None: None}
-    queries = [submit(engine, ids, name) for name in meant for ids in asked]  # one batch
-    found = finish(engine, queries)
-    for place, (name, like) in enumerate(meant.items()):
-        own = found[2 * place : 2 * place + 2]
-        assert largest_error(tiny, own, asked, like) <= 1e-4, name
+    sequences = prompts(40, 9)
+    originals = dict.fromkeys(copies, "red") | {"blue": "blue", None: None}
+    queries = [
+        submit(engine, ids, name) for name in originals for ids in sequences
+    ]  # one batch
+    results = finish(engine, queries)
+    for place, (name, like) in enumerate(originals.items()):
+        rows_of_adapter = results[2 * place : 2 * place + 2]
+        assert largest_error(tiny, rows_of_adapter, sequences, like) <= 1e-4, name
     with pytest.raises(AdapterError, match=r"4 adapters are loaded.*max_loras"):
         engine.add_adapter("fifth", tiny.adapters["blue"])
     shutil.rmtree(tmp_path)  # never read again
-    assert largest_error(tiny, rows(engine, asked, copies[-1]), asked, "red") <= 1e-4
+    assert largest_error(tiny, rows(engine, sequences, copies[-1]), sequences, "red") <= 1e-4
     for name in copies:
         engine.remove_adapter(name)
     with pytest.raises(UnknownAdapterError):
         engine.remove_adapter(copies[0])
     engine.add_adapter("fifth", tiny.adapters["blue"])
-    assert largest_error(tiny, rows(engine, asked, "fifth"), asked, "blue") <= 1e-4
+    assert largest_error(tiny, rows(engine, sequences, "fifth"), sequences, "blue") <= 1e-4
     engine.remove_adapter("fifth")
     check(engine, tiny)
 

@@ -11,15 +11,15 @@ from genlm_vllm.conformance import targets
 
 
 def chaos(folder: Path, model: str, **settings: Any) -> Report:
-    (target,) = (each for each in targets(folder) if each.model == model)
+    [target] = [target for target in targets(folder) if target.model == model]
     return run_chaos(target, Settings(**settings))
 
 
 def test_one_process_withstands_chaos(tmp_path: Path) -> None:
     report = chaos(tmp_path, "one process", requests=800, seed=3)
     assert report.compared >= 200
-    for what in ("cache_hits", "joined", "answered", "failed", "abandoned"):
-        assert report.statistics[what] > 0, what
+    for name in ("cache_hits", "joined", "answered", "failed", "abandoned"):
+        assert report.statistics[name] > 0, name
 
 
 def test_every_request_ends_when_a_worker_is_killed_midway(tmp_path: Path) -> None:

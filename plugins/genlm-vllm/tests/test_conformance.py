@@ -1,4 +1,4 @@
-"""The engine passes every check, in this process and in processes of its own."""
+"""The engine passes every check, in this process and with workers in other processes."""
 
 from genlm.testing import conformance_tests
 

@@ -1,4 +1,4 @@
-"""What the README and the page on the engine show runs."""
+"""The programs of the README and of the page on the engine run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = "docs/vllm-engine.md"
 
 
 def _for_a_tiny_model(program: str) -> str:
-    """With a KV cache for which any machine has room."""
+    """Reduce the size of the KV cache."""
     assert '"kv_cache_memory_bytes": 2**30' in program
     return program.replace("2**30", "2**24")
 
@@ -43,9 +43,9 @@ def test_adapters_are_loaded_as_the_page_says(tiny: Any) -> None:
 
 
 def test_the_options_that_the_page_shows_ask_for_several_workers() -> None:
-    known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
+    option_names = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
     _, program = blocks(PAGE)
     for statement in program.split("engine_opts = ")[1:]:
         options = eval(statement)
         assert needs_processes(options)
-        assert options.keys() <= known
+        assert options.keys() <= option_names

@@ -1,9 +1,8 @@
-"""Rows of an engine in this process, under every batching of vLLM's.
+"""Rows of an engine in this process, with all kinds of batches of vLLM.
 
-They run on both of vLLM's model runners, see `interpreted_triton`.
-
-The engine takes 4 requests and 64 tokens a step, so that most of what is asked here waits
-in vLLM's queue and is computed in chunks.
+The tests run on both of vLLM's model runners, see `interpreted_triton`. A step of the engine
+has at most 4 requests and 64 tokens, so that most requests wait in vLLM's queue and are
+computed in chunks.
 """
 
 from __future__ import annotations
@@ -50,92 +49,96 @@ def test_the_model_runner_is_the_one_meant(engine: Any) -> None:
 
 
 def test_more_prompts_than_fit_a_step_each_get_their_own_row(engine: Any, tiny: Any) -> None:
-    asked = prompts(*range(1, 21), 3, 3)
-    asked += [asked[4], asked[4], (*asked[4], 7)]  # duplicates and a shared prefix
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    sequences = prompts(*range(1, 21), 3, 3)
+    sequences += [
+        sequences[4],
+        sequences[4],
+        (*sequences[4], 7),
+    ]  # duplicates and a shared prefix
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 
 
 def test_prompts_computed_in_chunks_get_the_row_of_their_last_token(
     engine: Any, tiny: Any
 ) -> None:
-    asked = prompts(200, 255, 65, 130, 250)
+    sequences = prompts(200, 255, 65, 130, 250)
     before = engine.statistics()["steps"]
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
     assert engine.statistics()["steps"] - before >= 900 // 64  # in chunks
 
 
 def test_rows_of_cached_prefixes_are_the_same(engine: Any, tiny: Any) -> None:
     [prompt] = prompts(150)
     rows(engine, [prompt])
-    asked = [prompt, (*prompt[:100], 9, 8, 7), prompt[:33], (*prompt, 5)]
+    sequences = [prompt, (*prompt[:100], 9, 8, 7), prompt[:33], (*prompt, 5)]
     before = engine.statistics()["tokens_computed"]
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
     computed = engine.statistics()["tokens_computed"] - before
-    assert computed < sum(map(len, asked)) - 150  # much came from the cache
+    assert computed < sum(map(len, sequences)) - 150  # the rest came from the cache
 
 
 def test_a_cached_prefix_is_not_computed_again(engine: Any, tiny: Any) -> None:
     [prompt] = prompts(128, seed=4)
     waiting = submit(engine, prompts(40)[0])
     engine.cache_prefix(prompt, None)
-    finish(engine, [waiting])  # answered meanwhile and kept for the next step
+    finish(engine, [waiting])  # completed meanwhile; the next step returns it
     before = engine.statistics()["tokens_computed"]
-    asked = [(*prompt, 4)]
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    sequences = [(*prompt, 4)]
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
     assert engine.statistics()["tokens_computed"] - before == 1
     engine.clear_prefix_cache()
     before = engine.statistics()["tokens_computed"]
-    rows(engine, asked)
+    rows(engine, sequences)
     assert engine.statistics()["tokens_computed"] - before == 129
 
 
 def test_requests_join_a_running_batch(engine: Any, tiny: Any) -> None:
-    asked = prompts(240, 30, 5, 90)
-    queries = [submit(engine, asked[0])]
-    found = {}
-    for ids in asked[1:]:
-        found |= {answer.query_id: answer.result for answer in engine.step()}
+    sequences = prompts(240, 30, 5, 90)
+    queries = [submit(engine, sequences[0])]
+    results = {}
+    for ids in sequences[1:]:
+        results |= {answer.query_id: answer.result for answer in engine.step()}
         queries.append(submit(engine, ids))
-    while len(found) < len(asked):
-        found |= {answer.query_id: answer.result for answer in engine.step()}
-    in_order = [found[query.query_id] for query in queries]
-    assert largest_error(tiny, in_order, asked) <= 1e-4
+    while len(results) < len(sequences):
+        results |= {answer.query_id: answer.result for answer in engine.step()}
+    in_order = [results[query.query_id] for query in queries]
+    assert largest_error(tiny, in_order, sequences) <= 1e-4
 
 
 def test_a_continuation_does_not_depend_on_chunks_or_company(engine: Any, tiny: Any) -> None:
-    asked = prompts(200, 9, 65, engine.max_context - 7)
-    alone = [expected_draws(tiny, ids, 8, seed) for seed, ids in enumerate(asked)]
-    assert drawn(engine, asked, 8) == alone
+    sequences = prompts(200, 9, 65, engine.max_context - 7)
+    alone = [expected_draws(tiny, ids, 8, seed) for seed, ids in enumerate(sequences)]
+    assert drawn(engine, sequences, 8) == alone
     engine.clear_prefix_cache()
-    beside = [submit(engine, ids) for ids in asked]
-    assert drawn(engine, asked, 8, beside) == alone
+    beside = [submit(engine, ids) for ids in sequences]
+    assert drawn(engine, sequences, 8, beside) == alone
 
 
 def test_adapters_and_the_base_model_mix_in_a_batch(engine: Any, tiny: Any) -> None:
-    asked = prompts(70, 3, 140)
+    sequences = prompts(70, 3, 140)
     names = (None, "red", "blue")
     for _ in range(2):  # computed, then from the prefix cache
-        queries = [submit(engine, ids, name) for ids in asked for name in names]
-        found = finish(engine, queries)
+        queries = [submit(engine, ids, name) for ids in sequences for name in names]
+        results = finish(engine, queries)
         for place, name in enumerate(names):
-            assert largest_error(tiny, found[place::3], asked, name) <= 1e-4, name
+            assert largest_error(tiny, results[place::3], sequences, name) <= 1e-4, name
 
 
 def test_aborted_requests_leave_nothing_and_do_not_affect_others(
     engine: Any, tiny: Any
 ) -> None:
-    asked = prompts(250, 40, 200, 7, 230, 12)
-    queries = [submit(engine, ids) for ids in asked]
+    sequences = prompts(250, 40, 200, 7, 230, 12)
+    queries = [submit(engine, ids) for ids in sequences]
     for query in queries[::2]:
         engine.abort(query.query_id)
-    assert largest_error(tiny, finish(engine, queries[1::2]), asked[1::2]) <= 1e-4
-    queries = [submit(engine, ids) for ids in asked]
+    assert largest_error(tiny, finish(engine, queries[1::2]), sequences[1::2]) <= 1e-4
+    queries = [submit(engine, ids) for ids in sequences]
     engine.step()
     engine.step()  # some are half computed
     for query in queries[:4]:
         engine.abort(query.query_id)
-    assert largest_error(tiny, finish(engine, queries[4:]), asked[4:]) <= 1e-4
-    engine.abort(queries[0].query_id)  # and of what is gone
+    assert largest_error(tiny, finish(engine, queries[4:]), sequences[4:]) <= 1e-4
+    engine.abort(queries[0].query_id)  # an unknown query
     assert engine.step() == []
 
 
@@ -159,8 +162,8 @@ def test_rows_belong_to_the_caller(engine: Any) -> None:
 
 
 def test_wrong_queries_are_refused_alone(engine: Any, tiny: Any) -> None:
-    asked = prompts(9, 90)
-    queries = [submit(engine, ids) for ids in asked]
+    sequences = prompts(9, 90)
+    queries = [submit(engine, ids) for ids in sequences]
     with pytest.raises(UnknownAdapterError, match=r"'green'\. Loaded: blue, red"):
         submit(engine, (3, 4), "green")
     with pytest.raises(
@@ -169,12 +172,12 @@ def test_wrong_queries_are_refused_alone(engine: Any, tiny: Any) -> None:
         submit(engine, (3,) * 256)
     with pytest.raises(TokenIdError, match="token id 320 at position 1"):
         submit(engine, (3, 320))
-    assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+    assert largest_error(tiny, finish(engine, queries), sequences) <= 1e-4
 
 
 def test_the_longest_context_is_served(engine: Any, tiny: Any) -> None:
-    asked = prompts(engine.max_context)
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    sequences = prompts(engine.max_context)
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 
 
 def broken(*arguments: Any, **options: Any) -> Any:
@@ -190,46 +193,48 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """VLLM has counted tokens as computed, and cached their blocks, before it computes."""
-    asked = prompts(100, 5, 30)
-    rows(engine, [asked[0][:33]])  # stays
-    queries = [submit(engine, ids) for ids in asked]
+    sequences = prompts(100, 5, 30)
+    rows(engine, [sequences[0][:33]])  # stays
+    queries = [submit(engine, ids) for ids in sequences]
     engine.step()
     with monkeypatch.context() as patch:
         if place == "forward":
             patch.setattr(model_class(engine), "forward", broken)
         else:
             patch.setattr("genlm_vllm.row_sampler.RowSampler.__call__", broken)
-        found = finish(engine, queries)
-    assert "out of memory" in {str(each) for each in found if isinstance(each, Exception)}
+        results = finish(engine, queries)
+    assert "out of memory" in {
+        str(result) for result in results if isinstance(result, Exception)
+    }
     for _ in range(2):  # computed, then from the prefix cache
-        assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+        assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
     assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
 
 
 def test_the_prefix_cache_is_cleared_after_the_queries_that_run(engine: Any, tiny: Any) -> None:
-    kept, asked = prompts(64, 250, seed=9)
-    engine.cache_prefix(kept, None)
-    query = submit(engine, asked)
+    prefix, prompt = prompts(64, 250, seed=9)
+    engine.cache_prefix(prefix, None)
+    query = submit(engine, prompt)
     assert engine.step() == []
     engine.clear_prefix_cache()
-    assert largest_error(tiny, finish(engine, [query]), [asked]) <= 1e-4
+    assert largest_error(tiny, finish(engine, [query]), [prompt]) <= 1e-4
     before = engine.statistics()["tokens_computed"]
-    assert largest_error(tiny, rows(engine, [(*kept, 5)]), [(*kept, 5)]) <= 1e-4
+    assert largest_error(tiny, rows(engine, [(*prefix, 5)]), [(*prefix, 5)]) <= 1e-4
     assert engine.statistics()["tokens_computed"] - before == 65
 
 
 def test_a_prefix_that_fails_fails_the_queries_beside_it(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = prompts(100, 250, seed=7)
-    waiting = submit(engine, asked[1])
+    sequences = prompts(100, 250, seed=7)
+    waiting = submit(engine, sequences[1])
     with monkeypatch.context() as patch:
         patch.setattr(model_class(engine), "forward", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.cache_prefix(asked[0], None)
+            engine.cache_prefix(sequences[0], None)
     [error] = finish(engine, [waiting])
     assert str(error) == "out of memory"
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 
 
 def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) -> None:
@@ -240,8 +245,8 @@ def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) ->
     [error] = finish(engine, [query])
     assert isinstance(error, EvaluationError)
     assert "vLLM ended the request" in str(error)
-    asked = prompts(9)
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    sequences = prompts(9)
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 
 
 def no_logits(*_: Any) -> Any:

@@ -1,6 +1,6 @@
 """Families of models: rows equal an unbatched forward pass of transformers, or loading refuses.
 
-A third of the families of docs/vllm-architectures.md, which says what the others are.
+The tests cover a third of the families of docs/vllm-architectures.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from genlm.testing import TinyModel, families, measure_family
 
 HEAD_DIM = 64
 OPTIONS = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 64}
-REPRESENTATIVE = {name: one for name, one in families(HEAD_DIM).items() if one.representative}
+REPRESENTATIVE = {
+    name: family for name, family in families(HEAD_DIM).items() if family.representative
+}
 
 REFUSED = {
     "bloom": "computes the exact GELU",
@@ -33,26 +35,26 @@ REFUSED = {
 }
 
 SHORTENED = {"llama with dynamic rope": 15, "phi3 with longrope": 15}
-"""Contexts beyond would depend on their own length."""
+"""Maximum context of models whose longer contexts would have length-dependent frequencies."""
 
 
 def load(folder: Path, unverified: str) -> genlm.AsyncLM:
-    """Serve a model of a verified family; what happens to others is told."""
+    """Serve a model; `unverified` applies if its family is unverified."""
     return genlm.load_model(folder, "vllm", engine_opts=OPTIONS, unverified=unverified)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_rows_of_a_family_are_right_or_loading_refuses(name: str, tmp_path: Path) -> None:
     model = TinyModel.of(tmp_path, REPRESENTATIVE[name])
-    unverified = "warn" if name in REFUSED else "refuse"  # else that would be the reason
+    unverified = "warn" if name in REFUSED else "refuse"  # otherwise the error would be this
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", genlm.UnverifiedModelWarning)
-        found = measure_family(lambda folder: load(folder, unverified), model)
+        report = measure_family(lambda folder: load(folder, unverified), model)
     if name in REFUSED:
-        assert found.status == "refused", found
-        assert REFUSED[name] in found.reason
+        assert report.status == "refused", report
+        assert REFUSED[name] in report.reason
     else:
-        assert found.status == "right", found
-        assert found.statistics["max_context"] == SHORTENED.get(
-            name, found.statistics["max_context"]
+        assert report.status == "right", report
+        assert report.statistics["max_context"] == SHORTENED.get(
+            name, report.statistics["max_context"]
         )

@@ -1,4 +1,4 @@
-"""One engine at a time, and a process that is as it was before."""
+"""One engine per process at a time, and a process whose state is restored."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from .traffic import finish, largest_error, prompts, rows, submit
 
 @pytest.fixture
 def serve(tiny: TinyLlama) -> Iterator[Any]:
-    """Make engines; those still open at the end are closed."""
-    made = []
+    """Function that builds engines, which are closed at the end."""
+    engines = []
 
-    def make(**options: Any) -> Any:
-        made.append(tiny.engine(**({"lora": False} | options)))
-        return made[-1]
+    def build(**options: Any) -> Any:
+        engines.append(tiny.engine(**({"lora": False} | options)))
+        return engines[-1]
 
-    yield make
-    for engine in made:
+    yield build
+    for engine in engines:
         if engine._final_statistics is None:
             engine.close()
 
 
 def test_a_second_engine_in_the_process_is_refused(serve: Any, tiny: Any) -> None:
     first = serve()
-    asked = prompts(5, 40)
+    sequences = prompts(5, 40)
     with pytest.raises(ModelLoadError, match=r"second vLLM engine.*multiprocess=True"):
         serve()
-    assert largest_error(tiny, rows(first, asked), asked) <= 1e-4
+    assert largest_error(tiny, rows(first, sequences), sequences) <= 1e-4
     first.close()
     second = serve()
-    assert largest_error(tiny, rows(second, asked), asked) <= 1e-4
+    assert largest_error(tiny, rows(second, sequences), sequences) <= 1e-4
 
 
 def test_an_engine_that_fails_to_build_leaves_room_for_another(
@@ -63,8 +63,8 @@ def test_an_engine_that_fails_to_build_leaves_room_for_another(
         patch.setattr("genlm.Vocabulary.from_tokenizer", _undecodable)
         with pytest.raises(VocabularyError):
             serve()
-    asked = prompts(5)
-    assert largest_error(tiny, rows(serve(), asked), asked) <= 1e-4
+    sequences = prompts(5)
+    assert largest_error(tiny, rows(serve(), sequences), sequences) <= 1e-4
 
 
 def _undecodable(tokenizer: Any) -> None:
@@ -118,7 +118,7 @@ def test_what_vllm_disables_once_is_disabled_for_the_next_engine_too(
     monkeypatch.setattr(Accelerator, "_vllm_functions", {})
     of_torch = torch.accelerator.synchronize
     first = Accelerator()
-    monkeypatch.setattr(torch.accelerator, "synchronize", print)  # as an import of vLLM's
+    monkeypatch.setattr(torch.accelerator, "synchronize", print)  # as importing vLLM does
     first.restore()
     assert torch.accelerator.synchronize is of_torch
     second = Accelerator()
@@ -152,8 +152,8 @@ def test_an_engine_that_is_dropped_frees_the_process(serve: Any, tiny: Any) -> N
     engine = tiny.engine(lora=False)
     del engine
     gc.collect()
-    asked = prompts(5)
-    assert largest_error(tiny, rows(serve(), asked), asked) <= 1e-4
+    sequences = prompts(5)
+    assert largest_error(tiny, rows(serve(), sequences), sequences) <= 1e-4
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -170,12 +170,12 @@ def test_an_engine_that_cannot_forget_a_failed_step_refuses_all_queries(
         patch.setattr("genlm_vllm.row_sampler.RowSampler.__call__", fails)
         with pytest.raises(EngineDiedError, match=r"ZeroDivisionError.*Load the model again"):
             finish(engine, [waiting])
-    for asked in (engine.step, lambda: submit(engine, (3, 4)), engine.clear_prefix_cache):
+    for call in (engine.step, lambda: submit(engine, (3, 4)), engine.clear_prefix_cache):
         with pytest.raises(EngineDiedError, match="ZeroDivisionError"):
-            asked()
+            call()
     engine.close()
-    asked_again = prompts(5)
-    assert largest_error(tiny, rows(serve(), asked_again), asked_again) <= 1e-4
+    sequences = prompts(5)
+    assert largest_error(tiny, rows(serve(), sequences), sequences) <= 1e-4
 
 
 LOAD = """
@@ -189,13 +189,16 @@ VLLMEngine({model!r}, engine_opts=options).close()
 """
 
 
-@pytest.mark.parametrize(("level", "heard"), [(None, False), ("INFO", True)])
-def test_the_log_is_quiet_unless_asked_for(tiny: Any, level: str | None, heard: bool) -> None:
+@pytest.mark.parametrize(("level", "is_logged"), [(None, False), ("INFO", True)])
+def test_the_log_is_quiet_unless_asked_for(
+    tiny: Any, level: str | None, is_logged: bool
+) -> None:
     script = LOAD.format(model=str(tiny.path), tests=str(Path(__file__).parent))
     variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
     if level is not None:
         variables["VLLM_LOGGING_LEVEL"] = level
     done = run_program(sys.executable, "-W", "ignore", "-c", script, env=variables)
     torch_warns = re.compile(r"\[?W\d")
-    said = [x for x in (done.stdout + done.stderr).splitlines() if not torch_warns.match(x)]
-    assert bool(said) == heard, said
+    output = (done.stdout + done.stderr).splitlines()
+    logged = [line for line in output if not torch_warns.match(line)]
+    assert bool(logged) == is_logged, logged

@@ -26,21 +26,21 @@ def lm(tiny: TinyLlama) -> Iterator[genlm.AsyncLM]:
 
 
 def test_concurrent_requests_equal_unbatched_forward_passes(lm: Any, tiny: Any) -> None:
-    asked = prompts(*range(1, 40), 200, 255)
+    sequences = prompts(*range(1, 40), 200, 255)
 
-    async def ask() -> list[Any]:
-        return await asyncio.gather(*map(lm.next_token_logprobs, asked))
+    async def request() -> list[Any]:
+        return await asyncio.gather(*map(lm.next_token_logprobs, sequences))
 
-    assert largest_error(tiny, asyncio.run(ask()), asked) <= 1e-4
+    assert largest_error(tiny, asyncio.run(request()), sequences) <= 1e-4
     assert lm.statistics().batches > 10  # four at a time
 
 
 def test_cancelled_callers_do_not_affect_others(lm: Any, tiny: Any) -> None:
-    asked = prompts(200, 5, 250, 33, 90, 7)
+    sequences = prompts(200, 5, 250, 33, 90, 7)
 
-    async def ask() -> list[Any]:
-        tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in asked]
-        draws = [asyncio.ensure_future(lm.sample(ids, 30)) for ids in asked[:3]]
+    async def request() -> list[Any]:
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in sequences]
+        draws = [asyncio.ensure_future(lm.sample(ids, 30)) for ids in sequences[:3]]
         while lm.statistics().engine["steps"] < 3:
             await asyncio.sleep(0)
         for task in (*tasks[::2], *draws[1:]):
@@ -48,52 +48,52 @@ def test_cancelled_callers_do_not_affect_others(lm: Any, tiny: Any) -> None:
         await asyncio.gather(*tasks[::2], *draws, return_exceptions=True)
         return await asyncio.gather(*tasks[1::2])
 
-    assert largest_error(tiny, asyncio.run(ask()), asked[1::2]) <= 1e-4
+    assert largest_error(tiny, asyncio.run(request()), sequences[1::2]) <= 1e-4
     assert lm.statistics().pending == 0
 
 
 def test_threads_and_loops_share_the_engine(lm: Any, tiny: Any) -> None:
-    asked = prompts(30, 4, 70, 100)
-    found: dict[int, Any] = {}
+    sequences = prompts(30, 4, 70, 100)
+    results: dict[int, Any] = {}
 
-    def ask(place: int) -> None:
-        found[place] = lm.next_token_logprobs_sync(asked[place])
+    def request(place: int) -> None:
+        results[place] = lm.next_token_logprobs_sync(sequences[place])
 
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(4)]
+    threads = [threading.Thread(target=request, args=(place,)) for place in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert largest_error(tiny, [found[place] for place in range(4)], asked) <= 1e-4
+    assert largest_error(tiny, [results[place] for place in range(4)], sequences) <= 1e-4
 
 
 def test_closing_in_the_middle_ends_every_request(
     tiny: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lm = genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS)
-    asked = prompts(*[150] * 12)
+    sequences = prompts(*[150] * 12)
 
-    async def ask() -> list[Any]:
-        tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in asked]
-        tasks += [asyncio.ensure_future(lm.sample(ids, 60)) for ids in asked]
+    async def request() -> list[Any]:
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in sequences]
+        tasks += [asyncio.ensure_future(lm.sample(ids, 60)) for ids in sequences]
         while lm.statistics().engine["steps"] < 4:
             await asyncio.sleep(0)
         closing = asyncio.ensure_future(asyncio.to_thread(lm.close))
-        found = await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         await closing
-        return list(found)
+        return list(results)
 
-    ended = [found for found in asyncio.run(ask()) if isinstance(found, Exception)]
+    ended = [result for result in asyncio.run(request()) if isinstance(result, Exception)]
     assert ended
     assert all(isinstance(error, genlm.EngineClosedError) for error in ended)
     with pytest.raises(genlm.EngineClosedError):
         lm.next_token_logprobs_sync([5])
-    # And the process is free for another.
+    # The process may have another engine.
     capsys.readouterr()
     with genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS, progress=True) as other:
         assert "genlm: starting vLLM" in capsys.readouterr().err
-        row = other.next_token_logprobs_sync(asked[0])
-    assert largest_error(tiny, [row], asked[:1]) <= 1e-4
+        row = other.next_token_logprobs_sync(sequences[0])
+    assert largest_error(tiny, [row], sequences[:1]) <= 1e-4
 
 
 def test_batches_are_as_large_as_those_of_vllms_own_llm(tiny: TinyLlama) -> None:

@@ -1,4 +1,4 @@
-"""Options: which are passed on, which are refused, and what the defaults are."""
+"""Options: accepted options, refused options, and defaults."""
 
 from __future__ import annotations
 
@@ -98,27 +98,27 @@ def test_what_vllm_cannot_do_on_the_cpu_is_refused_with_its_reason(
 
 
 def test_defaults_give_way_to_options() -> None:
-    found = engine_arguments("m", {})
-    assert found["dtype"] == "float32"
-    assert found["enforce_eager"] is True
-    assert found["block_size"] == CPU_BLOCK_SIZE
-    assert 0 < found["kv_cache_memory_bytes"] <= 4 * 2**30
-    assert "max_loras" not in found
-    assert found["async_scheduling"] is False
+    arguments = engine_arguments("m", {})
+    assert arguments["dtype"] == "float32"
+    assert arguments["enforce_eager"] is True
+    assert arguments["block_size"] == CPU_BLOCK_SIZE
+    assert 0 < arguments["kv_cache_memory_bytes"] <= 4 * 2**30
+    assert "max_loras" not in arguments
+    assert arguments["async_scheduling"] is False
     assert engine_arguments("m", {"async_scheduling": False})["async_scheduling"] is False
-    chosen = {"dtype": "bfloat16", "enforce_eager": False, "block_size": 64}
-    found = engine_arguments("m", chosen | {"gpu_memory_utilization": 0.2})
-    assert found.items() >= chosen.items()
-    assert "kv_cache_memory_bytes" not in found
+    options = {"dtype": "bfloat16", "enforce_eager": False, "block_size": 64}
+    arguments = engine_arguments("m", options | {"gpu_memory_utilization": 0.2})
+    assert arguments.items() >= options.items()
+    assert "kv_cache_memory_bytes" not in arguments
 
 
 def test_pipelines_are_traced_so_that_vllm_warms_them_up() -> None:
-    found = engine_arguments("m", {"pipeline_parallel_size": 2})
-    assert "enforce_eager" not in found
-    assert found["compilation_config"] == {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
+    arguments = engine_arguments("m", {"pipeline_parallel_size": 2})
+    assert "enforce_eager" not in arguments
+    assert arguments["compilation_config"] == {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
 
 
 def test_one_slot_for_adapters_stays_free_on_the_cpu() -> None:
     assert engine_arguments("m", {"enable_lora": True})["max_loras"] == 5
-    found = engine_arguments("m", {"enable_lora": True, "max_loras": 1})
-    assert found["max_loras"] == found["max_cpu_loras"] == 2
+    arguments = engine_arguments("m", {"enable_lora": True, "max_loras": 1})
+    assert arguments["max_loras"] == arguments["max_cpu_loras"] == 2

@@ -1,4 +1,4 @@
-"""What would be wrong is refused when the model is loaded, and the process is free again."""
+"""Models with wrong rows are refused when they are loaded, and the process is free again."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_a_window_that_vllm_leaves_out_is_refused(
 ) -> None:
     from vllm.model_executor.layers.attention import Attention
 
-    of_vllm = Attention.__init__
+    original = Attention.__init__
 
     def without_window(layer: Any, *arguments: Any, **options: Any) -> None:
         options["cache_config"].sliding_window = options["per_layer_sliding_window"] = None
-        of_vllm(layer, *arguments, **options)
+        original(layer, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "__init__", without_window)
@@ -160,7 +160,7 @@ def test_the_reason_why_a_process_cannot_load_reaches_the_message(tmp_path: Path
 
 @pytest.fixture
 def broken(llama: TinyModel) -> TinyModel:
-    """A Llama whose embedding of one token is NaN; the oracle keeps the one that was."""
+    """A Llama whose embedding of one token is NaN; the oracle has the original."""
     from safetensors.torch import load_file, save_file
 
     llama.logprobs(PROMPTS[0])  # loads it

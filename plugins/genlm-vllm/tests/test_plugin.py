@@ -16,9 +16,9 @@ from genlm_vllm import install_cpu, versions
 
 LISTED = """
 import importlib.machinery, sys
-found = importlib.machinery.PathFinder.find_spec
+find_spec = importlib.machinery.PathFinder.find_spec
 def without_vllm(name, *rest):
-    return None if name == "vllm" else found(name, *rest)
+    return None if name == "vllm" else find_spec(name, *rest)
 importlib.machinery.PathFinder.find_spec = without_vllm
 import genlm
 [info] = [info for info in genlm.list_backends("engine") if info.name == "vllm"]
@@ -34,9 +34,9 @@ print("torch" in sys.modules, "vllm" in sys.modules)
 def test_without_vllm_the_message_has_both_commands() -> None:
     status, error, imported = run_code(LISTED).stdout.splitlines()
     assert status.startswith("missing ('vllm',)")
-    for said in (status, error):
-        assert "pip install 'vllm>=0.32,<0.34'" in said
-        assert "python -m genlm_vllm.install_cpu" in said
+    for message in (status, error):
+        assert "pip install 'vllm>=0.32,<0.34'" in message
+        assert "python -m genlm_vllm.install_cpu" in message
     assert imported.endswith("False")  # genlm.load_model itself needs torch
 
 
@@ -61,17 +61,17 @@ RANGE = {
 }
 
 
-@pytest.mark.parametrize(("found", "fits"), RANGE.items())
+@pytest.mark.parametrize(("installed", "fits"), RANGE.items())
 def test_versions_outside_the_range_are_refused(
-    monkeypatch: pytest.MonkeyPatch, found: str, fits: bool
+    monkeypatch: pytest.MonkeyPatch, installed: str, fits: bool
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda distribution: found)
+    monkeypatch.setattr(versions, "version", lambda distribution: installed)
     if fits:
-        assert versions.check_version() == found
+        assert versions.check_version() == installed
     else:
         with pytest.raises(genlm.MissingRequirementError) as raised:
             versions.check_version()
-        assert f"found vllm {found}" in str(raised.value)
+        assert f"found vllm {installed}" in str(raised.value)
         assert ">=0.32,<0.34" in str(raised.value)
 
 
@@ -113,7 +113,7 @@ def test_the_cpu_recipe_installs_what_is_installed_here() -> None:
 
 
 class Pip:
-    """Stands for pip: records what it is told to install."""
+    """Replaces pip, and records the arguments of `pip install`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
         self.status = status

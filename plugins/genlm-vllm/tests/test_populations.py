@@ -53,7 +53,7 @@ def llm(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[genlm.Async
 
 @pytest.fixture
 def free(llm: genlm.AsyncLM) -> Iterator[Any]:
-    """A function: the number of free KV blocks, once nothing is kept."""
+    """Function that returns the number of free KV blocks without cached contexts."""
 
     def blocks() -> int:
         gc.collect()
@@ -175,9 +175,9 @@ def test_several_queries_of_a_population_at_once(llm: genlm.AsyncLM, tiny: TinyL
         await population.draw(seed=0)
         one = population.extend([3, 4, 5, 3, 4])
         other = population.extend([3, 9, 5, 9, 4])
-        asked = [one, other, population, one, other[[0, 2]]]
-        rows = await asyncio.gather(*(each.next_token_logprobs() for each in asked))
-        return list(zip(asked, rows, strict=True))
+        populations = [one, other, population, one, other[[0, 2]]]
+        rows = await asyncio.gather(*(members.next_token_logprobs() for members in populations))
+        return list(zip(populations, rows, strict=True))
 
     for population, rows in asyncio.run(together()):
         check(tiny, population, rows)
@@ -241,7 +241,7 @@ def test_a_population_above_the_places_does_not_hold_up_others(
 
     async def beside() -> None:
         generator = np.random.default_rng(2)
-        prompts = [[*PROMPT, *each] for each in generator.integers(3, 60, (150, 2)).tolist()]
+        prompts = [[*PROMPT, *ids] for ids in generator.integers(3, 60, (150, 2)).tolist()]
         population = llm.population(prompts)
         begun = figures(llm, "members_begun")
         task = asyncio.ensure_future(population.next_token_logprobs())

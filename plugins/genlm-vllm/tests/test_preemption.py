@@ -1,4 +1,4 @@
-"""Rows when vLLM has to throw running requests out of its KV cache."""
+"""Rows of requests that vLLM preempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 2**15
 
 @pytest.fixture(scope="module")
 def engine(tiny: TinyLlama) -> Iterator[Any]:
-    """Ten blocks of 32 tokens, of which one context alone can need eight."""
+    """An engine with ten blocks of 32 tokens, of which one context can need eight."""
     engine = tiny.engine(lora=False, kv_cache_memory_bytes=10 * BLOCK_BYTES)
     yield engine
     engine.close()
@@ -34,14 +34,16 @@ def test_preempted_continuations_draw_the_same_tokens(
         preempt(request, *arguments, **options)
 
     monkeypatch.setattr(scheduler, "_preempt_request", recorded)
-    asked = prompts(20, 60, 25, 33, 8)
+    sequences = prompts(20, 60, 25, 33, 8)
     mixed = [submit(engine, ids) for ids in prompts(30, 40)]
-    found = drawn(engine, asked, 80, mixed)
+    continuations = drawn(engine, sequences, 80, mixed)
     assert preempted
-    assert found == [expected_draws(tiny, ids, 80, seed) for seed, ids in enumerate(asked)]
+    assert continuations == [
+        expected_draws(tiny, ids, 80, seed) for seed, ids in enumerate(sequences)
+    ]
 
 
 def test_more_contexts_than_the_cache_holds(engine: Any, tiny: Any) -> None:
-    asked = prompts(200, 240, 100, 255, 33, 180, 255)
-    queries = [submit(engine, ids) for ids in asked]
-    assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+    sequences = prompts(200, 240, 100, 255, 33, 180, 255)
+    queries = [submit(engine, ids) for ids in sequences]
+    assert largest_error(tiny, finish(engine, queries), sequences) <= 1e-4

@@ -1,4 +1,4 @@
-"""A vLLM that is newer than the tested ones is refused if what the plugin uses has changed."""
+"""A vLLM that is newer than the tested versions is refused if its private interface changed."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.32.0", False)]
+    ("installed", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.32.0", False)]
 )
 def test_only_newer_versions_are_compared(
-    monkeypatch: pytest.MonkeyPatch, found: str, refused: bool
+    monkeypatch: pytest.MonkeyPatch, installed: str, refused: bool
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: found)
+    monkeypatch.setattr(versions, "version", lambda _: installed)
     monkeypatch.setattr(private_interface, "changes", lambda: iter(["f is gone", "g is gone"]))
     if not refused:
         check_private_interface()
         return
-    with pytest.raises(genlm.ModelLoadError, match=rf"vLLM {found} .*: f is gone; g is gone\."):
+    with pytest.raises(
+        genlm.ModelLoadError, match=rf"vLLM {installed} .*: f is gone; g is gone\."
+    ):
         check_private_interface()
 
 

@@ -1,4 +1,4 @@
-"""Engines that compute in processes of their own, on the CPU build."""
+"""Engines whose workers run in other processes, with the CPU build."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .traffic import finish, largest_error, prompts, rows, submit
 
 @pytest.fixture(scope="module")
 def engine(tiny: TinyLlama) -> Iterator[Any]:
-    """Two tensor-parallel ranks, 4 requests and 64 tokens a step."""
+    """An engine with two tensor-parallel ranks and steps of 4 requests and 64 tokens."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_loras": 3}
     engine = tiny.engine(multiprocess=None, tensor_parallel_size=2, **options)
     for name, path in tiny.adapters.items():
@@ -39,9 +39,9 @@ def engine(tiny: TinyLlama) -> Iterator[Any]:
 
 
 def test_two_ranks_give_the_rows_of_one(engine: Any, tiny: Any) -> None:
-    asked = prompts(200, 3, 65, 33, 1, 90, 90)
+    sequences = prompts(200, 3, 65, 33, 1, 90, 90)
     for name in (None, "red", "blue"):
-        assert largest_error(tiny, rows(engine, asked, name), asked, name) <= 1e-4
+        assert largest_error(tiny, rows(engine, sequences, name), sequences, name) <= 1e-4
     assert engine.statistics()["processes"] == "own"
 
 
@@ -57,10 +57,10 @@ def test_rows_come_by_shared_memory(
 
     monkeypatch.setattr(SharedRows, "read", recorded)
     first, *others = prompts(90, 5, 33, 12, 70, 8)
-    [kept] = rows(engine, [first])
-    before = kept.clone()
+    [row] = rows(engine, [first])
+    before = row.clone()
     assert largest_error(tiny, rows(engine, others), others) <= 1e-4
-    assert torch.equal(kept, before), "a row changed with the next step"
+    assert torch.equal(row, before), "a row changed with the next step"
     assert sum(count for count, _ in shapes) == 6
 
 
@@ -78,19 +78,19 @@ def test_two_ranks_reduce_and_score_as_one(
 ) -> None:
     answering = set()
 
-    def ask(vllm: Any, method: str, *arguments: Any) -> list[Any]:
-        answers = call_workers(vllm, method, *arguments)
+    def recorded(vllm: Any, method: str, *arguments: Any) -> list[Any]:
+        replies = call_workers(vllm, method, *arguments)
         if method == "genlm_collect":
-            answering.update(rank for rank, each in enumerate(answers) if each)
-        return answers
+            answering.update(rank for rank, reply in enumerate(replies) if reply)
+        return replies
 
-    monkeypatch.setattr("genlm_vllm.workers.call_workers", ask)
-    asked = prompts(90, 5, 130, 65)
+    monkeypatch.setattr("genlm_vllm.workers.call_workers", recorded)
+    sequences = prompts(90, 5, 130, 65)
     for name in (None, "blue"):
-        queries = [submit(engine, ids, name, outputs=(TopK(3), None)) for ids in asked]
-        queries += [submit(engine, ids[:-1], name, targets=ids[2:]) for ids in asked]
-        found = finish(engine, queries)
-        for ids, reduced, scores in zip(asked, found, found[4:], strict=False):
+        queries = [submit(engine, ids, name, outputs=(TopK(3), None)) for ids in sequences]
+        queries += [submit(engine, ids[:-1], name, targets=ids[2:]) for ids in sequences]
+        results = finish(engine, queries)
+        for ids, reduced, scores in zip(sequences, results, results[4:], strict=False):
             top, row = reduced.values
             assert largest_error(tiny, [row], [ids], name) <= 1e-4
             assert torch.equal(top.logprobs, row.topk(3).values)
@@ -101,13 +101,13 @@ def test_two_ranks_reduce_and_score_as_one(
 
 
 def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
-    asked = prompts(250, 40, 200, 7)
+    sequences = prompts(250, 40, 200, 7)
     for _ in range(3):
-        queries = [submit(engine, ids) for ids in asked]
+        queries = [submit(engine, ids) for ids in sequences]
         for query in queries[:2]:
             engine.abort(query.query_id)
-        assert largest_error(tiny, finish(engine, queries[2:]), asked[2:]) <= 1e-4
-    rows(engine, asked[:1])
+        assert largest_error(tiny, finish(engine, queries[2:]), sequences[2:]) <= 1e-4
+    rows(engine, sequences[:1])
     engine.step()
     assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
 
@@ -115,7 +115,9 @@ def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
 def test_two_ranks_compute_populations(engine: Any, tiny: Any) -> None:
     generator = np.random.default_rng(0)
     before = engine.statistics()
-    with genlm.AsyncLM(lambda: _Open(engine), output_cache=genlm.OutputCache(0)) as llm:
+    with genlm.AsyncLM(
+        lambda: _UnclosedEngine(engine), output_cache=genlm.OutputCache(0)
+    ) as llm:
         llm.load_lora(tiny.adapters["red"], "third")
         for adapter, name in ((None, None), ("red", "third")):
             population = llm.population(prompts(40)[0], 7, lora_name=name)
@@ -123,11 +125,11 @@ def test_two_ranks_compute_populations(engine: Any, tiny: Any) -> None:
                 parents = generator.integers(0, 7, 7) if step % 2 else np.arange(7)
                 population = population[parents].extend(generator.integers(3, 60, 7))
                 drawn = population.draw_sync(seed=step)
-                found = population.next_token_logprobs_sync()
+                results = population.next_token_logprobs_sync()
                 ids = [tuple(context.token_ids) for context in population]
-                assert largest_error(tiny, found, ids, adapter) <= 1e-4
-                chosen = found.gather(1, drawn.token_ids[:, None])[:, 0]
-                assert float((chosen - drawn.logprobs).abs().max()) <= 1e-4
+                assert largest_error(tiny, results, ids, adapter) <= 1e-4
+                logprobs = results.gather(1, drawn.token_ids[:, None])[:, 0]
+                assert float((logprobs - drawn.logprobs).abs().max()) <= 1e-4
         with pytest.raises(genlm.PopulationError, match="cannot be sent"):
             population.reduce_sync(_HasFunction())
     engine.remove_adapter("third")
@@ -144,8 +146,8 @@ class _HasFunction(genlm.GroupReduction):
         return (torch.zeros(len(members)),)
 
 
-class _Open:
-    """An engine that is not closed."""
+class _UnclosedEngine:
+    """An engine whose `close` has no effect."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -172,35 +174,37 @@ def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
     shutil.copy(weights, tmp_path)
     with pytest.raises(genlm.AdapterError, match="rank 64 is greater than"):
         engine.add_adapter("bad", str(tmp_path))  # refused by the workers
-    asked = prompts(9, 4)
-    assert largest_error(tiny, rows(engine, asked, "red"), asked, "red") <= 1e-4
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    sequences = prompts(9, 4)
+    assert largest_error(tiny, rows(engine, sequences, "red"), sequences, "red") <= 1e-4
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 
 
 def test_rows_come_from_the_last_stage_of_a_pipeline(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keepers: set[int] = set()
+    answering: set[int] = set()
 
-    def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
-        answers = call_workers(engine, method, *arguments)
+    def recorded(engine: Any, method: str, *arguments: Any) -> list[Any]:
+        replies = call_workers(engine, method, *arguments)
         if method == "genlm_collect":
-            keepers.update(rank for rank, each in enumerate(answers) if each)
-        return answers
+            answering.update(rank for rank, reply in enumerate(replies) if reply)
+        return replies
 
-    monkeypatch.setattr("genlm_vllm.workers.call_workers", ask)
+    monkeypatch.setattr("genlm_vllm.workers.call_workers", recorded)
     options = {"pipeline_parallel_size": 2, "enforce_eager": False}
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     engine = tiny.engine(multiprocess=None, lora=False, **options)
     try:
-        asked = prompts(200, 3, 65, 33, 1, 90, 90)
-        found = rows(engine, asked)
-        [scores] = finish(engine, [submit(engine, asked[0][:-1], targets=asked[0][90:])])
+        sequences = prompts(200, 3, 65, 33, 1, 90, 90)
+        results = rows(engine, sequences)
+        [scores] = finish(
+            engine, [submit(engine, sequences[0][:-1], targets=sequences[0][90:])]
+        )
         for place in (90, 128, 199):
-            expected = tiny.logprobs(asked[0][:place])[asked[0][place]]
+            expected = tiny.logprobs(sequences[0][:place])[sequences[0][place]]
             assert abs(float(scores.logprobs[place - 90] - expected)) <= 1e-4
-        assert largest_error(tiny, found, asked) <= 1e-4
-        assert keepers == {1}
+        assert largest_error(tiny, results, sequences) <= 1e-4
+        assert answering == {1}
         assert engine.statistics()["contexts"] == "not kept: pipelines"
     finally:
         engine.close()
@@ -272,7 +276,7 @@ def test_a_log_has_no_name_in_the_file_system_and_keeps_the_first_exception() ->
 def test_a_process_that_imports_this_package_before_vllm_is_checked_and_recorded(
     tmp_path: Path,
 ) -> None:
-    """As processes do that are spawned by a program whose first lines import the engine."""
+    """Processes that a program spawns import the engine first if the program imports it."""
     log = tmp_path / "failures.log"
     log.touch()
     code = (

@@ -1,8 +1,8 @@
 """The Ray executor, whose workers are Ray's actors.
 
-vLLM does not run it on the CPU, because its platform names nothing for Ray to count. Here
-vLLM's processes get a platform that names something and is otherwise the same, by vLLM's
-entry points for platforms; Ray gets two of it.
+vLLM does not run it on the CPU, because the platform has no `ray_device_key`. In these tests,
+vLLM's processes have a platform with a key that is otherwise the same, by vLLM's entry points
+for platforms, and Ray has two such resources.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def test_ray_workers_give_the_rows_of_one_process(tiny: Any, cluster: None) -> N
     try:
         for name, path in tiny.adapters.items():
             engine.add_adapter(name, path)
-        asked = prompts(200, 3, 65, 33, 1, 90, 90)
+        sequences = prompts(200, 3, 65, 33, 1, 90, 90)
         for name in (None, "red", "blue"):
-            assert largest_error(tiny, rows(engine, asked, name), asked, name) <= 1e-4
+            assert largest_error(tiny, rows(engine, sequences, name), sequences, name) <= 1e-4
     finally:
         engine.close()

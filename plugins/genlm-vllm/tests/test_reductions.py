@@ -1,4 +1,4 @@
-"""Reductions of rows, computed where the rows are: in this process, and in vLLM's own."""
+"""Reductions of rows, in this process and in processes of vLLM."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from genlm_vllm.worker import call_workers
 from .interpreted_triton import SECOND_RUNNER
 from .traffic import finish, prompts, rows, submit
 
-sys.path.insert(0, str(Path(__file__).parent))  # as a program's own modules are found
+sys.path.insert(0, str(Path(__file__).parent))  # as for a program's modules
 
-import own_reductions as own
+import user_reductions
 
 TOKENS = 64
-"""In a step; longer prompts are computed in chunks."""
+"""Maximum number of tokens of a step; longer prompts are computed in chunks."""
 
 
 PROCESSES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
 
 @pytest.fixture(params=["residents", "no residents"])
 def either(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
-    """The engine, with contexts that stay and without."""
+    """The engine with resident contexts and without."""
     engine.clear_prefix_cache()
     engine.keeps_contexts = request.param == "residents"
     yield engine
@@ -72,10 +72,11 @@ def is_local(engine: Any) -> bool:
 def test_each_reduction_is_that_of_its_row(either: Any, tiny: Any) -> None:
     contexts = prompts(*range(5, 29), 130, 70)
     for _ in range(3):  # begun, then continued
-        asked = [(ids, outputs_of(number, Entropy())) for number, ids in enumerate(contexts)]
-        found = finish(either, [submit(either, ids, outputs=o) for ids, o in asked])
-        for (ids, outputs), result in zip(asked, found, strict=True):
-            check_outputs(result, outputs, tiny.logprobs(ids))
+        outputs = [outputs_of(number, Entropy()) for number in range(len(contexts))]
+        pairs = list(zip(contexts, outputs, strict=True))
+        results = finish(either, [submit(either, ids, outputs=o) for ids, o in pairs])
+        for (ids, requested), result in zip(pairs, results, strict=True):
+            check_outputs(result, requested, tiny.logprobs(ids))
         contexts = [(*ids, 7) for ids in contexts]
 
 
@@ -108,18 +109,18 @@ def test_draws_do_not_depend_on_the_batch(either: Any) -> None:
 def test_one_context_is_asked_again_while_it_is_computed(either: Any, tiny: Any) -> None:
     [prompt] = prompts(200, seed=2)
     row = tiny.logprobs(prompt)
-    asked = [TopK(3), LogMass(mask(1)), Draw(0.25, 1.0, mask(2)), Entropy(), None]
-    first = submit(either, prompt, outputs=(asked[0],))
+    outputs = [TopK(3), LogMass(mask(1)), Draw(0.25, 1.0, mask(2)), Entropy(), None]
+    first = submit(either, prompt, outputs=(outputs[0],))
     early = list(either.step())  # the prompt is computed in four chunks
     assert not (early and is_local(either))
-    queries = [submit(either, prompt, outputs=(output,)) for output in asked[1:]]
+    queries = [submit(either, prompt, outputs=(output,)) for output in outputs[1:]]
     early += either.step()
-    found = {each.query_id: each.result for each in early}
-    waiting = [query for query in (first, *queries) if query.query_id not in found]
+    results = {completion.query_id: completion.result for completion in early}
+    waiting = [query for query in (first, *queries) if query.query_id not in results]
     assert len(waiting) >= len(queries) or not is_local(either)
-    found |= zip((q.query_id for q in waiting), finish(either, waiting), strict=True)
-    for query, output in zip((first, *queries), asked, strict=True):
-        result = found[query.query_id]
+    results |= zip((q.query_id for q in waiting), finish(either, waiting), strict=True)
+    for query, output in zip((first, *queries), outputs, strict=True):
+        result = results[query.query_id]
         check_output(result if output is None else result.values[0], output, row)
 
 
@@ -131,12 +132,12 @@ def test_two_continue_one_context_with_the_same_tokens(either: Any, tiny: Any) -
         first = submit(either, ids, outputs=(TopK(length),))
         second = submit(either, ids, outputs=(LogMass(mask(length)), TopK(2)))
         third = submit(either, ids)
-        found = finish(either, [first, second, third])
+        results = finish(either, [first, second, third])
         row = tiny.logprobs(ids)
-        check_output(found[0].values[0], TopK(length), row)
-        check_output(found[1].values[0], LogMass(mask(length)), row)
-        check_output(found[1].values[1], TopK(2), row)
-        check_output(found[2], None, row)
+        check_output(results[0].values[0], TopK(length), row)
+        check_output(results[1].values[0], LogMass(mask(length)), row)
+        check_output(results[1].values[1], TopK(2), row)
+        check_output(results[2], None, row)
 
 
 def test_what_is_asked_changes_from_step_to_step(either: Any, tiny: Any) -> None:
@@ -151,25 +152,25 @@ def test_what_is_asked_changes_from_step_to_step(either: Any, tiny: Any) -> None
 
 
 def test_adapters_have_their_own_rows(either: Any, tiny: Any) -> None:
-    asked = prompts(70, 3, 40)
+    sequences = prompts(70, 3, 40)
     names = (None, "red", "blue")
-    queries = [submit(either, i, n, outputs=(TopK(4),)) for i in asked for n in names]
-    found = iter(finish(either, queries))
-    for ids in asked:
+    queries = [submit(either, i, n, outputs=(TopK(4),)) for i in sequences for n in names]
+    results = iter(finish(either, queries))
+    for ids in sequences:
         for name in names:
-            check_output(next(found).values[0], TopK(4), tiny.logprobs(ids, name))
+            check_output(next(results).values[0], TopK(4), tiny.logprobs(ids, name))
 
 
 # -- failures -------------------------------------------------------------------------
 
 
 def test_a_reduction_that_fails_fails_alone(either: Any, tiny: Any) -> None:
-    asked = prompts(9, 20, 33, 5)
-    outputs = [(own.Failing(number), TopK(2)) for number in range(4)]
-    found = finish(
-        either, [submit(either, i, outputs=o) for i, o in zip(asked, outputs, strict=True)]
+    sequences = prompts(9, 20, 33, 5)
+    outputs = [(user_reductions.Failing(number), TopK(2)) for number in range(4)]
+    results = finish(
+        either, [submit(either, i, outputs=o) for i, o in zip(sequences, outputs, strict=True)]
     )
-    for number, (ids, result) in enumerate(zip(asked, found, strict=True)):
+    for number, (ids, result) in enumerate(zip(sequences, results, strict=True)):
         check_output(result.values[1], TopK(2), tiny.logprobs(ids))
         if number % 2:
             assert isinstance(result.values[0], Exception)
@@ -180,7 +181,12 @@ def test_a_reduction_that_fails_fails_alone(either: Any, tiny: Any) -> None:
 
 def test_what_cannot_travel_fails_alone(either: Any, tiny: Any) -> None:
     [ids] = prompts(30)
-    outputs = (own.HasFunction(), TopK(2), own.CannotBeLoaded(), own.ReturnsFunction())
+    outputs = (
+        user_reductions.HasFunction(),
+        TopK(2),
+        user_reductions.CannotBeLoaded(),
+        user_reductions.ReturnsFunction(),
+    )
     [result] = finish(either, [submit(either, ids, outputs=outputs)])
     check_output(result.values[1], TopK(2), tiny.logprobs(ids))
     if is_local(either):
@@ -201,29 +207,30 @@ def test_a_draw_from_tokens_without_probability_is_no_token(either: Any, tiny: A
 
 
 def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
-    asked = prompts(250, 40, 200, 7, 90)
+    sequences = prompts(250, 40, 200, 7, 90)
     for _ in range(2):
-        queries = [submit(either, ids, outputs=(TopK(3), None)) for ids in asked]
-        found = list(either.step())
+        queries = [submit(either, ids, outputs=(TopK(3), None)) for ids in sequences]
+        early = list(either.step())
         for query in queries[::2]:
             either.abort(query.query_id)
-        kept = {query.query_id: query for query in queries[1::2]}
-        done = {each.query_id: each.result for each in found if each.query_id in kept}
-        waiting = [query for number, query in kept.items() if number not in done]
+        remaining = {query.query_id: query for query in queries[1::2]}
+        done = {item.query_id: item.result for item in early if item.query_id in remaining}
+        waiting = [query for number, query in remaining.items() if number not in done]
         done |= zip((q.query_id for q in waiting), finish(either, waiting), strict=True)
-        for number, query in kept.items():
+        for number, query in remaining.items():
             check_output(done[number].values[0], TopK(3), tiny.logprobs(query.token_ids))
-    rows(either, asked[:1])  # the fixture then finds no row of the others
+    rows(either, sequences[:1])  # the fixture then checks that no other row is left
 
 
 # -- where they are computed ----------------------------------------------------------
 
 
 def test_reductions_are_computed_in_vllms_process(engine: Any) -> None:
-    found = finish(
-        engine, [submit(engine, i, outputs=(own.ProcessId(),)) for i in prompts(3, 4)]
+    results = finish(
+        engine,
+        [submit(engine, i, outputs=(user_reductions.ProcessId(),)) for i in prompts(3, 4)],
     )
-    processes = {result.values[0] for result in found}
+    processes = {result.values[0] for result in results}
     assert len(processes) == 1
     assert (os.getpid() in processes) is is_local(engine)
 
@@ -239,8 +246,8 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
 
     monkeypatch.setattr("genlm.core.rows.reductions.copied_rows", copied)
     monkeypatch.setattr("torch.unbind_copy", copied)
-    asked = prompts(9, 20, 33)
-    finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in asked])
+    sequences = prompts(9, 20, 33)
+    finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in sequences])
     engine.cache_prefix(prompts(60, seed=6)[0], None)
 
 
@@ -250,24 +257,26 @@ def test_only_results_travel(engine: Any, monkeypatch: pytest.MonkeyPatch) -> No
     replies: list[PackedCompletions] = []
 
     def recorded(vllm: Any, method: str, *arguments: Any) -> list[Any]:
-        found = call_workers(vllm, method, *arguments)
+        results = call_workers(vllm, method, *arguments)
         if method == "genlm_collect":
-            assert all(each.shape is None for each in found if each), "rows were returned"
-            replies.extend(each.packed for each in found if each)
-        return found
+            assert all(result.shape is None for result in results if result), (
+                "rows were returned"
+            )
+            replies.extend(result.packed for result in results if result)
+        return results
 
     monkeypatch.setattr("genlm_vllm.workers.call_workers", recorded)
-    asked = [(*prompts(30)[0], i) for i in range(50)]
+    sequences = [(*prompts(30)[0], i) for i in range(50)]
     drawing = [
         submit(engine, ids, outputs=(Draw(stream_uniform(i, 31), 1.0, mask(i)),))
-        for i, ids in enumerate(asked)
+        for i, ids in enumerate(sequences)
     ]
     finish(engine, drawing)
-    assert all(each.rows is None for each in replies)
-    counts = [len(TRANSPORT.unpack_completions(each)) for each in replies]
+    assert all(packed.rows is None for packed in replies)
+    counts = [len(TRANSPORT.unpack_completions(packed)) for packed in replies]
     assert sum(counts) == 50
-    for count, each in zip(counts, replies, strict=True):
+    for count, packed in zip(counts, replies, strict=True):
         # Four numbers each, the name of their class once.
-        assert len(each.data) <= 300 + 100 * count
-    sent = engine._workers.sent(drawing[0].outputs)
-    assert len(sent) <= 350 + TINY_VOCABULARY // 8  # the mask is packed
+        assert len(packed.data) <= 300 + 100 * count
+    outputs = engine._workers.pack_outputs(drawing[0].outputs)
+    assert len(outputs) <= 350 + TINY_VOCABULARY // 8  # the mask is packed

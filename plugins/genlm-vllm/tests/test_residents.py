@@ -1,7 +1,7 @@
-"""Contexts that stay in vLLM between steps: right rows, one token a step, and nobody waits.
+"""Contexts that stay in vLLM between steps: rows, computed tokens and progress.
 
 Each test runs on four engines: with a place for six requests, with a single place, with a KV
-cache that holds one long context, and in processes of vLLM's own with little of both.
+cache for one long context, and in other processes with few places and blocks.
 """
 
 from __future__ import annotations
@@ -61,29 +61,31 @@ def fresh(engine: Any) -> None:
 
 
 def finish(engine: Any, queries: Iterable[Query]) -> list[Any]:
-    """Results or errors in order, within a number of steps that is far more than enough."""
+    """Step until all queries are complete and return their results or errors in order."""
     waiting = [query.query_id for query in queries]
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for _ in range(MANY_STEPS):
-        if len(found) == len(waiting):
-            return [found[query_id] for query_id in waiting]
+        if len(results) == len(waiting):
+            return [results[query_id] for query_id in waiting]
         for answer in engine.step():
             assert answer.query_id in waiting
-            assert answer.query_id not in found
-            found[answer.query_id] = answer.result if answer.error is None else answer.error
-    raise AssertionError(f"{len(waiting) - len(found)} requests wait after {MANY_STEPS} steps")
+            assert answer.query_id not in results
+            results[answer.query_id] = answer.result if answer.error is None else answer.error
+    raise AssertionError(
+        f"{len(waiting) - len(results)} requests wait after {MANY_STEPS} steps"
+    )
 
 
-def rows(engine: Any, asked: Iterable[Ids], adapter: str | None = None) -> list[Any]:
-    return finish(engine, [submit(engine, ids, adapter) for ids in asked])
+def rows(engine: Any, sequences: Iterable[Ids], adapter: str | None = None) -> list[Any]:
+    return finish(engine, [submit(engine, ids, adapter) for ids in sequences])
 
 
-def check(engine: Any, tiny: TinyLlama, asked: Sequence[Ids], adapter: Any = None) -> None:
-    assert largest_error(tiny, rows(engine, asked, adapter), asked, adapter) <= 1e-4
+def check(engine: Any, tiny: TinyLlama, sequences: Sequence[Ids], adapter: Any = None) -> None:
+    assert largest_error(tiny, rows(engine, sequences, adapter), sequences, adapter) <= 1e-4
 
 
 def grown(engine: Any, name: str) -> Any:
-    """A function that returns by how much a statistic has grown since."""
+    """Return a function that returns the growth of a statistic from now on."""
     before = engine.statistics()[name]
     return lambda: engine.statistics()[name] - before
 
@@ -93,7 +95,7 @@ def slots(engine: Any) -> int:
 
 
 def costs(engine: Any) -> tuple[Any, Any]:
-    """Functions: how many tokens were computed since, and contexts continued."""
+    """Return functions for the numbers of computed tokens and continued contexts."""
     return grown(engine, "tokens_computed"), grown(engine, "contexts_continued")
 
 
@@ -141,10 +143,10 @@ def test_populations_grow_fork_and_wait(engine: Any, tiny: Any, seed: int) -> No
         for i in moving:
             added = [token(generator) for _ in range(generator.choice([1, 1, 1, 2, 5]))]
             population[i] = (*population[i], *added)
-        asked = [population[i] for i in moving]
+        sequences = [population[i] for i in moving]
         if generator.random() < 0.3:
-            asked.append(generator.choice(population))  # perhaps one that is idle
-        check(engine, tiny, asked)
+            sequences.append(generator.choice(population))  # possibly an idle one
+        check(engine, tiny, sequences)
 
 
 def test_what_vllm_sampled_itself_does_not_enter_the_prefix_cache(
@@ -175,11 +177,11 @@ def test_a_fork_costs_what_differs(engine: Any, tiny: Any) -> None:
 
 
 def test_a_context_that_is_idle_is_asked_again(engine: Any, tiny: Any) -> None:
-    asked = prompts(33, 5, 64)
+    sequences = prompts(33, 5, 64)
     for _ in range(3):
-        check(engine, tiny, asked)
-    check(engine, tiny, [asked[0]] * 3)
-    check(engine, tiny, [(*asked[0], 7)] * 2)
+        check(engine, tiny, sequences)
+    check(engine, tiny, [sequences[0]] * 3)
+    check(engine, tiny, [(*sequences[0], 7)] * 2)
     assert engine.statistics()["contexts_resident"] <= slots(engine)
 
 
@@ -193,12 +195,12 @@ def test_more_contexts_than_places_take_turns(engine: Any, tiny: Any) -> None:
 
 
 def test_thousands_of_contexts_leave_room(engine: Any, tiny: Any) -> None:
-    asked = prompts(*[6] * 2400)
-    for begin in range(0, len(asked), 300):
-        found = rows(engine, asked[begin : begin + 300])
-        assert largest_error(tiny, found[::30], asked[begin : begin + 300 : 30]) <= 1e-4
+    sequences = prompts(*[6] * 2400)
+    for begin in range(0, len(sequences), 300):
+        results = rows(engine, sequences[begin : begin + 300])
+        assert largest_error(tiny, results[::30], sequences[begin : begin + 300 : 30]) <= 1e-4
         assert engine.statistics()["contexts_resident"] <= slots(engine)
-    check(engine, tiny, [(*ids, 5) for ids in asked[-20:]])
+    check(engine, tiny, [(*ids, 5) for ids in sequences[-20:]])
 
 
 @pytest.mark.parametrize("lengths", [(64,) * 4, (96,) * 3], ids=["one is free", "none is free"])
@@ -230,20 +232,22 @@ def test_a_long_prompt_is_computed_beside_contexts_that_go_on(engine: Any, tiny:
 
 
 def test_cancelled_requests_end_whatever_they_do(engine: Any, tiny: Any) -> None:
-    asked = prompts(40, 7, 33)
-    check(engine, tiny, asked)
+    sequences = prompts(40, 7, 33)
+    check(engine, tiny, sequences)
     for _ in range(2):
-        never_sent = submit(engine, (*asked[0], 5))
+        never_sent = submit(engine, (*sequences[0], 5))
         engine.abort(never_sent.query_id)
         long = [submit(engine, ids) for ids in prompts(250, 240, seed=6)]
-        continuing = [submit(engine, (*ids, 8)) for ids in asked]
-        found = list(engine.step())
+        continuing = [submit(engine, (*ids, 8)) for ids in sequences]
+        results = list(engine.step())
         for query in (*long, *continuing, never_sent):
             engine.abort(query.query_id)
-            engine.abort(query.query_id)  # and of what is gone
-        assert all(answer.error is None for answer in found)
+            engine.abort(query.query_id)  # an unknown query
+        assert all(answer.error is None for answer in results)
         check(
-            engine, tiny, [*asked, *[(*ids, 8) for ids in asked], *[(*ids, 9) for ids in asked]]
+            engine,
+            tiny,
+            [*sequences, *[(*ids, 8) for ids in sequences], *[(*ids, 9) for ids in sequences]],
         )
     assert engine.step() == []
     assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
@@ -253,10 +257,12 @@ def test_contexts_of_adapters_do_not_mix(engine: Any, tiny: Any) -> None:
     [prompt] = prompts(37)
     for length in range(37, 44):
         names = (None, "red", "blue")
-        asked = [(*prompt, *range(3, 3 + length - 37))] * 3
-        queries = [submit(engine, ids, name) for ids, name in zip(asked, names, strict=True)]
+        sequences = [(*prompt, *range(3, 3 + length - 37))] * 3
+        queries = [
+            submit(engine, ids, name) for ids, name in zip(sequences, names, strict=True)
+        ]
         for name, row in zip(names, finish(engine, queries), strict=True):
-            assert largest_error(tiny, [row], asked[:1], name) <= 1e-4
+            assert largest_error(tiny, [row], sequences[:1], name) <= 1e-4
 
 
 def test_a_removed_adapter_takes_its_contexts_along(engine: Any, tiny: Any) -> None:
@@ -264,8 +270,8 @@ def test_a_removed_adapter_takes_its_contexts_along(engine: Any, tiny: Any) -> N
     for adapter in ("red", "blue"):
         engine.add_adapter("changing", tiny.adapters[adapter])
         for ids in (prompt, (*prompt, 5), (*prompt, 5, 6)):
-            found = rows(engine, [ids], "changing")
-            assert largest_error(tiny, found, [ids], adapter) <= 1e-4
+            results = rows(engine, [ids], "changing")
+            assert largest_error(tiny, results, [ids], adapter) <= 1e-4
         engine.remove_adapter("changing")
         with pytest.raises(UnknownAdapterError):
             submit(engine, (*prompt, 5, 6, 7), "changing")
@@ -306,17 +312,17 @@ def test_a_context_may_grow_to_the_longest(engine: Any, tiny: Any) -> None:
 
 
 def test_wrong_tokens_of_an_extension_are_refused_alone(engine: Any, tiny: Any) -> None:
-    asked = prompts(9, 40)
-    check(engine, tiny, asked)
-    queries = [submit(engine, (*asked[0], 4))]
+    sequences = prompts(9, 40)
+    check(engine, tiny, sequences)
+    queries = [submit(engine, (*sequences[0], 4))]
     for wrong in (320, -1, 2**40):
         with pytest.raises(TokenIdError, match=f"token id {wrong} at position 40"):
-            submit(engine, (*asked[1], wrong))
+            submit(engine, (*sequences[1], wrong))
     with pytest.raises(UnknownAdapterError):
-        submit(engine, (*asked[1], 4), "green")
-    queries.append(submit(engine, (*asked[1], 4)))
-    asked = [(*ids, 4) for ids in asked]
-    assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+        submit(engine, (*sequences[1], 4), "green")
+    queries.append(submit(engine, (*sequences[1], 4)))
+    sequences = [(*ids, 4) for ids in sequences]
+    assert largest_error(tiny, finish(engine, queries), sequences) <= 1e-4
 
 
 def test_a_released_context_ends(engine: Any, tiny: Any) -> None:
@@ -349,12 +355,12 @@ def test_what_is_computed_at_the_moment_is_not_released(engine: Any, tiny: Any) 
     ended = grown(engine, "contexts_ended")
     query = submit(engine, prompt)
     engine.release_context(None, key)
-    found = engine.step()  # where steps are short, a chunk
-    if not found:
+    results = engine.step()  # where steps are short, a chunk
+    if not results:
         engine.release_context(None, key)
-        found = [Completion(query.query_id, *finish(engine, [query]))]
+        results = [Completion(query.query_id, *finish(engine, [query]))]
     assert ended() == 0
-    assert largest_error(tiny, [found[0].result], [prompt]) <= 1e-4
+    assert largest_error(tiny, [results[0].result], [prompt]) <= 1e-4
 
 
 def test_contexts_need_not_be_kept(engine: Any, tiny: Any) -> None:
@@ -376,11 +382,11 @@ def test_contexts_need_not_be_kept(engine: Any, tiny: Any) -> None:
 def test_contexts_that_are_computed_when_they_are_not_kept_any_more_end(
     engine: Any, tiny: Any
 ) -> None:
-    asked = prompts(40, 30)
-    queries = [submit(engine, ids) for ids in asked]
+    sequences = prompts(40, 30)
+    queries = [submit(engine, ids) for ids in sequences]
     engine.keeps_contexts = False
     try:
-        assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+        assert largest_error(tiny, finish(engine, queries), sequences) <= 1e-4
         assert engine.statistics()["contexts_resident"] == 0
     finally:
         engine.keeps_contexts = True

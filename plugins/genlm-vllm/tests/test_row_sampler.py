@@ -78,10 +78,12 @@ def test_rows_are_those_of_the_logits_and_others_are_sampled_by_vllm() -> None:
     assert torch.equal(runner.sampled[0], logits)
     assert output.sampled_token_ids.tolist() == [[7]] * 3
     assert runner.discard_request_mask.np.tolist() == [True, True, False]
-    found = rows.collect(StepResults(rows=[row(1, NAMES[1]), row(2, NAMES[0], TopK(2), None)]))
-    assert torch.allclose(found[0].result, expected(logits[1]))
-    assert found[0].result.untyped_storage().nbytes() == 4 * SIZE
-    top, whole = found[1].result.values
+    completions = rows.collect(
+        StepResults(rows=[row(1, NAMES[1]), row(2, NAMES[0], TopK(2), None)])
+    )
+    assert torch.allclose(completions[0].result, expected(logits[1]))
+    assert completions[0].result.untyped_storage().nbytes() == 4 * SIZE
+    top, whole = completions[1].result.values
     assert torch.allclose(whole, expected(logits[0]))
     assert torch.allclose(top.logprobs, expected(logits[0]).topk(2).values)
     assert len(rows) == 0
@@ -112,8 +114,8 @@ def test_missing_ids_have_no_probability() -> None:
     runner = Runner1(NAMES[:1])
     rows = rows_of(runner, missing_ids=(0, 3))
     runner.sampler(logits=torch.zeros(1, WIDTH))
-    [found] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
-    assert found.result.isneginf().tolist() == [True, False, False, True, False]
+    [completion] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
+    assert completion.result.isneginf().tolist() == [True, False, False, True, False]
 
 
 def test_only_one_rank_returns_rows() -> None:
@@ -131,8 +133,8 @@ def test_batches_of_a_pipeline_are_kept_until_their_rows_are_taken() -> None:
     runner.input_batch.req_ids = [f"{REQUEST_PREFIX}2"]
     runner.sampler(logits=second)
     for logits, name in ((first, f"{REQUEST_PREFIX}1"), (second, f"{REQUEST_PREFIX}2")):
-        [found] = rows.collect(StepResults(rows=[row(1, name)]))
-        assert torch.allclose(found.result, expected(logits[0]))
+        [completion] = rows.collect(StepResults(rows=[row(1, name)]))
+        assert torch.allclose(completion.result, expected(logits[0]))
 
 
 def out_of_memory(*_: Any, **__: Any) -> Any:
@@ -144,9 +146,9 @@ def test_out_of_memory_fails_the_queries_and_not_vllm(monkeypatch: pytest.Monkey
     rows = rows_of(runner)
     monkeypatch.setattr("genlm_vllm.worker_rows.reduce_logits", out_of_memory)
     runner.sampler(logits=torch.randn(3, WIDTH))
-    [found] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
-    assert isinstance(found.error, torch.OutOfMemoryError)
-    assert found.error.__traceback__ is None  # whose frames have the logits
+    [completion] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
+    assert isinstance(completion.error, torch.OutOfMemoryError)
+    assert completion.error.__traceback__ is None  # whose frames have the logits
     assert len(rows) == 0
 
 
@@ -175,8 +177,8 @@ def test_the_second_runner_hides_own_requests() -> None:
     logits = torch.randn(3, WIDTH)
     output = runner.sampler(logits.clone(), SimpleNamespace(req_ids=NAMES))
     assert output.num_sampled.tolist() == [0, 0, 1]
-    [found] = rows.collect(StepResults(rows=[row(1, NAMES[1])]))
-    assert torch.allclose(found.result, expected(logits[1]))
+    [completion] = rows.collect(StepResults(rows=[row(1, NAMES[1])]))
+    assert torch.allclose(completion.result, expected(logits[1]))
 
 
 # -- on a GPU -------------------------------------------------------------------------
@@ -199,13 +201,13 @@ def test_results_are_ordered_after_the_step_on_the_stream_of_callers(
     with streams.on():
         runner.sampler(logits=streams.on_device(logits.clone()))
         wanted = StepResults(rows=[row(1, NAMES[0]), row(2, NAMES[1], TopK(2))])
-        problem, found = RowWorker.genlm_collect(worker, wanted, False)
+        problem, completions = RowWorker.genlm_collect(worker, wanted, False)
     assert problem is None
-    assert streams.is_on_device(found[0].result)
+    assert streams.is_on_device(completions[0].result)
     with streams.on(streams.default):  # where callers read rows
-        assert torch.allclose(found[0].result.cpu(), expected(logits[0]))
+        assert torch.allclose(completions[0].result.cpu(), expected(logits[0]))
     assert torch.allclose(
-        found[1].result.values[0].logprobs, expected(logits[1]).topk(2).values
+        completions[1].result.values[0].logprobs, expected(logits[1]).topk(2).values
     )
 
 
@@ -214,6 +216,7 @@ def test_a_value_on_a_device_is_returned_to_another_process_as_one_of_the_cpu(
 ) -> None:
     value = streams.on_device(torch.arange(3.0))
     packed = TRANSPORT.pack_completions([Completion(1, Reduced((value,)))], SIZE)
-    [[found]] = [each.result.values for each in TRANSPORT.unpack_completions(packed)]
-    assert not streams.is_on_device(found)
-    assert found.tolist() == [0.0, 1.0, 2.0]
+    [completion] = TRANSPORT.unpack_completions(packed)
+    [unpacked] = completion.result.values
+    assert not streams.is_on_device(unpacked)
+    assert unpacked.tolist() == [0.0, 1.0, 2.0]

@@ -1,7 +1,7 @@
 """Scores of all positions of a text in one pass, equal to those of its rows.
 
 Each test runs on three engines: one that computes prompts in chunks, one whose KV cache is so
-small that requests are preempted, and one in processes of vLLM's own.
+small that requests are preempted, and one in other processes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def score(engine: Any, text: Ids, start: int, adapter: str | None = None) -> Any
 
 
 def is_small(engine: Any) -> bool:
-    """Whether it computes in this process with a small KV cache."""
+    """Whether the engine computes in this process with a small KV cache."""
     blocks = int(engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
     return bool(blocks <= 10 and engine.statistics()["processes"] == "this")
 
@@ -88,24 +88,24 @@ def texts_of(tiny: TinyLlama) -> list[tuple[Ids, int]]:
 
 def test_all_positions_are_those_of_rows(engine: Any, tiny: Any) -> None:
     assert Capability.SCORE in engine.capabilities
-    asked = texts_of(tiny)
-    for text, start in asked:  # one by one
-        [found] = finish(engine, [score(engine, text, start)])
-        check_scores(found, tiny, text, start)
+    texts = texts_of(tiny)
+    for text, start in texts:  # one by one
+        [scores] = finish(engine, [score(engine, text, start)])
+        check_scores(scores, tiny, text, start)
     engine.clear_prefix_cache()
-    found = finish(engine, [score(engine, text, start) for text, start in asked])
-    for each, (text, start) in zip(found, asked, strict=True):
-        check_scores(each, tiny, text, start)
+    results = finish(engine, [score(engine, text, start) for text, start in texts])
+    for scores, (text, start) in zip(results, texts, strict=True):
+        check_scores(scores, tiny, text, start)
 
 
 def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny: Any) -> None:
     [text] = prompts(150)
     rows(engine, [text])
     for start in (149, 129, 128, 127, 100, 65, 33, 32, 1):
-        [found] = finish(engine, [score(engine, text, start)])
-        check_scores(found, tiny, text, start)
-        [found] = finish(engine, [score(engine, (*text[:120], 7, 8), start % 120 + 1)])
-        check_scores(found, tiny, (*text[:120], 7, 8), start % 120 + 1)
+        [scores] = finish(engine, [score(engine, text, start)])
+        check_scores(scores, tiny, text, start)
+        [scores] = finish(engine, [score(engine, (*text[:120], 7, 8), start % 120 + 1)])
+        check_scores(scores, tiny, (*text[:120], 7, 8), start % 120 + 1)
 
 
 def test_out_of_memory_fails_the_scores_and_not_vllm(
@@ -128,8 +128,8 @@ def test_out_of_memory_fails_the_scores_and_not_vllm(
     assert isinstance(error, EvaluationError)
     assert "OutOfMemoryError: out of memory" in str(error)
     assert largest_error(tiny, [row], [other]) <= 1e-4
-    [found] = finish(engine, [score(engine, text, 1)])
-    check_scores(found, tiny, text, 1)
+    [scores] = finish(engine, [score(engine, text, 1)])
+    check_scores(scores, tiny, text, 1)
 
 
 def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: Any) -> None:
@@ -140,32 +140,32 @@ def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: 
     before = engine.statistics()["tokens_computed"]
     for number in range(4):
         text = (*prompt, *prompts(6, seed=number)[0])
-        [found] = finish(engine, [score(engine, text, 140)])
-        check_scores(found, tiny, text, 140)
+        [scores] = finish(engine, [score(engine, text, 140)])
+        check_scores(scores, tiny, text, 140)
     assert engine.statistics()["tokens_computed"] - before == 4 * (145 - 128)
 
 
 def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
-    asked = [(text, start) for text in prompts(40, 90) for start in (1, 33)]
+    spans = [(text, start) for text in prompts(40, 90) for start in (1, 33)]
     names = (None, "red", "blue")
-    queries = [score(engine, text, start, name) for text, start in asked for name in names]
-    found = iter(finish(engine, queries))
-    for text, start in asked:
+    queries = [score(engine, text, start, name) for text, start in spans for name in names]
+    results = iter(finish(engine, queries))
+    for text, start in spans:
         for name in names:
-            check_scores(next(found), tiny, text, start, name)
+            check_scores(next(results), tiny, text, start, name)
 
 
 def test_scores_and_rows_mix(engine: Any, tiny: Any) -> None:
-    asked = prompts(70, 33, 140)
-    rows(engine, asked)  # contexts that stay
+    texts = prompts(70, 33, 140)
+    rows(engine, texts)  # contexts that stay
     for _ in range(2):
         queries: list[Any] = []
-        for text in asked:
+        for text in texts:
             queries += [score(engine, text, 10), submit(engine, (*text, 9))]
-        found = finish(engine, queries)
-        for place, text in enumerate(asked):
-            check_scores(found[2 * place], tiny, text, 10)
-            assert largest_error(tiny, [found[2 * place + 1]], [(*text, 9)]) <= 1e-4
+        results = finish(engine, queries)
+        for place, text in enumerate(texts):
+            check_scores(results[2 * place], tiny, text, 10)
+            assert largest_error(tiny, [results[2 * place + 1]], [(*text, 9)]) <= 1e-4
 
 
 def test_preempted_texts_begin_again(
@@ -183,16 +183,16 @@ def test_preempted_texts_begin_again(
 
         monkeypatch.setattr(scheduler, "_preempt_request", recorded)
     texts = prompts(*[180] * 3, seed=7)
-    found = finish(engine, [score(engine, text, 20) for text in texts])
+    results = finish(engine, [score(engine, text, 20) for text in texts])
     assert not is_small(engine) or any(computed > 32 for computed in preempted), preempted
-    for scores, text in zip(found, texts, strict=True):
+    for scores, text in zip(results, texts, strict=True):
         check_scores(scores, tiny, text, 20)
 
 
 def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     [text] = prompts(engine.max_context + 1)
-    [found] = finish(engine, [score(engine, text, 1)])
-    check_scores(found, tiny, text, 1)
+    [scores] = finish(engine, [score(engine, text, 1)])
+    check_scores(scores, tiny, text, 1)
     with pytest.raises(ContextLengthError):
         score(engine, (*text, 5), 1)
 
@@ -203,8 +203,8 @@ def test_pieces_of_any_size_give_the_same(
     monkeypatch.setattr("genlm_vllm.scores._LOGITS_PER_PIECE", 300 * 7)
     monkeypatch.setattr("genlm_vllm.scores._MIN_POSITIONS", 1)
     for text, start in texts_of(tiny):
-        [found] = finish(engine, [score(engine, text, start)])
-        check_scores(found, tiny, text, start)
+        [scores] = finish(engine, [score(engine, text, start)])
+        check_scores(scores, tiny, text, start)
 
 
 def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
@@ -219,11 +219,11 @@ def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
 def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
     texts = prompts(200, 190, 180, 40)
     queries = [score(engine, text, 1) for text in texts]
-    found = list(engine.step())
+    results = list(engine.step())
     for query in queries[:2]:
         engine.abort(query.query_id)
         engine.abort(query.query_id)
-    assert not found
+    assert not results
     for scores, text in zip(finish(engine, queries[2:]), texts[2:], strict=True):
         check_scores(scores, tiny, text, 1)
 
@@ -248,7 +248,6 @@ def test_scores_that_are_not_numbers_are_an_error(
 
 
 def test_a_model_scores_texts(engine: Any, tiny: Any) -> None:
-    """`AsyncLM` asks for all positions at once, and once for the same text."""
-
+    """`AsyncLM` requests all positions in one query, and the same text once."""
     texts = prompts(70, 9, 33)
     check_scores_of_a_model(engine, tiny, texts, "steps")

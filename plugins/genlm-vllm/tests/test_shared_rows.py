@@ -1,4 +1,4 @@
-"""Rows from another process by memory that both map."""
+"""Rows of another process in shared memory."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_results_keep_their_rows(shared: SharedRows, is_shared: bool) -> None:
     packed = PackedCompletions(b"results", numbers(4))
     results = PackedResults.of(packed, shared if is_shared else None)
     assert (results.packed.rows is None) is is_shared
-    found = results.with_rows(shared)
-    assert found.rows is not None
-    assert found.data == b"results"
-    assert np.array_equal(found.rows, numbers(4))
+    unpacked = results.with_rows(shared)
+    assert unpacked.rows is not None
+    assert unpacked.data == b"results"
+    assert np.array_equal(unpacked.rows, numbers(4))
     assert PackedResults.of(PackedCompletions(b"", None), shared).with_rows(shared).rows is None
 
 

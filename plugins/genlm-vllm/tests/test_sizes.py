@@ -1,4 +1,4 @@
-"""How large the KV cache is on a CPU, whatever else the machine does with its memory."""
+"""The size of the KV cache on a CPU, independent of other uses of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
 def free(gib: float) -> Any:
-    """What a machine with so much free memory has for a cache."""
+    """Return a replacement of `memory._free` for this much free memory."""
     return lambda device="cpu", memory_nodes=None: memory._Bound(int(gib * GIB), "a test")
 
 
@@ -45,12 +45,12 @@ def test_the_workers_share_a_quarter_of_the_free_memory(
 def test_the_memory_node_of_the_first_core_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = []
+    measured: list[Any] = []
     monkeypatch.setattr(
-        loading, "cache_budget_bytes", lambda memory_nodes, **_: asked.append(memory_nodes)
+        loading, "cache_budget_bytes", lambda memory_nodes, **_: measured.append(memory_nodes)
     )
     loading.engine_arguments("m", {})
-    assert asked == [[cpu_resource_utils.get_allowed_cpu_list()[0].numa_node]]
+    assert measured == [[cpu_resource_utils.get_allowed_cpu_list()[0].numa_node]]
 
 
 def test_sizes_that_users_choose_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_too_little_memory_is_an_error_that_says_what_to_do(
 
 @pytest.fixture
 def full_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What vLLM reads in a container whose memory is full of file pages."""
+    """Make vLLM read the figures of a container whose memory is full of file pages."""
     figures = {
         "/sys/fs/cgroup/memory.max": GIB,
         "/sys/fs/cgroup/memory.current": GIB,
@@ -98,8 +98,8 @@ def test_file_pages_of_a_control_group_take_no_room_from_the_cache(tiny: Any) ->
         tiny.engine(lora=False, worker_cls=OWN_WORKER)
     engine = tiny.engine(lora=False)
     try:
-        asked = prompts(5, 40)
-        assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+        sequences = prompts(5, 40)
+        assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
     finally:
         engine.close()
 

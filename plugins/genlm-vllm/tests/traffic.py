@@ -1,4 +1,4 @@
-"""Putting queries through an engine, and the oracle's answers."""
+"""Functions that pass queries through an engine, and the oracle's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _query_ids = itertools.count()
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Ids]:
-    """Random sequences of these lengths, always the same ones."""
+    """Return random sequences of these lengths; equal arguments return equal sequences."""
     generator = random.Random(seed)
     return [tuple(generator.randrange(3, TINY_VOCABULARY) for _ in range(n)) for n in lengths]
 
@@ -33,26 +33,26 @@ def submit(engine: Any, token_ids: Ids, adapter: str | None = None, **options: A
 
 
 def finish(engine: Any, queries: Iterable[Query]) -> list[Any]:
-    """Step until all are answered; their results or errors, in order."""
+    """Step until all queries are complete and return their results or errors in order."""
     waiting = {query.query_id: query for query in queries}
-    found: dict[int, Any] = {}
-    while len(found) < len(waiting):
+    results: dict[int, Any] = {}
+    while len(results) < len(waiting):
         for answer in engine.step():
             assert answer.query_id in waiting, "an answer to a query that is not waiting"
-            assert answer.query_id not in found, "two answers to one query"
-            found[answer.query_id] = answer.result if answer.error is None else answer.error
-    return [found[query_id] for query_id in waiting]
+            assert answer.query_id not in results, "two answers to one query"
+            results[answer.query_id] = answer.result if answer.error is None else answer.error
+    return [results[query_id] for query_id in waiting]
 
 
-def rows(engine: Any, asked: Iterable[Ids], adapter: str | None = None) -> list[Any]:
-    return finish(engine, [submit(engine, ids, adapter) for ids in asked])
+def rows(engine: Any, sequences: Iterable[Ids], adapter: str | None = None) -> list[Any]:
+    return finish(engine, [submit(engine, ids, adapter) for ids in sequences])
 
 
 def drawn(
-    engine: Any, asked: Iterable[Ids], length: int, beside: Iterable[Query] = ()
+    engine: Any, prompts: Iterable[Ids], length: int, beside: Iterable[Query] = ()
 ) -> list[list[int]]:
-    """Continuations drawn by the engine, of each prompt with its own seed, beside queries."""
-    sequences, others = list(asked), list(beside)
+    """Draw continuations with the index of the prompt as seed, together with other queries."""
+    sequences, others = list(prompts), list(beside)
     for place in range(length):
         outputs = [(Draw(stream_uniform(seed, place)),) for seed in range(len(sequences))]
         queries = [
@@ -60,22 +60,22 @@ def drawn(
             for ids, output in zip(sequences, outputs, strict=True)
         ]
         sequences = [
-            (*ids, found.values[0].token_id)
-            for ids, found in zip(sequences, finish(engine, queries + others), strict=False)
+            (*ids, result.values[0].token_id)
+            for ids, result in zip(sequences, finish(engine, queries + others), strict=False)
         ]
         others = []
     return [list(ids[-length:]) for ids in sequences]
 
 
 def largest_error(
-    model: TinyLlama, found: Sequence[Any], asked: Sequence[Ids], adapter: str | None = None
+    model: TinyLlama, rows: Sequence[Any], sequences: Sequence[Ids], adapter: str | None = None
 ) -> float:
-    """Largest difference of a log-probability from an unbatched float32 forward."""
-    for row in found:
+    """Return the largest error of rows against unbatched float32 forward passes."""
+    for row in rows:
         assert isinstance(row, torch.Tensor), row
     return max(
         float((row - model.logprobs(ids, adapter)).abs().max())
-        for row, ids in zip(found, asked, strict=True)
+        for row, ids in zip(rows, sequences, strict=True)
     )
 
 
@@ -87,7 +87,7 @@ def expected_draws(
     temperature: float = 1.0,
     adapter: str | None = None,
 ) -> list[int]:
-    """What a continuation must be: drawn one token at a time from the oracle's rows."""
+    """Draw a continuation one token at a time from the oracle's rows."""
     sequence = list(prompt)
     for place in range(length):
         row = model.logprobs(tuple(sequence), adapter)[None]

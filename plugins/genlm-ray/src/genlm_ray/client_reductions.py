@@ -1,8 +1,8 @@
-"""`ClientEngine`: computes the reductions that are a driver's code, on a thread of the driver.
+"""`ClientEngine`: computes user-defined reductions of a driver on a thread of the driver.
 
-Such code may take any time, so it never runs on the engine's thread or the event loop. A thread
-cannot be ended: one that does not return keeps its CPU time, and its driver gets no second
-thread.
+User code may take any time, so it never runs on the engine's thread or the event loop. A thread
+cannot be ended: if user code does not return, its thread continues, and its driver has no
+second thread.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["SHARED_ROWS", "ClientEngine", "has_client_code"]
 
 SHARED_ROWS = 64
 """Maximum number of queries in the engine while several drivers have queries, and of rows in
-memory for the reductions of one driver."""
+memory for the user-defined reductions of a driver."""
 
 _TRUSTED = ("genlm.core.", "genlm.engines.", "genlm_ray.")
 
 _TEXT_VALUES = 2**25
-"""Maximum number of entries of the rows of a part of a text: 128 MiB. Fewer rows would cost an
-engine without a prefix cache more passes."""
+"""Maximum number of entries in the rows of a part of a text: 128 MiB. With fewer rows, an
+engine without a prefix cache would need more passes."""
 
 
 def has_client_code(query: AnyQuery) -> bool:
-    """Whether a query requests a reduction that is not part of genlm."""
+    """Whether a query requests a user-defined reduction."""
     if isinstance(query, GroupQuery):
         return _is_client_code(query.reduction)
     return any(map(_is_client_code, query.outputs))
@@ -57,72 +57,72 @@ def _is_client_code(output: Any) -> bool:
         return False
     if not type(output).__module__.startswith(_TRUSTED):
         return True
-    return _is_client_code(getattr(output, "reduction", None))  # perhaps within genlm's
+    return _is_client_code(getattr(output, "reduction", None))  # wrapped by one of genlm
 
 
 class ClientEngine(BatchEngine):
     """Reduces rows that the replica's engine computes.
 
     Args:
-        engine: That engine.
-        compute: Returns its results or exceptions of queries.
-        wanted: Has the ids of queries that were not aborted.
+        engine: The replica's engine.
+        compute: Function that returns the engine's results or exceptions of queries.
+        active: Ids of the queries that were not aborted.
     """
 
     def __init__(
         self,
         engine: Engine,
         compute: Callable[[Sequence[AnyQuery]], Coroutine[Any, Any, list[Any]]],
-        wanted: Container[int],
+        active: Container[int],
     ) -> None:
         self.vocabulary = engine.vocabulary
         self._compute = compute
-        self._wanted = wanted
+        self._active = active
         self._text_rows = max(SHARED_ROWS, _TEXT_VALUES // self.vocabulary.size)
-        self._began_s: float | None = None  # when the current reduction began
+        self._started_s: float | None = None  # of the current reduction
 
     @property
     def reduction_s(self) -> float:
         """Elapsed time of the current reduction."""
-        began_s = self._began_s
-        return 0.0 if began_s is None else time.monotonic() - began_s
+        started_s = self._started_s
+        return 0.0 if started_s is None else time.monotonic() - started_s
 
     def step(self) -> list[Completion]:
-        """Compute and reduce rows; the driver's code cannot end the thread."""
+        """Compute and reduce rows. User code cannot end the thread, whatever it raises."""
         try:
             return super().step()
         except Exception:
             raise
-        except BaseException as error:  # noqa: BLE001 - as the docstring says
+        except BaseException as error:  # noqa: BLE001 - such as SystemExit
             raise EvaluationError(f"the reductions raised {type(error).__name__}") from None
         finally:
-            self._began_s = None
+            self._started_s = None
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Choose so many queries that their rows fit in memory."""
+        """Choose as many queries as `SHARED_ROWS` allows."""
         return pending[:SHARED_ROWS]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
         """Return the rows of queries."""
-        return torch.stack(self._results([each.replace(outputs=(None,)) for each in queries]))
+        return torch.stack(self._results([query.replace(outputs=(None,)) for query in queries]))
 
     def evaluate_group(self, group: GroupQuery, places: npt.NDArray[np.int64]) -> GroupValues:
         """Return rows of a population."""
-        each = np.arange(len(places))
+        row_of = np.arange(len(places))
         [(columns, errors)] = self._results(
-            [replace(group, wanted=group.wanted[places], row_of=each, reduction=_Rows())]
+            [replace(group, wanted=group.wanted[places], row_of=row_of, reduction=_Rows())]
         )
         if errors:
             raise next(iter(errors.values()))
         return GroupValues(columns[0], are_logits=False)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
-        """Compute and reduce the rows of texts in parts, one after the other."""
-        return [self._reduced_text(query) for query in queries]
+        """Compute and reduce the rows of texts, one part of a text after the other."""
+        return [self._reduce_text(query) for query in queries]
 
-    def _reduced_text(self, query: Query) -> Reduced | Exception:
+    def _reduce_text(self, query: Query) -> Reduced | Exception:
         [output] = query.outputs
-        assert isinstance(output, GroupReduction)  # noqa: S101 - others have no targets
+        assert isinstance(output, GroupReduction)  # noqa: S101 - the output of a text
         count, first = len(query.targets), len(query) - len(query.targets)
         columns = ReducedText(output, count)
         for begin in range(0, count, self._text_rows):
@@ -134,18 +134,18 @@ class ClientEngine(BatchEngine):
             )
             try:
                 [(rows,)] = self._results([part])
-            except Exception as error:  # noqa: BLE001 - it fails this text alone
+            except Exception as error:  # noqa: BLE001 - the error of this text only
                 return error
             columns.add(places, rows)
-            if columns.has_failed or query.query_id not in self._wanted:
+            if columns.has_failed or query.query_id not in self._active:
                 break
         return columns.result()
 
     def _results(self, queries: Sequence[AnyQuery]) -> list[Any]:
-        """Return the results of queries, or raise the exception of one of them."""
-        self._began_s = None
+        """Return the results of queries, or raise the first of their exceptions."""
+        self._started_s = None
         results = asyncio.run(self._compute(queries))
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -153,7 +153,7 @@ class ClientEngine(BatchEngine):
 
 
 class _Rows(GroupReduction):
-    """The rows themselves: one column, shape `(n, vocab_size)`."""
+    """Returns rows unchanged: one column, shape `(n, vocab_size)`."""
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor

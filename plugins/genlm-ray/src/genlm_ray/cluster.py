@@ -1,4 +1,4 @@
-"""Ray: the connection of this process, resources, and the actors of replicas."""
+"""The Ray cluster of this process: connection, resources, and the actors of replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -34,28 +34,28 @@ __all__ = [
 ]
 
 NAMESPACE = "genlm"
-"""The namespace of Ray that served replicas are named in."""
+"""Ray's namespace of served replicas."""
 
-_AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+_RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
 Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
 
 HEAD_TIMEOUT_S = 20.0
-"""Silence of the cluster's head after which it counts as lost. Ray itself waits 60 seconds, and
-then ends the process of every driver."""
+"""Time without a response after which the cluster's head is considered lost. Ray waits 60
+seconds, and then ends the process of every driver."""
 
 LEAVE_TIMEOUT_S = 10.0
-"""Timeout of a process that leaves its cluster."""
+"""Timeout for leaving a cluster."""
 
 _PROBE_S = 2.0
 
 _ATTEMPTS = 3
-"""Maximum number of attempts to start a cluster on this machine. Ray's processes have
-15 seconds to connect, which is too short on an overloaded machine."""
+"""Maximum number of attempts to start a cluster on this machine. Ray's processes must connect
+within 15 seconds, which is too short on an overloaded machine."""
 
 _MAX_CONCURRENCY = 4096
 """Maximum number of concurrent calls of a replica: up to 8 long polls per driver, and pings,
-which must never wait behind them."""
+which must not wait for polls."""
 
 _lock = threading.Lock()
 
@@ -65,22 +65,22 @@ logger = logging.getLogger("genlm.ray")
 def connect(
     address: str | None, options: Mapping[str, Any] | None = None, *, default: str | None
 ) -> str:
-    """Join a cluster, or start one on this machine that ends with this process.
+    """Join a cluster, or start a cluster on this machine that ends with this process.
 
     Args:
-        address: As for `ray.init`; None takes the cluster that this process has joined, else
-            `RAY_ADDRESS`.
-        options: Further arguments of `ray.init`. They count for the first connection of a
-            process only.
-        default: Address where there is none: `"local"` starts a cluster, `"auto"` is the one
-            that runs on this machine, None is an error.
+        address: Address of the cluster as for `ray.init`; by default that of the cluster that
+            this process has joined, else `RAY_ADDRESS`.
+        options: Further arguments of `ray.init`, used only for the first connection of a
+            process.
+        default: Default address: `"local"` starts a cluster, `"auto"` is the cluster that runs
+            on this machine, None raises an error.
 
     Returns:
         The address of the cluster.
 
     Raises:
-        ModelLoadError: There is no cluster, none was named, another version of Ray or Python
-            runs it, or this process has joined another one.
+        ModelLoadError: There is no cluster, no cluster was named, the cluster has another
+            version of Ray or Python, or this process has joined another cluster.
     """
     with _lock:
         if not ray.is_initialized():
@@ -88,53 +88,53 @@ def connect(
         joined: str = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", "local") and not _is_same(address, joined):
             raise ModelLoadError(
-                f"asked for the Ray cluster at {address!r}; this process has joined the "
-                f"one at {joined!r}, and can join one at a time: ray.shutdown() leaves it"
+                f"cannot join the Ray cluster at {address!r}: this process has joined the one "
+                f"at {joined!r}, and can join one at a time; ray.shutdown() leaves it"
             )
         return joined
 
 
 def _connect(address: str | None, options: Mapping[str, Any], default: str | None) -> None:
-    named = address or os.environ.get("RAY_ADDRESS") or default
-    if named is None:
+    target = address or os.environ.get("RAY_ADDRESS") or default
+    if target is None:
         raise ModelLoadError(
-            "no Ray cluster was named: pass its address as host:port, set RAY_ADDRESS, or for "
-            "`genlm serve` pass --local, the cluster that runs on this machine. `ray start "
-            "--head` starts one"
+            "no Ray cluster was named: pass its address as host:port, set RAY_ADDRESS, or pass "
+            "--local to `genlm serve` for the cluster that runs on this machine. `ray start "
+            "--head` starts a cluster"
         )
-    starts = named == "local"
-    # Without an address Ray joins the cluster last started on this machine.
-    arguments: dict[str, Any] = {"address": named, "log_to_driver": False}
+    starts = target == "local"
+    # Without an address, Ray joins the latest cluster of this machine.
+    arguments: dict[str, Any] = {"address": target, "log_to_driver": False}
     if starts:
         arguments["include_dashboard"] = False
     arguments |= options
-    for left in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
-        error = _init(arguments)
+    for remaining in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
+        error = _init_ray(arguments)
         if error is None:
             return
         if isinstance(error, (TypeError, ValueError)):  # an argument that Ray refuses
             break
-        if left:
+        if remaining:
             logger.warning("starting a Ray cluster failed, trying again: %s", error)
-    what = "started on this machine" if starts else f"the one at {named!r}"
+    action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
     raise ModelLoadError(
-        f"asked for a Ray cluster, {what}: {type(error).__name__}: {error}. `ray start "
-        f"--head` starts one on this machine; address='host:port' joins another"
+        f"cannot {action}: {type(error).__name__}: {error}. `ray start --head` starts a "
+        f"cluster on this machine; address='host:port' joins another one"
     ) from error
 
 
 def join(address: str | None = None, *, is_local: bool = False) -> str:
-    """Join the named cluster, never another one that happens to run.
+    """Join the named cluster, never another cluster that is running.
 
     Args:
-        address: As for `connect`.
+        address: Address of the cluster; see `connect`.
         is_local: Whether to join this machine's cluster and ignore `RAY_ADDRESS`.
 
     Returns:
         The address of the cluster.
 
     Raises:
-        ModelLoadError: No cluster was named, or as `connect`.
+        ModelLoadError: No cluster was named, or `connect` fails.
     """
     if not is_local:
         return connect(address, default=None)
@@ -144,11 +144,11 @@ def join(address: str | None = None, *, is_local: bool = False) -> str:
     finally:
         if named is not None:
             os.environ["RAY_ADDRESS"] = named
-    if joined.rpartition(":")[0] not in _own_hosts():
+    if joined.rpartition(":")[0] not in _local_hosts():
         if not was_joined:
             leave()
         raise ModelLoadError(
-            f"asked for the Ray cluster of this machine, which is a node of the one at "
+            f"no Ray cluster has its head on this machine, which is a node of the one at "
             f"{joined!r}; pass this address to use it"
         )
     return joined
@@ -158,7 +158,7 @@ def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
     """Leave the cluster of this process.
 
     Returns:
-        False if the cluster does not answer; this process then could not end normally.
+        False if the cluster does not respond; this process then cannot end normally.
     """
     leaving = threading.Thread(target=ray.shutdown, name="genlm-ray-leave", daemon=True)
     leaving.start()
@@ -166,12 +166,12 @@ def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
     return not leaving.is_alive()
 
 
-def _own_hosts() -> set[str]:
+def _local_hosts() -> set[str]:
     return {"127.0.0.1", ray.util.get_node_ip_address()}
 
 
 def _is_same(address: str, joined: str) -> bool:
-    """Whether an address is that of the cluster of this process."""
+    """Whether an address is that of the joined cluster."""
     host, _, port = address.rpartition(":")
     joined_host, _, joined_port = joined.rpartition(":")
     if address == joined or port != joined_port:
@@ -180,23 +180,23 @@ def _is_same(address: str, joined: str) -> bool:
         resolved = socket.gethostbyname(host)
     except OSError:
         return False
-    return resolved == joined_host or {resolved, joined_host} <= _own_hosts()
+    return resolved == joined_host or {resolved, joined_host} <= _local_hosts()
 
 
-def _init(arguments: dict[str, Any]) -> BaseException | None:
+def _init_ray(arguments: dict[str, Any]) -> BaseException | None:
     """Call `ray.init` on a thread that lives as long as the process; return its exception.
 
-    Linux ends the processes of a local cluster when the thread that started them ends.
+    When the thread that started the processes of a local cluster ends, Linux ends them.
     """
     done = threading.Event()
-    raised: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             ray.init(**arguments)
         except BaseException as error:  # noqa: BLE001 - raised by `connect`
             _end_processes(error)
-            raised.append(error)
+            errors.append(error)
             return
         finally:
             done.set()
@@ -204,11 +204,11 @@ def _init(arguments: dict[str, Any]) -> BaseException | None:
 
     threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
     done.wait()
-    return raised[0] if raised else None
+    return errors[0] if errors else None
 
 
 def _end_processes(error: BaseException) -> None:
-    """End the unreferenced processes that a failed `ray.init` has started."""
+    """End the processes that a failed `ray.init` has started."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -216,21 +216,21 @@ def _end_processes(error: BaseException) -> None:
 
 
 async def until_head_is_lost() -> None:
-    """Return when the cluster's head has not answered for too long, or Ray was shut down.
+    """Return when the cluster's head has not responded for too long, or Ray was shut down.
 
-    This process may be paused between requests: only the time of a request counts.
+    Only the time of a request counts, because this process may be paused between requests.
     """
     loop = asyncio.get_running_loop()
     while ray.is_initialized():
         answered = asyncio.Event()
 
-        def ask(answered: asyncio.Event = answered) -> None:
-            with contextlib.suppress(Exception):  # only silence counts as a failure
+        def probe(answered: asyncio.Event = answered) -> None:
+            with contextlib.suppress(Exception):  # an error is a response
                 ray.nodes()
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(answered.set)
 
-        threading.Thread(target=ask, name="genlm-ray-head", daemon=True).start()
+        threading.Thread(target=probe, name="genlm-ray-head", daemon=True).start()
         try:  # a thread, because the call may block
             await asyncio.wait_for(answered.wait(), HEAD_TIMEOUT_S)
         except TimeoutError:
@@ -241,25 +241,27 @@ async def until_head_is_lost() -> None:
 def reserve_resources(
     bundles: list[dict[str, float]], count: int, *, name: str, timeout_s: float
 ) -> list[PlacementGroup]:
-    """Reserve the resources of `count` replicas, all or none.
+    """Reserve the resources of all replicas or of none.
 
     Args:
         bundles: Bundles of one replica.
         count: Number of replicas.
-        name: Name of a served model, whose reservations outlive this process; else `""`.
+        name: Name of a served model, whose reservations outlive this process; `""` for private
+            replicas.
         timeout_s: Maximum wait for resources that are in use.
 
     Raises:
         ModelLoadError: The cluster does not have enough resources, or they are in use.
     """
-    needed = _summed(bundles * count)
+    needed = _sum_bundles(bundles * count)
     total = ray.cluster_resources()
-    lacking = {key: n for key, n in needed.items() if total.get(key, 0.0) < n}
+    lacking = {key: amount for key, amount in needed.items() if total.get(key, 0.0) < amount}
+    amounts = _format_amounts(_sum_bundles(bundles))
     if lacking:
         raise ModelLoadError(
-            f"asked for {count} replicas of {_shown(_summed(bundles))} each, in all "
-            f"{_shown(needed)}; the cluster has {_shown(total, lacking)}. Ask for fewer "
-            f"replicas, for less in resources=, or add nodes"
+            f"{count} replicas need {amounts} each, in total {_format_amounts(needed)}; the "
+            f"cluster has {_format_amounts(total, lacking)}. Load fewer replicas, reduce "
+            f"resources=, or add nodes"
         )
     lifetime = "detached" if name else None
     groups: list[PlacementGroup] = []
@@ -270,11 +272,11 @@ def reserve_resources(
         if not all(group.wait(timeout_s) for group in groups):
             free = ray.available_resources()
             raise ModelLoadError(
-                f"asked for {count} replicas of {_shown(_summed(bundles))} each; after "
-                f"{timeout_s:g} s other programs still use what they need: of "
-                f"{_shown(total, needed)}, {_shown(free, needed)} is free"
+                f"{count} replicas need {amounts} each; after {timeout_s:g} s other programs "
+                f"still use the resources: of {_format_amounts(total, needed)}, "
+                f"{_format_amounts(free, needed)} is free"
             )
-    except BaseException:  # a user's Ctrl-C as well
+    except BaseException:  # including KeyboardInterrupt
         remove(groups)
         raise
     return groups
@@ -287,11 +289,11 @@ def remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def reservations(name: str) -> list[PlacementGroup]:
-    """The reservations of a served model."""
+    """Return the reservations of a served model."""
     return [
         PlacementGroup(ray.PlacementGroupID.from_hex(identifier))
-        for identifier, each in ray.util.placement_group_table().items()
-        if each["name"].startswith(f"{NAMESPACE}/{name}/") and each["state"] != "REMOVED"
+        for identifier, group in ray.util.placement_group_table().items()
+        if group["name"].startswith(f"{NAMESPACE}/{name}/") and group["state"] != "REMOVED"
     ]
 
 
@@ -302,11 +304,11 @@ def start_replicas(
     max_restarts: int,
     place_timeout_s: float,
 ) -> tuple[list[Any], list[PlacementGroup]]:
-    """Start an actor in a reservation for each replica; detached ones of a served model.
+    """Start an actor with a reservation for each replica, detached for a served model.
 
     Args:
         spec: Load options.
-        resources: Resources of a replica, by default one CPU.
+        resources: Resources of a replica; by default one CPU.
         max_restarts: Maximum number of restarts of each replica, -1 for no limit.
         place_timeout_s: Maximum wait for resources that are in use.
 
@@ -314,18 +316,18 @@ def start_replicas(
         The actors and their reservations.
 
     Raises:
-        ModelLoadError: As `reserve_resources`.
+        ModelLoadError: `reserve_resources` fails.
     """
     bundles = _bundles(resources)
     groups = reserve_resources(
         bundles, spec.replicas, name=spec.name, timeout_s=place_timeout_s
     )
-    own = dict(bundles[0])
+    actor_bundle = dict(bundles[0])
     options: dict[str, Any] = {
-        "num_cpus": own.pop("CPU", 0.0),
-        "num_gpus": own.pop("GPU", 0.0),
-        "memory": own.pop("memory", None),
-        "resources": own,
+        "num_cpus": actor_bundle.pop("CPU", 0.0),
+        "num_gpus": actor_bundle.pop("GPU", 0.0),
+        "memory": actor_bundle.pop("memory", None),
+        "resources": actor_bundle,
         "max_restarts": max_restarts,
         "max_concurrency": _MAX_CONCURRENCY,
     }
@@ -343,27 +345,26 @@ def start_replicas(
 
 
 def _bundles(resources: Resources | None) -> list[dict[str, float]]:
-    """Translate a replica's resources to Ray's names; the first bundle is the actor's."""
+    """Translate a replica's resources to bundles with Ray's names, the first for the actor."""
     if resources is None:
         return [{"CPU": 1.0}]
-    several = [resources] if isinstance(resources, Mapping) else list(resources)
     bundles = []
-    for one in several:
-        bundle = {_AMOUNTS.get(name, name): float(amount) for name, amount in one.items()}
+    for amounts in [resources] if isinstance(resources, Mapping) else list(resources):
+        bundle = {_RAY_NAMES.get(name, name): float(amount) for name, amount in amounts.items()}
         if not bundle or min(bundle.values()) < 0:
             raise ValueError(f"resources={resources!r}: expected amounts such as num_cpus=1")
         bundles.append({name: amount for name, amount in bundle.items() if amount})
     return bundles
 
 
-def _summed(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _sum_bundles(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
-            found[name] = found.get(name, 0.0) + amount
-    return found
+            total[name] = total.get(name, 0.0) + amount
+    return total
 
 
-def _shown(amounts: Mapping[str, float], of: Mapping[str, float] | None = None) -> str:
-    names = amounts if of is None else of
+def _format_amounts(amounts: Mapping[str, float], names: Iterable[str] | None = None) -> str:
+    names = amounts if names is None else names
     return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name in names) or "nothing"

@@ -1,7 +1,7 @@
 """The targets of `genlm check ray`: two replicas of the reference engine, private and served.
 
-The models and oracles are those of the core's targets. Replicas are slow to start, so all
-checks of a target use the same two.
+The models and oracles are those of the core's targets. Replicas start slowly, so all checks of
+a target use the same two replicas.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from genlm.testing.core_targets import reference_targets
 __all__ = ["CLUSTER", "RESOURCES", "targets"]
 
 CLUSTER = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
-"""Arguments of `ray.init`, if this process starts the cluster."""
+"""Arguments of `ray.init` if this process starts the cluster."""
 
 RESOURCES = {"num_cpus": 0.1}
-"""Small enough for several models on any machine."""
+"""Resources of a replica, small enough for several models on any machine."""
 
-_MOST_CONTEXTS = 200
+_MAX_CONTEXTS = 200
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
@@ -35,11 +35,11 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
     """
     for name, build in {"private": _private, "served": _served}.items():
         [target] = reference_targets(folder / name)
-        loaded: Any = target.build  # a partial, whose keywords are the engine's options
+        engine_build: Any = target.build  # a partial with the engine's options as keywords
         yield dataclasses.replace(
             target,
             model=name,
-            build=functools.partial(build, loaded.keywords),
+            build=functools.partial(build, engine_build.keywords),
             shared=True,
             timeout_s=300.0,  # processes start slowly on a busy machine
         )
@@ -49,12 +49,12 @@ def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
     from genlm_ray.engine import RayEngine
     from genlm_ray.router import Router
 
-    class Forgetful(RayEngine):
-        """Remembers few contexts, so that they are dropped while queries name them."""
+    class FewContextsEngine(RayEngine):
+        """Has so few contexts that they are evicted while queries use them."""
 
-        make_router = staticmethod(functools.partial(Router, max_contexts=_MOST_CONTEXTS))
+        make_router = staticmethod(functools.partial(Router, max_contexts=_MAX_CONTEXTS))
 
-    return Forgetful(
+    return FewContextsEngine(
         "demo",
         engine="reference",
         replicas=2,
@@ -70,12 +70,12 @@ def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
     from genlm_ray import cluster, serving
     from genlm_ray.engine import RayEngine
 
-    class Served(RayEngine):
-        """A served model that ends with the target."""
+    class ServedEngine(RayEngine):
+        """A served model that is stopped when the target is closed."""
 
         def close(self) -> None:
             super().close()
-            if ray.is_initialized():  # else the cluster and its replicas have ended
+            if ray.is_initialized():  # otherwise the replicas have ended
                 serving.stop(name)
 
     name = f"conformance-{uuid.uuid4().hex[:8]}"
@@ -88,4 +88,4 @@ def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
         engine_opts={**engine_opts, **options},
         resources=RESOURCES,
     )
-    return Served(name)
+    return ServedEngine(name)

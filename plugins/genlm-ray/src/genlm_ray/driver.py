@@ -1,7 +1,7 @@
-"""`Driver`: the replicas of a `RayEngine`, on an event loop of its own.
+"""`Driver`: the replicas of a `RayEngine`, on a separate event loop.
 
-One task per replica attaches it, pings it, and attaches it again after it was lost. All state
-of replicas and of unanswered queries is changed on the event loop only.
+One task per replica attaches it, pings it, and attaches it again after it was lost. The state
+of replicas and of unanswered queries is changed only on the event loop.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from genlm_ray.wire import (
     PlacedGeneration,
     ReplicaRequest,
     ReplicaResponse,
-    packed_group,
-    packed_queries,
-    placed_sample,
+    pack_group,
+    pack_queries,
+    place_sample,
 )
 
-__all__ = ["COUNTED", "Configuration", "Driver", "ReplicaLink"]
+__all__ = ["COUNTERS", "Configuration", "Driver", "ReplicaLink"]
 
 logger = logging.getLogger("genlm.ray")
 
 _PING_S = 1.0
-"""Time between two pings of a replica, which also show it that its driver is alive."""
+"""Interval between pings of a replica. Pings also show the replica that its driver is alive."""
 
 _RETRY_S = 0.2
-"""Time between two attempts to reach a replica that Ray is starting again."""
+"""Interval between attempts to reach a replica that Ray is restarting."""
 
 _MAX_CALLS = 8
 """Maximum number of unanswered messages to a replica."""
 
-COUNTED = frozenset({"tokens_evaluated", "tokens_computed"})
-"""Counters that are kept when a replica is started again."""
+COUNTERS = frozenset({"tokens_evaluated", "tokens_computed"})
+"""Counters that continue when a replica is restarted."""
 
 
 class Configuration(NamedTuple):
@@ -66,7 +66,7 @@ class Configuration(NamedTuple):
 
     Attributes:
         adapters: Paths by name.
-        prefixes: Prefixes that the replicas keep.
+        prefixes: Cached prefixes.
     """
 
     adapters: dict[str, str]
@@ -77,17 +77,17 @@ class ReplicaLink:
     """An actor and this driver's session with it.
 
     Attributes:
-        index: Position among the replicas.
+        index: Index of the replica.
         number: The router's number of this incarnation of the replica.
         session: Session name, None without a session.
-        configuration: What the session has loaded.
-        lost: Finished with the reason when the session is lost.
+        configuration: Adapters and prefixes of the session.
+        lost: Future that receives the reason when the session is lost.
         calls: Number of unanswered messages of the session.
         pending_queries: Maximum number of queries that the replica accepts at a time.
-        aborted: Ids of its queries that were aborted.
-        dropped: Numbers of generations that programs have dropped, on any thread.
+        aborted: Ids of aborted queries that the replica still has.
+        dropped: Numbers of generations that programs have dropped; any thread may append.
         released: Contexts that the program has dropped.
-        is_dead: Whether the replica is lost for good.
+        is_dead: Whether the replica cannot be restarted.
         restarts: Number of ended incarnations.
         pid: Process id.
         counts: Counters of all incarnations.
@@ -110,7 +110,7 @@ class ReplicaLink:
         self._statistics: dict[str, Any] = {}
 
     def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
-        """Use a session that the replica has begun."""
+        """Store the description of a session that the replica has begun."""
         self.number, self.calls = number, 0
         self.lost = asyncio.get_running_loop().create_future()
         self.aborted, self.dropped, self.released = [], deque(), []
@@ -119,9 +119,9 @@ class ReplicaLink:
         self.store(description["statistics"])
         self.session = session
 
-    def packed(self, queries: Sequence[Query]) -> ReplicaRequest:
-        """Pack a message with queries and with what was aborted, dropped and released."""
-        request = packed_queries(queries)
+    def pack_request(self, queries: Sequence[Query]) -> ReplicaRequest:
+        """Pack queries, aborts, dropped generations and released contexts into a message."""
+        request = pack_queries(queries)
         request.aborted, self.aborted = self.aborted, []
         request.dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
         if self.released:
@@ -130,13 +130,13 @@ class ReplicaLink:
             self.released = []
         return request
 
-    def lose(self, error: BaseException) -> None:
-        """Have the replica's task end the session."""
+    def mark_lost(self, error: BaseException) -> None:
+        """Make the replica's task end the session."""
         if not self.lost.done():
             self.lost.set_result(error)
 
     def end(self) -> None:
-        """Forget a lost session."""
+        """Remove a lost session."""
         self._statistics = {}
         self.session = None
         self.restarts += 1
@@ -145,26 +145,30 @@ class ReplicaLink:
         """Call a method of the actor.
 
         Raises:
-            Exception: Ray was shut down, or refuses the call.
+            Exception: Ray was shut down or refuses the call.
         """
-        if not ray.is_initialized():  # else Ray would start another cluster for the call
+        if not ray.is_initialized():  # otherwise Ray would start another cluster
             raise ConnectionError("Ray was shut down in this process")
         return asyncio.wrap_future(getattr(self.actor, method).remote(*arguments).future())
 
     # -- any thread -------------------------------------------------------------------
 
     def store(self, statistics: dict[str, Any]) -> None:
-        """Keep the latest statistics of the engine, and add to the counters."""
+        """Store the latest statistics of the engine and update the counters."""
         before, self._statistics = self._statistics, statistics
-        for name in COUNTED & statistics.keys():
+        for name in COUNTERS & statistics.keys():
             added = statistics[name] - before.get(name, 0)
             self.counts[name] = self.counts.get(name, 0) + added
 
     def statistics(self) -> dict[str, int | float | str]:
-        """The engine's statistics and the replica's state."""
+        """Return the engine's statistics and the replica's state."""
         state = "dead" if self.is_dead else "up" if self.session else "starting"
-        found: dict[str, Any] = {"state": state, "restarts": self.restarts, "pid": self.pid}
-        return found | self._statistics | self.counts
+        statistics: dict[str, Any] = {
+            "state": state,
+            "restarts": self.restarts,
+            "pid": self.pid,
+        }
+        return statistics | self._statistics | self.counts
 
 
 class Driver:
@@ -173,12 +177,12 @@ class Driver:
     Args:
         actors: The actors of the replicas.
         router: Assigns queries to replicas.
-        on_finished: Called on the event loop with completions; also, without any, when all
-            replicas have ended.
+        on_finished: Function that receives completions on the event loop, and an empty list
+            when all replicas have ended.
         is_private: Whether the replicas are restarted when they hang.
-        ping_timeout_s: Time without an answer after which a replica is considered lost.
+        ping_timeout_s: Time without a response after which a replica is considered lost.
         load_timeout_s: Maximum time for loading a replica.
-        max_in_flight: Maximum number of queries that a replica has at a time.
+        max_in_flight: Maximum number of concurrent queries in a replica.
 
     Attributes:
         links: The replicas.
@@ -209,7 +213,7 @@ class Driver:
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
-        self._has_changed = asyncio.Event()  # a replica has come up, or all have ended
+        self._has_changed = asyncio.Event()  # set when a replica is up, or all have ended
         self._thread = threading.Thread(target=self._serve, name="genlm-ray", daemon=True)
         self._thread.start()
 
@@ -223,7 +227,7 @@ class Driver:
     # -- any thread -------------------------------------------------------------------
 
     def start(self) -> dict[str, Any]:
-        """Attach all replicas, which are loaded; return the description of one.
+        """Attach the loaded replicas and return the description of one of them.
 
         Raises:
             GenlmError: A replica refuses this program.
@@ -231,20 +235,20 @@ class Driver:
         try:
             description: dict[str, Any] = self.run(self._start())
         except RayTaskError as error:
-            raise cause_of(error) from None
+            raise unwrap_error(error) from None
         return description
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the event loop, and wait for it."""
+        """Run a coroutine on the event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def schedule(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a method on the event loop, after those that were scheduled before."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """Call a function on the event loop, in the order of scheduling."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
-        """End the private replicas, and detach from served ones."""
+        """End private replicas and detach from served replicas."""
         if self._loop.is_closed():
             return
         for link in self.links:
@@ -265,15 +269,15 @@ class Driver:
         self._send()
 
     def abort(self, query_id: int) -> None:
-        """Drop a query, also in the replica that evaluates it."""
-        routed = self.router.finished(query_id)
+        """Drop a query, also in its replica."""
+        routed = self.router.finish(query_id)
         link = None if routed is None else self._up.get(routed.replica)
         if link is not None:
             link.aborted.append(query_id)
             self._send()
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Have the replicas forget a context."""
+        """Make the replicas release a context."""
         context = self.router.release(adapter, key)
         if context is not None and context.sequence is not None:
             for number in context.replicas:
@@ -281,7 +285,7 @@ class Driver:
                     self._up[number].released.append((adapter, context.sequence))
 
     def _send(self) -> None:
-        """Send each replica the queries for which it has room."""
+        """Send queries and aborts to the replicas that can accept them."""
         free = {n: link for n, link in self._up.items() if link.calls < _MAX_CALLS}
         taken = self.router.take(
             {
@@ -297,34 +301,38 @@ class Driver:
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
         """Send queries, or none, and receive completions."""
         session = link.session
-        request = link.packed([r.query for r in routed if isinstance(r.query, Query)])
+        request = link.pack_request(
+            [item.query for item in routed if isinstance(item.query, Query)]
+        )
         request.groups = [
-            self._packed(link, each) for each in routed if isinstance(each.query, GroupQuery)
+            self._pack_group(link, item)
+            for item in routed
+            if isinstance(item.query, GroupQuery)
         ]
         link.calls += 1
         try:
             call = link.call("exchange", session, request)
-        except Exception as error:  # noqa: BLE001 - Ray was shut down, or refuses the call
-            link.lose(error)
+        except Exception as error:  # noqa: BLE001 - Ray was shut down or refuses the call
+            link.mark_lost(error)
             return
         call.add_done_callback(functools.partial(self._receive, link, session, routed))
 
-    def _packed(self, link: ReplicaLink, routed: RoutedQuery) -> PackedGroup:
-        """Pack a group; the replica has its generations once it has answered."""
+    def _pack_group(self, link: ReplicaLink, routed: RoutedQuery) -> PackedGroup:
+        """Pack a group query. A replica that has responded has the query's generations."""
         group, number = routed.query, link.number
         assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
         base = group.generation.with_state()
-        known = None if base is None else base.state
-        if not isinstance(known, PlacedGeneration) or known.replica != number:
-            known = None
-        if known is None or base is not group.generation:
+        base_state = None if base is None else base.state
+        if not isinstance(base_state, PlacedGeneration) or base_state.replica != number:
+            base_state = None
+        if base_state is None or base is not group.generation:
             routed.placed = PlacedGeneration(number, next(self._numbers), link.dropped)
         if group.sampling is not None:
             routed.sampled = PlacedGeneration(number, next(self._numbers), link.dropped)
-        placed = routed.placed or known
-        assert placed is not None  # noqa: S101 - one of them is there
-        sampled = -1 if routed.sampled is None else routed.sampled.number
-        return packed_group(group, placed.number, known, sampled)
+        placed = routed.placed or base_state
+        assert placed is not None  # noqa: S101 - `routed.placed` is set without `base_state`
+        sampled_number = -1 if routed.sampled is None else routed.sampled.number
+        return pack_group(group, placed.number, base_state, sampled_number)
 
     def _receive(
         self,
@@ -337,29 +345,29 @@ class Driver:
             return
         error = call.exception()
         if session != link.session:
-            return  # other replicas have its queries
+            return  # the queries were reassigned
         link.calls -= 1
         finished: list[Completion] = []
-        if isinstance(error, RayTaskError):  # the replica lives, this message failed
-            cause = EvaluationError(f"a replica refused a batch: {cause_of(error)}")
-            finished = [Completion(each.query.query_id, error=cause) for each in routed]
+        if isinstance(error, RayTaskError):  # only this message failed
+            cause = EvaluationError(f"a replica refused a batch: {unwrap_error(error)}")
+            finished = [Completion(item.query.query_id, error=cause) for item in routed]
         elif error is not None:
-            link.lose(error)
+            link.mark_lost(error)
         elif (response := call.result()) is None:
-            link.lose(EngineError("the replica ended the session"))
+            link.mark_lost(EngineError("the replica ended the session"))
         else:
             link.store(response.statistics)
             finished = TRANSPORT.unpack_completions(response.packed)
             in_flight = self.router.in_flight(link.number)
             if not (finished or link.calls) and in_flight:  # all messages were answered
-                link.lose(EngineError("the replica has lost queries of the session"))
-        ready = [self._finished(each, link.number) for each in finished]
-        self._on_finished([each for each in ready if each is not None])
+                link.mark_lost(EngineError("the replica has lost queries of the session"))
+        completions = [self._complete(completion, link.number) for completion in finished]
+        self._on_finished([item for item in completions if item is not None])
         self._send()
 
-    def _finished(self, completion: Completion, number: int) -> Completion | None:
-        """Forget a query; return its completion, None if it is not that replica's."""
-        routed = self.router.finished(completion.query_id, number)
+    def _complete(self, completion: Completion, number: int) -> Completion | None:
+        """Remove a query and return its completion, None if another replica has the query."""
+        routed = self.router.finish(completion.query_id, number)
         if routed is None:
             return None
         group, result = routed.query, completion.result
@@ -367,7 +375,7 @@ class Driver:
             if routed.placed is not None and group.generation.state is None:
                 group.generation.keep(routed.placed)
             if isinstance(result, SampledGroup) and routed.sampled is not None:
-                sample = placed_sample(group, result, routed.sampled)
+                sample = place_sample(group, result, routed.sampled)
                 return completion._replace(result=sample)
         return completion
 
@@ -379,12 +387,12 @@ class Driver:
         return self._configuration
 
     async def configure(self, configuration: Configuration) -> None:
-        """Have all replicas load adapters and prefixes, and free others.
+        """Make all replicas load these adapters and prefixes, and free others.
 
-        Those that are lost catch up when they are attached again.
+        A lost replica loads them when it is attached again.
 
         Raises:
-            Exception: The first error of a replica; all replicas have what they had before.
+            Exception: The first error of a replica; the previous configuration is restored.
             EngineDiedError: No replica is left.
         """
         before, self._configuration = self._configuration, configuration
@@ -401,64 +409,68 @@ class Driver:
             self.router.computed_everywhere(adapter, TokenSequence.of(token_ids))
 
     async def _configure_all(self) -> None:
-        wanted = self._configuration
+        configuration = self._configuration
         while True:
-            live = [each for each in self._up.values() if not each.lost.done()]
-            stale = [each for each in live if each.configuration is not wanted]
+            live = [link for link in self._up.values() if not link.lost.done()]
+            stale = [link for link in live if link.configuration is not configuration]
             if live and not stale:
                 return
             if not stale:
                 self._has_changed.clear()
                 await self._has_changed.wait()
-                self.raise_if_died()
+                self.raise_if_dead()
                 continue
-            errors = await asyncio.gather(*(self._configure(each, wanted) for each in stale))
+            errors = await asyncio.gather(
+                *(self._configure(link, configuration) for link in stale)
+            )
             for error in errors:
                 if error is not None:
                     raise error
 
-    async def _configure(self, link: ReplicaLink, wanted: Configuration) -> Exception | None:
-        """Configure a replica, unless it is lost meanwhile; return the engine's error."""
-        call = asyncio.ensure_future(link.call("configure", link.session, *wanted))
+    async def _configure(
+        self, link: ReplicaLink, configuration: Configuration
+    ) -> Exception | None:
+        """Configure a replica and return the engine's error; stop if the replica is lost."""
+        call = asyncio.ensure_future(link.call("configure", link.session, *configuration))
         await asyncio.wait([call, link.lost], return_when=asyncio.FIRST_COMPLETED)
         if link.lost.done():
             call.cancel()
         elif isinstance(error := call.exception(), RayTaskError):
-            cause = cause_of(error)
+            cause = unwrap_error(error)
             return cause if isinstance(cause, Exception) else error
         elif error is not None or call.result() is False:
-            link.lose(error or EngineError("the replica ended the session"))
+            link.mark_lost(error or EngineError("the replica ended the session"))
         else:
-            link.configuration = wanted
+            link.configuration = configuration
         return None
 
     # -- replicas ---------------------------------------------------------------------
 
-    def raise_if_died(self) -> None:
+    def raise_if_dead(self) -> None:
         """Raise a new `EngineDiedError` if all replicas have ended."""
         if self.died is not None:
             raise EngineDiedError(*self.died.args) from self.died.__cause__
 
     async def _start(self) -> dict[str, Any]:
         descriptions = await asyncio.gather(*map(self._attach, self.links))
-        self._tasks = [asyncio.create_task(self._keep(link)) for link in self.links]
+        self._tasks = [asyncio.create_task(self._keep_attached(link)) for link in self.links]
         self._tasks.append(asyncio.create_task(self._watch_head()))
         return descriptions[0]
 
     async def _attach(self, link: ReplicaLink) -> dict[str, Any]:
-        """Begin a session when the replica is up, with the current configuration."""
+        """Begin a session with the current configuration when the replica is up."""
         while True:
-            session, wanted = uuid.uuid4().hex, self._configuration
+            session, configuration = uuid.uuid4().hex, self._configuration
             try:
                 description: dict[str, Any] = await link.call(
-                    "attach", self._name, session, *wanted
+                    "attach", self._name, session, *configuration
                 )
-            except ActorUnavailableError:  # Ray is starting it again
+            except ActorUnavailableError:  # Ray is restarting it
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if wanted is self._configuration:
+            if configuration is self._configuration:
                 break
-        link.configuration = wanted
+        link.configuration = configuration
         link.begin(session, next(self._numbers), description)
         self._up[link.number] = link
         self.router.add(link.number)
@@ -466,22 +478,24 @@ class Driver:
         self._send()
         return description
 
-    async def _keep(self, link: ReplicaLink) -> None:
-        """Attach a replica again whenever it is lost, until it cannot return."""
+    async def _keep_attached(self, link: ReplicaLink) -> None:
+        """Attach a replica again each time it is lost, until it cannot be restarted."""
         try:
             while True:
-                self._lose(link, await self._until_lost(link))
+                self._handle_loss(link, await self._until_lost(link))
                 await asyncio.wait_for(self._attach(link), self._load_timeout_s)
         except TimeoutError:
             error = TimeoutError(f"not loaded again in {self._load_timeout_s:g} s")
             self._mark_dead(link, error)
-        except Exception as error:  # noqa: BLE001 - Ray cannot start it again
+        except Exception as error:  # noqa: BLE001 - Ray cannot restart it
             self._mark_dead(link, error)
 
     async def _until_lost(self, link: ReplicaLink) -> BaseException:
         """Ping a replica until its session is lost; return the reason."""
         while not link.lost.done():
-            ping = asyncio.ensure_future(link.call("notify", link.session, link.packed([])))
+            ping = asyncio.ensure_future(
+                link.call("notify", link.session, link.pack_request([]))
+            )
             await asyncio.wait(
                 [ping, link.lost],
                 timeout=self._ping_timeout_s,
@@ -490,48 +504,48 @@ class Driver:
             if not ping.done():
                 ping.cancel()
                 silence_s = self._ping_timeout_s
-                link.lose(TimeoutError(f"no answer to a ping for {silence_s:g} s"))
+                link.mark_lost(TimeoutError(f"no answer to a ping for {silence_s:g} s"))
             elif (error := ping.exception()) is not None:
-                link.lose(error)
+                link.mark_lost(error)
             else:
                 await asyncio.wait([link.lost], timeout=_PING_S)
         return link.lost.result()
 
-    def _lose(self, link: ReplicaLink, error: BaseException) -> None:
-        """Assign the queries of a replica to the others.
+    def _handle_loss(self, link: ReplicaLink, error: BaseException) -> None:
+        """Reassign the queries of a lost replica.
 
-        A private replica that hangs is restarted. A served one supervises itself, because other
-        programs use it.
+        A private replica that hangs is restarted. A served replica supervises itself, because
+        other programs use it.
         """
-        logger.warning("lost replica %d: %s", link.index, _shown(error))
+        logger.warning("lost replica %d: %s", link.index, _format_error(error))
         del self._up[link.number]
         self.router.reassign_from(link.number)
         if isinstance(error, TimeoutError) and self._is_private:
             serving.kill(link.actor, restart=True)
-        else:  # it may still compute queries that others now have
+        else:  # it may still compute queries that were reassigned
             with contextlib.suppress(Exception):
-                detached = link.call("detach", link.session)
-                detached.add_done_callback(lambda done: done.cancelled() or done.exception())
+                call = link.call("detach", link.session)
+                call.add_done_callback(lambda call: call.cancelled() or call.exception())
         link.end()
         self._send()
 
     def _mark_dead(self, link: ReplicaLink, error: BaseException) -> None:
-        """Give up a replica that cannot return."""
+        """Mark a replica that cannot be restarted as dead."""
         link.is_dead = True
         if link.session is not None:
-            self._lose(link, error)
-        if not all(each.is_dead for each in self.links) or self.died is not None:
+            self._handle_loss(link, error)
+        if not all(link.is_dead for link in self.links) or self.died is not None:
             return
-        cause = cause_of(error)
+        cause = unwrap_error(error)
         self.died = EngineDiedError(
-            f"all {len(self.links)} replicas have ended; the last one: {_shown(cause)}"
+            f"all {len(self.links)} replicas have ended; the last one: {_format_error(cause)}"
         )
         self.died.__cause__ = cause
         self._has_changed.set()
         self._on_finished([])
 
     async def _watch_head(self) -> None:
-        """Give up all replicas when the cluster is lost."""
+        """Mark all replicas as dead when the cluster is lost."""
         await cluster.until_head_is_lost()
         for task in self._tasks[:-1]:
             task.cancel()
@@ -540,12 +554,12 @@ class Driver:
             self._mark_dead(link, error)
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """The error that a replica raised, without Ray's wrapper."""
+def unwrap_error(error: BaseException) -> BaseException:
+    """Return the error that a replica raised, without Ray's wrapper."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, BaseException) else error
     return error
 
 
-def _shown(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

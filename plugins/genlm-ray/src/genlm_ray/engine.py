@@ -1,7 +1,7 @@
-"""`RayEngine`: replicas of an engine on a Ray cluster, driven as one engine.
+"""`RayEngine`: replicas of an engine on a Ray cluster, used as one engine.
 
-The engine's thread passes queries to the `Driver`, whose event loop assigns them to replicas
-and receives their completions, and waits for these.
+The engine's thread passes queries to the `Driver` and waits for completions. The event loop of
+the driver assigns the queries to replicas and receives their completions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from genlm.plugin import (
     Vocabulary,
 )
 from genlm_ray import cluster, serving
-from genlm_ray.driver import COUNTED, Configuration, Driver
+from genlm_ray.driver import COUNTERS, Configuration, Driver
 from genlm_ray.replica import ReplicaSpec
 from genlm_ray.router import AnyQuery, Router
 
@@ -29,7 +29,7 @@ __all__ = ["RayEngine"]
 
 
 class RayEngine:
-    """Replicas of one model, loaded for this program or served to several.
+    """Replicas of a model, which are loaded for this program or served to several programs.
 
     Args:
         model: Model id or path for the backend `engine`, or the name of a served model.
@@ -37,39 +37,40 @@ class RayEngine:
         replicas: Number of replicas to load.
         engine_opts: Options of that backend.
         resources: Resources of one replica: `num_cpus`, `num_gpus`, `memory` in bytes, or
-            custom resources of the cluster by name; by default one CPU. A list gives a replica
-            several bundles, the first for its own process, for an engine that starts workers on
-            Ray.
+            custom resources of the cluster by name; by default one CPU. For an engine that
+            starts workers on Ray, a list of several bundles, the first for the replica's
+            process.
         address: Address of the cluster, as for `ray.init`; by default that of the cluster that
-            this process has joined, else `RAY_ADDRESS`, else a cluster is started on this
+            this process has joined, else `RAY_ADDRESS`, else that of a new cluster on this
             machine.
         max_restarts: Maximum number of restarts of each replica, 3 by default; -1 for no limit.
-        ping_timeout_s: Time without an answer after which a replica is considered hung. A
-            private one is restarted; from a served one this program detaches until it answers.
+        ping_timeout_s: Time without a response after which a replica is considered hung. A
+            private replica is restarted; from a served replica, this program detaches until it
+            responds.
         step_timeout_s: Maximum duration of an engine step, after which a replica ends its
             process; 3600 by default.
         load_timeout_s: Maximum time for loading the replicas.
         place_timeout_s: Maximum time to wait for resources of the cluster that are in use; 60
             by default.
-        max_in_flight: Maximum number of queries that a replica has at a time, at least 1.
-            Further queries wait in this process, where another replica can take them.
+        max_in_flight: Maximum number of concurrent queries in a replica, at least 1. Further
+            queries wait in this process and may be assigned to another replica.
         ray_opts: Further arguments of `ray.init`, used for the first connection of a process
             only.
 
     Raises:
         ValueError: `max_in_flight` is less than 1.
-        TypeError: An option of loading, for a served model.
-        ModelLoadError: There is no cluster, or this process has joined another one; resources
-            are missing; or the model is not served or cannot be loaded.
+        TypeError: An option for loading replicas is set for a served model.
+        ModelLoadError: There is no cluster, this process has joined another cluster, resources
+            are missing, or the model is not served or cannot be loaded.
     """
 
     option_homes: ClassVar = {"ray_": "ray_opts", "": "engine_opts"}
 
-    samples_groups = 32  # several replicas share the continuations of one call
+    samples_groups = 32  # so that several replicas compute the continuations of a call
 
     make_router: Callable[[], Router] = Router
 
-    # What `genlm serve` calls.
+    # Functions that `genlm serve` calls.
     join = staticmethod(cluster.join)
     leave = staticmethod(cluster.leave)
     serve = staticmethod(serving.serve)
@@ -108,7 +109,7 @@ class RayEngine:
             "step_timeout_s": step_timeout_s,
             "place_timeout_s": place_timeout_s,
         }
-        given = [option for option, value in loading.items() if value is not None]
+        loading_options = [option for option, value in loading.items() if value is not None]
         if engine is not None:
             spec = ReplicaSpec(
                 engine,
@@ -125,10 +126,10 @@ class RayEngine:
                 max_restarts=3 if max_restarts is None else max_restarts,
                 place_timeout_s=60.0 if place_timeout_s is None else place_timeout_s,
             )
-        elif given:
+        elif loading_options:
             raise TypeError(
-                f"{', '.join(given)}= for the served model {model!r}, which is loaded already; "
-                f"to load replicas of your own also pass engine="
+                f"{', '.join(loading_options)}= for the served model {model!r}, which is "
+                f"loaded already; to load private replicas, also pass engine="
             )
         else:
             actors = serving.actors_of(model)
@@ -151,14 +152,16 @@ class RayEngine:
     def _describe(self, description: dict[str, Any]) -> None:
         try:
             self.vocabulary: Vocabulary = ray.cloudpickle.loads(description["vocabulary"])
-        except Exception as error:  # tokenizer modules may raise anything here
+        except Exception as error:  # modules of tokenizers may raise any error
             raise ModelLoadError(
-                f"the vocabulary of the replicas cannot be read here: {type(error).__name__}: "
-                f"{error}; install the library of its tokenizer, in the version that they have"
+                f"the vocabulary of the replicas cannot be unpickled: {type(error).__name__}: "
+                f"{error}; install the library of its tokenizer in the replicas' version"
             ) from error
         self.max_context: int | None = description["max_context"]
         self.capabilities = frozenset(map(Capability, description["capabilities"]))
-        self.capability_hints = {Capability(k): v for k, v in description["hints"].items()}
+        self.capability_hints = {
+            Capability(name): hint for name, hint in description["hints"].items()
+        }
         self.adapters: tuple[str, ...] = description["adapters"]
 
     # -- the protocol of engines ------------------------------------------------------
@@ -166,82 +169,82 @@ class RayEngine:
     def submit(self, query: AnyQuery) -> None:
         """Accept a query, which the next step passes to the driver.
 
-        One replica computes the query of a population.
+        The query of a population is computed by one replica.
 
         Raises:
-            EngineDiedError: No replica is left.
+            EngineDiedError: All replicas have ended.
         """
-        self.driver.raise_if_died()
+        self.driver.raise_if_dead()
         self._submitted.append(query)
 
     submit_group = submit
 
     def step(self) -> list[Completion]:
-        """Pass on the submitted queries, and wait for completions or for `wake`.
+        """Pass submitted queries to the driver, and wait for completions or for `wake`.
 
         Raises:
-            EngineDiedError: No replica is left.
+            EngineDiedError: All replicas have ended.
         """
-        self._pass_on()
-        self.driver.raise_if_died()  # unanswered queries have nothing to wait for
+        self._send_submitted()
+        self.driver.raise_if_dead()  # no completion would come
         completions = self._finished.get()
         while not self._finished.empty():
             completions = completions + self._finished.get()
-        self.driver.raise_if_died()
+        self.driver.raise_if_dead()
         return completions
 
-    def _pass_on(self) -> None:
+    def _send_submitted(self) -> None:
         if self._submitted:
             submitted, self._submitted = self._submitted, []
             self.driver.schedule(self.driver.submit, submitted)
 
     def wake(self) -> None:
-        """Make a step that waits for replicas return; called from any thread."""
+        """Make a waiting step return. May be called from any thread."""
         self._finished.put([])
 
     def abort(self, query_id: int) -> None:
-        """Drop a query, also in the replica that evaluates it."""
-        self._pass_on()
+        """Drop a query, also in its replica."""
+        self._send_submitted()
         self.driver.schedule(self.driver.abort, query_id)
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Have the replicas forget a context that the program has dropped."""
-        self._pass_on()  # an extension of it may be among them
+        """Make the replicas release a context that the program has dropped."""
+        self._send_submitted()  # an extension of the context may be among them
         self.driver.schedule(self.driver.release, adapter, key)
 
     def close(self) -> None:
-        """End the private replicas; served ones keep running."""
+        """End private replicas; served replicas keep running."""
         self.driver.close()
         if ray.is_initialized():
             cluster.remove(self._groups)
         self._groups = []
 
     def statistics(self) -> dict[str, int | float | str]:
-        """Token counts of all replicas together, and the statistics of each by its number."""
+        """Return the total token counts, and the statistics of each replica by its index."""
         links = self.driver.links
-        found: dict[str, int | float | str] = {"replicas": len(links)}
-        for name in COUNTED:
-            if any(name in each.counts for each in links):
-                found[name] = sum(each.counts.get(name, 0) for each in links)
-        found["tokens_recomputed"] = self.driver.router.tokens_recomputed
+        statistics: dict[str, int | float | str] = {"replicas": len(links)}
+        for name in COUNTERS:
+            if any(name in link.counts for link in links):
+                statistics[name] = sum(link.counts.get(name, 0) for link in links)
+        statistics["tokens_recomputed"] = self.driver.router.tokens_recomputed
         for link in links:
             for name, value in link.statistics().items():
-                found[f"replica {link.index}: {name}"] = value
-        return found
+                statistics[f"replica {link.index}: {name}"] = value
+        return statistics
 
     # -- adapters and prefixes --------------------------------------------------------
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load an adapter in every replica; folders are those of the replicas' machines.
+        """Load an adapter in every replica; the folder is read on the replicas' machines.
 
         Raises:
-            AdapterError: A replica cannot load it; no replica then keeps it.
+            AdapterError: A replica cannot load the adapter; then no replica has it.
         """
         adapters, prefixes = self.driver.configuration
         self._configure({**adapters, name: path}, prefixes)
 
     def remove_adapter(self, name: str) -> None:
-        """Free an adapter in every replica.
+        """Unload an adapter in every replica.
 
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
@@ -249,11 +252,13 @@ class RayEngine:
         adapters, prefixes = self.driver.configuration
         if name not in adapters:
             raise UnknownAdapterError(name, adapters)
-        others = {each: path for each, path in adapters.items() if each != name}
-        self._configure(others, [each for each in prefixes if each[1] != name])
+        self._configure(
+            {other: path for other, path in adapters.items() if other != name},
+            [(token_ids, adapter) for token_ids, adapter in prefixes if adapter != name],
+        )
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Have every replica compute and keep a prefix."""
+        """Compute and cache a prefix in every replica."""
         adapters, prefixes = self.driver.configuration
         self._configure(adapters, [*prefixes, (tuple(token_ids), adapter)])
 

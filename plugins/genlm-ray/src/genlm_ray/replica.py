@@ -1,9 +1,9 @@
 """`Replica`: the Ray actor that owns an engine and serves its drivers.
 
-Its methods run on the actor's event loop, not on the engine's thread, so that it answers while
-the engine steps. Its process ends when a step takes too long or the engine's thread has ended,
-and Ray starts another. Ray starts the calls of an asynchronous actor in any order, so a message
-refers only to what the replica has answered.
+Its methods run on the actor's event loop, not on the engine's thread, so that the replica
+responds while the engine steps. Its process ends when a step takes too long or the engine's
+thread has ended, and Ray starts a new process. Ray starts the calls of an asynchronous actor in
+any order; therefore messages refer only to state that the replica has acknowledged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from genlm.plugin import (
     picklable_error,
 )
 from genlm_ray.session import Prefix, Session, SharedEngine
-from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpacked_queries
+from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpack_queries
 
 __all__ = [
     "UNLIMITED",
@@ -52,31 +52,31 @@ __all__ = [
 logger = logging.getLogger("genlm.ray")
 
 
-_COMPARED = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
+_COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
 
-_MINOR = frozenset({"python", "torch", "numpy"})
-"""Distributions whose minor versions share a pickle format."""
+_MINOR_VERSIONS = frozenset({"python", "torch", "numpy"})
+"""Distributions of which only the major and minor version must be equal."""
 
 
 def version_of(name: str) -> str | None:
-    """The version of a distribution that a driver and its replicas must have in common.
+    """Return the version of a distribution that a driver must have in common with its replicas.
 
     Returns:
-        None if it is not installed here.
+        None if the distribution is not installed.
     """
     if name == "python":
-        found = platform.python_version()
+        version = platform.python_version()
     else:
         try:
-            found = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return None
-    return ".".join(found.split(".")[:2]) if name in _MINOR else found
+    return ".".join(version.split(".")[:2]) if name in _MINOR_VERSIONS else version
 
 
 def versions(engine: str) -> dict[str, str | None]:
-    """Versions that drivers and replicas must have in common, a backend's plugin included."""
-    names = dict.fromkeys((*_COMPARED, find_backend(engine).distribution))
+    """Return the versions that drivers and replicas of an engine must have in common."""
+    names = dict.fromkeys((*_COMPARED_DISTRIBUTIONS, find_backend(engine).distribution))
     return {name: version_of(name) for name in names}
 
 
@@ -86,12 +86,12 @@ class ServingLimits:
 
     Attributes:
         clients: Maximum number of concurrent programs.
-        pending_queries: Unanswered queries of one program.
-        sequences: Sequences of populations that are kept for one program.
-        prefix_tokens: Tokens of the prefixes that one program keeps.
-        adapters: Adapters that one program has loaded.
-        reduction_s: Maximum time in seconds of a program's own reductions of a batch of rows or
-            of a part of a text.
+        pending_queries: Maximum number of unanswered queries of a program.
+        sequences: Maximum number of sequences in the populations of a program.
+        prefix_tokens: Maximum number of tokens in the cached prefixes of a program.
+        adapters: Maximum number of loaded adapters of a program.
+        reduction_s: Maximum time in seconds of a program's user-defined reductions of a batch
+            of rows or of a part of a text.
     """
 
     clients: int = 128
@@ -101,21 +101,21 @@ class ServingLimits:
     adapters: int = 8
     reduction_s: float = 60.0
 
-    def check(self, error: type[Exception], **needed: int) -> None:
-        """Raise the error if a program needs more than is allowed."""
-        for name, number in needed.items():
+    def check(self, error: type[Exception], **amounts: int) -> None:
+        """Raise an error of this type if an amount exceeds its limit."""
+        for name, amount in amounts.items():
             limit = getattr(self, name)
-            if number > limit:
+            if amount > limit:
                 raise error(
-                    f"asked for {number} {name.replace('_', ' ')} at a replica; the served "
-                    f"model allows {limit} (ServingLimits.{name})"
+                    f"the served model allows at most {limit} {name.replace('_', ' ')} in a "
+                    f"replica (ServingLimits.{name}), and {amount} are needed"
                 )
 
 
-_ANY = sys.maxsize
+_NO_LIMIT = sys.maxsize
 
-UNLIMITED = ServingLimits(_ANY, _ANY, _ANY, _ANY, _ANY, math.inf)
-"""Limits of a private replica, whose program limits itself."""
+UNLIMITED = ServingLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT, math.inf)
+"""Limits of a private replica, which has only one program."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,17 @@ class ReplicaSpec:
 
     Attributes:
         engine: Name of a backend.
-        model: Model id or path for that backend.
-        options: Its further options.
-        name: Name of a served model; `""` for a private one.
+        model: Model id or path for the backend.
+        options: Further options of the backend.
+        name: Name of a served model; `""` for a private replica.
         replicas: Number of replicas of the model.
-        driver_timeout_s: Silence after which a driver counts as dead.
-        step_timeout_s: Longest step of the engine before the replica ends its process.
+        driver_timeout_s: Time without a message after which a driver is considered dead.
+        step_timeout_s: Maximum duration of an engine step, after which the process ends.
         limits: Resource limits of each driver.
 
     Raises:
         TypeError: The model is an object, which cannot be sent.
-        ValueError: Fewer than one replica.
+        ValueError: `replicas` is less than 1.
         PluginError: The backend is not installed.
     """
 
@@ -150,19 +150,17 @@ class ReplicaSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
             raise TypeError(
-                f"asked for replicas of a {type(self.model).__name__}; replicas load models "
-                f"themselves: pass a folder or a name"
+                f"model is a {type(self.model).__name__}; replicas load models themselves: "
+                f"pass a folder or a name"
             )
         if self.replicas < 1:
             raise ValueError(f"replicas={self.replicas}: expected at least 1")
         if find_backend(self.engine).name == "ray":
-            raise ModelLoadError(
-                "asked for replicas of engine='ray'; name the engine to replicate"
-            )
+            raise ModelLoadError("engine='ray' has no replicas; name the engine to replicate")
 
 
 class Replica:
-    """One engine and the drivers that use it.
+    """An engine and the drivers that use it.
 
     Args:
         spec: Load options.
@@ -171,16 +169,17 @@ class Replica:
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
         self._sessions: dict[str, Session] = {}
-        self._began_s = time.time()
+        self._started_s = time.time()
         self._answered = 0
         self._last_statistics: dict[str, Any] = {}
-        self._own_adapters: tuple[str, ...] = ()
+        self._engine_adapters: tuple[str, ...] = ()
         self._supervisor: asyncio.Task[None] | None = None
-        # Of adapters and prefixes: a driver's next session waits until the last is freed.
+        # Held while adapters and prefixes are loaded and freed: the next session of a driver
+        # waits until those of its last session are freed.
         self._loading = asyncio.Lock()
         is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
         loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
-        self._built = loading.submit(
+        self._engine_future = loading.submit(
             SharedEngine, self._build, spec.step_timeout_s if is_actor else None
         )
         loading.shutdown(wait=False)
@@ -188,13 +187,13 @@ class Replica:
     def _build(self) -> Engine:
         spec = self._spec
         engine = get_backend(spec.engine)(spec.model, **spec.options)
-        gc.freeze()  # this process is the engine's: garbage collections omit the loaded objects
+        gc.freeze()  # garbage collections omit the loaded objects
         return engine
 
     @property
     def _shared(self) -> SharedEngine:
-        """The engine, once it is loaded."""
-        return self._built.result()
+        """The engine; available when it is loaded."""
+        return self._engine_future.result()
 
     # -- calls of drivers -------------------------------------------------------------
 
@@ -205,18 +204,19 @@ class Replica:
         adapters: Mapping[str, str],
         prefixes: Sequence[Prefix],
     ) -> dict[str, Any]:
-        """Begin a session, load its adapters and prefixes, and describe the engine.
+        """Begin a session, load its adapters and prefixes, and return the engine's description.
 
         Raises:
             GenlmError: The engine, an adapter or a prefix could not be loaded, or the replica
                 has its maximum number of drivers.
         """
-        shared = await self._loaded()
+        shared = await self._wait_until_loaded()
         engine = shared.engine
-        for name in [key for key, each in self._sessions.items() if each.driver == driver]:
-            await self._end(name)
+        earlier = [name for name, other in self._sessions.items() if other.driver == driver]
+        for name in earlier:
+            await self._end_session(name)
         self._spec.limits.check(ModelLoadError, clients=len(self._sessions) + 1)
-        self._own_adapters = tuple(getattr(engine, "adapters", ()))
+        self._engine_adapters = tuple(getattr(engine, "adapters", ()))
         state = Session(driver, shared, self._spec.limits.reduction_s)
         self._sessions[session] = state
         if self._supervisor is None:
@@ -224,35 +224,37 @@ class Replica:
         try:
             await self.configure(session, adapters, prefixes)
         except BaseException:
-            await self._end(session)
+            await self._end_session(session)
             raise
         state.seen_s = time.monotonic()
+        hints = getattr(engine, "capability_hints", {})
         return {
             "vocabulary": ray.cloudpickle.dumps(engine.vocabulary),
             "max_context": engine.max_context,
-            "capabilities": [str(each) for each in engine.capabilities],
-            "hints": {str(k): v for k, v in getattr(engine, "capability_hints", {}).items()},
-            "adapters": self._own_adapters,
+            "capabilities": [str(capability) for capability in engine.capabilities],
+            "hints": {str(capability): hint for capability, hint in hints.items()},
+            "adapters": self._engine_adapters,
             "statistics": self._statistics(),
             "pid": os.getpid(),
             "pending_queries": self._spec.limits.pending_queries,
         }
 
     async def exchange(self, session: str, message: ReplicaRequest) -> ReplicaResponse | None:
-        """Take queries; return as soon as any of the session's queries have finished.
+        """Accept queries, and wait until a query of the session is finished.
 
         Returns:
-            The completions; empty if no query is left; None if the session has ended.
+            The completions, which are empty if the session has no unanswered query; None if the
+            session has ended.
         """
         await self.notify(session, message)
         state = self._sessions.get(session)
         while state is not None and session in self._sessions:
             if state.finished or not state.unanswered:
-                self._exit_with_engine()
+                self._exit_if_engine_ended()
                 finished = state.finished
                 size = self._shared.engine.vocabulary.size
                 packed = TRANSPORT.pack_completions(finished, size)
-                state.finished = state.finished[len(finished) :]  # kept if packing raised
+                state.finished = state.finished[len(finished) :]  # not if packing raised
                 self._answered += len(finished)
                 return ReplicaResponse(packed, self._statistics())
             state.changed.clear()
@@ -260,57 +262,57 @@ class Replica:
         return None
 
     async def notify(self, session: str, message: ReplicaRequest) -> None:
-        """Take a message without waiting for queries; it also shows that the driver lives."""
+        """Accept a message without waiting for queries; it shows that the driver is alive."""
         state = self._sessions.get(session)
         if state is not None:
             state.seen_s = time.monotonic()
-            self._take(state, message)
+            self._accept(state, message)
 
     async def detach(self, session: str) -> None:
-        """End a session: drop its queries and its adapters."""
-        await self._end(session)
+        """End a session and drop its queries, adapters and prefixes."""
+        await self._end_session(session)
 
     async def configure(
         self, session: str, adapters: Mapping[str, str], prefixes: Sequence[Prefix]
     ) -> bool:
-        """Have a driver's adapters and prefixes, and no others; other drivers keep theirs.
+        """Replace the adapters and prefixes of a driver; those of other drivers stay.
 
         Args:
             session: The session.
             adapters: Paths of the driver's adapters by name; other drivers may use the names.
-            prefixes: Prefixes that the engine keeps while the session lasts, and the driver's
-                names of their adapters.
+            prefixes: Prefixes that are cached until the session ends, with the driver's names
+                of their adapters.
 
         Returns:
             Whether the session has not ended.
 
         Raises:
-            AdapterError: An adapter cannot be loaded, or there are more than allowed.
-            EvaluationError: The prefixes have more tokens than allowed.
+            AdapterError: An adapter cannot be loaded, or their number exceeds the limit.
+            EvaluationError: The number of tokens of the prefixes exceeds the limit.
         """
-        wanted = dict.fromkeys(prefixes)
+        distinct = dict.fromkeys(prefixes)
         limits = self._spec.limits
         limits.check(AdapterError, adapters=len(adapters))
-        limits.check(EvaluationError, prefix_tokens=sum(len(ids) for ids, _ in wanted))
+        limits.check(EvaluationError, prefix_tokens=sum(len(ids) for ids, _ in distinct))
         async with self._loading:
             state = self._sessions.get(session)
             if state is None:
                 return False
             await self._load_adapters(state, adapters)
-            freed = [prefix for prefix in state.prefixes if prefix not in wanted]
+            freed = [prefix for prefix in state.prefixes if prefix not in distinct]
             for prefix in freed:
                 del state.prefixes[prefix]
             if any(adapter in {None, *adapters} for _, adapter in freed):
-                await self._keep_prefixes()
-            for prefix in wanted:
+                await self._recompute_prefixes()
+            for prefix in distinct:
                 if prefix not in state.prefixes:
                     await self._cache_prefix(state, prefix)
                     state.prefixes[prefix] = None
-            return session in self._sessions  # else `_end` waits to free them
+            return session in self._sessions  # otherwise `_end_session` waits to free them
 
     async def describe(self) -> dict[str, Any]:
-        """Return the loaded model's description for `genlm serve --status`."""
-        await self._loaded()
+        """Return the description of the loaded model for `genlm serve --status`."""
+        await self._wait_until_loaded()
         return {
             "name": self._spec.name,
             "engine": self._spec.engine,
@@ -319,22 +321,22 @@ class Replica:
             "versions": versions(self._spec.engine),
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
-            "seconds": time.time() - self._began_s,
-            "drivers": {name: each.unanswered for name, each in self._sessions.items()},
+            "seconds": time.time() - self._started_s,
+            "drivers": {name: state.unanswered for name, state in self._sessions.items()},
             "answered": self._answered,
             "statistics": self._statistics(),
         }
 
     async def versions(self) -> dict[str, str | None]:
-        """The versions here, known before the model is loaded."""
+        """Return the versions in this process, also before the model is loaded."""
         return versions(self._spec.engine)
 
     # -- the engine -------------------------------------------------------------------
 
-    async def _loaded(self) -> SharedEngine:
+    async def _wait_until_loaded(self) -> SharedEngine:
         try:
-            # A driver that leaves must not cancel the loading.
-            return await asyncio.shield(asyncio.wrap_future(self._built))
+            # A driver that disconnects must not cancel loading.
+            return await asyncio.shield(asyncio.wrap_future(self._engine_future))
         except asyncio.CancelledError:
             raise
         except GenlmError as error:
@@ -345,7 +347,7 @@ class Replica:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    async def _call(self, method: str, *arguments: Any) -> None:
+    async def _call_engine(self, method: str, *arguments: Any) -> None:
         """Call a method of the engine on its thread."""
 
         def call(engine: Any) -> None:
@@ -357,91 +359,101 @@ class Replica:
             raise picklable_error(error) from None
 
     def _statistics(self) -> dict[str, Any]:
-        """Return the engine's statistics, or the last ones if it raises."""
+        """Return the engine's statistics, or their last values if the engine raises."""
         try:
-            found = self._shared.scheduler.engine_statistics().items()
-            # Values that cannot be pickled would lose the results in the same message.
+            statistics = self._shared.scheduler.engine_statistics()
+            # A value that cannot be pickled would prevent sending the results of the message.
             self._last_statistics = {
-                name: value for name, value in found if isinstance(value, (int, float, str))
+                name: value
+                for name, value in statistics.items()
+                if isinstance(value, (int, float, str))
             }
         except Exception:
             logger.exception("the engine's statistics raised")
         return self._last_statistics
 
     async def _load_adapters(self, state: Session, adapters: Mapping[str, str]) -> None:
-        for name in [each for each in state.adapters if each not in adapters]:
+        for name in [name for name in state.adapters if name not in adapters]:
             del state.adapters[name]
             await self._remove_adapter(state, name)
         for name, path in adapters.items():
             if name not in state.adapters:
-                await self._call("add_adapter", self._adapter(state, name), path)
+                await self._call_engine(
+                    "add_adapter", self._engine_adapter_name(state, name), path
+                )
                 state.adapters[name] = path
 
     async def _remove_adapter(self, state: Session, name: str) -> None:
         try:
             if hasattr(self._shared.engine, "remove_adapter"):
-                await self._call("remove_adapter", self._adapter(state, name))
-        except Exception:  # it stays loaded; the others are freed
+                await self._call_engine(
+                    "remove_adapter", self._engine_adapter_name(state, name)
+                )
+        except Exception:  # the adapter stays loaded; others are freed
             logger.exception("freeing the adapter %r raised", name)
 
     async def _cache_prefix(self, state: Session, prefix: Prefix) -> None:
         token_ids, adapter = prefix
-        await self._call("cache_prefix", token_ids, self._adapter(state, adapter))
+        await self._call_engine(
+            "cache_prefix", token_ids, self._engine_adapter_name(state, adapter)
+        )
 
-    async def _keep_prefixes(self) -> None:
-        """Replace the engine's prefixes by those of the sessions that have not ended."""
-        await self._call("clear_prefix_cache")
+    async def _recompute_prefixes(self) -> None:
+        """Clear the engine's prefix cache and compute the prefixes of all sessions again."""
+        await self._call_engine("clear_prefix_cache")
         for state in list(self._sessions.values()):
             for prefix in list(state.prefixes):
                 try:
                     await self._cache_prefix(state, prefix)
-                except Exception:  # each query then computes it
+                except Exception:  # queries then compute it
                     logger.exception("computing a prefix again raised")
 
-    def _adapter(self, state: Session, name: str | None) -> str | None:
-        """Return an adapter name that is unique among drivers."""
-        if name is None or name in self._own_adapters:
+    def _engine_adapter_name(self, state: Session, name: str | None) -> str | None:
+        """Return the engine's name of a driver's adapter, which is unique among drivers."""
+        if name is None or name in self._engine_adapters:
             return name
         return f"{name}-{state.driver}"
 
     # -- sessions ---------------------------------------------------------------------
 
-    def _take(self, state: Session, message: ReplicaRequest) -> None:
-        """Drop the queries that a message aborts, and submit its own.
+    def _accept(self, state: Session, message: ReplicaRequest) -> None:
+        """Drop the aborted queries of a message, and submit its new queries.
 
         Raises:
-            EvaluationError: The driver would exceed its limits; no query was accepted.
+            EvaluationError: The driver would exceed its limits. No query was accepted.
         """
         if message.aborted:
             state.abort(message.aborted)
         for number in message.dropped:
             state.generations.drop(number)
         groups, added = message.groups, message.count + len(message.groups)
-        rows = sum(each.size for each in groups)
+        sequences = sum(group.size for group in groups)
         pending = state.unanswered + len(state.finished)
         self._spec.limits.check(
             EvaluationError,
             pending_queries=pending + added if added else 0,
-            sequences=state.generations.sequences + rows if rows else 0,
+            sequences=state.generations.sequences + sequences if sequences else 0,
         )
         queries: list[Any] = [
             query
             if query.adapter is None
-            else query.replace(adapter=self._adapter(state, query.adapter))
-            for query in unpacked_queries(message)
+            else query.replace(adapter=self._engine_adapter_name(state, query.adapter))
+            for query in unpack_queries(message)
         ]
-        lease = functools.partial(_HeldContexts, self._shared.scheduler.release)
-        for each in groups:
-            adapter = self._adapter(state, each.adapter)
-            queries.append(state.generations.group(each, adapter, lease))
+        lease = functools.partial(_ContextLease, self._shared.scheduler.release)
+        for group in groups:
+            adapter = self._engine_adapter_name(state, group.adapter)
+            queries.append(state.generations.group(group, adapter, lease))
         state.submit(queries)
         if message.released is not None:
             for name, sequence in zip(
                 message.released[0], message.released[1].unpack(), strict=True
             ):
-                self._shared.scheduler.release((self._adapter(state, name), sequence.key))
+                self._shared.scheduler.release(
+                    (self._engine_adapter_name(state, name), sequence.key)
+                )
 
-    async def _end(self, session: str) -> None:
+    async def _end_session(self, session: str) -> None:
         state = self._sessions.pop(session, None)
         if state is None:
             return
@@ -451,28 +463,29 @@ class Replica:
                 await self._remove_adapter(state, name)
             if state.prefixes:
                 try:
-                    await self._keep_prefixes()
-                except Exception:  # as for adapters
+                    await self._recompute_prefixes()
+                except Exception:  # prefixes stay cached; other sessions are not affected
                     logger.exception("freeing the prefixes of a program raised")
 
     async def _supervise(self) -> None:
-        """End silent sessions, and the process whose engine has ended."""
+        """End sessions of silent drivers, and the process if the engine has ended."""
         timeout_s = self._spec.driver_timeout_s
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
-            self._exit_with_engine()
+            self._exit_if_engine_ended()
             oldest_s = time.monotonic() - timeout_s
-            for name in [k for k, each in self._sessions.items() if each.seen_s < oldest_s]:
-                await self._end(name)
+            silent = [name for name, state in self._sessions.items() if state.seen_s < oldest_s]
+            for name in silent:
+                await self._end_session(name)
 
-    def _exit_with_engine(self) -> None:
-        """End the process of an engine whose thread has ended: Ray starts another."""
+    def _exit_if_engine_ended(self) -> None:
+        """End the process if the engine's thread has ended; Ray starts a new process."""
         if self._shared.scheduler.closed:
             _exit(EngineDiedError("the engine's thread has ended"))
 
 
-class _HeldContexts:
-    """Keeps the engine's cached state of a population's contexts alive."""
+class _ContextLease:
+    """Releases the engine's state of a population's contexts when it is deleted."""
 
     def __init__(
         self, release: Callable[[Any], None], contexts: list[tuple[str | None, bytes]]
@@ -486,5 +499,5 @@ class _HeldContexts:
 
 def _exit(cause: BaseException) -> None:
     """End this process."""
-    logger.error("the engine ended, and its process with it", exc_info=cause)
+    logger.error("the engine has ended; its process ends too", exc_info=cause)
     os._exit(1)

@@ -1,13 +1,13 @@
-"""`Router`: assignment of queries to replicas. Depends on neither Ray nor the time.
+"""`Router`: assignment of queries to replicas, without Ray and without clocks.
 
-Queries wait here until replicas have room for them, so a replica that is faster gets more. The
+Queries wait in the router until a replica accepts them, so a faster replica receives more. The
 work of a replica is counted in rows: its unanswered queries, and the tokens of their contexts
-that it has not computed. A query goes to the replica that has most of its context, unless
-another one has so much less work that this pays for the tokens that are recomputed. A
-population goes to the replica that has its state.
+that it has not computed. A query is assigned to the replica that has most of its context,
+unless another replica has so much less work that recomputing the missing tokens saves time. A
+population is assigned to the replica that has its state.
 
-Deterministic: equal calls have equal results, so `benchmarks/simulate_replicas.py` runs this
-class at any scale.
+The router is deterministic: equal calls have equal results. `benchmarks/simulate_replicas.py`
+therefore runs it at any scale.
 """
 
 from __future__ import annotations
@@ -28,36 +28,37 @@ __all__ = ["AnyQuery", "Context", "RoutedQuery", "Router"]
 AnyQuery = Query | GroupQuery
 
 ContextKey = tuple[str | None, bytes]
-"""The adapter and the key of the sequence, whole: equal hashes must not become equal rows."""
+"""Adapter and complete key of a sequence: sequences with equal hashes must not share rows."""
 
 TOKEN_COST = 0.25
-"""Cost of computing a prompt token, in rows. Tokens of one prompt share a matrix
-product, so engines compute them at several times the rate of rows."""
+"""Cost of computing a prompt token, in rows. The tokens of a prompt share matrix products, so
+engines compute them at several times the rate of rows."""
 
-SHARED = 8
-"""Queries that continue one context in one batch make it a shared prompt, which each replica
-may compute once. Contexts of fewer queries count against `MAX_RECOMPUTED`."""
+MIN_SHARED_QUERIES = 8
+"""Minimum number of queries of a batch that continue the same context for the context to be a
+shared prompt, which every replica may compute once. For fewer queries, recomputed tokens count
+against `MAX_RECOMPUTED`."""
 
 MAX_RECOMPUTED = 0.04
-"""Maximum share of requested tokens that is recomputed to balance the replicas' work."""
+"""Maximum share of requested tokens that are recomputed to balance the replicas' work."""
 
-BLOCK = 128
-"""Prefixes of these lengths are remembered too, for queries without a known parent."""
+BLOCK_TOKENS = 128
+"""Prefixes whose lengths are multiples of it are contexts too, for queries without a parent."""
 
-LOOK_BACK = 4
-"""Number of lengths just below a query's at which its parent is looked up."""
+MAX_LOOK_BACK = 4
+"""Maximum number of tokens by which a query may extend its parent, apart from whole blocks."""
 
-MOST_HOLDERS = 16
-"""Maximum number of a context's replicas whose work is compared for one query."""
+MAX_HOLDERS = 16
+"""Maximum number of a context's replicas that are compared for a query."""
 
 
 class Context:
     """A requested sequence, or a prefix of one.
 
     Attributes:
-        length: Its number of tokens.
-        replicas: Replicas that have computed it or will.
-        fork: Its longest prefix that more replicas had when it was added.
+        length: Number of tokens.
+        replicas: Replicas that have computed the context or will compute it.
+        fork: The longest prefix that more replicas had when the context was added.
         sequence: The sequence; None for a prefix that was not requested.
     """
 
@@ -70,7 +71,7 @@ class Context:
         self.sequence: TokenSequence | None = None
 
     def missing_in(self, replica: int) -> int:
-        """Return the number of its last tokens that a replica has not computed."""
+        """Return the number of last tokens that a replica has not computed."""
         context: Context | None = self
         while context is not None:
             if replica in context.replicas:
@@ -80,18 +81,18 @@ class Context:
 
 
 class RoutedQuery:
-    """A query, its context, the known prefix that it continues, and its replica.
+    """A query, its context, the context that it continues, and its replica.
 
     Attributes:
         query: The query.
-        order: Its place among all queries.
-        context: Its context; None for a population.
-        parent: The longest known prefix of its sequence; None if there is none.
-        tokens: Number of rows that are computed for it, those of its context aside.
-        replica: Its replica, -1 while it waits.
-        cost: Its share of the replica's work.
-        placed: The state that a population's generation has after the query.
-        sampled: The state of the generation of its result.
+        order: Number of earlier queries.
+        context: The query's context; None for a population.
+        parent: The longest known prefix of the context; None if there is none.
+        tokens: Number of rows that are computed for the query, without those of its context.
+        replica: The assigned replica, -1 while the query waits.
+        cost: The query's share of the replica's work.
+        placed: State of the population's generation after the query.
+        sampled: State of the generation of the result.
     """
 
     __slots__ = (
@@ -118,117 +119,117 @@ class RoutedQuery:
 
 
 class Router:
-    """The unanswered queries, of which some wait and others are sent.
+    """The unanswered queries, which are waiting or sent to a replica.
 
     Args:
         max_contexts: Maximum number of contexts; the least recently used are evicted.
 
     Attributes:
-        tokens_asked: Tokens that the queries needed where they were first routed.
-        tokens_recomputed: Tokens that were assigned to a further replica.
+        tokens_requested: Number of tokens that queries added to known contexts.
+        tokens_recomputed: Number of tokens that a further replica was assigned to compute.
     """
 
     def __init__(self, max_contexts: int = 2**15) -> None:
         self._max_contexts = max_contexts
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
-        self._orders = itertools.count()
+        self._order = itertools.count()
         self._waiting: dict[int, RoutedQuery] = {}  # by query id, oldest first
         self._sent: dict[int, RoutedQuery] = {}
-        self._in_flight: Counter[int] = Counter()  # of these, by replica
+        self._in_flight: Counter[int] = Counter()  # sent queries by replica
         self._work: dict[int, float] = {}
-        self._least: list[tuple[float, int]] = []  # a heap, of which outdated items are left
+        self._work_heap: list[tuple[float, int]] = []  # may contain outdated items
         self._budget_used = 0
-        self.tokens_asked = self.tokens_recomputed = 0
+        self.tokens_requested = self.tokens_recomputed = 0
 
     # -- replicas ---------------------------------------------------------------------
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas that queries are assigned to."""
+        """Replicas to which queries are assigned."""
         return tuple(self._work)
 
     @property
     def work(self) -> dict[int, float]:
-        """Pending work of each replica, in rows."""
+        """Pending work in rows by replica."""
         return dict(self._work)
 
     def add(self, replica: int) -> None:
-        """Assign queries to a replica, which has computed nothing. Numbers are never reused."""
+        """Add a replica that has computed nothing. Numbers of replicas are never reused."""
         self._set_work(replica, 0.0)
 
     def reassign_from(self, replica: int) -> None:
-        """Let a replica's queries wait for others, in order of submission."""
+        """Remove a replica; its queries wait again, in the order of submission."""
         del self._work[replica], self._in_flight[replica]
-        requeued = [each for each in self._sent.values() if each.replica == replica]
-        for each in requeued:
-            each.replica, each.placed, each.sampled = -1, None, None
-            del self._sent[each.query.query_id]
+        requeued = [routed for routed in self._sent.values() if routed.replica == replica]
+        for routed in requeued:
+            routed.replica, routed.placed, routed.sampled = -1, None, None
+            del self._sent[routed.query.query_id]
         waiting = sorted([*requeued, *self._waiting.values()], key=attrgetter("order"))
-        self._waiting = {each.query.query_id: each for each in waiting}
+        self._waiting = {routed.query.query_id: routed for routed in waiting}
 
     # -- queries ----------------------------------------------------------------------
 
     def submit(self, queries: Iterable[AnyQuery]) -> None:
-        """Accept queries, which `take` assigns."""
+        """Accept queries, which wait until `take` assigns them."""
         for query in queries:
             context = parent = None
             if isinstance(query, Query):
                 key = (query.adapter, query.sequence.key)
-                parent = self._nearest(query, key)
-                context = self._remember(query.adapter, query.sequence, key, parent)
+                parent = self._find_parent(query, key)
+                context = self._get_or_add_context(query.adapter, query.sequence, key, parent)
                 known = 0 if parent is None else parent.length
-                self.tokens_asked += max(1, context.length - known)
-            routed = RoutedQuery(query, next(self._orders), context, parent)
+                self.tokens_requested += max(1, context.length - known)
+            routed = RoutedQuery(query, next(self._order), context, parent)
             self._waiting[query.query_id] = routed
 
     def take(self, room: Mapping[int, int]) -> dict[int, list[RoutedQuery]]:
-        """Choose replicas for waiting queries, oldest first; they count as sent.
+        """Assign waiting queries to replicas, oldest first, and mark them as sent.
 
         Args:
-            room: Maximum number of queries for each replica.
+            room: Maximum number of further queries by replica.
 
         Returns:
             The queries by replica.
         """
-        left = {replica: most for replica, most in room.items() if most > 0}
+        remaining = {replica: count for replica, count in room.items() if count > 0}
         taken: dict[int, list[RoutedQuery]] = {}
-        if not left or not self._waiting:
+        if not remaining or not self._waiting:
             return taken
-        families = Counter(each.parent for each in self._waiting.values())
-        for each in list(self._waiting.values()):
-            replica = self._choose(each, families[each.parent], left)
-            if replica in left:
-                self._assign(each, replica)
-                taken.setdefault(replica, []).append(each)
-                left[replica] -= 1
-                if not left[replica]:
-                    del left[replica]
-                    if not left:
+        sibling_counts = Counter(routed.parent for routed in self._waiting.values())
+        for routed in list(self._waiting.values()):
+            replica = self._choose(routed, sibling_counts[routed.parent], remaining)
+            if replica in remaining:
+                self._assign(routed, replica)
+                taken.setdefault(replica, []).append(routed)
+                remaining[replica] -= 1
+                if not remaining[replica]:
+                    del remaining[replica]
+                    if not remaining:
                         break
         return taken
 
-    def finished(self, query_id: int, replica: int | None = None) -> RoutedQuery | None:
-        """Forget a query that was answered or aborted, and return it.
+    def finish(self, query_id: int, replica: int | None = None) -> RoutedQuery | None:
+        """Remove a query that was answered or aborted, and return it.
 
         Args:
             query_id: Id of the query.
-            replica: The replica that answered.
+            replica: The replica that answered; None for any replica.
 
         Returns:
-            None if the query was not unanswered and assigned to that replica.
+            The query, or None if it is unknown or assigned to another replica.
         """
         if replica is None and query_id in self._waiting:
             return self._waiting.pop(query_id)
-        each = self._sent.get(query_id)
-        if each is None or (replica is not None and each.replica != replica):
+        routed = self._sent.get(query_id)
+        if routed is None or (replica is not None and routed.replica != replica):
             return None
         del self._sent[query_id]
-        self._in_flight[each.replica] -= 1
-        self._set_work(each.replica, self._work[each.replica] - each.cost)
-        return each
+        self._in_flight[routed.replica] -= 1
+        self._set_work(routed.replica, self._work[routed.replica] - routed.cost)
+        return routed
 
     def in_flight(self, replica: int) -> int:
-        """Number of queries that a replica is evaluating."""
+        """Return the number of queries that were sent to a replica."""
         return self._in_flight[replica]
 
     def __len__(self) -> int:
@@ -239,30 +240,30 @@ class Router:
 
     def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Record that every replica has computed a prefix."""
-        context = self._remember(adapter, sequence, (adapter, sequence.key), None)
+        context = self._get_or_add_context(adapter, sequence, (adapter, sequence.key), None)
         context.replicas |= dict.fromkeys(self._work)
 
     def release(self, adapter: str | None, key: bytes) -> Context | None:
-        """Forget and return a context that the program dropped, if it is known."""
+        """Remove and return a context that the program dropped, if it is known."""
         return self._contexts.pop((adapter, key), None)
 
-    def _nearest(self, query: Query, key: ContextKey) -> Context | None:
-        """Find the longest known prefix of a query, near its end or at a block's end."""
+    def _find_parent(self, query: Query, key: ContextKey) -> Context | None:
+        """Find the longest known prefix of a query, near its end or at the end of a block."""
         contexts, adapter, sequence = self._contexts, query.adapter, query.sequence
-        known = contexts.get(key)
+        context = contexts.get(key)
         length = len(sequence)
-        if known is not None or length == 1:
-            return known
+        if context is not None or length == 1:
+            return context
         for shorter in itertools.chain(
-            range(length - 1, max(0, length - 1 - LOOK_BACK), -1),
-            range((length - 1) // BLOCK * BLOCK, 0, -BLOCK),
+            range(length - 1, max(0, length - 1 - MAX_LOOK_BACK), -1),
+            range((length - 1) // BLOCK_TOKENS * BLOCK_TOKENS, 0, -BLOCK_TOKENS),
         ):
-            known = contexts.get((adapter, sequence.prefix_key(shorter)))
-            if known is not None:
-                return known
+            context = contexts.get((adapter, sequence.prefix_key(shorter)))
+            if context is not None:
+                return context
         return None
 
-    def _remember(
+    def _get_or_add_context(
         self,
         adapter: str | None,
         sequence: TokenSequence,
@@ -274,17 +275,17 @@ class Router:
             self._contexts.move_to_end(key)
         else:
             length = len(sequence)
-            begin = 0 if parent is None else parent.length // BLOCK
-            for block in range(begin + 1, (length - 1) // BLOCK + 1):
-                before = (adapter, sequence.prefix_key(block * BLOCK))
-                if before not in self._contexts:
-                    self._add(before, block * BLOCK, parent)
-                parent = self._contexts[before]
-            context = self._add(key, length, parent)
+            begin = 0 if parent is None else parent.length // BLOCK_TOKENS
+            for block in range(begin + 1, (length - 1) // BLOCK_TOKENS + 1):
+                prefix = (adapter, sequence.prefix_key(block * BLOCK_TOKENS))
+                if prefix not in self._contexts:
+                    self._add_context(prefix, block * BLOCK_TOKENS, parent)
+                parent = self._contexts[prefix]
+            context = self._add_context(key, length, parent)
         context.sequence = sequence
         return context
 
-    def _add(self, key: ContextKey, length: int, parent: Context | None) -> Context:
+    def _add_context(self, key: ContextKey, length: int, parent: Context | None) -> Context:
         fork = parent
         if parent is not None and len(parent.replicas) == 1 and parent.fork is not None:
             fork = parent.fork
@@ -293,84 +294,84 @@ class Router:
             self._contexts.popitem(last=False)
         return context
 
-    # -- choosing ---------------------------------------------------------------------
+    # -- assignment -------------------------------------------------------------------
 
-    def _choose(self, each: RoutedQuery, family: int, room: Mapping[int, int]) -> int:
-        """Choose a replica and set the cost; if it has no room, the query waits for it.
+    def _choose(self, routed: RoutedQuery, siblings: int, room: Mapping[int, int]) -> int:
+        """Choose a replica and set the cost. If `room` lacks the replica, the query waits.
 
         Args:
-            each: The query.
-            family: Number of waiting queries that continue the same context, which share the
-                tokens that are recomputed.
-            room: Replicas with room.
+            routed: The query.
+            siblings: Number of waiting queries that continue the same context, which share the
+                recomputed tokens.
+            room: Replicas that accept queries.
         """
-        idle = self._idlest()
-        if idle not in room:
-            idle = min(room, key=self._work.__getitem__)
-        each.cost = each.tokens
-        if isinstance(each.query, GroupQuery):
-            base = each.query.generation.with_state()
+        idlest = self._least_loaded()
+        if idlest not in room:
+            idlest = min(room, key=self._work.__getitem__)
+        routed.cost = routed.tokens
+        if isinstance(routed.query, GroupQuery):
+            base = routed.query.generation.with_state()
             state = None if base is None else base.state
             is_placed = isinstance(state, PlacedGeneration) and state.replica in self._work
-            return state.replica if is_placed and state is not None else idle
-        context, parent = each.context, each.parent
+            return state.replica if is_placed and state is not None else idlest
+        context, parent = routed.context, routed.parent
         assert context is not None  # noqa: S101 - only populations have none
-        home = self._holder(parent, idle)
-        if home is None or home == idle or parent is None:
-            known = 0 if parent is None else parent.length - parent.missing_in(idle)
-            each.cost += TOKEN_COST * (max(1, context.length - known) - 1)
-            return idle
-        missing = parent.missing_in(idle)
-        # To even out the work saves half of the difference.
-        difference = self._work[home] - self._work[idle]
-        if difference <= each.tokens + 2 * TOKEN_COST * missing / family:
-            return home
-        if missing and family < SHARED:
-            if self._budget_used + missing > MAX_RECOMPUTED * self.tokens_asked:
-                return home
+        holder = self._find_holder(parent, idlest)
+        if holder is None or holder == idlest or parent is None:
+            known = 0 if parent is None else parent.length - parent.missing_in(idlest)
+            routed.cost += TOKEN_COST * (max(1, context.length - known) - 1)
+            return idlest
+        missing = parent.missing_in(idlest)
+        # Balancing the work of two replicas saves half of the difference.
+        difference = self._work[holder] - self._work[idlest]
+        if difference <= routed.tokens + 2 * TOKEN_COST * missing / siblings:
+            return holder
+        if missing and siblings < MIN_SHARED_QUERIES:
+            if self._budget_used + missing > MAX_RECOMPUTED * self.tokens_requested:
+                return holder
             self._budget_used += missing
         if TOKEN_COST * missing < difference:
-            each.cost += TOKEN_COST * missing
-        # Else it pays over several steps, for which the rows are to be even.
+            routed.cost += TOKEN_COST * missing
+        # Otherwise recomputing saves time only over several steps; their rows are balanced.
         self.tokens_recomputed += missing
-        return idle
+        return idlest
 
-    def _holder(self, parent: Context | None, idle: int) -> int | None:
-        """The replica with the least work of those that have most of a context."""
+    def _find_holder(self, parent: Context | None, preferred: int) -> int | None:
+        """Return the least loaded of the replicas that have most of a context, or None."""
         context = parent
         while context is not None:
-            if idle in context.replicas:
-                return idle
+            if preferred in context.replicas:
+                return preferred
             holders = itertools.islice(
-                (one for one in context.replicas if one in self._work), MOST_HOLDERS
+                (replica for replica in context.replicas if replica in self._work), MAX_HOLDERS
             )
-            found = min(holders, key=self._work.__getitem__, default=None)
-            if found is not None:
-                return found
+            holder = min(holders, key=self._work.__getitem__, default=None)
+            if holder is not None:
+                return holder
             context = context.fork
         return None
 
-    def _idlest(self) -> int:
-        if len(self._least) > 16 * len(self._work) + 64:
-            self._least = [(work, one) for one, work in self._work.items()]
-            heapq.heapify(self._least)
-        while self._work.get(self._least[0][1]) != self._least[0][0]:
-            heapq.heappop(self._least)
-        return self._least[0][1]
+    def _least_loaded(self) -> int:
+        if len(self._work_heap) > 16 * len(self._work) + 64:
+            self._work_heap = [(work, replica) for replica, work in self._work.items()]
+            heapq.heapify(self._work_heap)
+        while self._work.get(self._work_heap[0][1]) != self._work_heap[0][0]:
+            heapq.heappop(self._work_heap)
+        return self._work_heap[0][1]
 
-    def _assign(self, each: RoutedQuery, replica: int) -> None:
-        parent, context = each.parent, each.context
-        each.replica = replica
+    def _assign(self, routed: RoutedQuery, replica: int) -> None:
+        parent, context = routed.parent, routed.context
+        routed.replica = replica
         while context is not None and replica not in context.replicas:
             context.replicas[replica] = None
             context = context.fork
         if parent is not None:
             parent.replicas[replica] = None
-        del self._waiting[each.query.query_id]
-        self._sent[each.query.query_id] = each
+        del self._waiting[routed.query.query_id]
+        self._sent[routed.query.query_id] = routed
         self._in_flight[replica] += 1
-        self._set_work(replica, self._work[replica] + each.cost)
+        self._set_work(replica, self._work[replica] + routed.cost)
 
     def _set_work(self, replica: int, work: float) -> None:
         self._work[replica] = max(0.0, work)
-        heapq.heappush(self._least, (self._work[replica], replica))
+        heapq.heappush(self._work_heap, (self._work[replica], replica))

@@ -23,7 +23,7 @@ __all__ = [
     "wait_until_loaded",
 ]
 
-_ANSWER_S = 10.0
+_DESCRIBE_TIMEOUT_S = 10.0
 """Timeout for the description of a loaded replica."""
 
 
@@ -44,27 +44,28 @@ def serve(
     place_timeout_s: float = 60.0,
     ray_opts: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Load replicas that outlive this program; return their descriptions.
+    """Load replicas that outlive this program, and return their descriptions.
 
     Args:
-        name: Name for `load_model(name, backend="ray")`.
+        name: Name of the model for `load_model(name, backend="ray")`.
         model: Model id or path for the backend `engine`.
         engine: Backend of the replicas.
         replicas: Number of replicas.
         engine_opts: Options of that backend.
-        resources: Resources of a replica, as for `RayEngine`.
-        address: Cluster address; by default that of the joined cluster, or
+        resources: Resources of a replica; see `RayEngine`.
+        address: Address of the cluster; by default that of the joined cluster, or
             `RAY_ADDRESS`.
         max_restarts: Maximum number of restarts of each replica; -1 for no limit.
         limits: Resource limits of the programs that share a replica; by default
             `ServingLimits()`.
-        driver_timeout_s: Silence after which the requests of a program are dropped.
-        step_timeout_s: Longest step of its engine before a replica counts as hanging and ends
-            its process.
+        driver_timeout_s: Time without a message after which the requests of a program are
+            dropped.
+        step_timeout_s: Maximum duration of an engine step, after which a replica ends its
+            process.
         load_timeout_s: Timeout for loading the replicas.
-        place_timeout_s: Maximum wait for resources of the cluster that are in use.
-        ray_opts: Further arguments of `ray.init`; they count for the first connection of a
-            process only.
+        place_timeout_s: Maximum time to wait for resources of the cluster that are in use.
+        ray_opts: Further arguments of `ray.init`, used for the first connection of a process
+            only.
 
     Raises:
         ModelLoadError: No cluster was named, the name exists, the cluster lacks the
@@ -82,17 +83,20 @@ def serve(
         limits or ServingLimits(),
     )
     cluster.connect(address, ray_opts, default=None)
-    if name in _served() or cluster.reservations(name):
+    if name in _served_indices() or cluster.reservations(name):
         raise ModelLoadError(
-            f"asked to serve {name!r}, which this cluster serves already, or whose replicas "
-            f"have died; choose another name, or end it: genlm serve --stop --name {name}"
+            f"this cluster already serves {name!r}, or its replicas have died and are not "
+            f"removed; choose another name, or end it: genlm serve --stop --name {name}"
         )
     actors, groups = cluster.start_replicas(
         spec, resources, max_restarts=max_restarts, place_timeout_s=place_timeout_s
     )
     try:
-        found = wait_until_loaded(actors, load_timeout_s)
-        return [{**each, "state": "up", "replica": index} for index, each in enumerate(found)]
+        descriptions = wait_until_loaded(actors, load_timeout_s)
+        return [
+            {**description, "state": "up", "replica": index}
+            for index, description in enumerate(descriptions)
+        ]
     except BaseException:
         for actor in actors:
             kill(actor)
@@ -101,34 +105,34 @@ def serve(
 
 
 def served(address: str | None = None) -> list[dict[str, Any]]:
-    """Describe every replica that a cluster serves; `state` is `"up"` if it answered.
+    """Describe every replica that a cluster serves; `state` is `"up"` if the replica responded.
 
     Raises:
         ModelLoadError: No cluster was named.
     """
     cluster.join(address)
-    found = []
-    for name, indices in _served().items():
+    descriptions = []
+    for name, indices in _served_indices().items():
         for index, actor in enumerate(_actors(name, indices)):
             try:
-                [description] = _ask_all([actor], "describe", _ANSWER_S)
+                [description] = _call_all([actor], "describe", _DESCRIBE_TIMEOUT_S)
             except ModelLoadError as error:
                 description = {"name": name, "state": str(error)}
-            found.append({"state": "up", **description, "replica": index})
-    return found
+            descriptions.append({"state": "up", **description, "replica": index})
+    return descriptions
 
 
 def stop(name: str, address: str | None = None) -> int:
-    """End all replicas of a served model; return their number.
+    """End all replicas of a served model and return their number.
 
-    Replicas that have died are counted too: their resources were still reserved.
+    Dead replicas are counted too, because their resources are still reserved.
 
     Raises:
         ModelLoadError: The cluster serves no such model, or no cluster was named.
     """
     cluster.join(address)
     groups = cluster.reservations(name)
-    actors = _actors(name, _served().get(name, [])) if groups else actors_of(name)
+    actors = _actors(name, _served_indices().get(name, [])) if groups else actors_of(name)
     for actor in actors:
         kill(actor)
     cluster.remove(groups)
@@ -136,53 +140,53 @@ def stop(name: str, address: str | None = None) -> int:
 
 
 def actors_of(name: str) -> list[Any]:
-    """Find the replicas of a served model.
+    """Return the actors of a served model.
 
     Raises:
         ModelLoadError: The cluster serves no such model.
     """
-    served = _served()
+    served = _served_indices()
     if name not in served:
         raise ModelLoadError(
-            f"asked for the served model {name!r}; this cluster serves "
-            f"{', '.join(map(repr, served)) or 'none'}. `genlm serve` serves one; to load a "
-            f"model in replicas of your own pass engine=, such as engine='hf'"
+            f"no served model {name!r}; this cluster serves "
+            f"{', '.join(map(repr, served)) or 'none'}. `genlm serve` serves a model; to load "
+            f"a model in private replicas, pass engine=, such as engine='hf'"
         )
     return _actors(name, served[name])
 
 
 def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Wait until replicas have loaded their model; return their descriptions.
+    """Wait until replicas have loaded their model, and return their descriptions.
 
     Raises:
-        ModelLoadError: A replica cannot be loaded, or not in time; or it has other versions of
-            what it and this program must have in common.
+        ModelLoadError: A replica cannot be loaded, or not in time, or it has other versions of
+            distributions than this program.
     """
-    for found in _ask_all(actors, "versions", timeout_s):
-        own = {name: version_of(name) for name in found}
-        differ = ", ".join(
-            f"{name} {found[name]} there, {own[name]} here"
-            for name in found
+    for remote in _call_all(actors, "versions", timeout_s):
+        local = {name: version_of(name) for name in remote}
+        differences = ", ".join(
+            f"{name} {remote[name]} there, {local[name]} here"
+            for name in remote
             # A program that uses a served model need not have the plugin of its engine.
-            if own[name] is not None and own[name] != found[name]
+            if local[name] is not None and local[name] != remote[name]
         )
-        if differ:
+        if differences:
             raise ModelLoadError(
-                f"the replicas and this program have different versions: {differ}; install "
-                f"the same ones on every machine"
+                f"the replicas and this program have different versions: {differences}; "
+                f"install the same versions on every machine"
             )
-    return _ask_all(actors, "describe", timeout_s)
+    return _call_all(actors, "describe", timeout_s)
 
 
 def kill(actor: Any, *, restart: bool = False) -> None:
-    """End the process of a replica; with `restart` Ray starts another one."""
-    with contextlib.suppress(RayError):  # the actor or the cluster is dead already
+    """End the process of a replica; with `restart`, Ray starts a new process."""
+    with contextlib.suppress(RayError):  # the actor or the cluster has ended
         ray.kill(actor, no_restart=not restart)
 
 
-def _ask_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
+def _call_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
     try:
-        answers: list[Any] = ray.get(
+        results: list[Any] = ray.get(
             [getattr(actor, method).remote() for actor in actors], timeout=timeout_s
         )
     except RayTaskError as error:
@@ -191,22 +195,22 @@ def _ask_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
         raise ModelLoadError(f"a replica could not start: {error}") from error
     except GetTimeoutError as error:
         raise ModelLoadError(
-            f"no answer of {len(actors)} replicas in {timeout_s:g} s; load_timeout_s= allows "
-            f"more"
+            f"{len(actors)} replicas did not respond within {timeout_s:g} s; increase "
+            f"load_timeout_s="
         ) from error
     except RayError as error:
         raise ModelLoadError(f"a replica could not start: {error}") from error
-    return answers
+    return results
 
 
-def _served() -> dict[str, list[int]]:
-    """The names of served models, and the indices of their replicas."""
-    found: dict[str, list[int]] = {}
-    for each in ray.util.list_named_actors(all_namespaces=True):
-        if each["namespace"] == cluster.NAMESPACE:
-            name, _, index = each["name"].rpartition("/")
-            found.setdefault(name, []).append(int(index))
-    return {name: sorted(found[name]) for name in sorted(found)}
+def _served_indices() -> dict[str, list[int]]:
+    """Return the indices of the replicas of served models by name."""
+    indices: dict[str, list[int]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == cluster.NAMESPACE:
+            name, _, index = actor["name"].rpartition("/")
+            indices.setdefault(name, []).append(int(index))
+    return {name: sorted(indices[name]) for name in sorted(indices)}
 
 
 def _actors(name: str, indices: Iterable[int]) -> list[Any]:

@@ -1,8 +1,9 @@
 """`Session`: the queries, adapters and prefixes of one driver in a replica.
 
 `SharedEngine` is the replica's engine on the core's scheduler. Sessions share it by requested
-tokens: while several of them have queries, few are in the engine at a time, and the next one is
-that of the session with the fewest tokens so far. All is used on the replica's event loop.
+tokens: while several sessions have queries, few queries are in the engine at a time, and the
+next query is that of the session with the fewest tokens so far. Sessions run on the replica's
+event loop.
 """
 
 from __future__ import annotations
@@ -42,27 +43,28 @@ Prefix = tuple[tuple[int, ...], str | None]
 """Token ids and the driver's name of the adapter."""
 
 Running = dict[int, Callable[[], None]]
-"""Functions that abort queries, by the driver's ids of these."""
+"""Functions that abort queries, by the driver's query ids."""
 
 
 class SharedEngine:
     """Builds an engine on its thread and gives it the queries of several sessions.
 
     Args:
-        build: Builds the engine; called on that thread.
-        step_timeout_s: Longest step, after which the process ends; None for no limit.
+        build: Function that builds the engine; called on the engine's thread.
+        step_timeout_s: Maximum duration of a step, after which the process ends; None for no
+            limit.
     """
 
     def __init__(self, build: Callable[[], Engine], step_timeout_s: float | None) -> None:
-        def built() -> Any:
+        def build_engine() -> Any:
             engine = with_groups(build())
-            return engine if step_timeout_s is None else _Guarded(engine, step_timeout_s)
+            return engine if step_timeout_s is None else _StepWatchdog(engine, step_timeout_s)
 
         self.scheduler: Scheduler[Any] = Scheduler(
-            built, release=_release, name="genlm-replica"
+            build_engine, release=_release, name="genlm-replica"
         )
         self._query_ids = itertools.count()
-        self._busy: dict[Session, None] = {}  # those with queries
+        self._busy: dict[Session, None] = {}  # sessions with queries
 
     @property
     def engine(self) -> Any:
@@ -70,53 +72,54 @@ class SharedEngine:
         return self.scheduler.engine
 
     def next_id(self) -> int:
-        """Return a new id of a query for the scheduler."""
+        """Return a new query id for the scheduler."""
         return next(self._query_ids)
 
     async def compute(self, queries: Sequence[AnyQuery]) -> list[Any]:
-        """Return the results or exceptions of queries; on any event loop."""
-        submitted = [_submissions(each, self.next_id()) for each in queries]
+        """Return the results or exceptions of queries. May be called on any event loop."""
+        submitted = [_submissions(query, self.next_id()) for query in queries]
         request = self.scheduler.submit(list(itertools.chain(*submitted)))
         return await self.scheduler.results(request)
 
-    def fill(self, session: Session) -> None:
-        """Pass on waiting queries after the queries of a session have changed."""
+    def submit_waiting(self, session: Session) -> None:
+        """Submit waiting queries after the queries of a session have changed."""
         if not session.unanswered:
             self._busy.pop(session, None)
-        elif session not in self._busy:  # an idle session accumulates no share
-            least = min((each.tokens for each in self._busy), default=0.0)
+        elif session not in self._busy:  # idle sessions accumulate no share
+            least = min((other.tokens for other in self._busy), default=0.0)
             session.tokens = max(session.tokens, least)
             self._busy[session] = None
         room = math.inf
         if len(self._busy) > 1:
-            room = SHARED_ROWS - sum(len(each.running) for each in self._busy)
-        asking = [each for each in self._busy if each.waiting]
-        while asking and room > 0:
-            first = min(asking, key=lambda each: each.tokens)
-            first.pass_on()
+            room = SHARED_ROWS - sum(len(other.running) for other in self._busy)
+        waiting_sessions = [other for other in self._busy if other.waiting]
+        while waiting_sessions and room > 0:
+            first = min(waiting_sessions, key=lambda other: other.tokens)
+            first.submit_next()
             room -= 1
             if not first.waiting:
-                asking.remove(first)
+                waiting_sessions.remove(first)
 
 
 class Session:
-    """A driver's connection: it begins anew when the replica or the connection was lost.
+    """Connection of a driver. After the replica or the connection was lost, a new one begins.
 
     Args:
-        driver: Name of the driver, which may have several sessions, one after the other.
+        driver: Name of the driver, which may have several consecutive sessions.
         shared: The engine.
-        reduction_s: Maximum time of the driver's own reductions of a batch.
+        reduction_s: Maximum time of the driver's user-defined reductions of a batch.
 
     Attributes:
-        generations: Populations that the driver names by number.
-        adapters: Paths of its adapters, by its own names.
-        prefixes: Prefixes that are kept for it.
+        generations: Generations of the driver's populations, by number.
+        adapters: Paths of the driver's adapters, by the driver's names.
+        prefixes: Cached prefixes of the driver.
         finished: Completions that were not sent yet.
-        changed: Set when there may be something to send.
+        changed: Set when a message to the driver may be due.
         seen_s: `time.monotonic()` of the driver's last call; infinite while it attaches.
-        waiting: Queries that the engine's scheduler does not have yet, by id.
-        running: The other ones.
-        tokens: Tokens computed for it, normalised to its fair share.
+        waiting: Queries that were not submitted to the engine's scheduler, by id.
+        running: Queries that were submitted.
+        tokens: Number of tokens computed for the session; at least the minimum of the other
+            sessions when it became busy.
     """
 
     def __init__(self, driver: str, shared: SharedEngine, reduction_s: float) -> None:
@@ -132,14 +135,14 @@ class Session:
         self.tokens = 0.0
         self._shared = shared
         self._reduction_s = reduction_s
-        self._reducer: Scheduler[Any] | None = None  # has the driver's own reductions
-        self._reducing: Running = {}
-        self._limiting: asyncio.Task[None] | None = None
+        self._reducer: Scheduler[Any] | None = None  # of user-defined reductions
+        self._running_reductions: Running = {}
+        self._timeout_task: asyncio.Task[None] | None = None
 
     @property
     def unanswered(self) -> int:
-        """Number of the driver's queries that are not finished."""
-        return len(self.waiting) + len(self.running) + len(self._reducing)
+        """Number of the driver's unfinished queries."""
+        return len(self.waiting) + len(self.running) + len(self._running_reductions)
 
     def submit(self, queries: Sequence[AnyQuery]) -> None:
         """Accept queries."""
@@ -148,38 +151,38 @@ class Session:
                 self._reduce(query)
             else:
                 self.waiting[query.query_id] = query
-        self._shared.fill(self)
+        self._shared.submit_waiting(self)
 
     def abort(self, query_ids: Sequence[int]) -> None:
         """Drop queries."""
         for query_id in query_ids:
             self.generations.finish(query_id)
             if self.waiting.pop(query_id, None) is None:
-                for running in (self.running, self._reducing):
+                for running in (self.running, self._running_reductions):
                     if query_id in running:
                         running.pop(query_id)()
-        self._shared.fill(self)
-        self.changed.set()  # else a poll for the last of them would wait for ever
+        self._shared.submit_waiting(self)
+        self.changed.set()  # otherwise a poll without queries would wait for ever
 
     def end(self) -> None:
-        """Drop all queries, and end what waits for them."""
-        self.abort([*self.waiting, *self.running, *self._reducing])
-        if self._limiting is not None:
-            self._limiting.cancel()
-        self._reducer = None  # its thread ends
+        """Drop all queries and end the session's task and thread."""
+        self.abort([*self.waiting, *self.running, *self._running_reductions])
+        if self._timeout_task is not None:
+            self._timeout_task.cancel()
+        self._reducer = None  # ends its thread
 
-    def pass_on(self) -> None:
-        """Give the first waiting query to the scheduler."""
+    def submit_next(self) -> None:
+        """Submit the first waiting query to the scheduler."""
         query = self.waiting.pop(next(iter(self.waiting)))
         self._start(query, self._shared.scheduler, self._shared.next_id(), self.running)
 
     def _start(
-        self, query: AnyQuery, scheduler: Scheduler[Any], own_id: int, running: Running
+        self, query: AnyQuery, scheduler: Scheduler[Any], scheduler_id: int, running: Running
     ) -> None:
-        """Give a query to a scheduler, which knows it by an id of its own."""
+        """Submit a query to a scheduler under the scheduler's id of it."""
         self.tokens += _tokens_of(query)
         try:
-            request = scheduler.submit(_submissions(query, own_id))
+            request = scheduler.submit(_submissions(query, scheduler_id))
         except EngineError as error:  # the engine's thread has ended
             self._finish(query.query_id, error)
             return
@@ -188,13 +191,13 @@ class Session:
 
     def _done(self, query: AnyQuery, running: Running, future: asyncio.Future[Any]) -> None:
         if future.cancelled() or running.pop(query.query_id, None) is None:
-            return  # it was aborted
+            return  # the query was aborted
         result: Any = future.exception()
         if result is None:
             is_reduced = isinstance(query, Query) and query.outputs != (None,)
             result = Reduced(tuple(future.result())) if is_reduced else future.result()[0]
         self._finish(query.query_id, result)
-        self._shared.fill(self)
+        self._shared.submit_waiting(self)
 
     def _finish(self, query_id: int, result: Any) -> None:
         """Deliver a result or an exception."""
@@ -205,58 +208,59 @@ class Session:
         )
         self.changed.set()
 
-    # -- the driver's own reductions --------------------------------------------------
+    # -- user-defined reductions ------------------------------------------------------
 
     def _reduce(self, query: AnyQuery) -> None:
-        """Compute a query with a reduction that is the driver's code, on its thread."""
+        """Compute a query with a user-defined reduction on the session's thread."""
         if self._reducer is None:
-            shared, wanted = self._shared, self._reducing
+            shared, active = self._shared, self._running_reductions
             self._reducer = Scheduler(
-                lambda: with_groups(ClientEngine(shared.engine, shared.compute, wanted)),
+                lambda: with_groups(ClientEngine(shared.engine, shared.compute, active)),
                 name="genlm-reductions",
             )
             if self._reduction_s < math.inf:
-                self._limiting = asyncio.create_task(self._limit_reductions())
+                self._timeout_task = asyncio.create_task(self._time_out_reductions())
         if self._is_overdue:
-            self._finish(query.query_id, self._overdue())
+            self._finish(query.query_id, self._timeout_error())
         else:
-            self._start(query, self._reducer, query.query_id, self._reducing)
+            self._start(query, self._reducer, query.query_id, self._running_reductions)
 
     @property
     def _is_overdue(self) -> bool:
         reducer = self._reducer
         return reducer is not None and reducer.engine.reduction_s > self._reduction_s
 
-    async def _limit_reductions(self) -> None:
-        """Fail the driver's own reductions when one of them takes too long."""
+    async def _time_out_reductions(self) -> None:
+        """Fail the session's user-defined reductions when one of them takes too long."""
         while True:
             await asyncio.sleep(self._reduction_s / 4)
-            for query_id in list(self._reducing) if self._is_overdue else ():
-                self._reducing.pop(query_id)()
-                self._finish(query_id, self._overdue())
+            for query_id in list(self._running_reductions) if self._is_overdue else ():
+                self._running_reductions.pop(query_id)()
+                self._finish(query_id, self._timeout_error())
 
-    def _overdue(self) -> EvaluationError:
+    def _timeout_error(self) -> EvaluationError:
         return EvaluationError(
             f"a reduction of this program has run for more than {self._reduction_s:g} s in a "
-            f"replica; until it returns, no other reduction of its own is computed there"
+            f"replica; until it returns, the replica computes no other user-defined reduction "
+            f"of this program"
         )
 
 
 def _submissions(query: AnyQuery, query_id: int) -> list[tuple[AnyQuery, Any, Any]]:
-    """Return what a scheduler computes for a query: each output, under an id of its own."""
+    """Return the arguments of `Scheduler.submit` for a query, one for each output."""
     if isinstance(query, GroupQuery):
         return [(dataclasses.replace(query, query_id=query_id), None, None)]
-    own = query.replace(query_id=query_id)
+    renumbered = query.replace(query_id=query_id)
     if query.outputs == (None,):
-        return [(own, None, None)]
-    return [(own, query_id, output) for output in query.outputs]
+        return [(renumbered, None, None)]
+    return [(renumbered, query_id, output) for output in query.outputs]
 
 
 def _tokens_of(query: AnyQuery) -> int:
-    """Cost of a query in tokens: rows, targets or continuations."""
+    """Return the cost of a query in tokens: rows, targets or tokens of continuations."""
     if isinstance(query, GroupQuery):
-        most = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
-        return len(query.wanted) * most
+        length = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
+        return len(query.wanted) * length
     return 1 + len(query.targets)
 
 
@@ -265,14 +269,14 @@ def _release(engine: Any, contexts: list[tuple[str | None, bytes]]) -> None:
         for adapter, key in contexts:
             try:
                 engine.release_context(adapter, key)
-            except Exception:  # the engine then keeps that state
+            except Exception:  # the engine keeps the state
                 logger.exception("release_context of the engine raised")
 
 
-class _Guarded:
-    """An engine whose process ends when a step takes too long, also if Python is blocked.
+class _StepWatchdog:
+    """An engine whose process ends when a step takes too long, even if Python is blocked.
 
-    Other attributes are those of the engine.
+    Other attributes are those of the wrapped engine.
     """
 
     def __init__(self, engine: Any, step_timeout_s: float) -> None:

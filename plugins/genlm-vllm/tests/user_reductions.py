@@ -1,4 +1,4 @@
-"""Reductions of a caller's own, in a module that vLLM's processes import by its name."""
+"""User-defined reductions in a module that vLLM's processes import by its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ProcessId(Reduction):
 
 
 class TwoPartError(Exception):
-    """Can be pickled, but not be made again."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")

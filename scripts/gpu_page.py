@@ -3,7 +3,7 @@
     python scripts/gpu_page.py            from benchmarks/results/gpu.json
     python scripts/gpu_page.py FILE       from another file, such as one brought from elsewhere
 
-A line without a figure says "not measured on a GPU"; so does every line where there is no file.
+Lines without a figure, and all lines without a file, say "not measured on a GPU".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = {
     "check-vllm": "`genlm check vllm` on the device, where vLLM is installed",
     "check-sgl": "`genlm check sgl` on the device, where SGLang is installed",
 }
-"""What each step that is no benchmark shows."""
+"""Description of each step that is not a benchmark."""
 
 _HEAD = """# On a GPU
 
@@ -47,21 +47,20 @@ make gpu                      # with the Python that has torch: make gpu PYTHON=
 python scripts/gpu.py         # the same, without make
 ```
 
-The program runs from a clone with whatever torch, Triton and transformers the machine has: it
-installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU and
-the conformance suite on the device, side by side, and then one benchmark after the other. Each
-runs in a separate process with a time limit; the whole run takes at most ten minutes. Results
-are written to `benchmarks/results/gpu.json` after each step, and this page at the end. Run it
-again to go on after an interruption; `--fresh` begins anew, and names of steps (`python
-scripts/gpu.py trie outside`) run these again. A step that fails, runs out of time or lacks a
-package says so; none is left out silently. `--device cpu --tiny` reaches every step on a
-machine without a GPU.
+The program runs from a clone with the installed torch, Triton and transformers. It installs no
+packages and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU and the
+conformance suite concurrently, and then one benchmark after the other, each in a separate
+process with a time limit; the whole run takes at most ten minutes. Results are written to
+`benchmarks/results/gpu.json` after each step, and this page at the end. After an interruption,
+run it again to continue. `--fresh` repeats all steps, and names of steps (`python
+scripts/gpu.py trie outside`) repeat these. Failures, time-outs and missing packages of steps
+are reported. `--device cpu --tiny` runs every step on a machine without a GPU.
 
 It needs Python 3.11 to 3.13, torch from 2.7, transformers from 5.17, pytest, pytest-timeout,
-hypothesis, pluggy, cachetools, typer, rich, tqdm, peft, accelerate and opentelemetry-sdk. What
-a machine without a network lacks, and genlm-backend 0.3.1 for the comparison with it, can be
-carried as wheels in `.cache/gpu-wheels/`, or the folder that `--wheels` names; they are
-unpacked, not installed:
+hypothesis, pluggy, cachetools, typer, rich, tqdm, peft, accelerate and opentelemetry-sdk. For a
+machine without a network, copy wheels of missing packages, and of genlm-backend 0.3.1 for the
+comparison with it, to `.cache/gpu-wheels/` or the folder of `--wheels`; they are unpacked, not
+installed:
 
 ```bash
 pip download --no-deps -d .cache/gpu-wheels cachetools genlm-backend==0.3.1 \\
@@ -69,23 +68,23 @@ pip download --no-deps -d .cache/gpu-wheels cachetools genlm-backend==0.3.1 \\
 python benchmarks/trie_vocabulary.py     # .cache/trie_vocabulary_128000.npz; a minute, once
 ```
 
-Where files must be brought back from the machine, `--out` and `--page` say where they go;
-`python scripts/gpu_page.py FILE` writes this page from such a file. `PYTHONPATH=$(python
-scripts/source_tree.py)` lets any other program there import genlm and find its plugins.
+`--out` and `--page` set the paths of the results and of this page; `python scripts/gpu_page.py
+FILE` writes this page from other results. With `PYTHONPATH=$(python scripts/source_tree.py)`,
+any other program can import genlm from the clone and find its plugins.
 """
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and what it should be.
+    """A figure and its goal.
 
     Attributes:
-        step: The benchmark that measures it.
-        value: Its name there.
-        what: For readers.
+        step: Benchmark that measures the figure.
+        value: Name of the figure in its results.
+        what: Description for readers.
         target: The goal.
-        at_least: Whether the figure should be at least the goal, or at most.
-        unit: Printed after both.
+        at_least: Whether the goal is a lower bound; else it is an upper bound.
+        unit: Unit of figure and goal.
     """
 
     step: str
@@ -169,11 +168,11 @@ def page(results: Mapping[str, Any] | None) -> str:
     # A run on a CPU tests the programs and measures nothing.
     on_gpu = machine.get("device", "cpu") != "cpu"
     found: Mapping[str, Any] = (results or {}).get("steps", {})
-    parts = [_HEAD.format(state=_state(machine, on_gpu=on_gpu)), "## Right\n"]
+    parts = [_HEAD.format(state=_state(machine, on_gpu=on_gpu)), "## Tests and checks\n"]
     parts += [_row("What", "Result"), _row("---", "---")]
     for name, what in STEPS.items():
         parts.append(_row(what, _outcome(found.get(name), on_gpu=on_gpu)))
-    parts += ["\n## Fast\n", _row("What", "Goal", "Measured", "Reached"), _row(*["---"] * 4)]
+    parts += ["\n## Speed\n", _row("What", "Goal", "Measured", "Reached"), _row(*["---"] * 4)]
     for goal in GOALS:
         sign = ">=" if goal.at_least else "<="
         parts.append(

@@ -40,6 +40,19 @@ def test_plugins_are_listed_with_their_status(monkeypatch: pytest.MonkeyPatch) -
     assert "disabled: GENLM_DISABLE_PLUGINS lists it" in printed
 
 
+def test_a_misspelt_variable_does_not_prevent_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GENLM_PLUGINS", "no-such-plugin")
+    report = found()
+    assert report["plugins"] == []
+    assert "no plugin named 'no-such-plugin'" in report["plugin error"]
+    assert report["libraries"]["torch"] == importlib.metadata.version("torch")
+    printed = CliRunner().invoke(app, ["env"])
+    assert printed.exit_code == 0
+    assert "plugins cannot be listed: no plugin named 'no-such-plugin'" in printed.stdout
+
+
 def test_no_other_variable_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-token")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

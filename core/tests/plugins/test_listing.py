@@ -135,7 +135,7 @@ def test_an_allow_list_with_a_misspelt_name_is_an_error(core, monkeypatch, value
             call()
         message = str(caught.value)
         assert message.startswith(
-            f"no plugin named {wrong!r} (from GENLM_PLUGINS). Installed: "
+            f"no plugin named {wrong!r} (from GENLM_PLUGINS). Installed: reference, toy. "
         )
         assert message.endswith(f"Did you mean {meant!r}?")
     monkeypatch.setenv("GENLM_PLUGINS", "Genlm_Toy, genlm-core:reference")

@@ -116,3 +116,21 @@ def test_a_target_may_not_loosen_the_tolerance(changes, message):
 def test_a_target_may_tighten_the_tolerance():
     assert scripted_target().largest_error == 1e-4
     assert scripted_target(tolerance=1e-6).largest_error == 1e-6
+
+
+def test_names_of_checks_are_read_before_targets_are_built(tmp_path, monkeypatch):
+    def build(*_arguments):
+        raise AssertionError("a target was built")
+
+    monkeypatch.setattr("genlm.testing.run.targets_of", build)
+    with (
+        pytest.raises(LookupError, match="no check 'no-such-check'"),
+        prepared(Settings("reference", only=("no-such-check",))),
+    ):
+        pass
+    missing = tmp_path / "missing.txt"
+    with (
+        pytest.raises(ValueError, match=r"missing\.txt"),
+        prepared(Settings("reference", xfail=missing)),
+    ):
+        pass

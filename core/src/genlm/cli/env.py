@@ -14,7 +14,7 @@ import typer
 from genlm.cli.arguments import JsonOption
 from genlm.cli.output import print_json
 from genlm.cli.tested_versions import installed_version, tested_versions
-from genlm.core.base.errors import describe_error
+from genlm.core.base.errors import GenlmError, describe_error
 from genlm.core.plugins.lookup import list_backends
 
 __all__ = ["env", "environment"]
@@ -58,12 +58,12 @@ def env(
     if as_json:
         print_json(report)
         return
-    plugins = report.pop("plugins")
+    plugins, error = report.pop("plugins"), report.pop("plugin error", None)
     for title, section in report.items():
         typer.echo(title)
         for name, value in section.items():
             typer.echo(f"  {name:<22} {value}")
-    typer.echo("plugins")
+    typer.echo("plugins" if error is None else f"plugins cannot be listed: {error}")
     for info in plugins:
         reason = f": {info['reason']}" if info["reason"] else ""
         typer.echo(f"  {info['provider']:<30} {info['version']}  {info['status']}{reason}")
@@ -72,8 +72,15 @@ def env(
 
 
 def environment() -> dict[str, Any]:
-    """Return the sections of the report, each a mapping; `plugins` is a list."""
-    plugins = [dataclasses.asdict(info) for info in list_backends()]
+    """Return the sections of the report, each a mapping; `plugins` is a list.
+
+    If the plugins cannot be listed, `plugin error` is the reason.
+    """
+    failure: dict[str, Any] = {}
+    try:
+        plugins = [dataclasses.asdict(info) for info in list_backends()]
+    except GenlmError as error:  # one of GENLM_PLUGINS or GENLM_STRICT
+        plugins, failure = [], {"plugin error": str(error)}
     distributions = sorted({"genlm-core", *(info["distribution"] for info in plugins)})
     fields = (
         "name", "kind", "provider", "version", "status", "reason", "capabilities", "tested",
@@ -91,6 +98,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "variables": _variables(os.environ),
         "plugins": [{name: info[name] for name in fields} for info in plugins],
+        **failure,
     }
 
 

@@ -139,10 +139,13 @@ def prepared(settings: Settings) -> Iterator[Run]:
         expected = ", ".join(PROFILES)
         raise ValueError(f"profile={settings.profile!r}: expected one of {expected}")
     info = find(settings.backend)
+    failures = ExpectedFailures.read(settings.xfail)
+    check_ids = {check.id for check in all_checks(info.kind)}
+    # Ids of cases contain names of targets, which may take minutes to build.
+    _refuse_unknown("check", (name for name in settings.only if "[" not in name), check_ids)
     with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:
         targets = targets_of(info, Path(folder), settings.model, settings.dtype)
         all_cases = cases_of(targets, info)
-        failures = ExpectedFailures.read(settings.xfail)
         _refuse_unknown(f"check, named in {settings.xfail},", failures.reasons, _ids(all_cases))
         cases = select_cases(all_cases, settings.only, settings.models)
         try:

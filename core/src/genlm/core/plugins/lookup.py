@@ -215,9 +215,11 @@ def _backends(name: str | None, kind: Kind | None) -> list[BackendInfo]:
     plugins = _registry().plugins
     for entry in variable_entries("GENLM_PLUGINS"):
         if not any(plugin.is_listed([entry]) for plugin in plugins):
-            names = {name for p in plugins for name in (p.name, p.distribution, p.id)}
-            match = _closest_match(entry, names)
+            match = _closest_match(
+                entry, {name for p in plugins for name in (p.name, p.distribution, p.id)}
+            )
             hint = f"Did you mean {match!r}?" if match else "Unset it to allow every plugin"
+            names = {plugin.name for plugin in plugins}
             raise UnknownBackendError(entry, "plugin", names, hint, "GENLM_PLUGINS")
     infos = _registry().backends(name)
     return [info for info in infos if kind is None or info.kind in {kind, None}]

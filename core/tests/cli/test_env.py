@@ -44,7 +44,7 @@ def test_a_misspelt_variable_does_not_prevent_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GENLM_PLUGINS", "no-such-plugin")
-    report = found()
+    report = read_report()
     assert report["plugins"] == []
     assert "no plugin named 'no-such-plugin'" in report["plugin error"]
     assert report["libraries"]["torch"] == importlib.metadata.version("torch")

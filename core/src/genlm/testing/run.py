@@ -140,7 +140,7 @@ def prepared(settings: Settings) -> Iterator[Run]:
         raise ValueError(f"profile={settings.profile!r}: expected one of {expected}")
     info = find(settings.backend)
     failures = ExpectedFailures.read(settings.xfail)
-    check_ids = {check.id for check in all_checks(info.kind)}
+    check_ids = {check.id for check in all_checks(info.kind or "engine")}
     # Ids of cases contain names of targets, which may take minutes to build.
     _refuse_unknown("check", (name for name in settings.only if "[" not in name), check_ids)
     with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:

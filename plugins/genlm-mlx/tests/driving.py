@@ -21,9 +21,9 @@ def rows_of(engine: MLXEngine, sequences: Sequence[Ids], adapter: str | None = N
 
 
 def largest_error(engine: MLXEngine, sequences: Sequence[Ids], oracle: Oracle) -> float:
-    found = rows_of(engine, sequences).double()
+    rows = rows_of(engine, sequences).double()
     expected = torch.stack([oracle(ids).double() for ids in sequences])
-    return float((found - expected).abs().max())
+    return float((rows - expected).abs().max())
 
 
 def used(engine: MLXEngine, name: str) -> int:

@@ -66,7 +66,7 @@ def merged(llama: TinyModel, folder: Path) -> Callable[[Any], torch.Tensor]:
     scale = json.loads((folder / "adapter_config.json").read_text())["lora_parameters"]["scale"]
     with torch.no_grad():
         for path in {key.rpartition(".")[0] for key in weights}:
-            down, up = (np.array(weights[f"{path}.lora_{which}"]) for which in "ab")
+            down, up = (np.array(weights[f"{path}.lora_{matrix}"]) for matrix in "ab")
             change = scale * torch.from_numpy(down @ up).T
             model.get_submodule(path).weight += change
 
@@ -93,16 +93,16 @@ def test_adapters_of_different_layouts_mix_in_a_batch(
     oracles |= {"red": lambda ids: llama.logprobs(ids, "red"), "base": llama.logprobs}
     names = [*oracles]
     for step in population(8, 6):
-        asked = [(ids, names[i % 4]) for i, ids in enumerate(step)]
-        for i, (ids, name) in enumerate(asked):
+        requests = [(ids, names[i % 4]) for i, ids in enumerate(step)]
+        for i, (ids, name) in enumerate(requests):
             engine.submit(Query(i, ids, None if name == "base" else name))
         answers: list[Any] = []
-        while len(answers) < len(asked):
+        while len(answers) < len(requests):
             answers += engine.step()
         for answer in answers:
-            ids, name = asked[answer.query_id]
-            found = answer.result.double()
-            torch.testing.assert_close(found, oracles[name](ids), rtol=0, atol=1e-4)
+            ids, name = requests[answer.query_id]
+            row = answer.result.double()
+            torch.testing.assert_close(row, oracles[name](ids), rtol=0, atol=1e-4)
 
 
 def test_a_removed_adapter_leaves_the_base_model_and_can_be_loaded_again(
@@ -147,7 +147,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     mx.save_safetensors(str(wide / "adapters.safetensors"), weights)
     deeper = write("deeper")
     weights = mx.load(str(deeper / "adapters.safetensors"))
-    weights = {path.replace("layers.1", "layers.7"): each for path, each in weights.items()}
+    weights = {path.replace("layers.1", "layers.7"): weight for path, weight in weights.items()}
     mx.save_safetensors(str(deeper / "adapters.safetensors"), weights)
     full, broken = write("full"), write("broken")
     change_settings(full, fine_tune_type="full")

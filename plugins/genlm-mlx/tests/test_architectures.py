@@ -33,11 +33,11 @@ def load(folder: Path) -> AsyncLM:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_right_or_refused_as_documented(name: str, tmp_path: Path) -> None:
     row = TABLE[name]
-    found = measure_family(load, TinyModel.of(tmp_path, FAMILIES[name]), bound=row.bound)
-    assert (found.status, found.statistics.get("execution_path", "")) == (
+    result = measure_family(load, TinyModel.of(tmp_path, FAMILIES[name]), bound=row.bound)
+    assert (result.status, result.statistics.get("execution_path", "")) == (
         row.status,
         row.path,
-    ), found
+    ), result
 
 
 def test_no_family_is_documented_as_wrong_or_failing() -> None:

@@ -28,24 +28,24 @@ shapes = st.tuples(st.integers(0, 12), st.integers(1, 6))
     st.lists(shapes, min_size=1, max_size=5), st.sampled_from([None, 1, 3, 40]), st.booleans()
 )
 def test_a_token_sees_its_past_and_window(
-    wanted: list[tuple[int, int]], window: int | None, by_model: bool
+    segment_shapes: list[tuple[int, int]], window: int | None, by_model: bool
 ) -> None:
-    segments = [segment(*shape, first=1 + 20 * i) for i, shape in enumerate(wanted)]
+    segments = [segment(*shape, first=1 + 20 * i) for i, shape in enumerate(segment_shapes)]
     batch = PassLayout.of_segments(segments)
-    storage = KVStorage([LAYER], 1 + 20 * len(wanted))
+    storage = KVStorage([LAYER], 1 + 20 * len(segment_shapes))
     (cache,) = slot_caches(storage, batch, [None if by_model else window])
     new = batch.tokens.shape[1]
     mask = cache.make_mask(new, window_size=window if by_model else None)
-    everything = np.ones((len(wanted), 1, new, batch.reads.shape[1]), bool)
-    visible = everything if mask is None else np.array(mask)
-    assert mask is None or mask.shape == everything.shape
+    full_mask = np.ones((len(segment_shapes), 1, new, batch.reads.shape[1]), bool)
+    visible = full_mask if mask is None else np.array(mask)
+    assert mask is None or mask.shape == full_mask.shape
     for row, member in enumerate(segments):
         assert cache.offset[row] == member.past
         for place in range(len(member.tokens)):
-            seen = batch.reads[row][visible[row, 0, place]]
+            visible_slots = batch.reads[row][visible[row, 0, place]]
             position = member.past + place
             first = 0 if window is None else max(0, position + 1 - window)
-            assert seen.tolist() == member.slots[first : position + 1].tolist()
+            assert visible_slots.tolist() == member.slots[first : position + 1].tolist()
 
 
 def test_keys_and_values_come_back_for_whole_sequences() -> None:
@@ -61,14 +61,14 @@ def test_keys_and_values_come_back_for_whole_sequences() -> None:
             for place, slot in enumerate(batch.writes[row]):
                 written[int(slot)] = keys[row, :, place], values[row, :, place]
         _, cache = slot_caches(storage, batch, [None, None])
-        found = cache.update_and_fetch(mx.array(keys), mx.array(values))
-        assert cache.keys_and_values() is found
-        for which, states in enumerate(found):
+        fetched = cache.update_and_fetch(mx.array(keys), mx.array(values))
+        assert cache.keys_and_values() is fetched
+        for index, states in enumerate(fetched):
             for row in range(rows):
                 for column, slot in enumerate(batch.reads[row]):
                     if not batch.is_token[row, column]:
                         continue
-                    expected = written[int(slot)][which]
+                    expected = written[int(slot)][index]
                     assert np.array_equal(np.array(states[row, :, column]), expected)
 
 
@@ -93,17 +93,17 @@ def test_what_fails_to_grow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not storage.is_corrupt
 
 
-@pytest.mark.parametrize("most", [3, 5000, 10**6])
-def test_growing_keeps_what_was_written(most: int) -> None:
-    storage = KVStorage([LAYER], most)
-    slot = min(most, 1024) - 1
+@pytest.mark.parametrize("max_slots", [3, 5000, 10**6])
+def test_growing_keeps_what_was_written(max_slots: int) -> None:
+    storage = KVStorage([LAYER], max_slots)
+    slot = min(max_slots, 1024) - 1
     batch = PassLayout.of_segments([segment(0, 1, slot)])
     keys, values = mx.ones((1, 2, 1, 3)), mx.ones((1, 2, 1, 5)) * 2
     slot_caches(storage, batch, [None])[0].update_and_fetch(keys, values)
     storage.settle()
-    storage.make_room(most - 1 if most < 10**6 else 3000)
-    assert storage.slots == min(most, max(3001, 2048)) or storage.slots == most
+    storage.make_room(max_slots - 1 if max_slots < 10**6 else 3000)
+    assert storage.slots == min(max_slots, max(3001, 2048)) or storage.slots == max_slots
     again = PassLayout.of_segments([Segment((1,), np.array([slot, 0]), np.array([0]))])
-    found = slot_caches(storage, again, [None])[0].update_and_fetch(keys * 5, values * 5)
-    assert np.array_equal(np.array(found[0][0, :, 0]), np.ones((2, 3)))
-    assert np.array_equal(np.array(found[1][0, :, 0]), np.full((2, 5), 2))
+    fetched = slot_caches(storage, again, [None])[0].update_and_fetch(keys * 5, values * 5)
+    assert np.array_equal(np.array(fetched[0][0, :, 0]), np.ones((2, 3)))
+    assert np.array_equal(np.array(fetched[1][0, :, 0]), np.full((2, 5), 2))

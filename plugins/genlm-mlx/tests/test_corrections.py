@@ -87,8 +87,8 @@ def test_embeddings_that_depend_on_the_length_are_served_up_to_the_original_leng
 
 def test_a_window_as_long_as_the_context_changes_nothing(make: Make) -> None:
     model = make("mistral", TINY_LLAMA | {"sliding_window": 16})
-    own, _ = mlx_lm.load(str(model.path))
-    layer = type(own.layers[0])
+    loaded, _ = mlx_lm.load(str(model.path))
+    layer = type(loaded.layers[0])
     for max_context, corrected in ((16, False), (17, True), (None, True)):
         loaded, tokenizer, config = mlx_lm.load(str(model.path), return_config=True)
         MLXEngine.from_model(loaded, tokenizer, config, max_context=max_context)
@@ -192,8 +192,8 @@ def test_a_family_that_was_not_verified_is_refused_if_asked_for(make: Make) -> N
 def test_a_limit_of_the_context_is_a_whole_number_and_never_extends_it(
     llama: TinyModel,
 ) -> None:
-    for asked, expected in ((None, 64), (10, 10), (100, 64)):
-        assert MLXEngine(llama.path, max_context=asked).max_context == expected
+    for requested, expected in ((None, 64), (10, 10), (100, 64)):
+        assert MLXEngine(llama.path, max_context=requested).max_context == expected
     with pytest.raises(
         ValueError, match=r"max_context=1\.5; expected a whole number of tokens"
     ):

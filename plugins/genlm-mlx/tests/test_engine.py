@@ -136,18 +136,18 @@ def test_either_kind_of_tokenizer_is_taken(llama: TinyModel) -> None:
 
 
 def test_a_model_that_waits_for_its_thread_is_refused(llama: TinyModel) -> None:
-    made: list[Any] = []
+    arguments: list[Any] = []
 
     def make_lazily() -> None:
         model, tokenizer = mlx_lm.load(str(llama.path))
         model.model.norm.weight = mx.random.normal((32,)) + 1
-        made.extend((model, tokenizer))
+        arguments.extend((model, tokenizer))
 
     thread = threading.Thread(target=make_lazily)
     thread.start()
     thread.join()
     with pytest.raises(ModelLoadError, match=r"call mx\.eval\(model\.parameters\(\)\)"):
-        MLXEngine.from_model(*made)
+        MLXEngine.from_model(*arguments)
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path, llama: TinyModel) -> None:

@@ -39,13 +39,13 @@ class Counted:
         self.gathered: list[int] = []
         run, gather = forward.SlotCacheForward.run_table, storage.KVStorage.gather
 
-        def counted_run(own: Any, batch: TableBatch, adapter: str | None) -> Any:
+        def counted_run(instance: Any, batch: TableBatch, adapter: str | None) -> Any:
             self.tokens.append(len(batch.tokens))
-            return run(own, batch, adapter)
+            return run(instance, batch, adapter)
 
-        def counted_gather(own: Any, layer: int, rows: mx.array) -> list[mx.array]:
+        def counted_gather(instance: Any, layer: int, rows: mx.array) -> list[mx.array]:
             self.gathered.append(rows.shape[0])
-            return gather(own, layer, rows)
+            return gather(instance, layer, rows)
 
         monkeypatch.setattr(forward.SlotCacheForward, "run_table", counted_run)
         monkeypatch.setattr(storage.KVStorage, "gather", counted_gather)
@@ -97,9 +97,9 @@ async def largest_errors(
             tokens[before.lengths[members] + width > most_tokens] = -1
             population = populations[place] = before[members].extend(tokens)
             count = int(generator.choice([1, len(population) // 2, len(population)]))
-            asked = population[generator.permutation(len(population))[:count]]
-            rows = await asked.next_token_logprobs()
-            expected = torch.stack([oracle(context.token_ids) for context in asked])
+            subset = population[generator.permutation(len(population))[:count]]
+            rows = await subset.next_token_logprobs()
+            expected = torch.stack([oracle(context.token_ids) for context in subset])
             largest = max(largest, float((rows.double() - expected.double()).abs().max()))
     return largest
 
@@ -113,8 +113,8 @@ def test_members_have_the_rows_of_their_sequences(
     oracle = functools.cache(model.logprobs)
     engine, generator = serve(model, slots), np.random.default_rng(1)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
-        prompt, *others = (ids(generator, count) for count in (20, 3, 7, 1))
-        populations = [lm.population(prompt, 6), lm.population([prompt, *others])]
+        prompt, *suffixes = (ids(generator, count) for count in (20, 3, 7, 1))
+        populations = [lm.population(prompt, 6), lm.population([prompt, *suffixes])]
         assert asyncio.run(largest_errors(oracle, populations, 8, seed=5)) <= 1e-4
         assert counted.tokens
         used = engine.statistics()
@@ -158,7 +158,9 @@ def test_a_population_that_is_extended_and_resampled_is_gathered_once(
         for step in range(10):
             population = population.extend(generator.integers(3, 300, 5))
             rows = population.next_token_logprobs_sync()
-            expected = torch.stack([llama.logprobs(each.token_ids) for each in population])
+            expected = torch.stack(
+                [llama.logprobs(context.token_ids) for context in population]
+            )
             torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
             if step % 3 == 2:  # some of them twice, some not at all, in another order
                 population = population[generator.integers(0, 5, 5)]
@@ -181,7 +183,7 @@ def test_adapters_have_tables_of_their_own(llama: TinyModel) -> None:
                 extended = populations[place].extend([40 + step, 41, 41, 42])
                 rows = extended.next_token_logprobs_sync()
                 expected = torch.stack(
-                    [llama.logprobs(each.token_ids, name) for each in extended]
+                    [llama.logprobs(context.token_ids, name) for context in extended]
                 )
                 torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
                 populations[place] = extended[[0, 0, 2, 3]]
@@ -231,8 +233,8 @@ def test_a_slot_that_has_another_token_in_the_same_pass_is_not_taken_for_the_old
         results=[0, 1],
     )
     run(both, None)  # resident: sequences that end in slots 2 and 3
-    found = run(one_row([1, 2], [3, 4], [8, 9]), None).logits
-    assert_row(found[0], llama.logprobs((5, 6, 8, 9)))
+    logits = run(one_row([1, 2], [3, 4], [8, 9]), None).logits
+    assert_row(logits[0], llama.logprobs((5, 6, 8, 9)))
 
 
 def test_the_past_of_a_token_after_the_trunk_is_all_of_the_trunk(llama: TinyModel) -> None:
@@ -240,8 +242,8 @@ def test_the_past_of_a_token_after_the_trunk_is_all_of_the_trunk(llama: TinyMode
     run(one_row([], [1], [5]), None)
     run(one_row([1], [2], [6]), None)
     run(one_row([], [1], [5], again=True), None)  # resident: that ends in slot 1
-    found = run(one_row([1, 2], [3], [7]), None).logits
-    assert_row(found[0], llama.logprobs((5, 6, 7)))
+    logits = run(one_row([1, 2], [3], [7]), None).logits
+    assert_row(logits[0], llama.logprobs((5, 6, 7)))
 
 
 def test_rows_are_right_after_a_pass_that_lost_the_storage(
@@ -269,9 +271,9 @@ def test_rows_are_right_after_a_pass_that_lost_the_storage(
         assert not path.forward.storage.is_corrupt
         assert engine.statistics()["kv_tokens"] == 0
         rows = extended.next_token_logprobs_sync()
-        expected = torch.stack([llama.logprobs(each.token_ids) for each in extended])
+        expected = torch.stack([llama.logprobs(context.token_ids) for context in extended])
         torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
-        everyone = [each.token_ids for each in (*population, *extended)]
+        everyone = [context.token_ids for context in (*population, *extended)]
     fresh = serve(llama)
     assert largest_error(fresh, everyone, llama.logprobs) <= 1e-4
 
@@ -294,6 +296,8 @@ def test_a_window_is_that_of_each_member(make: Make, counted: Counted) -> None:
         for step in range(6):
             population = population.extend([20 + step, 30 + step, 40, 50])
             rows = population.next_token_logprobs_sync()
-            expected = torch.stack([model.logprobs(each.token_ids) for each in population])
+            expected = torch.stack(
+                [model.logprobs(context.token_ids) for context in population]
+            )
             torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
     assert counted.tokens[-1] == 4

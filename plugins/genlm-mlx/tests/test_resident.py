@@ -78,14 +78,14 @@ def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
     """Compare with the budget what storage and held batches take; how much the latter do."""
     path: Any = engine._choice.path
     settle, make_room = storage.KVStorage.settle, storage.KVStorage.make_room
-    found: list[int] = []
+    sizes: list[int] = []
 
     def settled(self: Any, *results: Any) -> None:
         """At the end of a pass, with what it holds itself."""
         layers = [layer for result in results if isinstance(result, list) for layer in result]
-        own = sum(array.nbytes for pair in layers for array in pair)
-        found.append(path.forward._resident.nbytes + own)
-        assert self.nbytes + found[-1] <= budget
+        layer_bytes = sum(array.nbytes for pair in layers for array in pair)
+        sizes.append(path.forward._resident.nbytes + layer_bytes)
+        assert self.nbytes + sizes[-1] <= budget
         settle(self, *results)
 
     def grown(self: Any, slot: int) -> None:
@@ -94,7 +94,7 @@ def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
 
     monkeypatch.setattr(storage.KVStorage, "settle", settled)
     monkeypatch.setattr(storage.KVStorage, "make_room", grown)
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("slots", [30, 60, 200])

@@ -36,22 +36,22 @@ def scores_of(
 ) -> list[TokenScores]:
     for i, (ids, start) in enumerate(zip(texts, starts, strict=True)):
         engine.submit(Query(i, ids[:-1], adapter, targets=ids[start:]))
-    found: dict[int, Any] = {}
-    while len(found) < len(texts):
+    results: dict[int, Any] = {}
+    while len(results) < len(texts):
         for completion in engine.step():
             assert completion.error is None, completion.error
-            found[completion.query_id] = completion.result
-    return [found[i] for i in range(len(texts))]
+            results[completion.query_id] = completion.result
+    return [results[i] for i in range(len(texts))]
 
 
 def assert_right(
     texts: Sequence[Ids],
     starts: Sequence[int],
-    found: Sequence[TokenScores],
+    results: Sequence[TokenScores],
     oracle: Callable[[Ids], torch.Tensor],
     bound: float = 1e-5,
 ) -> None:
-    for ids, start, scores in zip(texts, starts, found, strict=True):
+    for ids, start, scores in zip(texts, starts, results, strict=True):
         rows = [oracle(ids[:end]).double() for end in range(start, len(ids))]
         pairs = list(zip(rows, ids[start:], strict=True))
         right = torch.stack([row[target] for row, target in pairs])
@@ -93,8 +93,8 @@ def test_adapters_apply(llama: TinyModel) -> None:
     for name in ("red", "blue"):
         engine.add_adapter(name, llama.adapters[name])
     for name in (None, "red", "blue"):
-        found = scores_of(engine, TEXTS, STARTS, name)
-        assert_right(TEXTS, STARTS, found, lambda ids, name=name: llama.logprobs(ids, name))
+        results = scores_of(engine, TEXTS, STARTS, name)
+        assert_right(TEXTS, STARTS, results, lambda ids, name=name: llama.logprobs(ids, name))
 
 
 def test_every_position_is_computed_once(llama: TinyModel) -> None:
@@ -103,10 +103,10 @@ def test_every_position_is_computed_once(llama: TinyModel) -> None:
     texts = [(*prompt, *text(4, i)) for i in range(1, 7)]
     engine.cache_prefix(prompt, None)
     before = used(engine, "tokens_computed")
-    found = scores_of(engine, texts, [30] * 6)
+    results = scores_of(engine, texts, [30] * 6)
     # All but the last token of each, and the last of the prompt again, for its logits.
     assert used(engine, "tokens_computed") == before + 6 * 3 + 1
-    assert_right(texts, [30] * 6, found, llama.logprobs)
+    assert_right(texts, [30] * 6, results, llama.logprobs)
 
 
 def test_rows_after_scores_are_right(llama: TinyModel) -> None:
@@ -149,5 +149,5 @@ def test_a_text_longer_than_the_cache_is_scored_without(path: str, llama: TinyMo
 
 def test_callers_get_scores(llama: TinyModel) -> None:
     with AsyncLM(lambda: MLXEngine(llama.path, dtype="float32"), name="mlx") as llm:
-        found = llm.batch_token_scores_sync(TEXTS, STARTS)
-    assert_right(TEXTS, STARTS, found, llama.logprobs)
+        results = llm.batch_token_scores_sync(TEXTS, STARTS)
+    assert_right(TEXTS, STARTS, results, llama.logprobs)

@@ -51,6 +51,6 @@ def test_a_kernel_compiles(
     pointers = {"weights": weights} | dict.fromkeys(("slots", "sums", "out"), values)
     pointers |= dict.fromkeys(INDICES, "i32")
     kinds = {key: f"*{kind}" for key, kind in pointers.items()}
-    found = compiled(kernel, target, kinds, CONSTANTS | constants)
+    binary = compiled(kernel, target, kinds, CONSTANTS | constants)
     if target[0] == "cuda" and values == "fp32":
-        assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+        assert stack_bytes(binary.asm["cubin"], tmp_path) == 0

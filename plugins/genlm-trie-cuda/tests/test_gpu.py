@@ -49,9 +49,9 @@ def test_float32_agrees_with_float64_on_the_host(tokens, operation, kernels) -> 
     ws = weights(tokens, 33).softmax(-1)
     ws = ws.log() if operation == "logsumexp" else ws
     exact = getattr(core, f"batch_weight_{operation}")(ws.double().cpu().numpy())
-    for given, rtol in ((ws, 4e-6), (ws.double(), 1e-12)):
-        values = getattr(trie, f"batch_weight_{operation}")(given, returns="torch")
-        assert values.dtype == given.dtype
+    for row_weights, rtol in ((ws, 4e-6), (ws.double(), 1e-12)):
+        values = getattr(trie, f"batch_weight_{operation}")(row_weights, returns="torch")
+        assert values.dtype == row_weights.dtype
         np.testing.assert_allclose(values.cpu(), exact, rtol=rtol, atol=rtol)
 
 

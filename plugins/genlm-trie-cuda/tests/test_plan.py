@@ -30,9 +30,9 @@ def ranks_below_each_slot(plan: TreePlan) -> list[set[int]]:
     assert slots[-1] >= set(range(n))
     for interval, count in enumerate(plan.piece_count.tolist()):
         pieces = [slots[plan.piece[plan.piece_offset[k] + interval]] for k in range(count)]
-        whole = set().union(*pieces)
-        assert len(whole) == sum(map(len, pieces)), "a rank is in two pieces"
-        slots.append(whole)
+        ranks = set().union(*pieces)
+        assert len(ranks) == sum(map(len, pieces)), "a rank is in two pieces"
+        slots.append(ranks)
     assert len(slots) == plan.n_slots
     return slots
 

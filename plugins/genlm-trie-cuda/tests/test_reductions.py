@@ -50,14 +50,14 @@ def assert_exact(trie, values: torch.Tensor, ws: torch.Tensor, operation: str) -
     assert values.shape == (len(trie),)
     for prefix, positions in tokens_below(trie.decode).items():
         below = [weights[position] for position in positions]
-        exact, found = EXACT[operation](below), float(values[trie.node_of(prefix)])
+        exact, value = EXACT[operation](below), float(values[trie.node_of(prefix)])
         if not math.isfinite(exact):
-            assert found == exact or (math.isnan(found) and math.isnan(exact)), prefix
+            assert value == exact or (math.isnan(value) and math.isnan(exact)), prefix
             continue
         depth = math.ceil(math.log2(len(below))) if below else 0
         error = (3 * depth + 2) * ROUNDING[values.dtype]
         scale = sum(map(abs, below)) if operation == "sum" else 2 * max(abs(exact), 1.0)
-        assert abs(found - exact) <= (0 if operation == "max" else error * scale), prefix
+        assert abs(value - exact) <= (0 if operation == "max" else error * scale), prefix
     leaves = values[: len(weights)].double().tolist()
     assert all(a == b or math.isnan(b) for a, b in zip(leaves, weights, strict=True))
 
@@ -163,11 +163,11 @@ def test_a_row_of_a_batch_is_that_row_alone(build_small, operation, rows) -> Non
 def test_views_of_other_tensors_are_read_as_they_lie(build, operation) -> None:
     items = random_words(40)
     trie = build(items)
-    whole = torch.randn((len(items), 12), generator=torch.Generator().manual_seed(0))
-    expected = reduced(trie, whole[:, ::4].T.contiguous(), operation)
-    assert torch.equal(reduced(trie, whole[:, ::4].T, operation), expected)
+    rows = torch.randn((len(items), 12), generator=torch.Generator().manual_seed(0))
+    expected = reduced(trie, rows[:, ::4].T.contiguous(), operation)
+    assert torch.equal(reduced(trie, rows[:, ::4].T, operation), expected)
     wide = torch.zeros(3, len(items) + 9)
-    wide[:, 5:-4] = whole[:, ::4].T
+    wide[:, 5:-4] = rows[:, ::4].T
     assert torch.equal(reduced(trie, wide[:, 5:-4], operation), expected)
 
 

@@ -65,7 +65,7 @@ def test_mappings_and_navigation_are_the_cores(trie) -> None:
 
 @pytest.mark.parametrize("returns", ["numpy", "torch"])
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("dtype", "expected"),
     [
         (torch.float64, torch.float64),
         (torch.float32, torch.float32),
@@ -75,18 +75,18 @@ def test_mappings_and_navigation_are_the_cores(trie) -> None:
         (torch.bool, torch.float64),
     ],
 )
-def test_weights_of_every_dtype(trie, given, expected, returns) -> None:
-    ws = torch.tensor([1.0, 0, 1, 0, 1]).to(given)
+def test_weights_of_every_dtype(trie, dtype, expected, returns) -> None:
+    ws = torch.tensor([1.0, 0, 1, 0, 1]).to(dtype)
     batch = torch.stack([ws, ws])
     for single, rows in ((ws, batch), (batch[0], [ws, ws]), (ws, (ws, ws))):
         values = trie.weight_sum(single, returns=returns)
-        several = trie.batch_weight_sum(rows, returns=returns)
+        batch_values = trie.batch_weight_sum(rows, returns=returns)
         if returns == "numpy":
-            values, several = torch.from_numpy(values), torch.from_numpy(several)
-        assert values.dtype == several.dtype == expected
+            values, batch_values = torch.from_numpy(values), torch.from_numpy(batch_values)
+        assert values.dtype == batch_values.dtype == expected
         assert values.device == ws.device
         assert values[trie.root] == 3
-        assert torch.equal(several, torch.stack([values, values]))
+        assert torch.equal(batch_values, torch.stack([values, values]))
 
 
 @pytest.mark.parametrize("operation", ["sum", "max", "logsumexp"])
@@ -117,9 +117,9 @@ def test_results_stay_on_the_device_and_nothing_waits_for_it() -> None:
         assert values.shape == (3, len(trie))
         values = getattr(trie, f"weight_{operation}")(ws[0], returns="torch")
         assert values.shape == (len(trie),)
-        some = getattr(trie, f"partial_{operation}")(ws, [0, trie.root], returns="torch")
-        assert some.device == ws.device
-        assert some.shape == (3, 2)
+        partial = getattr(trie, f"partial_{operation}")(ws, [0, trie.root], returns="torch")
+        assert partial.device == ws.device
+        assert partial.shape == (3, 2)
 
 
 def test_weights_on_the_cpu_go_to_the_device_that_was_named() -> None:
@@ -145,7 +145,7 @@ def test_some_nodes_have_the_values_that_all_nodes_have(operation) -> None:
     trie = DeviceTrie([Token(i, word) for i, word in enumerate(words)], kernels="torch")
     rows = torch.from_numpy(rng.normal(size=(3, len(words))))
     everything = getattr(trie, f"batch_weight_{operation}")(rows)
-    some = getattr(trie, f"partial_{operation}")
+    reduce_nodes = getattr(trie, f"partial_{operation}")
     for nodes in (
         np.arange(len(trie)),
         trie.child_prefixes(trie.root),
@@ -154,12 +154,16 @@ def test_some_nodes_have_the_values_that_all_nodes_have(operation) -> None:
         [trie.root],
         [],
     ):
-        chosen = list(map(int, nodes))
-        np.testing.assert_allclose(some(rows, nodes), everything[:, chosen], atol=1e-12)
-        np.testing.assert_allclose(some(rows[1], nodes), everything[1, chosen], atol=1e-12)
+        node_list = list(map(int, nodes))
+        np.testing.assert_allclose(
+            reduce_nodes(rows, nodes), everything[:, node_list], atol=1e-12
+        )
+        np.testing.assert_allclose(
+            reduce_nodes(rows[1], nodes), everything[1, node_list], atol=1e-12
+        )
     for node in (-1, len(trie)):
         with pytest.raises(IndexError, match=f"no node {node}"):
-            some(rows, [0, node])
+            reduce_nodes(rows, [0, node])
 
 
 @pytest.mark.parametrize(

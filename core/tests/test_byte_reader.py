@@ -78,6 +78,20 @@ def test_next_bytes_are_sums_over_all_tokenizations(llm, text):
     np.testing.assert_allclose(reader.probabilities(), expected / expected.sum(), atol=1e-6)
 
 
+def test_blocking_calls_read_the_same_bytes(llm):
+    expected = asyncio.run(reading(llm, b"abab"))
+
+    async def in_a_loop() -> genlm.ByteReader:
+        reader = genlm.ByteReader(llm)
+        reader.start_sync([1, 2])
+        reader.read_sync(b"abab")
+        return reader
+
+    found = asyncio.run(in_a_loop())
+    assert found.logprob == expected.logprob
+    np.testing.assert_array_equal(found.probabilities(), expected.probabilities())
+
+
 def test_the_probability_of_the_text_is_the_product_of_its_bytes(llm):
     reader = asyncio.run(reading(llm, b"abba", width=10_000))
     expected = 0.0

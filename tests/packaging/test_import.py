@@ -83,6 +83,19 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = genlm.load_modle
 
 
+def test_a_subpackage_that_was_not_imported_is_named():
+    run(
+        "import genlm, genlm.plugin\n"
+        "for module, name in ((genlm, 'smc'), (genlm, 'typo'), (genlm.plugin, 'smc')):\n"
+        "    try: getattr(module, name)\n"
+        "    except AttributeError as error:\n"
+        "        assert ('write `import genlm.smc`' in str(error)) == (module is genlm) * "
+        "(name == 'smc'), error\n"
+        "    else: assert False\n"
+        "import genlm.smc; genlm.smc.steer"
+    )
+
+
 def test_a_package_without_its_source_is_refused():
     spec = ModuleSpec("compiled", loader=None)
     with pytest.raises(ImportError, match="compiled was installed without its source"):

@@ -7,22 +7,25 @@ the token-trie node of a partial token. The probabilities are exact until the be
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_ids, checked_integer
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.plugins.lookup import get_trie
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ByteReader"]
 
@@ -103,6 +106,8 @@ class ByteReader:
         self.logprob = 0.0
         await self._keep([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
 
+    start_sync = blocking(start)
+
     def copy(self) -> ByteReader:
         """Return an independent reader in the same state, with shared rows and trie."""
         return copy.copy(self)
@@ -151,6 +156,8 @@ class ByteReader:
             await self._keep(beam)
             self.logprob += float(np.log(probability))
 
+    read_sync = blocking(read)
+
     def _at(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
         """Advance to a node: within the partial token, and by the tokens that end there."""
         row: Floats = hypothesis.row
@@ -163,18 +170,29 @@ class ByteReader:
         return beam
 
     async def _keep(self, beam: list[_Hypothesis]) -> None:
-        kept = heapq.nlargest(self.width, beam, key=attrgetter("mass"))
+        kept = [
+            hypothesis
+            for hypothesis in heapq.nlargest(self.width, beam, key=attrgetter("mass"))
+            if hypothesis.mass > 0
+        ]
         total = sum(hypothesis.mass for hypothesis in kept)
-        asked = (self._with_row(each, total) for each in kept if each.mass > 0)
-        self._beam = tuple(await asyncio.gather(*asked))
-
-    async def _with_row(self, hypothesis: _Hypothesis, total: float) -> _Hypothesis:
-        row = hypothesis.row
-        if row is None:
-            logprobs = await hypothesis.context.next_token_logprobs()
-            row = logprobs.cpu().double().exp().numpy()
-            row[self._left_out] = 0
-            row /= row.sum() or 1
-        return replace(
-            hypothesis, row=row, weight=hypothesis.weight / total, mass=hypothesis.mass / total
+        contexts = [hypothesis.context for hypothesis in kept if hypothesis.row is None]
+        rows = iter(await self.llm.batch_next_token_logprobs(contexts))
+        self._beam = tuple(
+            replace(
+                hypothesis,
+                row=self._probabilities(next(rows))
+                if hypothesis.row is None
+                else hypothesis.row,
+                weight=hypothesis.weight / total,
+                mass=hypothesis.mass / total,
+            )
+            for hypothesis in kept
         )
+
+    def _probabilities(self, logprobs: torch.Tensor) -> Floats:
+        """Return the probabilities of a row without the special tokens that are excluded."""
+        row: Floats = logprobs.cpu().double().exp().numpy()
+        row[self._left_out] = 0
+        row /= row.sum() or 1
+        return row

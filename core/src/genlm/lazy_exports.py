@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["lazy_exports"]
@@ -50,7 +51,11 @@ def lazy_exports(
                 value = getattr(module, name)
                 setattr(sys.modules[spec.name], name, value)  # bypasses `__getattr__` later
                 return value
-        raise AttributeError(f"module {spec.name!r} has no attribute {name!r}")
+        hint = ""
+        if spec.submodule_search_locations and name[0] != "_":
+            submodule = f"{spec.name}.{name}"
+            hint = f"; write `import {submodule}`" if find_spec(submodule) else ""
+        raise AttributeError(f"module {spec.name!r} has no attribute {name!r}{hint}")
 
     names = sorted(home)
     return find, lambda: names, names

@@ -29,6 +29,11 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
         {"argument": "stop"},
         ["70 at position 2 of stop is outside", "0 to 63"],
     ),
+    (
+        errors.TokenIdError(-1, 2, 64),
+        {},
+        ["0 to 63. -1 stands for no token: pass ids[ids >= 0]"],
+    ),
     (errors.TokenTypeError("float 1.5"), {"found": "float 1.5"}, ["integers", "float 1.5"]),
     (
         errors.UnknownAdapterError("b", ["z", "a"]),

@@ -220,7 +220,7 @@ def test_a_table_is_computed_once_for_a_vocabulary(llm):
         (lambda: Automaton([[0]], [True]), r"\(1, 1\)"),
         (lambda: Automaton(np.full((1, 256), 1), [True]), "out of range"),
         (lambda: Automaton.regex("a)|(b"), r"cannot compile .*'a\)\|\(b'"),
-        (lambda: Automaton.regex("(?=a)"), "cannot compile"),
+        (lambda: Automaton.regex("(?=a)"), "cannot compile .*Lookaround and backreferences"),
         (lambda: Automaton.regex("^a"), "remove it"),
         (lambda: Automaton.regex(r"[\]^]\^(\Aa)"), "remove it"),
     ],
@@ -228,6 +228,11 @@ def test_a_table_is_computed_once_for_a_vocabulary(llm):
 def test_what_is_no_automaton_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_pattern_of_bytes_is_refused():
+    with pytest.raises(TypeError, match="a regular expression is a string; found b'a'"):
+        Automaton.regex(b"a")
 
 
 def test_tokens_of_another_shape_are_refused(llm):

@@ -417,6 +417,8 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "at token ids, not at texts": (TypeError, {"stop": ["."]}),
         "outside the vocabulary": (ValueError, {"stop": [VOCABULARY]}),
         "expected a Language or a Constraint": (TypeError, {"constraint": "ab"}),
+        "expected bytes": (TypeError, {"constraint": Automaton.regex("a+"), "text": "a"}),
+        "texts of a Language": (ValueError, {"text": b"a"}),
     }
     for message, (error, options) in refused.items():
         with pytest.raises(error, match=message):

@@ -50,6 +50,11 @@ def test_the_ancestry_leads_back_to_the_tokens_of_each_particle(states):
     assert History().ancestry.shape == (0, 0)
 
 
+def test_particles_are_compared_by_identity(states):
+    assert states[0] != states[1]
+    assert len({*states, states[0]}) == len(states)
+
+
 def test_the_history_has_the_figures_of_all_steps(states):
     last = states[-1].history
     assert len(last) == len(states)

@@ -60,8 +60,11 @@ def regex_table(pattern: str) -> ByteTable:
 
     Raises:
         MissingRequirementError: outlines-core is not installed.
-        ValueError: The syntax of the pattern is invalid.
+        ValueError: The syntax of the pattern is invalid or not supported.
+        TypeError: `pattern` is not a string.
     """
+    if not isinstance(pattern, str):
+        raise TypeError(f"a regular expression is a string; found {pattern!r}")
     outlines = import_required(
         "outlines_core", "regular expressions", "'genlm-core[constraints]'"
     )
@@ -78,7 +81,8 @@ def regex_table(pattern: str) -> ByteTable:
         index = outlines.Index(rf"\x00(?:{pattern})\z", letters)
     except Exception as error:
         raise ValueError(
-            f"cannot compile the regular expression {pattern!r}: {error}"
+            f"cannot compile the regular expression {pattern!r}: {error}. Lookaround "
+            f"and backreferences are not supported"
         ) from error
     edges = index.get_transitions()
     first = edges[index.get_initial_state()][0]

@@ -76,7 +76,9 @@ class XGrammar(MatcherLibrary):
         try:
             self._grammar = compile_(source, **options)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"xgrammar does not accept the grammar: {error}") from error
+            raise ValueError(
+                f"xgrammar does not accept the grammar: {str(error).strip()}"
+            ) from error
         self._batch = library.BatchGrammarMatcher()
 
     def first(self, text: bytes) -> Any:

@@ -145,7 +145,7 @@ class History(Sequence[Step]):
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Particles:
     """The particles of a filter after a step; `print` shows those of the largest weights.
 

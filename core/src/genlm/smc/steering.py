@@ -79,8 +79,10 @@ async def steer(
 
     Raises:
         ValueError: A number is out of range, the constraint has another size, the potential
-            is NaN, infinite or of another shape, or as `Language.start`.
-        TypeError: `constraint` is neither a `Language` nor a `Constraint`, or `stop` has texts.
+            is NaN, infinite or of another shape, `text` is given without a `Language`, or as
+            `Language.start`.
+        TypeError: `constraint` is neither a `Language` nor a `Constraint`, `text` is not
+            `bytes`, or `stop` has texts.
         GenlmError: As `Population.draw`.
     """
     if not 0 <= resample_below <= 1:
@@ -90,6 +92,10 @@ async def steer(
     if stop_texts:
         raise TypeError(f"stop={stop!r}; steer finishes particles at token ids, not at texts")
     ends = np.array(sorted(stop_ids), np.int64)
+    if not isinstance(text, bytes):
+        raise TypeError(f"text={text!r}; expected bytes, such as b' 20'")
+    if text and not isinstance(constraint, Language):
+        raise ValueError("text belongs to the texts of a Language; pass one as constraint")
     if isinstance(constraint, Language):
         constraint = constraint.start(llm, size, text=text, stop=None if stop is None else ends)
     if constraint is not None and not isinstance(constraint, Constraint):

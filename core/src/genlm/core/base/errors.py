@@ -142,9 +142,10 @@ class TokenIdError(QueryError):
 
     def __str__(self) -> str:
         where = f"position {self.position}" + (f" of {self.argument}" if self.argument else "")
+        hint = ". -1 stands for no token: pass ids[ids >= 0]" if self.token_id == -1 else ""
         return (
             f"token id {self.token_id} at {where} is outside the vocabulary; valid ids are "
-            f"0 to {self.vocab_size - 1}"
+            f"0 to {self.vocab_size - 1}{hint}"
         )
 
 

@@ -136,11 +136,29 @@ def test_the_command_ends_although_the_cluster_does_not_answer(
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--stop",), ("--name", "a", "--options", "[]"), ("--name", "a", "--resources", "{")],
+    [
+        (),
+        ("--stop",),
+        ("--stop", "--status"),
+        ("--name", "a", "--options", "[]"),
+        ("--name", "a", "--resources", "{"),
+    ],
 )
 def test_what_makes_no_sense_is_refused(server: Server, arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
     assert server.calls == []
+
+
+def test_a_name_that_cannot_be_served_is_an_invalid_argument(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("expected a name without '/'")
+
+    monkeypatch.setattr(server, "serve", refuse)
+    done = run("--name", "a/b", "--local")
+    assert done.exit_code == 2
+    assert "expected a name without '/'" in done.output
 
 
 def test_the_plugin_that_serves_is_named_when_it_is_missing(

@@ -54,6 +54,8 @@ def serve(
     """Serve a model on a Ray cluster for several programs; list and stop served models."""
     if not name and not status:
         raise typer.BadParameter("name the model", param_hint="--name")
+    if status and stop:
+        raise typer.BadParameter("--status and --stop exclude each other")
     if local and address:
         raise typer.BadParameter("--local and --address exclude each other")
     if not (local or address or os.environ.get("RAY_ADDRESS")):
@@ -85,15 +87,18 @@ def serve(
     if status:
         served = [entry for entry in server.served(address) if name in {"", entry["name"]}]
     else:
-        served = server.serve(
-            name,
-            model,
-            backend,
-            replicas=replicas,
-            engine_opts=engine_options,
-            resources=replica_resources,
-            address=address,
-        )
+        try:
+            served = server.serve(
+                name,
+                model,
+                backend,
+                replicas=replicas,
+                engine_opts=engine_options,
+                resources=replica_resources,
+                address=address,
+            )
+        except ValueError as error:  # of the name or the resources
+            raise typer.BadParameter(str(error)) from error
     if as_json:
         print_json(served)
     else:

@@ -11,7 +11,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C ends it without a traceback, also while it is imported."""
+    """Run the command line; Ctrl-C ends it without a traceback, also during its import."""
     try:
         from genlm.cli import main as run
 

@@ -31,7 +31,8 @@ __all__ = ["ByteReader"]
 
 Floats = npt.NDArray[np.float64]
 
-_APART = 257
+_SPECIAL = 257
+"""First component of the symbols of special tokens, which are not bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class ByteReader:
         reader.probabilities()[ord("n")]
 
     Special tokens are not bytes: those that end a text are the outcome `STOP`, and all others
-    are excluded, as if the model did not have them. One method of a reader runs at a time;
-    `copy` returns an independent reader.
+    are excluded, as if the model did not have them. Only one method of a reader may run at a
+    time; `copy` returns an independent reader.
 
     Args:
         llm: The model.
-        width: Size of the beam. The most likely hypotheses are kept; every token that one of
-            them completes requires a row.
+        width: Size of the beam of the most likely hypotheses; every token that completes in a
+            hypothesis requires a row.
         stop: Token ids that end a text; by default the `eos_token_id` of the vocabulary, if it
             has one.
 
@@ -85,18 +86,18 @@ class ByteReader:
             stop = () if end is None else (end,)
         ends = checked_ids(stop, llm.vocab_size, "stop")
         symbols: list[Any] = list(llm.byte_vocab)
-        # A symbol in place of the bytes of their names, distinct by id.
+        # The symbol of a special token, unique by id, replaces the bytes of its name.
         for token_id in llm.vocabulary.special_ids:
-            symbols[token_id] = (_APART, token_id)
+            symbols[token_id] = (_SPECIAL, token_id)
         for token_id in ends:
             symbols[token_id] = (self.STOP, token_id)
-        self._left_out = [i for i in llm.vocabulary.special_ids if i not in ends]
+        self._excluded = [i for i in llm.vocabulary.special_ids if i not in ends]
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self._trie = get_trie()(symbols)
         self._beam: tuple[_Hypothesis, ...] = ()
 
     async def start(self, token_ids: Sequence[int] | Context) -> None:
-        """Start after these tokens, such as a BOS token or a prompt.
+        """Start after some tokens, such as a BOS token or a prompt.
 
         Raises:
             QueryError: The ids are not a sequence that the model can continue.
@@ -104,7 +105,7 @@ class ByteReader:
         if not isinstance(token_ids, Context):
             token_ids = self.llm.context(token_ids)
         self.logprob = 0.0
-        await self._keep([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
+        await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
 
     start_sync = blocking(start)
 
@@ -122,21 +123,21 @@ class ByteReader:
         """
         if not self._beam:
             raise RuntimeError("the reader was not started: await reader.start(token_ids)")
-        mass = np.zeros(_APART + 1)
+        mass = np.zeros(_SPECIAL + 1)
         for hypothesis in self._beam:
             below = self._trie.child_prefixes(hypothesis.node)
             sums = self._trie.partial_sum(hypothesis.row, below)
             mass[self._trie.child_symbols(hypothesis.node)] += hypothesis.weight * sums
-        found: Floats = mass[:_APART] / mass[:_APART].sum()
-        return found
+        probabilities: Floats = mass[:_SPECIAL] / mass[:_SPECIAL].sum()
+        return probabilities
 
     async def read(self, text: bytes) -> None:
-        """Advance by these bytes.
+        """Advance by some bytes.
 
         Raises:
             TypeError: `text` is not `bytes`.
-            ValueError: No hypothesis can be continued with one of the bytes; the reader has
-                read the bytes before it. A wider beam may contain a hypothesis.
+            ValueError: No hypothesis continues with one of the bytes; the reader has read the
+                bytes before it. A wider beam may contain such a hypothesis.
             RuntimeError: `start` was not awaited.
         """
         if not isinstance(text, (bytes, bytearray)):
@@ -147,36 +148,36 @@ class ByteReader:
             for hypothesis in self._beam:
                 node = self._trie.child(hypothesis.node, byte)
                 if node is not None:
-                    beam += self._at(node, hypothesis)
+                    beam += self._advance(node, hypothesis)
             if probability == 0 or not beam:
                 raise ValueError(
                     f"no tokenization in the beam continues with {bytes((byte,))!r}; "
                     f"use a width above {self.width}"
                 )
-            await self._keep(beam)
+            await self._prune(beam)
             self.logprob += float(np.log(probability))
 
     read_sync = blocking(read)
 
-    def _at(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
+    def _advance(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
         """Advance to a node: within the partial token, and by the tokens that end there."""
         row: Floats = hypothesis.row
-        begun = self._trie.partial_sum(row, self._trie.child_prefixes(node)).sum()
-        beam = [replace(hypothesis, node=node, mass=hypothesis.weight * begun)]
+        partial_mass = self._trie.partial_sum(row, self._trie.child_prefixes(node)).sum()
+        beam = [replace(hypothesis, node=node, mass=hypothesis.weight * partial_mass)]
         for token in self._trie.tokens_at(node):
             weight = hypothesis.weight * float(row[token])
-            longer = hypothesis.context.extend(int(token))
-            beam.append(_Hypothesis(longer, weight, weight, self._trie.root))
+            context = hypothesis.context.extend(int(token))
+            beam.append(_Hypothesis(context, weight, weight, self._trie.root))
         return beam
 
-    async def _keep(self, beam: list[_Hypothesis]) -> None:
-        kept = [
+    async def _prune(self, beam: list[_Hypothesis]) -> None:
+        best = [
             hypothesis
             for hypothesis in heapq.nlargest(self.width, beam, key=attrgetter("mass"))
             if hypothesis.mass > 0
         ]
-        total = sum(hypothesis.mass for hypothesis in kept)
-        contexts = [hypothesis.context for hypothesis in kept if hypothesis.row is None]
+        total = sum(hypothesis.mass for hypothesis in best)
+        contexts = [hypothesis.context for hypothesis in best if hypothesis.row is None]
         rows = iter(await self.llm.batch_next_token_logprobs(contexts))
         self._beam = tuple(
             replace(
@@ -187,12 +188,12 @@ class ByteReader:
                 weight=hypothesis.weight / total,
                 mass=hypothesis.mass / total,
             )
-            for hypothesis in kept
+            for hypothesis in best
         )
 
     def _probabilities(self, logprobs: torch.Tensor) -> Floats:
         """Return the probabilities of a row without the special tokens that are excluded."""
         row: Floats = logprobs.cpu().double().exp().numpy()
-        row[self._left_out] = 0
+        row[self._excluded] = 0
         row /= row.sum() or 1
         return row

@@ -17,7 +17,7 @@ def lazy_exports(
     """Return `__getattr__`, `__dir__` and `__all__` of a module that imports its names lazily.
 
     The names are read from the imports under `if TYPE_CHECKING:` in the module's source, so
-    programs and type checkers use one list. `from other import *` there makes the names of
+    programs and type checkers use one list. There, `from other import *` makes the names of
     another such module accessible, but does not add them to `__all__`.
 
     Args:
@@ -30,22 +30,22 @@ def lazy_exports(
     source = get_source and get_source(spec.name)
     if not source:
         raise ImportError(
-            f"{spec.name} was installed without its source, which lists its names"
+            f"{spec.name} was installed without its source, which has the list of its names"
         )
     home: dict[str, str] = {}
-    others: list[str] = []
+    star_imports: list[str] = []
     for block in ast.parse(source).body:
         if isinstance(block, ast.If):
             for node in block.body:
                 if isinstance(node, ast.ImportFrom) and node.module:
-                    names = [each.name for each in node.names]
+                    names = [alias.name for alias in node.names]
                     if names == ["*"]:
-                        others.append(node.module)
+                        star_imports.append(node.module)
                     else:
                         home |= dict.fromkeys(names, node.module)
 
     def find(name: str) -> Any:
-        modules = [home[name]] if name in home else others
+        modules = [home[name]] if name in home else star_imports
         for module in map(import_module, modules):
             if name in module.__all__:
                 value = getattr(module, name)

@@ -15,9 +15,9 @@
 - models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
   `VerifiedFamilies`, `check_verified`, `check_causal`, `UnverifiedModelWarning`,
   `read_lora_config`, `AdapterTable`
-- processes: `Transport`, which sends requested outputs and answers, `pack_sequences`,
+- processes: `Transport`, which sends requested outputs and results, `pack_sequences`,
   `picklable_error`
-- loading: `loading_stage`, which tells users who asked for progress what takes time
+- loading: `loading_stage`, which reports the stages of loading to users who request progress
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
 - errors of engines and plugins

@@ -39,12 +39,12 @@ _PLAIN = frozenset(
         "task_type",
     }
 )
-"""Settings of plain LoRA, of training, and of which modules have weights in the file."""
+"""Settings of plain LoRA, of training, and of the modules that have weights in the file."""
 
 _CHANGES_BASE = frozenset(
     {"alora_invocation_tokens", "bias", "init_lora_weights", "layer_replication"}
 )
-"""Settings by which an adapter changes more than the layers it is active in."""
+"""Settings with which an adapter changes more than the layers in which it is active."""
 
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -52,7 +52,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
     "qalora_group_size": (16,),
 }
-"""Values with which a setting changes nothing, beside None, False and empty ones."""
+"""Values with which a setting has no effect, besides None, False and empty values."""
 
 
 def read_lora_config(
@@ -64,20 +64,20 @@ def read_lora_config(
 ) -> Mapping[str, Any]:
     """Return the settings of a LoRA adapter that an engine computes correctly.
 
-    Libraries ignore settings that they do not know, and rows would be wrong without an error.
-    So a setting that is not part of plain LoRA must be in `supported`, or have a value with
-    which it changes nothing.
+    Libraries ignore unknown settings, and rows would be wrong without an error. Therefore a
+    setting that is not part of plain LoRA must be in `supported`, or have a value without
+    effect.
 
     Args:
         name: Name of the adapter, for messages.
-        folder: Contains `adapter_config.json` and the weights, as peft's `save_pretrained`
+        folder: Folder with `adapter_config.json` and the weights, as peft's `save_pretrained`
             writes them.
         engine: Name of the engine, for messages.
-        supported: Settings beyond plain LoRA that the engine honours. None for all of peft's
-            that leave the base model as it is.
+        supported: Settings beyond plain LoRA that the engine supports. None for all settings of
+            peft that do not change the base model.
 
     Raises:
-        AdapterError: The folder holds no LoRA adapter, its settings cannot be read, or the
+        AdapterError: The folder contains no LoRA adapter, its settings cannot be read, or the
             engine does not support one of them.
     """
     config = _read_config(name, Path(folder))
@@ -94,9 +94,9 @@ def read_lora_config(
         and value not in (None, False, 0, "", {}, [], *_WITHOUT_EFFECT.get(key, ()))
     }
     if unsupported:
-        shown = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
+        settings = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
         raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} has {shown}, which {engine} does not "
+            f"adapter {name!r} in {str(folder)!r} has {settings}, which {engine} does not "
             f"support; convert it to a plain LoRA adapter (for other values of "
             f"init_lora_weights: path_initial_model_for_weight_conversion of peft's "
             f"save_pretrained)"
@@ -118,7 +118,7 @@ def _read_config(name: str, folder: Path) -> Mapping[str, Any]:
             f"adapter {name!r}: {str(file)!r} is not valid JSON: {error}"
         ) from error
     if not isinstance(config, dict):
-        raise AdapterError(f"adapter {name!r}: {str(file)!r} holds no settings")
+        raise AdapterError(f"adapter {name!r}: {str(file)!r} contains no settings")
     return config
 
 

@@ -1,4 +1,4 @@
-"""Bookkeeping of the adapters that an engine has loaded."""
+"""`AdapterTable`: the loaded adapters of an engine."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""`dtype_name`: one name for each spelling of a floating-point type."""
+"""`dtype_name`: canonical names of floating-point types."""
 
 from __future__ import annotations
 
 __all__ = ["dtype_name"]
 
-_SPELLINGS = {
+_ALIASES = {
     "float32": ("float", "fp32", "f32", "single"),
     "float16": ("half", "fp16", "f16"),
     "bfloat16": ("bf16",),
     "float64": ("double", "fp64", "f64"),
 }
-_NAMES = {each: name for name, others in _SPELLINGS.items() for each in (name, *others)}
+_NAMES = {spelling: name for name, aliases in _ALIASES.items() for spelling in (name, *aliases)}
 
 
 def dtype_name(dtype: object) -> str:
@@ -24,7 +24,7 @@ def dtype_name(dtype: object) -> str:
         `"float32"`, `"float16"`, `"bfloat16"`, `"float64"` or `"auto"`.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The name or type is unknown.
     """
     text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype))
     name = text.rpartition(".")[2].strip().lower()

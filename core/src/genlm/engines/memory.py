@@ -1,8 +1,8 @@
 """Free memory of this process, for engines that choose the size of a cache.
 
-On the CPU it is the smallest of: the memory available on the machine, the remainder of each
+On the CPU it is the minimum of: the available memory of the machine, the remainder of each
 Linux control group (versions 1 and 2, nested, in containers), the free memory of the NUMA nodes
-that an engine names, and the remainder of RLIMIT_AS.
+of an engine, and the remainder of RLIMIT_AS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Bound:
-    """A number of bytes that can be allocated, and the limit that says so."""
+    """A number of bytes that can be allocated, and the limit that determines it."""
 
     nbytes: int
     limit: str
@@ -36,14 +36,14 @@ class _Bound:
 def free_memory_bytes(
     device: torch.device | str = "cpu", *, memory_nodes: Collection[int] | None = None
 ) -> int:
-    """Return how many bytes this process can allocate before anything fails or swaps.
+    """Return the number of bytes that this process can allocate without failure or swapping.
 
-    Pages of the file cache, which the kernel gives back on demand, count as free.
+    Pages of the file cache, which the kernel frees on demand, count as free.
 
     Args:
-        device: A torch device. Of a CUDA device the driver's figure is returned, of any
-            other one that of the CPU.
-        memory_nodes: NUMA nodes that will be allocated from; by default any.
+        device: A torch device. For a CUDA device the result is the driver's figure, for other
+            devices that of the CPU.
+        memory_nodes: NUMA nodes of the allocation; by default any.
     """
     return _free(device, memory_nodes).nbytes
 
@@ -62,9 +62,9 @@ def cache_budget_bytes(
     Args:
         device: Device of the cache.
         share: Fraction of the free memory for this cache.
-        at_least: Size of the smallest cache that is of use.
-        at_most: The result is never larger.
-        option: Option that sets the size, for the error.
+        at_least: Size of the smallest useful cache.
+        at_most: Maximum size.
+        option: Option that sets the size, for the error message.
         memory_nodes: As for `free_memory_bytes`.
 
     Raises:
@@ -91,51 +91,53 @@ def _free(device: torch.device | str, memory_nodes: Collection[int] | None) -> _
     import psutil
 
     machine = _Bound(psutil.virtual_memory().available, "the machine")
-    nodes = _of_nodes(memory_nodes or ())
-    smallest = min([machine, *_of_control_groups(), *_of_address_space(), *nodes])
+    nodes = _node_bounds(memory_nodes or ())
+    smallest = min([machine, *_control_group_bounds(), *_address_space_bounds(), *nodes])
     return _Bound(max(0, smallest.nbytes), smallest.limit)
 
 
-def _of_control_groups() -> Iterator[_Bound]:
-    """Yield what each control group leaves that this process is in.
+def _control_group_bounds() -> Iterator[_Bound]:
+    """Yield the remaining memory of each control group of this process.
 
-    Inside a container a group's own path may be hidden; its limits are then at the root.
+    Inside a container the path of a group may be hidden; its limits are then at the root.
     """
     for line in _lines(_PROCESS / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            # Where both versions are in use, version 2 may be mounted below.
+            # If both versions are in use, version 2 may be mounted below.
             for root in (_CONTROL_GROUPS, _CONTROL_GROUPS / "unified"):
-                yield from _of_groups(root, path, ("memory.max", "memory.high"), "current", "")
+                yield from _group_bounds(
+                    root, path, ("memory.max", "memory.high"), "current", ""
+                )
         elif "memory" in controllers.split(","):
             root = _CONTROL_GROUPS / "memory"
             limits = ("memory.limit_in_bytes",)
-            yield from _of_groups(root, path, limits, "usage_in_bytes", "total_")
+            yield from _group_bounds(root, path, limits, "usage_in_bytes", "total_")
 
 
-def _of_groups(
+def _group_bounds(
     root: Path, path: str, limits: Collection[str], used: str, prefix: str
 ) -> Iterator[_Bound]:
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):
             return
-        found = [limit for name in limits if (limit := _number(folder / name)) is not None]
+        maxima = [limit for name in limits if (limit := _number(folder / name)) is not None]
         usage = _number(folder / f"memory.{used}")
-        if found and usage is not None:
+        if maxima and usage is not None:
             name = "/" + str(folder.relative_to(root)).strip(".")
             reclaimable = _reclaimable(folder / "memory.stat", prefix)
-            yield _Bound(min(found) - usage + reclaimable, f"the control group {name}")
+            yield _Bound(min(maxima) - usage + reclaimable, f"the control group {name}")
 
 
 def _reclaimable(statistics: Path, prefix: str) -> int:
-    """Return the pages of a group that the kernel drops when the group needs room."""
+    """Return the memory of a group that the kernel frees on demand."""
     fields = _fields(statistics)
     kinds = (f"{prefix}inactive_file", f"{prefix}active_file", "slab_reclaimable")
     return sum(fields.get(kind, 0) for kind in kinds)
 
 
-def _of_address_space() -> Iterator[_Bound]:
+def _address_space_bounds() -> Iterator[_Bound]:
     try:
         import resource
     except ImportError:  # not on this system
@@ -144,26 +146,26 @@ def _of_address_space() -> Iterator[_Bound]:
     if limit != resource.RLIM_INFINITY:
         import psutil
 
-        taken = psutil.Process().memory_info().vms
-        yield _Bound(limit - taken, "the address space (RLIMIT_AS, ulimit -v)")
+        used = psutil.Process().memory_info().vms
+        yield _Bound(limit - used, "the address space (RLIMIT_AS, ulimit -v)")
 
 
-def _of_nodes(nodes: Collection[int]) -> Iterator[_Bound]:
-    free, known = 0, []
+def _node_bounds(nodes: Collection[int]) -> Iterator[_Bound]:
+    free, readable = 0, []
     for node in sorted(nodes):
         # Each line begins with the words Node and 0.
         lines = [line.split()[2:] for line in _lines(_NODES / f"node{node}" / "meminfo")]
         sizes = {name: int(size) * 1024 for name, size, *_ in lines}
         if sizes:
-            known.append(str(node))
+            readable.append(str(node))
             kinds = ("MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:")
             free += sum(sizes.get(kind, 0) for kind in kinds)
-    if known:
-        yield _Bound(free, f"NUMA memory node {', '.join(known)}")
+    if readable:
+        yield _Bound(free, f"NUMA memory node {', '.join(readable)}")
 
 
 def _lines(path: Path) -> list[str]:
-    """Return a file's lines, none if it cannot be read."""
+    """Return the lines of a file; an empty list if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -171,12 +173,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file, None for `max` or without one."""
+    """Return the number in a file; None for `max` and for other contents."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return numbers by the words before them, one on each line."""
+    """Return the numbers in a file by name; a line is a name and a number."""
     words = (line.split() for line in _lines(path))
     return {name: int(number) for name, number, *_ in words if number.isdecimal()}

@@ -31,7 +31,7 @@ _STATES = (
     "attention_hidden_size",
 )
 
-# Booleans that change what is computed with the same weights.
+# Booleans that change the computation with the same weights.
 _STRUCTURES = (
     "new_decoder_architecture",
     "multi_query",
@@ -49,7 +49,7 @@ _ALIBI_TYPES = {"bloom", "mpt"}
 _SINK_TYPES = {"gpt_oss"}
 _BIDIRECTIONAL_TYPES = {"xlnet"}
 
-# Encoders with a head for language modelling, causal if their config says that they decode.
+# Encoders with a head for language modelling, causal if their config sets `is_decoder`.
 _ENCODER_TYPES = {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
     *("megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
@@ -59,21 +59,21 @@ _ENCODER_TYPES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """How a model computes, by its config; of its text model where it has several.
+    """The mechanisms of a model, or of its text model if it has several, by its config.
 
     Attributes:
-        architecture: Name of its class, else its `model_type`.
+        architecture: Name of the model's class, else its `model_type`.
         mechanisms: Mechanisms beyond plain attention, feed-forward layers and positions.
         rope_types: Kinds of scaled rotary embeddings, of all layers; empty for plain ones.
-        sliding_windows: The sizes of windows that are smaller than the context.
-        attention_chunk_size: Tokens of a chunk that attends to itself only.
+        sliding_windows: Sizes of the attention windows that are smaller than the context.
+        attention_chunk_size: Number of tokens of a chunk, outside of which they do not attend.
         alibi: Whether positions are biases of attention scores.
         attention_softcap: Bound of attention scores.
         attention_sinks: Whether attention has a learned sink.
-        recurrent: Whether a layer keeps a recurrent or convolutional state.
-        sparse_attention: Whether each token attends to chosen tokens only.
-        max_positions: Positions that the config states; None for no limit.
-        original_positions: Positions before rotary embeddings were scaled.
+        recurrent: Whether a layer has a recurrent or convolutional state.
+        sparse_attention: Whether each token attends only to selected tokens.
+        max_positions: Number of positions in the config; None for no limit.
+        original_positions: Number of positions before rotary embeddings were scaled.
         bidirectional: Reason why tokens attend to later ones, such as `"is_decoder=False"`;
             empty for causal attention.
     """
@@ -128,7 +128,7 @@ class ModelFacts:
         return dataclasses.replace(facts, mechanisms=(*facts._mechanisms(text),))
 
     def _mechanisms(self, config: Mapping[str, Any]) -> Iterator[str]:
-        used = {
+        enabled = {
             "alibi": self.alibi,
             "attention_sinks": self.attention_sinks,
             "attention_softcap": self.attention_softcap is not None,
@@ -140,7 +140,7 @@ class ModelFacts:
             "sliding_window": bool(self.sliding_windows),
             "sparse_attention": self.sparse_attention,
         }
-        yield from (name for name, is_used in used.items() if is_used)
+        yield from (name for name, is_enabled in enabled.items() if is_enabled)
         yield from (f"{kind}_rope" for kind in self.rope_types)
         yield from (name for name in _STRUCTURES if config.get(name) is True)
 
@@ -223,17 +223,17 @@ def _bidirectional(config: Mapping[str, Any], model_type: str) -> str:
 
 
 def _integer(config: Mapping[str, Any], *names: str) -> int | None:
-    found = (config.get(name) for name in names)
-    return next((n for n in found if type(n) is int and n > 0), None)
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = next((config[name] for name in _LAYER_TYPES if config.get(name)), ())
-    return tuple(sorted({str(kind) for kind in found}))
+    layer_types = next((config[name] for name in _LAYER_TYPES if config.get(name)), ())
+    return tuple(sorted({str(kind) for kind in layer_types}))
 
 
 def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Kinds of scaling; the mapping of a form by layer types has none itself."""
+    """Return the kinds of scaling; a mapping by layer types has no kind itself."""
     kinds = {
         str(settings.get("rope_type", settings.get("type")) or "default")
         for settings in rope_settings(config)
@@ -244,7 +244,7 @@ def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _sliding_windows(
     config: Mapping[str, Any], layer_types: tuple[str, ...], positions: int | None
 ) -> tuple[int, ...]:
-    """Windows in use: some layer has one, and a context may be longer."""
+    """Return the windows in use: those of some layer, shorter than the maximum context."""
     if config.get("use_sliding_window") is False:
         return ()
     attending = [kind for kind in layer_types if "attention" in kind]
@@ -268,9 +268,9 @@ def _alibi(config: Mapping[str, Any], model_type: str) -> bool:
     attention = config.get("attn_config")
     if isinstance(attention, Mapping) and attention.get("alibi") is not None:
         return bool(attention["alibi"])
-    stated = config.get("alibi")
-    named = config.get("position_embedding_type") == "alibi"
-    return bool(stated) or named or (stated is None and model_type in _ALIBI_TYPES)
+    setting = config.get("alibi")
+    is_embedding = config.get("position_embedding_type") == "alibi"
+    return bool(setting) or is_embedding or (setting is None and model_type in _ALIBI_TYPES)
 
 
 def _is_recurrent(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bool:
@@ -282,5 +282,5 @@ def _is_recurrent(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bo
 
 def _original_positions(config: Mapping[str, Any]) -> int | None:
     name = "original_max_position_embeddings"
-    found = [_integer(settings, name) for settings in rope_settings(config)]
-    return next((n for n in found if n is not None), _integer(config, name))
+    positions = [_integer(settings, name) for settings in rope_settings(config)]
+    return next((count for count in positions if count is not None), _integer(config, name))

@@ -1,8 +1,8 @@
 """Isolation of libraries that change the state of the user's process.
 
-Importing and building such an engine sets environment variables, seeds the global random
-generators and replaces log handlers: `preserve_process_state` restores them. Two of its
-engines in one process would share global state: `claim_process` refuses the second.
+Importing such a library and building its engine sets environment variables, seeds the global
+random generators and replaces log handlers: `preserve_process_state` restores them. Two engines
+of the library in one process would share global state: `claim_process` refuses the second.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _owners: dict[str, weakref.ref[object]] = {}
 
 
 def claim_process(engine: object, library: str, advice: str) -> None:
-    """Make an engine the only one of its library in this process.
+    """Register an engine as the only one of its library in this process.
 
-    It stays so until `release_process`, or until the engine is garbage-collected.
+    The claim ends with `release_process`, or when the engine is garbage-collected.
 
     Args:
         engine: Any object that supports weak references.
@@ -61,27 +61,27 @@ def release_process(engine: object) -> None:
 
 @contextmanager
 def preserve_process_state(**variables: str) -> Iterator[None]:
-    """Restore the process state that libraries change when the body ends or raises.
+    """When the body ends or raises, restore the process state that libraries change.
 
-    Restored are the environment; the random generators of Python, numpy, torch and of CUDA
+    This state is: the environment; the random generators of Python, numpy, torch and of CUDA
     devices in use; torch's number of threads, default dtype, gradient mode and
     `set_num_threads`; the root logger's handlers and level; `sys.excepthook`.
 
-    Other threads see the changes while the body runs, and never an environment that lacks a
-    variable that the body did not change: only differences are restored, including those that
-    other threads made meanwhile.
+    Other threads see the changes while the body runs. They always see the variables that the
+    body does not change: only differences are restored, including changes by other threads in
+    the meantime.
 
     Args:
         **variables: Environment variables to set while the body runs.
     """
     with ExitStack() as stack:
-        for restorer_of in (_environment, _random_generators, _torch_settings, _hooks):
-            stack.callback(restorer_of())
+        for save in (_save_environment, _save_random_state, _save_torch_settings, _save_hooks):
+            stack.callback(save())
         os.environ.update(variables)
         yield
 
 
-def _environment() -> Callable[[], None]:
+def _save_environment() -> Callable[[], None]:
     before = dict(os.environ)
 
     def restore() -> None:
@@ -94,7 +94,7 @@ def _environment() -> Callable[[], None]:
     return restore
 
 
-def _random_generators() -> Callable[[], None]:
+def _save_random_state() -> Callable[[], None]:
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = torch.cuda.get_rng_state_all() if on_cuda else []
@@ -109,7 +109,7 @@ def _random_generators() -> Callable[[], None]:
     return restore
 
 
-def _torch_settings() -> Callable[[], None]:
+def _save_torch_settings() -> Callable[[], None]:
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
 
@@ -123,7 +123,7 @@ def _torch_settings() -> Callable[[], None]:
     return restore
 
 
-def _hooks() -> Callable[[], None]:
+def _save_hooks() -> Callable[[], None]:
     handlers, level, hook = list(logging.root.handlers), logging.root.level, sys.excepthook
 
     def restore() -> None:

@@ -33,7 +33,7 @@ _SAFE = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
 _RESULT, _ERROR = -1, -2
 
 _Part = tuple[list[int], bytes, bool]
-"""Places of values, their pickled list, and whether they are reductions of groups."""
+"""Places of values, the pickled list of the values, and whether they are `GroupReduction`s."""
 
 
 class PackedCompletions(NamedTuple):
@@ -73,20 +73,20 @@ class Transport:
         return self._pack(outputs, self._unsendable_output)
 
     def unpack_outputs(self, data: bytes) -> list[Any]:
-        """Unpack requested outputs; those that cannot be loaded here fail when computed."""
+        """Unpack requested outputs; outputs that cannot be loaded here fail when computed."""
 
-        def refused(error: Exception, is_group: bool) -> object:
+        def failing_output(error: Exception, is_group: bool) -> object:
             message = (
                 f"a reduction cannot be loaded in {self._process}, where its module must be "
                 f"installed: {type(error).__name__}: {error}"
             )
             return _undeliverable(message, is_group)
 
-        outputs = _unpack(data, refused)
+        outputs = _unpack(data, failing_output)
         for place, output in enumerate(outputs):
             if output is not None and not isinstance(output, (Reduction, GroupReduction)):
                 error = TypeError(f"it was pickled as {type(output).__name__}")
-                outputs[place] = refused(error, False)
+                outputs[place] = failing_output(error, False)
         return outputs
 
     def _unsendable_output(self, output: Any, error: Exception) -> object:
@@ -104,8 +104,8 @@ class Transport:
         """Pack results; a result that cannot be packed becomes an `EvaluationError`."""
         try:
             return self._pack_completions(completions, vocab_size)
-        except Exception:  # noqa: BLE001 - out of memory; it fails only those concerned
-            packable = [self._packable(each, vocab_size) for each in completions]
+        except Exception:  # noqa: BLE001 - such as out of memory; fails only some completions
+            packable = [self._packable(completion, vocab_size) for completion in completions]
             return self._pack_completions(packable, vocab_size)
 
     def _packable(self, completion: Completion, vocab_size: int) -> Completion:
@@ -123,7 +123,8 @@ class Transport:
         self, completions: Sequence[Completion], vocab_size: int
     ) -> PackedCompletions:
         ids: list[int] = []
-        counts: list[int] = []  # of the values of each `Reduced`; else `_RESULT` or `_ERROR`
+        # Number of values of each `Reduced`, or `_RESULT` or `_ERROR`.
+        counts: list[int] = []
         values: list[Any] = []
         for query_id, result, error in completions:
             ids.append(query_id)
@@ -155,28 +156,28 @@ class Transport:
         """Unpack results; each row is a copy that belongs to the caller."""
         ids, counts, places, data = pickle.loads(packed.data)  # noqa: S301 - our own process's
 
-        def refused(error: Exception, _is_group: bool) -> object:
+        def load_error(error: Exception, _is_group: bool) -> object:
             return EvaluationError(
                 f"a result cannot be loaded from {self._process}: "
                 f"{type(error).__name__}: {error}"
             )
 
-        values = _unpack(data, refused)
+        values = _unpack(data, load_error)
         for index, place in enumerate(places):
             assert packed.rows is not None  # noqa: S101 - there are rows
             values[place] = row = torch.empty(packed.rows.shape[1])
             row.numpy()[:] = packed.rows[index]
-        found, begin = [], 0
+        completions, begin = [], 0
         for query_id, count in zip(ids, counts, strict=True):
             end = begin + (count if count >= 0 else 1)
             if count >= 0:
-                found.append(Completion(query_id, Reduced(tuple(values[begin:end]))))
+                completions.append(Completion(query_id, Reduced(tuple(values[begin:end]))))
             elif isinstance(values[begin], Exception):
-                found.append(Completion(query_id, error=values[begin]))
+                completions.append(Completion(query_id, error=values[begin]))
             else:
-                found.append(Completion(query_id, values[begin]))
+                completions.append(Completion(query_id, values[begin]))
             begin = end
-        return found
+        return completions
 
     def _unsendable_result(self, value: Any, error: Exception) -> object:
         return EvaluationError(
@@ -187,9 +188,14 @@ class Transport:
     # -- values -----------------------------------------------------------------------
 
     def _pack(
-        self, values: Sequence[Any], refused: Callable[[Any, Exception], object]
+        self, values: Sequence[Any], substitute: Callable[[Any, Exception], object]
     ) -> bytes:
-        """Pickle the values that every process can load together, and others by class."""
+        """Pickle the values that every process can load together, and others by class.
+
+        Args:
+            values: The values.
+            substitute: Function that returns the replacement of a value that cannot be pickled.
+        """
         groups: dict[tuple[type | None, bool], tuple[list[int], list[Any]]] = {}
         for place, value in enumerate(values):
             if value is None:
@@ -204,18 +210,18 @@ class Transport:
         for (_, is_group), (places, members) in groups.items():
             try:
                 parts.append((places, self._dumps(members), is_group))
-            except Exception:  # noqa: BLE001 - whatever an object raises when it is pickled
+            except Exception:  # noqa: BLE001 - an object may raise anything when pickled
                 parts += [
-                    ([place], self._dumps_alone(value, refused), is_group)
+                    ([place], self._dumps_alone(value, substitute), is_group)
                     for place, value in zip(places, members, strict=True)
                 ]
         return pickle.dumps((len(values), parts), pickle.HIGHEST_PROTOCOL)
 
-    def _dumps_alone(self, value: Any, refused: Callable[[Any, Exception], object]) -> bytes:
+    def _dumps_alone(self, value: Any, substitute: Callable[[Any, Exception], object]) -> bytes:
         try:
             return self._dumps([value])
         except Exception as error:  # noqa: BLE001 - as above
-            return self._dumps([refused(value, error)])
+            return self._dumps([substitute(value, error)])
 
     def _dumps(self, values: list[Any]) -> bytes:
         by_value = self._dumps_by_value
@@ -231,21 +237,24 @@ class Transport:
         return by_value(values)
 
 
-def _unpack(data: bytes, refused: Callable[[Exception, bool], object]) -> list[Any]:
+def _unpack(data: bytes, substitute: Callable[[Exception, bool], object]) -> list[Any]:
     length, parts = pickle.loads(data)  # noqa: S301 - of a process that this one trusts
     values: list[Any] = [None] * length
     for places, pickled, is_group in parts:
         try:
             members = pickle.loads(pickled)  # noqa: S301 - as above
         except Exception as error:  # noqa: BLE001 - such as a module that is not installed here
-            members = [refused(error, is_group)] * len(places)
+            members = [substitute(error, is_group)] * len(places)
         for place, value in zip(places, members, strict=True):
             values[place] = value
     return values
 
 
 def _kind(value: Any) -> type:
-    """The class that the other process may lack: a program's may be within some of genlm."""
+    """Return the class that the other process may lack.
+
+    An object of genlm may contain a reduction of the program.
+    """
     inner = getattr(value, "reduction", None)
     while inner is not None and type(value).__module__.startswith("genlm."):
         value, inner = inner, getattr(inner, "reduction", None)
@@ -253,7 +262,7 @@ def _kind(value: Any) -> type:
 
 
 def _is_row(value: object, vocab_size: int) -> bool:
-    """Whether a value is a row; tensors of other shapes and dtypes are reductions' results."""
+    """Whether a value is a row; other tensors are results of reductions."""
     return (
         isinstance(value, torch.Tensor)
         and value.dtype == torch.float32
@@ -262,10 +271,10 @@ def _is_row(value: object, vocab_size: int) -> bool:
 
 
 def picklable_error(error: Exception) -> Exception:
-    """Return an exception that another process can unpickle, itself if it can."""
+    """Return an exception that another process can unpickle: `error` itself if possible."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-    except Exception:  # noqa: BLE001 - whatever its constructor or attributes raise
+    except Exception:  # noqa: BLE001 - its constructor or attributes may raise anything
         return EvaluationError(f"{type(error).__name__}: {error}")
     return error
 
@@ -274,7 +283,7 @@ def _with_picklable_errors(value: Any) -> Any:
     if isinstance(value, Exception):
         return picklable_error(value)
     if isinstance(value, GroupResult):
-        errors = {place: picklable_error(each) for place, each in value.errors.items()}
+        errors = {place: picklable_error(error) for place, error in value.errors.items()}
         return GroupResult(value.columns, errors)
     return value
 
@@ -310,16 +319,16 @@ class _UndeliverableGroup(GroupReduction):
         raise EvaluationError(self.reason)
 
 
-def _array_of(tensor: torch.Tensor) -> Any:
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().cpu()  # the other process may not use the device
     try:
         return torch.from_numpy, (tensor.contiguous().numpy(),)
     except (RuntimeError, TypeError):  # numpy has no bfloat16, and no sparse arrays
-        # A copy, not all of the memory of what it is a part of.
+        # A copy, without the memory of the tensor that it is a view of.
         return tensor.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays on the CPU, which takes a tenth of the time."""
 
-    dispatch_table = copyreg.dispatch_table | {torch.Tensor: _array_of}
+    dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduce_tensor}

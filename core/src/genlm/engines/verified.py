@@ -1,4 +1,4 @@
-"""The model families on which an engine was verified; a warning or an error for others."""
+"""Model families on which an engine was verified; a warning or an error for other models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class VerifiedFamilies:
     """Families on which an engine's rows were compared with an unbatched forward pass.
 
     Attributes:
-        versions: Versions of the libraries with which they were compared.
-        errors: The largest difference in log-probability, by `ModelFacts.key`.
+        versions: Versions of the libraries in the comparison.
+        errors: The largest difference in log-probability of each family, by `ModelFacts.key`.
     """
 
     versions: Mapping[str, str]
@@ -73,7 +73,7 @@ def check_verified(
     Args:
         engine: The engine and its version, for the message.
         facts: Facts about the model.
-        verified: The families that were.
+        verified: The verified families.
         unverified: `"warn"` or `"refuse"`.
 
     Raises:
@@ -91,13 +91,15 @@ def check_verified(
     if facts.key in verified.errors:
         return
     versions = ", ".join(f"{name} {version}" for name, version in verified.versions.items())
-    found = (
+    message = (
         f"{engine}: the rows of {facts.key} were not verified; {len(verified.errors)} other "
         f"families were, with {versions}. Compare them with another engine's: "
         f"genlm compare MODEL --backends hf,..."
     )
     if unverified == "refuse":
-        raise ModelLoadError(f"{found} unverified='warn' serves them nevertheless")
+        raise ModelLoadError(f"{message} unverified='warn' serves them nevertheless")
     warnings.warn(
-        f"{found} unverified='refuse' refuses such models", UnverifiedModelWarning, stacklevel=2
+        f"{message} unverified='refuse' refuses such models",
+        UnverifiedModelWarning,
+        stacklevel=2,
     )

@@ -1,8 +1,8 @@
 """`ReferenceEngine`: serves the byte n-gram model of `ngram.py`.
 
-Its adapters stand for LoRA adapters: loaded by name and chosen per request. An adapter is a
-folder with a `text.txt`; a second model of the same order is counted on that text, and a
-request for it is answered with
+Its adapters stand for LoRA adapters: they are loaded by name and selected per request. An
+adapter is a folder with a `text.txt`; a second model of the same order is counted on that text,
+and the distribution for a request with the adapter is
 
     (1 - w) P_base + w P_adapter,    w = adapter_weight.
 """
@@ -37,9 +37,9 @@ class ReferenceEngine(BatchEngine):
     Rows are on the CPU. Only the newest `order - 1` tokens of a prompt matter.
 
     Args:
-        model: `"demo"` for the text that ships, or the path of a text file. Blank
-            lines end its documents.
-        text: Train on this instead; `model` must then be left alone.
+        model: `"demo"` for the text in the package, or the path of a text file. Blank lines
+            separate its documents.
+        text: Training text in place of `model`, which must then be `"demo"`.
         order: Length of the longest n-gram.
         adapter_weight: Share of the adapter in an adapted distribution, in (0, 1].
         max_context: Maximum number of tokens of a query, None for no limit.
@@ -61,26 +61,26 @@ class ReferenceEngine(BatchEngine):
         max_context: int | None = None,
     ) -> None:
         if order < 1:
-            raise ModelLoadError(f"an n-gram model of order {order}; the least is 1")
+            raise ModelLoadError(f"an n-gram model of order {order}; the minimum is 1")
         if not 0 < adapter_weight <= 1:
             raise ModelLoadError(
-                f"adapter_weight is {adapter_weight}; it is a share above 0, at most 1"
+                f"adapter_weight is {adapter_weight}; expected a share above 0, at most 1"
             )
         if text is not None and model != "demo":
-            raise ModelLoadError(f"both model={model!r} and text are given; pass one")
+            raise ModelLoadError(f"both model={model!r} and text were passed; pass one")
         self.order = order
         self.adapter_weight = adapter_weight
         self.max_context = max_context
         self.vocabulary = byte_vocabulary()
         self._documents = split_documents(_read_model(model) if text is None else text)
         if not self._documents:
-            raise ModelLoadError("the training text is empty; an n-gram model needs some")
+            raise ModelLoadError("the training text is empty; an n-gram model needs a text")
         self._base = NgramModel(self._documents, order)
         self._adapters = _Adapters(order)
         self._tokens_computed = 0
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the rows of a batch, in float64 until they are logs."""
+        """Compute the rows of a batch, in float64 until the conversion to logs."""
         import torch
 
         by_adapter: dict[str, list[int]] = {}
@@ -92,49 +92,50 @@ class ReferenceEngine(BatchEngine):
         rows = self._base.probabilities(contexts)
         for name, indices in by_adapter.items():
             model = self._adapters.loaded[name].model
-            rows[indices] = self._mixed(
+            rows[indices] = self._mix(
                 rows[indices], model.probabilities([contexts[i] for i in indices])
             )
         self._tokens_computed += sum(min(len(c), self.order - 1) for c in contexts)
         return torch.from_numpy(np.log(rows).astype(np.float32))
 
     def exact_row(self, token_ids: Sequence[int], adapter: str | None = None) -> Floats:
-        """Compute one distribution straight from the formula, by scanning the text.
+        """Compute one distribution directly from the formula, by scanning the text.
 
-        Shares no code with `evaluate`; an oracle for tests of engines and clients.
+        This method shares no code with `evaluate`; it is an oracle for tests of engines and
+        clients.
 
         Returns:
             Probabilities (no logs), shape `(257,)`, float64.
 
         Raises:
-            UnknownAdapterError: No adapter of that name is loaded.
+            UnknownAdapterError: No adapter of this name is loaded.
         """
         row = exact_row(self._documents, token_ids, self.order)
         if adapter is None:
             return row
         self._adapters.check_loaded(adapter)
         documents = self._adapters.loaded[adapter].documents
-        return self._mixed(row, exact_row(documents, token_ids, self.order))
+        return self._mix(row, exact_row(documents, token_ids, self.order))
 
     def add_adapter(self, name: str, path: str) -> None:
         """Count the text of `path/text.txt` as adapter `name`.
 
         Raises:
             AdapterError: The name is in use, or `text.txt` in the folder is missing,
-                unreadable or empty; the engine stays as it was.
+                unreadable or empty; the engine is unchanged.
         """
         self._adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter.
+        """Remove an adapter.
 
         Raises:
-            UnknownAdapterError: No adapter of that name is loaded.
+            UnknownAdapterError: No adapter of this name is loaded.
         """
         self._adapters.remove(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Tokens looked at, at most `order - 1` a query, and the size of the model."""
+        """Return the number of tokens read, at most `order - 1` per query, and model sizes."""
         return {
             "tokens_computed": self._tokens_computed,
             "order": self.order,
@@ -142,12 +143,12 @@ class ReferenceEngine(BatchEngine):
             "adapters": len(self._adapters.names),
         }
 
-    def _mixed(self, base: Floats, adapter: Floats) -> Floats:
+    def _mix(self, base: Floats, adapter: Floats) -> Floats:
         return (1 - self.adapter_weight) * base + self.adapter_weight * adapter
 
 
 class _Adapter(NamedTuple):
-    """A text and the model counted on it."""
+    """A text and the model that was counted on it."""
 
     documents: list[bytes]
     model: NgramModel
@@ -163,7 +164,7 @@ class _Adapters(AdapterTable[_Adapter]):
             documents = split_documents((path / "text.txt").read_bytes())
         except OSError as error:
             raise AdapterError(
-                f"no adapter in {str(path)!r}: a folder with a text.txt is needed ({error})"
+                f"no adapter in {str(path)!r}; expected a folder with a text.txt ({error})"
             ) from error
         if not documents:
             raise AdapterError(f"the text.txt of the adapter in {str(path)!r} is empty")
@@ -177,6 +178,6 @@ def _read_model(model: str) -> bytes:
         return Path(model).read_bytes()
     except OSError as error:
         raise ModelLoadError(
-            f"no text to train the reference engine on at {model!r} ({error}); pass "
-            f"'demo' or the path of a text file"
+            f"no text to train the reference engine at {model!r} ({error}); pass 'demo' or the "
+            f"path of a text file"
         ) from error

@@ -1,21 +1,21 @@
 """`NgramModel`: an interpolated n-gram model over bytes, in closed form.
 
-With c(h b) the times that symbol b followed history h in the training text, c(h)
-its sum over b, and d(h) the number of different b, the model is Witten and Bell's
+Let c(h b) be the number of times that symbol b follows history h in the training text, c(h)
+its sum over b, and d(h) the number of different b. The model is that of Witten and Bell
 (1991, method C), interpolated:
 
     P_0(b)     = 1 / 257
     P_k(b | h) = (c(h b) + d(h) P_{k-1}(b | h')) / (c(h) + d(h))
 
 where h is the newest k-1 symbols of the context and h' is h without its oldest
-symbol. For a history that never occurred, or is longer than the context, P_k = P_{k-1}.
-The model is without free parameters, and all probabilities are positive.
+symbol. For a history that does not occur, or is longer than the context, P_k = P_{k-1}.
+The model has no free parameters, and all probabilities are positive.
 
 Symbols are the bytes 0-255 and `END_OF_TEXT` = 256. A document b1 ... bm is read as
 256 b1 ... bm 256: the first 256 is only history (so 256 also marks the beginning
-of a text), the last one is predicted. No history reaches across documents.
+of a text), the last one is predicted. Histories do not extend across documents.
 
-All arithmetic is float64 numpy. `exact_row` computes the same formula directly.
+All arithmetic is in float64 with numpy. `exact_row` computes the same formula directly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ END_OF_TEXT = 256
 SYMBOLS = 257
 """Number of symbols: 256 bytes and the end of text."""
 
-_NOTHING = 257
-"""Fills the history of a short context; no training history has it."""
+_PADDING = 257
+"""Symbol that fills the history of a short context; no training history contains it."""
 
 _RADIX = 258
 
@@ -45,15 +45,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Counts of the symbols that followed every history of one length.
+    """Counts of the symbols that follow each history of one length.
 
-    A history is a node of a tree that grows from the newest symbol to the oldest,
-    so the longest history seen is found by a walk that stops at the first missing child.
+    A history is a node of a tree from the newest symbol to the oldest, so a walk that stops at
+    the first missing child finds the longest history that occurs.
 
     Attributes:
-        node_keys: `parent node * _RADIX + oldest symbol`, ascending; node i is at i.
+        node_keys: `parent node * _RADIX + oldest symbol`, ascending; node i has entry i.
         pair_keys: `node * SYMBOLS + following symbol`, ascending.
-        cumulative: Occurrences of all pairs before each pair, `(pairs + 1,)`.
+        cumulative: Number of occurrences of all pairs before each pair, `(pairs + 1,)`.
     """
 
     node_keys: Ints
@@ -79,7 +79,7 @@ class NgramModel:
 
     def __init__(self, documents: Iterable[bytes], order: int = 3) -> None:
         if order < 1:
-            raise ValueError(f"an n-gram model of order {order}; the least is 1")
+            raise ValueError(f"an n-gram model of order {order}; the minimum is 1")
         self.order = order
         self._levels = _count_levels([_symbols(document) for document in documents], order)
 
@@ -87,12 +87,12 @@ class NgramModel:
         """Compute the distribution of the symbol after each context.
 
         Args:
-            contexts: Symbols 0-256, oldest first. An empty one gives the distribution
+            contexts: Symbols 0-256, oldest first. An empty context gives the distribution
                 without history; `[256]` is the beginning of a text.
 
         Returns:
-            Shape `(len(contexts), 257)`, float64, positive, each row's sum 1 up to
-            rounding. The array is the caller's.
+            Shape `(len(contexts), 257)`, float64, positive; the sum of each row is 1 up to
+            rounding. The array belongs to the caller.
         """
         rows = np.full((len(contexts), SYMBOLS), 1 / SYMBOLS)
         for level, indices, nodes in self._walk(self._histories(contexts)):
@@ -111,18 +111,18 @@ class NgramModel:
     def _histories(self, contexts: Sequence[Sequence[int]]) -> Ints:
         """Return the newest `order - 1` symbols of each context, newest first."""
         width = self.order - 1
-        padding = (_NOTHING,) * width
+        padding = (_PADDING,) * width
         newest_first = [(*context[: -width - 1 : -1], *padding)[:width] for context in contexts]
         return np.array(newest_first, dtype=np.int64).reshape(len(contexts), width)
 
     def _walk(self, histories: Ints) -> Iterator[tuple[_Level, Ints, Ints]]:
-        """Yield, from no history to the longest seen, which rows are at which nodes."""
+        """Yield levels, the empty history first, with the indices of rows and their nodes."""
         indices = np.arange(len(histories))
         nodes = np.zeros(len(histories), dtype=np.int64)
         yield self._levels[0], indices, nodes
         for level, symbols in zip(self._levels[1:], histories.T, strict=False):
-            nodes, seen = _find(level.node_keys, nodes * _RADIX + symbols[indices])
-            indices, nodes = indices[seen], nodes[seen]
+            nodes, exists = _find(level.node_keys, nodes * _RADIX + symbols[indices])
+            indices, nodes = indices[exists], nodes[exists]
             if not len(indices):
                 return
             yield level, indices, nodes
@@ -138,7 +138,7 @@ def _count_levels(documents: list[Ints], order: int) -> list[_Level]:
     if not documents:
         raise ValueError("an n-gram model of no documents; pass at least one")
     symbols = np.concatenate(documents)
-    # How many symbols of its own document stand before each symbol.
+    # Number of symbols of the same document before each symbol.
     depths = np.concatenate([np.arange(len(document)) for document in documents])
     positions = np.flatnonzero(depths > 0)
     nodes = np.zeros(len(positions), dtype=np.int64)
@@ -155,13 +155,13 @@ def _count_levels(documents: list[Ints], order: int) -> list[_Level]:
 
 
 def _find(ascending: Ints, keys: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Position of each key and whether it is there (if not, the position is any)."""
+    """Return the position of each key, and whether it exists (if not, any position)."""
     positions = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
     return positions, ascending[positions] == keys
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Concatenate `arange(start, start + length)` of each pair."""
+    """Return the concatenation of `arange(start, start + length)` of all pairs."""
     before = np.cumsum(lengths) - lengths
     ranges: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return ranges
@@ -174,7 +174,7 @@ def exact_row(documents: Sequence[bytes], context: Sequence[int], order: int) ->
 
     Args:
         documents: The training text.
-        context: Symbols 0-256, oldest first, possibly none.
+        context: Symbols 0-256, oldest first; may be empty.
         order: Length of the longest n-gram; 0 gives the uniform distribution.
 
     Returns:

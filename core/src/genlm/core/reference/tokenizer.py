@@ -1,4 +1,4 @@
-"""Texts of the reference engine: as tokens, and as the documents that it learns from.
+"""Texts of the reference engine: its tokenizer, and its training documents.
 
 Token i is byte i, and token 256 is the end of text.
 """
@@ -21,17 +21,17 @@ __all__ = [
 ]
 
 END_OF_TEXT_BYTES = b"<|endoftext|>"
-"""How the end of text is written; `encode` never produces id 256 from it."""
+"""Text of the end-of-text token; `encode` never returns id 256 for it."""
 
 _BLANK_LINES = re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
 
 
 class ByteTokenizer:
-    """Text as UTF-8 bytes, one token a byte.
+    """Tokenizer with one token for each UTF-8 byte of a text.
 
     Attributes:
-        eos_token_id: Ends a text.
-        bos_token_id: Begins a text; the same id, as in GPT-2.
+        eos_token_id: Id that ends a text.
+        bos_token_id: Id that begins a text; the same id, as in GPT-2.
         vocab_size: Number of ids.
     """
 
@@ -56,7 +56,7 @@ class ByteTokenizer:
 
 
 def byte_vocabulary() -> Vocabulary:
-    """Make the vocabulary of `ByteTokenizer`: 256 bytes and the end of text."""
+    """Return the vocabulary of `ByteTokenizer`: 256 bytes and the end of text."""
     byte_vocab = [Token(index, bytes((index,))) for index in range(256)]
     byte_vocab.append(Token(END_OF_TEXT, END_OF_TEXT_BYTES))
     str_vocab = [
@@ -67,12 +67,12 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def split_documents(text: str | bytes) -> list[bytes]:
-    """Cut a text into its paragraphs: blank lines end a document.
+    """Split a text into its paragraphs, separated by blank lines: each is a document.
 
-    Line ends within a paragraph stay; white space around paragraphs goes.
+    Line ends within a paragraph remain; white space around paragraphs is removed.
 
     Returns:
-        The documents in their order as UTF-8 bytes, none of them empty.
+        The documents in their order, as UTF-8 bytes; no document is empty.
     """
     data = text.encode() if isinstance(text, str) else text
     paragraphs = (paragraph.strip() for paragraph in _BLANK_LINES.split(data))
@@ -80,5 +80,5 @@ def split_documents(text: str | bytes) -> list[bytes]:
 
 
 def default_text() -> bytes:
-    """Read the text that ships with the engine, one paragraph a line."""
+    """Read the text in the package, which has one paragraph per line."""
     return resources.files(__package__).joinpath("default.txt").read_bytes()

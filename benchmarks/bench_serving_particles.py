@@ -15,7 +15,8 @@ Contestants, in turn in every round, on the same engine:
 - population: `llm.population`, rows drawn by its own `draw`, extended and resampled as arrays;
 - blocks: the same by `sample`, 16 tokens at once, between two resamplings;
 - genlm-backend, genlm-backend's own: with `--published PYTHON`, the loop of lists on
-  genlm-backend 0.3.1 and its vLLM 0.26, and that vLLM's own generation; see `vllm_peer.py`.
+  genlm-backend 0.3.1 and its vLLM 0.26 or SGLang 0.5.17, and that engine's own generation; see
+  `vllm_peer.py` and `sgl_published.py`.
 
 Drawing, by the same function, and appending are on the clock for all. The prompt is computed
 before, and every particle begins with a token of its own, so that no contestant computes more
@@ -373,7 +374,8 @@ def main() -> None:
         build = engine_of(options.engine, folder, options)
         scheduler = scheduler_of(options.engine, folder)
         bench = Bench(build, folder, processes=options.multiprocess, scheduler=scheduler)
-        peer = Peer(options.published, "vllm_peer.py", folder) if options.published else None
+        script = "vllm_peer.py" if options.engine == "vllm" else "sgl_published.py"
+        peer = Peer(options.published, script, folder) if options.published else None
         try:
             samples, errors = measure(bench, options, peer)
         finally:

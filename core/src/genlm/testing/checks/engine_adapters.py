@@ -50,7 +50,7 @@ def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA, cases=("several adapters in one step",))
 def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
-    """Concurrent requests for the base model and several adapters each get the right row."""
+    """Concurrent requests for the base model and several adapters return the right rows."""
     names = [None, *fixture.adapter_names()]
     lm, probe = fixture.load_probed(adapters=True)
 
@@ -73,7 +73,7 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA, cases=("another adapter", "extended"))
 def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
-    """After a switch of adapters a context has the new adapter's row, cached or not."""
+    """After a switch of adapters, a context returns the new adapter's row, cached or not."""
     lm = fixture.load(adapters=True)
     names = [None, *fixture.adapter_names()]
 
@@ -95,7 +95,7 @@ def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA)
 def wrong_adapters_are_refused(fixture: EngineFixture) -> None:
-    """An adapter that cannot be loaded is an error, and nothing changes."""
+    """Loading an invalid adapter raises an error and changes nothing."""
     first, second = fixture.adapter_names()[:2]
     lm = fixture.load(adapters=True)
     token_ids = fixture.some_sequences(1)[0]
@@ -139,7 +139,7 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA)
 def removed_adapters_are_gone(fixture: EngineFixture) -> None:
-    """After `unload_lora` only requests under way get the adapter; its name can be reused."""
+    """After `unload_lora`, only in-flight requests use the adapter; its name can be reused."""
     paths = [fixture.target.adapters[name] for name in fixture.adapter_names()[:2]]
     first, second = fixture.adapter_names()[:2]
     lm, probe = fixture.load_probed()

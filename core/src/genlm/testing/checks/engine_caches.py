@@ -16,7 +16,7 @@ from genlm.testing.strategies import TokenTuple, near_misses
 
 @engine_check()
 def near_misses_are_told_apart(fixture: EngineFixture) -> None:
-    """A sequence that resembles an earlier one gets its own row."""
+    """A sequence that resembles an earlier one has its own row."""
 
     def holds(token_ids: TokenTuple) -> None:
         fixture.lm.clear_output_cache()
@@ -47,7 +47,7 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
 
 @engine_check(cases=("extended", "forked"))
 def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
-    """A sequence grown token by token, forked or shortened gets its uncached row."""
+    """A sequence that is extended, forked or shortened returns its uncached row."""
 
     def holds(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
         fixture.lm.clear_output_cache()
@@ -78,7 +78,7 @@ def _check_uncached(fixture: EngineFixture, token_ids: TokenTuple, how: str) -> 
 
 @engine_check()
 def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
-    """Rows are the same when the engine's own caches have almost no room."""
+    """Rows do not change when the engine's caches have almost no room."""
     variants = fixture.target.tight_options
     if not variants:
         if Capability.PREFIX_CACHE in fixture.lm.capabilities:
@@ -99,7 +99,7 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.PREFIX_CACHE)
 def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
-    """Keeping a prefix with `pin_prefix`, keeping it twice and freeing it change no row."""
+    """Pinning a prefix with `pin_prefix`, pinning it twice and freeing it change no row."""
 
     def holds(prefix: TokenTuple, other: TokenTuple) -> None:
         fixture.lm.clear_output_cache()

@@ -12,7 +12,7 @@ from genlm.testing.engine_fixture import EngineFixture
 
 @engine_check()
 def extended_contexts_have_their_own_rows(fixture: EngineFixture) -> None:
-    """Contexts that are extended in two ways get their uncached rows, and so does the first."""
+    """Contexts that extend one parent return their uncached rows, and so does the parent."""
     lm = fixture.load(output_cache=OutputCache(0))
     first_two = list(fixture.token_ids)[:2]
     for prompt in fixture.some_sequences(4):
@@ -28,7 +28,7 @@ def extended_contexts_have_their_own_rows(fixture: EngineFixture) -> None:
 
 @engine_check()
 def contexts_may_be_dropped(fixture: EngineFixture) -> None:
-    """Contexts are dropped in any order, and made again, without a change of any row."""
+    """Dropping contexts in any order and recreating them changes no row."""
     lm = fixture.load(output_cache=OutputCache(0))
 
     def check(context: Context, how: str) -> None:
@@ -65,7 +65,7 @@ def contexts_may_be_dropped(fixture: EngineFixture) -> None:
 
 @engine_check()
 def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
-    """Contexts have their rows after cancellation, reset and cleared caches."""
+    """Contexts return the same rows after cancellation, reset and cleared caches."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
 
     async def interrupt(contexts: list[Context], how: str) -> None:

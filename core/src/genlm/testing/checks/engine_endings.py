@@ -18,7 +18,7 @@ SCENES = (([0, 1, 2], [1]), ([0, 0], [0]), ([0, 0], [1]), ([0, 0, 1], [0, 1]))
 
 @engine_check()
 def cancelled_requests_change_no_other(fixture: EngineFixture) -> None:
-    """A cancelled caller ends at once; all others get their rows, then and later."""
+    """A cancelled request ends at once and changes no row of another or a later request."""
     for salt, (numbers, leaving) in enumerate(SCENES):
         lm, probe = fixture.load_probed()
         sequences = fixture.some_sequences(3, salt=salt)
@@ -66,7 +66,7 @@ def _check_after(fixture: EngineFixture, lm: AsyncLM, sequences: list[TokenTuple
 
 @engine_check()
 def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
-    """Cancelling one of several continuations changes none of the others."""
+    """Cancelling one of several continuations does not change the others."""
     prompts = [token_ids[:2] for token_ids in fixture.some_sequences(3)]
     length = max(1, min(6, fixture.max_length - 2))
     lm, probe = fixture.load_probed()
@@ -89,7 +89,7 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
 
 @engine_check()
 def closing_ends_every_request(fixture: EngineFixture) -> None:
-    """`close` ends unanswered requests with `EngineClosedError`, even during a step."""
+    """`close` fails pending requests with `EngineClosedError`, even during a step."""
     lm, probe = fixture.load_probed()
     sequences = fixture.some_sequences(2)
 

@@ -87,7 +87,7 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
 
 @engine_check()
 def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
-    """The seed, a member's index and the step draw its token, under masks and temperatures."""
+    """Seed, index of the member and step determine a draw, with masks and temperatures."""
     lm = fixture.load(output_cache=OutputCache(0))
     ids = np.asarray(fixture.token_ids)
     limit = 4 * fixture.target.largest_error
@@ -176,7 +176,7 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA)
 def populations_have_their_adapter(fixture: EngineFixture) -> None:
-    """Populations of different adapters at once have the rows of their own adapters."""
+    """Concurrent populations of different adapters have the rows of their adapters."""
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
     names = [*fixture.adapter_names()[:2], None]
     prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
@@ -196,7 +196,7 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
 
 @engine_check()
 def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
-    """Several populations are right when the engine's own caches have almost no room."""
+    """Populations have the right rows when the engine's caches have almost no room."""
     variants = fixture.target.tight_options
     if not variants:
         raise NotApplicable("the target names no tight_options")

@@ -66,7 +66,7 @@ def _is_close(fixture: EngineFixture, value: float, expected: float) -> bool:
 
 @engine_check()
 def reductions_are_of_the_row(fixture: EngineFixture) -> None:
-    """Log-probabilities of tokens, top-k, masses and other reductions are those of the row."""
+    """Log-probabilities of tokens, top-k, masses and other reductions agree with the row."""
     lm, size = fixture.load(output_cache=OutputCache(0)), fixture.lm.vocab_size
     ids = st.lists(st.integers(0, size - 1), max_size=8)
 
@@ -123,7 +123,7 @@ def _check_top(fixture: EngineFixture, row: torch.Tensor, top: Any, k: int) -> N
 
 @engine_check()
 def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
-    """A seed and a context determine the token drawn, whatever else is drawn or cached."""
+    """A seed and a context determine the drawn token, whatever else is drawn or cached."""
     lm, size = fixture.load(output_cache=OutputCache(0)), fixture.lm.vocab_size
     contexts, generator = fixture.some_sequences(6), np.random.default_rng(fixture.seed)
     fixture.run(fixture.lm.batch_next_token_logprobs(contexts))  # into its output cache
@@ -224,7 +224,7 @@ def _truncate(
 
 @engine_check(cases=("whole text", "after a prompt", "nothing to score"))
 def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
-    """Scores and reductions of a text are those of the rows before its tokens."""
+    """Scores and reductions of a text agree with the rows before its tokens."""
     lm = fixture.load(output_cache=OutputCache(0))
 
     def holds(texts: list[TokenTuple], data: Any) -> None:
@@ -301,7 +301,7 @@ def _check_columns(fixture: EngineFixture, text: TokenTuple, start: int, columns
 
 @engine_check()
 def a_failing_reduction_fails_alone(fixture: EngineFixture) -> None:
-    """A reduction that raises, of a row or of a text, fails its own request and no other."""
+    """A reduction that raises, of a row or of a text, fails its own request only."""
     lm = fixture.load(output_cache=OutputCache(0))
     texts = fixture.some_sequences(4)
 
@@ -336,7 +336,7 @@ def a_failing_reduction_fails_alone(fixture: EngineFixture) -> None:
 
 @engine_check(needs=Capability.LORA)
 def reductions_use_the_adapter(fixture: EngineFixture) -> None:
-    """Reductions and scores of one text with several adapters are those of each adapter."""
+    """Reductions and scores of a text with several adapters use the requested adapter."""
     names = [None, *fixture.adapter_names()]
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
     for text in fixture.some_sequences(3):

@@ -52,7 +52,7 @@ def rows_are_distributions(fixture: EngineFixture) -> None:
 
 @engine_check(oracle=True)
 def rows_are_right(fixture: EngineFixture) -> None:
-    """Every row is the oracle's row."""
+    """Every row equals the oracle's row."""
 
     def holds(token_ids: TokenTuple) -> None:
         row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
@@ -67,7 +67,7 @@ def rows_are_right(fixture: EngineFixture) -> None:
 
 @engine_check()
 def the_context_can_be_filled(fixture: EngineFixture) -> None:
-    """A sequence of exactly `max_context` tokens is answered."""
+    """A request with exactly `max_context` tokens returns a row."""
     limit = fixture.lm.max_context
     length = fixture.max_length if limit is None else limit
     (sequence,) = fixture.some_sequences(1)
@@ -84,7 +84,7 @@ def the_context_can_be_filled(fixture: EngineFixture) -> None:
 
 @engine_check(cases=("ragged batch", "another order"))
 def batch_equals_map(fixture: EngineFixture) -> None:
-    """Row i of a batch, or of concurrent requests, is that of sequence i."""
+    """Row i of a batch, or of concurrent requests, is the row of sequence i."""
 
     def holds(batch: list[TokenTuple], data: st.DataObject) -> None:
         shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
@@ -103,7 +103,7 @@ def batch_equals_map(fixture: EngineFixture) -> None:
 
 @engine_check()
 def concurrent_requests_share_steps(fixture: EngineFixture) -> None:
-    """Concurrent requests reach the engine together, and a step answers several of them."""
+    """Concurrent requests reach the engine together, and a step completes several of them."""
     lm, probe = fixture.load_probed()
     sequences = fixture.some_sequences(16)
     fixture.check_rows(fixture.concurrent_rows(sequences, lm), sequences)

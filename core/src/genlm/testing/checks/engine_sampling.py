@@ -21,7 +21,7 @@ TEMPERATURES = (0.0, 0.6, 1.0, 1.5)
 
 @engine_check()
 def samples_are_those_of_the_seed(fixture: EngineFixture) -> None:
-    """The seed draws the tokens that `draw_tokens` draws, for each prompt in any batch."""
+    """The seed determines the tokens of a sample, as in `draw_tokens`, in any batch."""
     prompts = [prompt[:2] for prompt in fixture.some_sequences(6)]
     prompts.append(prompts[0])  # continued by another stream than the first
     length = max(1, min(6, fixture.max_length - 2))

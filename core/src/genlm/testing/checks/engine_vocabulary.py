@@ -11,7 +11,7 @@ from genlm.testing.engine_fixture import EngineFixture
 
 @engine_check(cases=("token with bytes",))
 def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
-    """The vocabulary has one token per element of a row, and its id is the index."""
+    """The vocabulary has one token for each element of a row; its id is the index."""
     lm = fixture.lm
     width = len(fixture.run(lm.next_token_logprobs(fixture.some_sequences(1)[0])))
     for name, size in {
@@ -37,7 +37,7 @@ def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
 
 @engine_check()
 def texts_are_encoded_and_decoded(fixture: EngineFixture) -> None:
-    """Texts survive `encode`, the bytes of their tokens, and `decode`; their ends are ids."""
+    """Texts survive `encode`, the bytes of their tokens, and `decode`; BOS and EOS are ids."""
     lm = fixture.lm
     for name in ("bos_token_id", "eos_token_id"):
         token_id = getattr(lm.tokenizer, name, None)
@@ -66,7 +66,7 @@ def _texts(fixture: EngineFixture) -> Sequence[str]:
 
 @engine_check()
 def capabilities_are_implemented(fixture: EngineFixture) -> None:
-    """An engine has the methods of each capability it declares, and its spec lists it."""
+    """An engine has the methods of every declared capability, and its spec lists it."""
     _, probe = fixture.load_probed()
     declared = probe.capabilities
     unknown = [name for name in declared if not isinstance(name, Capability)]

@@ -66,7 +66,7 @@ def _check_rows(
 
 @trie_check(member="partial_sum")
 def weights_elsewhere_change_nothing(fixture: TrieFixture) -> None:
-    """Only the weights of tokens below the nodes matter, even if others are NaN."""
+    """Weights of tokens that are not below the nodes have no effect, even if they are NaN."""
     trie = fixture.build(WORDS)
     nodes = oracle_nodes(trie)
     for elsewhere in (np.nan, np.inf):

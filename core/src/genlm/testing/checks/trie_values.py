@@ -53,7 +53,7 @@ def values_are_exact(fixture: TrieFixture) -> None:
 
 @trie_check()
 def peaked_distributions_keep_their_tails(fixture: TrieFixture) -> None:
-    """When one token has all the mass but 1e-30, the other nodes keep their precision."""
+    """If one token has all the mass except 1e-30, the other nodes keep their precision."""
     generator = np.random.default_rng(fixture.seed)
     vocabulary = tokens(*(bytes(generator.integers(0, 4, size=5)) for _ in range(64)))
     trie = fixture.build(vocabulary)
@@ -68,7 +68,7 @@ def peaked_distributions_keep_their_tails(fixture: TrieFixture) -> None:
 
 @trie_check()
 def large_vocabularies_lose_no_digits(fixture: TrieFixture) -> None:
-    """Thousands of equal weights sum as exactly as a few, in float32 too."""
+    """Sums of thousands of equal weights are as exact as sums of a few, in float32 too."""
     pairs = [bytes([first, second]) for first in range(64) for second in range(256)]
     count = len(pairs)
     trie = fixture.build(tokens(*pairs))

@@ -12,7 +12,7 @@ from genlm.testing.trie_fixture import TrieFixture, leaf_of, nodes_by_symbols, s
 
 @trie_check()
 def special_vocabularies_are_exact(fixture: TrieFixture) -> None:
-    """Empty, equal, long, nested and non-UTF-8 tokens, and other items, are all counted."""
+    """Empty, equal, long, nested and non-UTF-8 tokens, and other items, are counted."""
     for salt, (case, vocabulary) in enumerate(SPECIAL.items()):
         trie = fixture.build(vocabulary)
         for operation, low in (("sum", 0.0), ("max", -2.0), ("logsumexp", -50.0)):
@@ -23,7 +23,7 @@ def special_vocabularies_are_exact(fixture: TrieFixture) -> None:
 
 @trie_check(cases=("tokens with the same bytes", "a token within another"))
 def views_agree_with_the_arrays(fixture: TrieFixture) -> None:
-    """The dict-shaped views describe the same tree, and each node occurs once."""
+    """The dict-like views describe the same tree, in which every node occurs once."""
 
     def holds(vocabulary: Sequence[Any]) -> None:
         trie = fixture.build(vocabulary)

@@ -20,7 +20,7 @@ WORDS = tokens(b"", b"a", b"ab", b"abc", b"b", b"b", b"\xff")
 
 @trie_check()
 def rows_of_a_batch_are_independent(fixture: TrieFixture) -> None:
-    """Each row of a batch has the result that it has alone, whatever the other rows are."""
+    """The result of a row does not depend on the other rows of its batch."""
 
     def holds(vocabulary: Any, rows: int, data: st.DataObject) -> None:
         trie = fixture.build(vocabulary)
@@ -54,7 +54,7 @@ def rows_of_a_batch_are_independent(fixture: TrieFixture) -> None:
 
 @trie_check()
 def numbers_of_any_kind(fixture: TrieFixture) -> None:
-    """Weights may be numpy, torch or lists of any precision; half precision gives float32."""
+    """Weights may be numpy, torch or lists of any precision; half precision returns float32."""
     trie = fixture.build(WORDS)
     exact = fixture.weights(len(WORDS)).double() + 1e-3
     for name in fixture.target.dtypes:

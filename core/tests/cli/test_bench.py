@@ -66,7 +66,7 @@ def test_the_report_has_every_field() -> None:
     assert "torch" in report["environment"]["libraries"]
 
 
-def test_people_read_a_row_for_each_length() -> None:
+def test_the_table_has_a_row_for_each_length() -> None:
     lines = bench("--most-tokens", "20").stdout.splitlines()
     cells = [line.split() for line in lines if line.split()[:1] in (["4"], ["16"])]
     assert [(cell[0], len(cell)) for cell in cells] == [("4", 3), ("16", 3)] * 2

@@ -78,7 +78,7 @@ def test_a_seed_reproduces_everything_but_the_time() -> None:
     assert first["particles"] != other["particles"]
 
 
-def test_people_read_each_text_once_with_its_summed_weight() -> None:
+def test_the_table_has_each_text_once_with_its_total_weight() -> None:
     short = ("--max-tokens", "2")
     parsed, result = report(*short), invoke(*OPTIONS, *short)
     assert result.exit_code == 0

@@ -69,7 +69,7 @@ def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
     assert math.fsum(logprobs) == result["logprob"]
 
 
-def test_people_get_a_table_and_programs_a_file(tmp_path: Path) -> None:
+def test_the_terminal_shows_a_table_and_the_output_is_a_file(tmp_path: Path) -> None:
     path, output = tmp_path / "texts.txt", tmp_path / "scores.jsonl"
     path.write_bytes("\r\n".join(TEXTS).encode())
     result = score(str(path), "--output", str(output))

@@ -1,4 +1,4 @@
-"""`genlm serve` passes on what it was asked, and says what is missing."""
+"""`genlm serve` passes its options to the plugin, and names missing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genlm.core.plugins.registry import Registry
 
 
 class Server:
-    """Records what the command asks of the plugin."""
+    """Records the calls of the command."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -60,7 +60,7 @@ def run(*arguments: str, cluster: tuple[str, ...] = ("--local",)) -> Result:
     return CliRunner().invoke(app, ["serve", *cluster, *arguments])
 
 
-def test_a_model_is_served_as_asked(server: Server) -> None:
+def test_a_model_is_served_with_the_requested_options(server: Server) -> None:
     options = ("--options", '{"dtype": "bf16"}', "--resources", '{"num_gpus": 1}')
     result = run("--name", "chat", "--model", "m", "--replicas", "3", *options, "--json")
     assert result.exit_code == 0, result.output

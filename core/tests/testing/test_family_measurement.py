@@ -18,7 +18,7 @@ Change = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 
 
 class Remembered(TinyModel):
-    """Computes each row once: engine and oracle of all tests ask for the same ones."""
+    """Computes each row once for all tests, which request the same rows."""
 
     @functools.cache  # noqa: B019
     def logprobs(self, token_ids: tuple[int, ...], adapter: str | None = None) -> torch.Tensor:

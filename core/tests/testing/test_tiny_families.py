@@ -37,7 +37,7 @@ def facts_of(family: Family) -> ModelFacts:
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 64])
-def test_heads_are_as_wide_as_asked_for(head_dim: int) -> None:
+def test_heads_have_the_requested_width(head_dim: int) -> None:
     listed = families(head_dim)
     assert list(listed) == list(FAMILIES)
     for name in {*listed} - ODD_HEADS:

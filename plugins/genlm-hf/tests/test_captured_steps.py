@@ -248,7 +248,7 @@ def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
     assert used(engine, "graphs_captured") >= 3
 
 
-def test_sequences_that_are_asked_several_times_get_their_rows(
+def test_sequences_that_are_requested_several_times_have_their_rows(
     llama: Any, tokenizer: Any
 ) -> None:
     random.seed(4)

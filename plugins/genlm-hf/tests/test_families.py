@@ -1,4 +1,4 @@
-"""Families served as users load them, asked as particle programs ask."""
+"""Families, loaded as users load them, with the requests of particle programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rows_are_right_and_served_as_the_table_says(name: str, tmp_path: Path) 
     assert result.statistics["execution_path"] == path_of(name)
 
 
-def test_capped_scores_are_capped_unless_another_attention_is_asked_for(tmp_path: Path) -> None:
+def test_capped_scores_are_capped_unless_another_attention_is_requested(tmp_path: Path) -> None:
     model = TinyModel.of(tmp_path, REPRESENTATIVE["gemma2 with capped scores"])
     ids = [*range(5, 45)]
     with load_model(model.path, "hf", device="cpu", dtype="float32") as llm:

@@ -33,10 +33,10 @@ def adapter(llama: Any, tmp_path: Path) -> tuple[str, Any]:
 
 
 def test_concurrent_requests_equal_unbatched_forward_passes(lm: Any, llama: Any) -> None:
-    async def ask() -> list[torch.Tensor]:
+    async def request_rows() -> list[torch.Tensor]:
         return await asyncio.gather(*map(lm.next_token_logprobs, SEQUENCES))
 
-    rows = asyncio.run(ask())
+    rows = asyncio.run(request_rows())
     for ids, row in zip(SEQUENCES, rows, strict=True):
         assert (row - alone(llama, ids)).abs().max() <= 1e-4
 
@@ -73,7 +73,7 @@ def test_one_gather_mixes_adapters_and_the_base_model(
     path, adapted = adapter
     lm.load_lora(path, "red")
 
-    async def ask() -> list[torch.Tensor]:
+    async def request_rows() -> list[torch.Tensor]:
         return await asyncio.gather(
             *(
                 lm.next_token_logprobs(ids, lora_name=name)
@@ -82,7 +82,7 @@ def test_one_gather_mixes_adapters_and_the_base_model(
             )
         )
 
-    rows = asyncio.run(ask())
+    rows = asyncio.run(request_rows())
     for ids, base_row, red_row in zip(SEQUENCES, rows[::2], rows[1::2], strict=True):
         assert (base_row - alone(llama, ids)).abs().max() <= 1e-4
         assert (red_row - alone(adapted, ids)).abs().max() <= 1e-4
@@ -102,13 +102,13 @@ def test_rows_of_a_model_with_an_adapter_are_never_stale(
 
 
 def test_wrong_requests_fail_alone(lm: Any, llama: Any) -> None:
-    async def ask() -> list[Any]:
+    async def request_rows() -> list[Any]:
         wrong: list[Any] = [[], [3] * 65, [300], [-1]]
         return await asyncio.gather(
             *map(lm.next_token_logprobs, [*wrong, SEQUENCES[0]]), return_exceptions=True
         )
 
-    empty, long, beyond, negative, row = asyncio.run(ask())
+    empty, long, beyond, negative, row = asyncio.run(request_rows())
     assert isinstance(empty, genlm.EmptySequenceError)
     assert isinstance(long, genlm.ContextLengthError)
     assert isinstance(beyond, genlm.TokenIdError)

@@ -38,7 +38,7 @@ def serve(model: Any, tokenizer: Any, slots: int | None = None, **options: Any) 
 
 
 async def run(oracle: Oracle, populations: list[Population], steps: int) -> None:
-    """Extend, resample and ask populations, a few members or all."""
+    """Extend and resample populations, and request rows of some or all members."""
     for step in range(steps):
         for place, before in enumerate(populations):
             members = list(range(len(before)))

@@ -47,7 +47,7 @@ def test_mixed_lengths_in_one_step_are_right(kind: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_a_row_does_not_depend_on_what_was_asked_before(kind: Any, tokenizer: Any) -> None:
+def test_a_row_does_not_depend_on_earlier_requests(kind: Any, tokenizer: Any) -> None:
     model = build_model(kind[0], **kind[1])
     sequences = ids_of_lengths(40, 16, 20, 5)
     expected = [alone(model, ids) for ids in sequences]

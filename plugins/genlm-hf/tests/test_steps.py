@@ -151,23 +151,25 @@ def test_adapters_take_turns(build: Callable[[], HFEngine], llama: Any, tmp_path
     requests = [(ids, name) for ids in ids_of_lengths(9, 9, 9, 9) for name in (None, "r", "b")]
     queries: list[Query] = []
 
-    def ask(ids: Sequence[int], adapter: str | None) -> None:
+    def submit_query(ids: Sequence[int], adapter: str | None) -> None:
         queries.append(Query(len(queries), tuple(ids), adapter))
         engine.submit(queries[-1])
 
     for ids, adapter in requests:
-        ask(ids, adapter)
+        submit_query(ids, adapter)
     served = []
     for _ in range(6):
         completions = engine.step()
         served.append({queries[completion.query_id].adapter for completion in completions})
-        for completion in completions:  # whoever is served asks again, before the others' turn
+        for completion in (
+            completions
+        ):  # served callers send further requests before other adapters are served
             ids, adapter = (
                 queries[completion.query_id].token_ids,
                 queries[completion.query_id].adapter,
             )
             assert oracles[adapter].largest_error([ids], [completion.result]) <= 1e-4
-            ask([*ids, 5], adapter)
+            submit_query([*ids, 5], adapter)
     assert served == [{None}, {"r"}, {"b"}] * 2
 
 
@@ -198,7 +200,7 @@ def test_a_cancelled_population_holds_nobody_up_for_more_than_its_pass(
         results = await asyncio.gather(*asking, return_exceptions=True)
         assert all(isinstance(each, asyncio.CancelledError) for each in results)
         late = asyncio.ensure_future(llm.next_token_logprobs(short))
-        await asyncio.sleep(0)  # it is asked for
+        await asyncio.sleep(0)  # the request is sent
         held.let_go.set()
         row = await late
         after = llm.statistics().engine

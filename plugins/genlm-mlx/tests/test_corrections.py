@@ -175,7 +175,7 @@ def test_a_model_is_corrected_once_if_two_engines_serve_it(
         assert error(engine, model, longest) <= 1e-5
 
 
-def test_a_family_that_was_not_verified_is_refused_if_asked_for(make: Make) -> None:
+def test_a_family_that_was_not_verified_is_refused_on_request(make: Make) -> None:
     model = make("llama", TINY_LLAMA | {"attention_bias": True})
     config = json.loads((model.path / "config.json").read_text())
     (model.path / "config.json").write_text(

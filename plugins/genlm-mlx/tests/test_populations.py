@@ -83,7 +83,7 @@ async def largest_errors(
     seed: int,
     most_tokens: int = 40,
 ) -> float:
-    """Extend, resample and ask populations, a few members or all; return the largest error."""
+    """Extend and resample populations; return the largest error of requested rows."""
     generator = np.random.default_rng(seed)
     largest = 0.0
     for step in range(steps):

@@ -129,7 +129,7 @@ def test_an_older_batch_makes_way_before_the_next_is_held(
 def test_slots_that_get_other_tokens_are_not_taken_for_what_they_held(
     long_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven slots are used, the rest is asked for at once, so the first are used again.
+    """Seven slots are used and the rest is requested at once, so the first are reused.
 
     The token whose past is looked for follows slot 6, which ended a held past.
     """

@@ -108,7 +108,7 @@ def test_numpy_lists_and_mixtures_give_the_same(operation) -> None:
 
 
 def test_results_stay_on_the_device_and_nothing_waits_for_it() -> None:
-    # Tensors on "meta" have no values: whatever asked for one would fail.
+    # Tensors on "meta" have no values; reading one raises an error.
     trie = DeviceTrie(WORDS)
     ws = torch.empty((3, 5), device="meta", dtype=torch.bfloat16)
     for operation in ("sum", "max", "logsumexp"):

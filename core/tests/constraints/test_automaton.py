@@ -79,8 +79,8 @@ def test_the_automaton_of_utf8_agrees_with_pythons_decoder():
     for first, text in itertools.product(
         b"\xf0\xf1\xf3\xf4", map(bytes, itertools.product(BOUNDS, repeat=2))
     ):
-        found = bytes([first]) + text + b"\x80"
-        assert (found in language) == is_utf8(found)
+        data = bytes([first]) + text + b"\x80"
+        assert (data in language) == is_utf8(data)
 
 
 @given(st.binary(max_size=6) | st.text(max_size=3).map(str.encode))
@@ -99,7 +99,7 @@ def test_tables_are_reduced_without_a_change_of_the_language(states, data):
     table = np.full((states, 256), -1)
     table[:, list(b"abc")] = rows
     language = Automaton(table, accepting)
-    kept = set()
+    numbers = set()
     for length in range(6):
         for word in itertools.product(range(3), repeat=length):
             state = 0
@@ -107,12 +107,14 @@ def test_tables_are_reduced_without_a_change_of_the_language(states, data):
                 state = rows[state][letter] if state >= 0 else -1
             expected = state >= 0 and accepting[state]
             assert (bytes(b"abc"[letter] for letter in word) in language) == expected
-            kept |= {state} if expected else set()
+            numbers |= {state} if expected else set()
     assert len(language._table.accepting) <= max(1, states)
 
 
 def test_equal_languages_have_automata_of_equal_size():
-    sizes = {len(Automaton.regex(each)._table.accepting) for each in ("(a|b)*", "(a*b*)*")}
+    sizes = {
+        len(Automaton.regex(pattern)._table.accepting) for pattern in ("(a|b)*", "(a*b*)*")
+    }
     assert sizes == {1}
     assert len((Automaton.regex("a+") & Automaton.regex("b+"))._table.accepting) == 1
 
@@ -153,9 +155,9 @@ def test_members_follow_their_own_tokens_and_are_resampled(llm):
         {a, ab},
     ]
     assert unpacked(constraint, 2) == {a, ab}, "a constraint does not change"
-    chosen = after[np.array([1, 1, 0])]
-    assert len(chosen) == 3
-    ended = chosen.advance([END, -1, a]).advance([a, END, END])
+    resampled = after[np.array([1, 1, 0])]
+    assert len(resampled) == 3
+    ended = resampled.advance([END, -1, a]).advance([a, END, END])
     assert ended.finished.tolist() == [True, True, False]
     assert ended.log_potential.tolist() == [0, 0, -np.inf]
     assert "3 members, 2 finished, 1 dead" in repr(ended)
@@ -253,7 +255,8 @@ def test_draws_follow_the_masks_and_skip_the_finished(llm):
     assert drawn.token_ids.tolist() == [-1] * 60
     assert drawn.log_mass.tolist() == [0] * 60
     texts = {
-        text_of([each for each in row if each >= 0][1:]) for row in population.tokens.tolist()
+        text_of([token_id for token_id in row if token_id >= 0][1:])
+        for row in population.tokens.tolist()
     }
     assert texts == {b"a", "é".encode()}
 

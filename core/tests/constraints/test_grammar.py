@@ -140,10 +140,10 @@ def test_a_json_schema_is_the_regular_language_of_its_documents(library, is_text
     schema = json.dumps(SCHEMA) if is_text else SCHEMA
     grammar = Grammar.json_schema(schema, library=library, **TIGHT[library])
     with genlm.load_model("demo", "reference") as llm:
-        found, expected = grammar.start(llm, 1), Automaton.regex(WRITTEN).start(llm, 1)
+        constraint, expected = grammar.start(llm, 1), Automaton.regex(WRITTEN).start(llm, 1)
         rng, steps = np.random.default_rng(0), 0
         for _ in range(3):
-            one, other = found, expected
+            one, other = constraint, expected
             while not one.finished.all():
                 allowed = unpacked(one)
                 assert allowed == unpacked(other)

@@ -40,10 +40,10 @@ def test_masks_are_waited_for_when_the_model_has_computed_the_rows(temperature):
     with genlm.AsyncLM(lambda: engines.append(MaskingEngine()) or engines[0]) as llm:
         population = llm.population([(2,), (3,), (2,), (3,), (2, 4)])
         options = {"mask_index": INDEX, "temperature": temperature, "seed": 3}
-        found = population.draw_sync(engines[0].masks, **options)
+        drawn = population.draw_sync(engines[0].masks, **options)
         expected = population.draw_sync(MASKS, **options)
         assert expected.token_ids.tolist()[2] == -1
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(drawn, expected, strict=True):
             torch.testing.assert_close(one, other)
         finished = population.finish([False, True, False, False, True])
         for one, other in zip(
@@ -63,9 +63,9 @@ def test_the_index_may_be_computed_later_too():
     assert torch.equal(rows.factors(0, 2, device), expected.factors(0, 5, device)[[4, 0]])
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([(2,), (3,), (2,), (3,), (2, 4)])
-        found = population.draw_sync(both, seed=3)
+        drawn = population.draw_sync(both, seed=3)
         for one, other in zip(
-            found, population.draw_sync(MASKS, mask_index=INDEX, seed=3), strict=True
+            drawn, population.draw_sync(MASKS, mask_index=INDEX, seed=3), strict=True
         ):
             torch.testing.assert_close(one, other)
 
@@ -95,9 +95,9 @@ def test_masks_that_several_requests_share_are_copied_to_a_device_once():
     assert first.is_empty.tolist() == [False, False, True, False, False]
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)
-        found = population.draw_sync(shared, mask_index=INDEX, seed=1)
+        drawn = population.draw_sync(shared, mask_index=INDEX, seed=1)
         for one, other in zip(
-            found, population.draw_sync(MASKS, mask_index=INDEX, seed=1), strict=True
+            drawn, population.draw_sync(MASKS, mask_index=INDEX, seed=1), strict=True
         ):
             assert torch.equal(one, other)
 

@@ -68,13 +68,13 @@ def searched(
         with_tokens=lambda ids, first_draws: None,
     )
     search = predicate._Search(constraint, np.ones(size, bool))
-    found = None
+    result = None
     for k in (first, count + 1):
-        if found is None:
-            columns = (each[:, :k] for each in (token_ids, logprobs, draw_logprobs))
+        if result is None:
+            columns = (array[:, :k] for array in (token_ids, logprobs, draw_logprobs))
             ids, of_model, of_draw = map(torch.from_numpy, columns)
-            found = search.take(genlm.DrawnTokens(ids, of_model, torch.zeros(size), of_draw))
-    return found[0], shares.prod(1)
+            result = search.take(genlm.DrawnTokens(ids, of_model, torch.zeros(size), of_draw))
+    return result[0], shares.prod(1)
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
@@ -86,12 +86,12 @@ def test_the_estimate_of_the_mass_is_unbiased_whatever_token_is_accepted(
     """The expectation over all 120 orders of five tokens is the probability of each."""
     q = np.array([0.05, 0.4, 0.25, 0.1, 0.2])
     orders = np.array([*itertools.permutations(range(5))])
-    found, chances = searched(orders, q, accepted, extra, first)
-    token_ids = found.token_ids.numpy()
+    accepted_tokens, chances = searched(orders, q, accepted, extra, first)
+    token_ids = accepted_tokens.token_ids.numpy()
     assert {*token_ids.tolist()} == (accepted or {-1})
-    assert np.isneginf(found.log_mass.numpy()).all() == (not accepted)
+    assert np.isneginf(accepted_tokens.log_mass.numpy()).all() == (not accepted)
     for token in accepted:
-        weights = found.log_mass.double().exp().numpy() * (token_ids == token)
+        weights = accepted_tokens.log_mass.double().exp().numpy() * (token_ids == token)
         assert (weights * chances).sum() == pytest.approx(q[token], rel=1e-6)
 
 
@@ -100,8 +100,8 @@ def test_more_draws_have_less_variance():
     q = np.array([0.3, 0.1, 0.2, 0.05, 0.15, 0.2])
     for extra in (1, 4):
         orders = np.array([rng.choice(6, 6, replace=False, p=q) for _ in range(1500)])
-        found, _ = searched(orders, q, {0, 2, 3}, extra, 6)
-        estimates = found.log_mass.exp()
+        accepted_tokens, _ = searched(orders, q, {0, 2, 3}, extra, 6)
+        estimates = accepted_tokens.log_mass.exp()
         assert float(estimates.mean()) == pytest.approx(0.55, abs=0.03)
         variances.append(float(estimates.var()))
     assert variances[1] < 0.6 * variances[0]
@@ -132,7 +132,7 @@ def test_weighted_draws_have_the_models_probabilities(
     """The mean of the weight of each token is its probability; the seed is fixed."""
     monkeypatch.setattr(predicate, "_FIRST_DRAWS", first_draws)
     size = 4000
-    found = drawn(llm, language, size, temperature=temperature, seed=7)
+    tokens = drawn(llm, language, size, temperature=temperature, seed=7)
     masked = unpacked(language.start(llm, 1))
     allowed = {
         token
@@ -140,9 +140,9 @@ def test_weighted_draws_have_the_models_probabilities(
         if (language.prefix(TOKENS[token]) if token != END else language.complete(b""))
     }
     exact = row(PROMPT).exp()
-    ids = found.token_ids.numpy()
+    ids = tokens.token_ids.numpy()
     assert set(ids.tolist()) <= allowed
-    weights = found.log_mass.double().exp().numpy()
+    weights = tokens.log_mass.double().exp().numpy()
     for token in allowed:
         samples = weights * (ids == token)
         error = samples.std() / math.sqrt(size)
@@ -151,8 +151,10 @@ def test_weighted_draws_have_the_models_probabilities(
     error = weights.std() / math.sqrt(size)
     assert error < 0.03 * mass
     assert abs(weights.mean() - mass) < 4.5 * error + 1e-6
-    np.testing.assert_allclose(found.logprobs, row(PROMPT)[ids], atol=1e-5)
-    np.testing.assert_allclose(found.logprobs - found.draw_logprob, found.log_mass, atol=1e-5)
+    np.testing.assert_allclose(tokens.logprobs, row(PROMPT)[ids], atol=1e-5)
+    np.testing.assert_allclose(
+        tokens.logprobs - tokens.draw_logprob, tokens.log_mass, atol=1e-5
+    )
 
 
 def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm):
@@ -163,13 +165,13 @@ def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm
         return True
 
     constraint = Python(prefix, lambda text: True).start(llm, 50)
-    found = run_blocking(constraint.draw(llm.population(PROMPT, 50), seed=0))
-    constraint.advance(found.token_ids)
+    tokens = run_blocking(constraint.draw(llm.population(PROMPT, 50), seed=0))
+    constraint.advance(tokens.token_ids)
     assert max(Counter(called).values()) == 1
     assert len(called) <= len(TEXT_IDS)
-    one: list[bytes] = []
-    drawn(llm, Python(lambda text: bool(one.append(text)) or True), 1, seed=1)
-    assert 1 <= len(one) <= 3
+    texts: list[bytes] = []
+    drawn(llm, Python(lambda text: bool(texts.append(text)) or True), 1, seed=1)
+    assert 1 <= len(texts) <= 3
 
 
 def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, monkeypatch):
@@ -209,19 +211,19 @@ def test_dead_and_finished_members_draw_nothing(llm):
     assert constraint.log_potential.tolist() == [-np.inf, 0, 0, -np.inf]
     assert constraint.finished.tolist() == [False, True, False, False]
     population = llm.population([(2, a, a), (2, b, END), (2, b), (2, SPECIAL)])
-    found = run_blocking(constraint.draw(population, seed=0))
-    assert found.token_ids[[0, 1, 3]].tolist() == [-1, -1, -1]
-    assert found.log_mass[[0, 1, 3]].tolist() == [-math.inf, 0, -math.inf]
-    assert found.token_ids[2] >= 0
-    chosen = constraint[[2, 1]]
-    assert chosen.finished.tolist() == [False, True]
-    assert chosen.advance([END, END]).finished.tolist() == [True, True]
+    tokens = run_blocking(constraint.draw(population, seed=0))
+    assert tokens.token_ids[[0, 1, 3]].tolist() == [-1, -1, -1]
+    assert tokens.log_mass[[0, 1, 3]].tolist() == [-math.inf, 0, -math.inf]
+    assert tokens.token_ids[2] >= 0
+    selected = constraint[[2, 1]]
+    assert selected.finished.tolist() == [False, True]
+    assert selected.advance([END, END]).finished.tolist() == [True, True]
 
 
 def test_a_function_that_accepts_nothing_leaves_no_token(llm):
-    found = drawn(llm, Python(lambda text: False), 3, seed=0)
-    assert found.token_ids.tolist() == [-1] * 3
-    assert found.log_mass.tolist() == [-math.inf] * 3
+    tokens = drawn(llm, Python(lambda text: False), 3, seed=0)
+    assert tokens.token_ids.tolist() == [-1] * 3
+    assert tokens.log_mass.tolist() == [-math.inf] * 3
 
 
 def test_a_finished_language_around_it_ends_or_kills(llm):
@@ -279,7 +281,7 @@ def test_evidence_and_weights_of_a_filter_are_those_of_enumeration(llm, within, 
     language, size, count = Python(few_a, has_b, within=within), 40, 100
     estimates = []
     for seed in range(count):
-        *_, found = steer_sync(
+        *_, particles = steer_sync(
             llm,
             PROMPT,
             size,
@@ -289,7 +291,9 @@ def test_evidence_and_weights_of_a_filter_are_those_of_enumeration(llm, within, 
             seed=seed,
         )
         mass = dict.fromkeys(exact, 0.0)
-        for context, log_weight in zip(found.population, found.log_weights, strict=True):
+        for context, log_weight in zip(
+            particles.population, particles.log_weights, strict=True
+        ):
             ids = context.token_ids[1:]
             if ids[-1] == END and log_weight > -math.inf:
                 mass[ids] += math.exp(log_weight) / size

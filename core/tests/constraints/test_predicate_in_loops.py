@@ -51,12 +51,12 @@ def test_the_event_loop_runs_while_a_function_is_called(llm):
         drawing = asyncio.create_task(constraint.draw(population, seed=4))
         await function.entered.wait()
         function.free.set()
-        found = await drawing
+        drawn = await drawing
         expected = run_blocking(constraint.draw(population, seed=4))
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(drawn, expected, strict=True):
             assert torch.equal(one, other)
         assert len(function.texts) == len(set(function.texts))
-        advanced = constraint.advance(found.token_ids)
+        advanced = constraint.advance(drawn.token_ids)
         assert len(function.texts) == len(set(function.texts)), "nothing was tested again"
         assert (advanced.log_potential == 0).all()
 
@@ -79,8 +79,8 @@ def test_the_error_of_a_function_is_the_callers(llm, error):
         with pytest.raises(expected) as raised:
             await asyncio.wait_for(constraint.draw(population, seed=4), TIMEOUT_S)
         assert error in {raised.value, raised.value.__cause__}
-        found = await constraint.draw(population, seed=4)
-        assert (found.token_ids >= 0).all()
+        drawn = await constraint.draw(population, seed=4)
+        assert (drawn.token_ids >= 0).all()
 
     asyncio.run(program())
 
@@ -95,7 +95,7 @@ def test_a_cancelled_draw_ends_after_the_present_call_and_keeps_nothing(llm):
             patch.setattr(
                 predicate._Search,
                 "__init__",
-                lambda search, *given: (searches.add(search), first(search, *given))[1],
+                lambda search, *arguments: (searches.add(search), first(search, *arguments))[1],
             )
             yield
 
@@ -117,8 +117,8 @@ def test_a_cancelled_draw_ends_after_the_present_call_and_keeps_nothing(llm):
         gc.collect()
         assert not searches
         assert constraint.next_constraint is None
-        found = run_blocking(constraint.draw(population, seed=4))
-        assert torch.equal(found.token_ids, expected.token_ids)
+        drawn = run_blocking(constraint.draw(population, seed=4))
+        assert torch.equal(drawn.token_ids, expected.token_ids)
 
     all_texts: list[bytes] = []
     language = Python(lambda text: all_texts.append(text) or not text.startswith(b"a"))
@@ -142,7 +142,9 @@ def test_functions_of_a_language_are_not_called_at_the_same_time(llm):
     async def program() -> None:
         language = Python(function)
         populations = [llm.population(PROMPT, SIZE) for _ in range(2)]
-        draws = [language.start(llm, SIZE).draw(each, seed=4) for each in populations]
+        draws = [
+            language.start(llm, SIZE).draw(population, seed=4) for population in populations
+        ]
         await asyncio.gather(*draws)
 
     asyncio.run(program())

@@ -21,7 +21,7 @@ SPELLINGS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("name", "spellings"), SPELLINGS.items())
 def test_a_dtype_has_one_name(name: str, spellings: list[Any]) -> None:
-    assert {dtype_name(each) for each in spellings} == {name}
+    assert {dtype_name(spelling) for spelling in spellings} == {name}
 
 
 @pytest.mark.parametrize("wrong", ["float33", "int8", torch.int64, 3, None, ""])

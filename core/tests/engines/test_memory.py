@@ -67,10 +67,10 @@ def limit_version_1(folder: Path, limit: int) -> None:
     """A group that uses 5 GiB with its children, 3 of them files."""
     write(folder / "memory.limit_in_bytes", f"{limit}\n")
     write(folder / "memory.usage_in_bytes", f"{5 * GIB}\n")
-    own = "inactive_file 5\nactive_file 6\n"
+    group_fields = "inactive_file 5\nactive_file 6\n"
     write(
         folder / "memory.stat",
-        f"{own}total_inactive_file {GIB}\ntotal_active_file {2 * GIB}\n",
+        f"{group_fields}total_inactive_file {GIB}\ntotal_active_file {2 * GIB}\n",
     )
 
 

@@ -41,7 +41,7 @@ class Constant(Reduction):
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Constant]) -> Sequence[Any]:
-        return [each.value for each in requests]
+        return [request.value for request in requests]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were() -> None:
     few, ids = torch.randn(3), torch.tensor([5, 2**40])
     wide, flags = torch.randn(SIZE, dtype=torch.float64), torch.tensor([True, False])
     scores = TokenScores(torch.randn(2), flags)
-    found = returned(
+    completions = returned(
         Completion(0, row),
         Completion(1, Reduced((few, other, ids))),
         Completion(2, Reduced((wide, 0.5, EvaluationError("no room")))),
@@ -174,8 +174,8 @@ def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were() -> None:
         Completion(5, [3, 1, 4]),
         Completion(6, Reduced(())),
     )
-    results: list[Any] = [each.result for each in found]
-    assert [each.query_id for each in found] == list(range(7))
+    results: list[Any] = [completion.result for completion in completions]
+    assert [completion.query_id for completion in completions] == list(range(7))
     pairs = [(results[0], row), (results[3].logprobs, scores.logprobs)]
     pairs += zip(results[1].values, (few, other, ids), strict=True)
     pairs += [(results[2].values[0], wide), (results[3].is_top, flags)]
@@ -184,7 +184,7 @@ def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were() -> None:
         assert torch.equal(value, expected)
     assert results[2].values[1] == 0.5
     assert isinstance(results[2].values[2], EvaluationError)
-    assert str(found[4].error) == "too long"
+    assert str(completions[4].error) == "too long"
     assert results[5:] == [[3, 1, 4], Reduced(())]
     results[0].add_(1)  # rows belong to their receivers
 
@@ -192,20 +192,20 @@ def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
 def test_tensors_arrive_as_the_callers_own(dtype: torch.dtype) -> None:
     tensor = torch.arange(12).to(dtype).view(3, 4)
-    [found] = values_returned(tensor[1:])
-    assert found.dtype == dtype
-    assert torch.equal(found, tensor[1:])
-    found.fill_(0)
-    assert found.untyped_storage().nbytes() == found.nbytes
+    [values] = values_returned(tensor[1:])
+    assert values.dtype == dtype
+    assert torch.equal(values, tensor[1:])
+    values.fill_(0)
+    assert values.untyped_storage().nbytes() == values.nbytes
 
 
 def test_tensors_take_few_more_bytes_than_their_values() -> None:
     tokens = TopTokens(torch.randn(10), torch.arange(10))
     completion = Completion(0, Reduced((tokens,)))
     assert len(TRANSPORT.pack_completions([completion], SIZE).data) <= 120 + 550
-    [found] = values_returned(tokens)
-    assert isinstance(found, TopTokens)
-    assert torch.equal(found.logprobs, tokens.logprobs)
+    [values] = values_returned(tokens)
+    assert isinstance(values, TopTokens)
+    assert torch.equal(values.logprobs, tokens.logprobs)
 
 
 def test_results_that_cannot_be_sent_or_loaded_fail_alone(
@@ -213,7 +213,7 @@ def test_results_that_cannot_be_sent_or_loaded_fail_alone(
 ) -> None:
     row = torch.randn(SIZE).log_softmax(0)
     half = torch.tensor([1.5, -2.0]).bfloat16()
-    generator: Any = (each for each in range(3))
+    generator: Any = (completion for completion in range(3))
     drawn = DrawnToken(5, -1.0, 0.0, -1.0)
     sent = [
         Completion(0, row),
@@ -225,17 +225,17 @@ def test_results_that_cannot_be_sent_or_loaded_fail_alone(
     ]
     packed = TRANSPORT.pack_completions(sent, SIZE)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)
-    found = TRANSPORT.unpack_completions(packed)
-    results: list[Any] = [each.result for each in found]
-    assert [each.query_id for each in found] == list(range(6))
+    completions = TRANSPORT.unpack_completions(packed)
+    results: list[Any] = [completion.result for completion in completions]
+    assert [completion.query_id for completion in completions] == list(range(6))
     assert torch.equal(results[0], row)
     assert "type generator cannot be returned from a worker" in str(results[1].values[0])
     assert results[1].values[1] == 0.5
     assert "a result cannot be loaded from a worker" in str(results[2].values[0])
     assert torch.equal(results[2].values[1], half)
-    assert "generator" in str(found[3].error)
+    assert "generator" in str(completions[3].error)
     assert results[3] is None
-    assert isinstance(found[4].error, EvaluationError)
+    assert isinstance(completions[4].error, EvaluationError)
     assert results[5].values[0] is None
     assert torch.equal(results[5].values[1][1], half)
     assert results[5].values[2] == drawn

@@ -97,15 +97,15 @@ class Engine(PrefixEngine):
 def test_rows_are_right_and_each_step_has_one_adapter() -> None:
     engine = Engine()
     engine.add_adapter("red", "folder")
-    asked = [Query(i, (1, 2, i), name) for i, name in enumerate([None, "red", None, "red"])]
-    for query in asked:
+    queries = [Query(i, (1, 2, i), name) for i, name in enumerate([None, "red", None, "red"])]
+    for query in queries:
         engine.submit(query)
     for adapter, answered in ((None, [0, 2]), ("red", [1, 3])):
         completions = engine.step()
-        assert [each.query_id for each in completions] == answered
-        for each in completions:
-            row = expected(adapter, asked[each.query_id].token_ids)
-            torch.testing.assert_close(each.result, row, rtol=0, atol=1e-6)
+        assert [completion.query_id for completion in completions] == answered
+        for completion in completions:
+            row = expected(adapter, queries[completion.query_id].token_ids)
+            torch.testing.assert_close(completion.result, row, rtol=0, atol=1e-6)
     assert engine.adapters == ("red",)
     assert engine.loaded.active is None
 
@@ -184,28 +184,28 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
     engine = Engine()
     assert Capability.SCORE in engine.capabilities
     engine.add_adapter("red", "folder")
-    asked = [
+    queries = [
         Query(0, (1, 2, 3, 4, 5, 0), targets=(5, 0, 6)),
         Query(1, (1, 2, 3)),
         Query(2, (1, 2, 3, 4), "red", targets=(6,)),
         Query(3, (1, 2, 3, 5), targets=(3,)),
         Query(4, (1, 2)),
     ]
-    for query in asked:
+    for query in queries:
         engine.submit(query)
     for answered in ([0, 3], [1, 4], [2]):
         completions = engine.step()
-        assert [each.query_id for each in completions] == answered
-        for each in completions:
-            query = asked[each.query_id]
+        assert [completion.query_id for completion in completions] == answered
+        for completion in completions:
+            query = queries[completion.query_id]
             if query.targets:
                 wanted = right_scores(query.adapter, ScoredText(query.sequence, query.targets))
-                torch.testing.assert_close(each.result.logprobs, wanted.logprobs)
-                assert torch.equal(each.result.is_top, wanted.is_top)
+                torch.testing.assert_close(completion.result.logprobs, wanted.logprobs)
+                assert torch.equal(completion.result.is_top, wanted.is_top)
             else:
-                torch.testing.assert_close(each.result, expected(None, query.token_ids))
+                torch.testing.assert_close(completion.result, expected(None, query.token_ids))
     assert engine.loaded.active is None
-    assert engine.statistics()["tokens_evaluated"] == sum(map(len, asked))
+    assert engine.statistics()["tokens_evaluated"] == sum(map(len, queries))
 
 
 def test_scores_are_refused_where_the_model_lacks_them() -> None:

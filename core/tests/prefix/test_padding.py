@@ -139,7 +139,7 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
         sequences = sorted(step)
         nodes = [tree.insert(None, ids) for ids in sequences]
         batch = TreeBatch(tree, None, sequences, nodes)
-        asked = dict(zip(batch.wanted.tolist(), sequences, strict=True))
+        requested = dict(zip(batch.wanted.tolist(), sequences, strict=True))
         uncached = tree.uncached_tokens
         for stage in prefill_stages(batch):
             written = set()
@@ -148,12 +148,12 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
                 new = member.slots[member.past :].tolist()
                 written.update(set(new) - known)
                 for place, slot in enumerate(new):
-                    if slot in asked:
-                        assert asked.pop(slot)[-1] == member.tokens[place]
+                    if slot in requested:
+                        assert requested.pop(slot)[-1] == member.tokens[place]
                 again = set(new) <= known
                 assert (set(member.writes.tolist()) == {SCRATCH_SLOT}) == again
             known |= written
             uncached -= len(written)
         assert uncached == 0
-        assert not asked
+        assert not requested
         tree.commit()

@@ -54,36 +54,36 @@ class Model:
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         tokens = 0
-        found = {}
+        values = {}
         for segment in (one for stage in prefill_stages(batch) for one in stage):
             for i, (token, write) in enumerate(
                 zip(segment.tokens, segment.writes, strict=True), segment.past
             ):
                 known = self._sequence(batch.adapter, segment.slots[:i])
                 self.slots[write] = (batch.adapter, (*known, token))
-                found[int(segment.slots[i])] = (*known, token)
+                values[int(segment.slots[i])] = (*known, token)
                 tokens += 1
         return self._result(
-            batch.adapter, tokens, [found[slot] for slot in batch.wanted.tolist()]
+            batch.adapter, tokens, [values[slot] for slot in batch.wanted.tolist()]
         )
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
-        found = []
+        logits = []
         for token, position, write, row in zip(
             batch.tokens.tolist(), batch.positions.tolist(), batch.writes, batch.rows,
             strict=True,
         ):  # fmt: skip
-            own = position - len(batch.trunk)
-            assert own >= 0
-            past = [*batch.trunk, *batch.slots[row, :own]]
-            found.append((*self._sequence(adapter, past), token))
-            slot = batch.slots[row, own]
+            place = position - len(batch.trunk)
+            assert place >= 0
+            past = [*batch.trunk, *batch.slots[row, :place]]
+            logits.append((*self._sequence(adapter, past), token))
+            slot = batch.slots[row, place]
             if write:
                 assert write == slot
-                self.slots[write] = (adapter, found[-1])
-            assert self.slots[slot] == (adapter, found[-1])
-        self.table_tokens += len(found)
-        return self._result(adapter, len(found), [found[i] for i in batch.results])
+                self.slots[write] = (adapter, logits[-1])
+            assert self.slots[slot] == (adapter, logits[-1])
+        self.table_tokens += len(logits)
+        return self._result(adapter, len(logits), [logits[i] for i in batch.results])
 
     def _sequence(self, adapter: str | None, slots: Sequence[int]) -> Ids:
         ids: Ids = ()
@@ -124,9 +124,9 @@ class Engine(PrefixEngine):
     def answer(self, query: Query | GroupQuery) -> Any:
         """The result of the only query."""
         self.submit_group(query) if isinstance(query, GroupQuery) else self.submit(query)
-        while not (found := self.step()):
+        while not (completions := self.step()):
             pass
-        [completion] = found
+        [completion] = completions
         if completion.error is not None:
             raise completion.error
         return completion.result
@@ -166,10 +166,10 @@ class Members:
         return GroupQuery(0, self.generation, wanted, row_of, Rows(), self.adapter)
 
     def ask(self, engine: Engine, members: list[int] | None = None) -> GroupResult:
-        chosen = list(range(len(self.ids))) if members is None else members
-        result: GroupResult = engine.answer(self.query(chosen))
+        places = list(range(len(self.ids))) if members is None else members
+        result: GroupResult = engine.answer(self.query(places))
         if not result.errors:
-            wanted = torch.stack([expected(self.adapter, self.ids[i]) for i in chosen])
+            wanted = torch.stack([expected(self.adapter, self.ids[i]) for i in places])
             torch.testing.assert_close(result.columns[0], wanted, rtol=0, atol=1e-6)
         return result
 
@@ -201,8 +201,8 @@ def check(engine: Engine) -> None:
     assert len(tree._free) == len(free)
     assert free | set(in_tree.values()) | parents.keys() == everything
     assert not free & (set(in_tree.values()) | parents.keys())
-    found = tables._references.counts
-    assert {slot: found[slot] for slot in everything if found[slot]} == {
+    reference_counts = tables._references.counts
+    assert {slot: reference_counts[slot] for slot in everything if reference_counts[slot]} == {
         slot: count for slot, count in counts.items() if slot
     }
     for slot, parent in parents.items():
@@ -289,8 +289,8 @@ def run(engine: Engine, program: list[Any]) -> None:
                 copied.__dict__.update(population.__dict__)
                 populations = [*populations, copied][-4:]
             elif name == "ask" and members:
-                chosen = [i % len(members) for i in arguments[1]] or members
-                assert not population.ask(engine, chosen).errors
+                places = [i % len(members) for i in arguments[1]] or members
+                assert not population.ask(engine, places).errors
                 SEEN["asked"] += 1
             elif name == "fail" and members:
                 engine.model.fail = True

@@ -124,9 +124,9 @@ def used(rows: PrefixRows, name: str) -> int:
 
 
 def assert_right(rows: PrefixRows, adapter: str | None, step: list[Any]) -> None:
-    found = rows.rows(adapter, step)
+    computed = rows.rows(adapter, step)
     wanted = torch.stack([expected(adapter, sequence) for sequence in step])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(computed, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("capacity", [0, 3, 40, 2000])
@@ -195,12 +195,12 @@ def test_what_raises_leaves_computed_tokens_only() -> None:
 
 def test_a_kept_prefix_outlives_others_and_must_fit() -> None:
     rows, _ = serve(20)
-    kept = (6, 5, 4, 3, 2, 1)
-    rows.pin(None, kept)
+    pinned = (6, 5, 4, 3, 2, 1)
+    rows.pin(None, pinned)
     for i in range(SIZE):
         assert_right(rows, None, [(i,) * 12])
     before = used(rows, "tokens_computed")
-    assert_right(rows, None, [(*kept, 0)])
+    assert_right(rows, None, [(*pinned, 0)])
     assert used(rows, "tokens_computed") == before + 1
     with pytest.raises(EvaluationError, match="does not fit into the 20 tokens"):
         rows.pin(None, (1,) * 19)
@@ -217,11 +217,11 @@ def passes_by_choice(rows: PrefixRows, model: Model, sequences: Sequences) -> li
     """Answer sequences, a choice of `next_pass` at a time; the passes that each took."""
     passes, left = [], list(sequences)
     while left:
-        chosen = rows.next_pass(None, left)
-        assert chosen[0] == 0
-        assert sorted(set(chosen)) == list(chosen)
-        passes.append(passes_at_once(rows, model, [left[place] for place in chosen]))
-        left = [ids for place, ids in enumerate(left) if place not in chosen]
+        indices = rows.next_pass(None, left)
+        assert indices[0] == 0
+        assert sorted(set(indices)) == list(indices)
+        passes.append(passes_at_once(rows, model, [left[place] for place in indices]))
+        left = [ids for place, ids in enumerate(left) if place not in indices]
     return passes
 
 
@@ -255,11 +255,11 @@ POPULATIONS: dict[str, tuple[list[Sequences], list[list[int]]]] = {
 @pytest.mark.parametrize("name", POPULATIONS)
 def test_a_choice_is_one_pass_and_there_are_no_more_passes_than_at_once(name: str) -> None:
     steps, passes = POPULATIONS[name]
-    chosen, at_once = serve(2000), serve(2000)
-    for step, each in zip(steps, passes, strict=True):
-        assert passes_by_choice(*chosen, step) == each
-        assert passes_at_once(*at_once, step) == sum(each)
-    figures = chosen[0].statistics(), at_once[0].statistics()
+    by_choice, at_once = serve(2000), serve(2000)
+    for step, indices in zip(steps, passes, strict=True):
+        assert passes_by_choice(*by_choice, step) == indices
+        assert passes_at_once(*at_once, step) == sum(indices)
+    figures = by_choice[0].statistics(), at_once[0].statistics()
     assert figures[0]["tokens_computed"] == figures[1]["tokens_computed"]
 
 

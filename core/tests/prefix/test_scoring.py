@@ -32,11 +32,11 @@ def scored(ids: Ids, start: int = 1) -> ScoredText:
     return ScoredText(TokenSequence.of(ids[:-1]), ids[start:])
 
 
-def right_scores(adapter: str | None, asked: ScoredText) -> TokenScores:
+def right_scores(adapter: str | None, text: ScoredText) -> TokenScores:
     """The oracle: each target by the row before it."""
-    ids = asked.sequence.token_ids
-    rows = [expected(adapter, ids[:end]) for end in range(asked.first + 1, len(ids) + 1)]
-    pairs = list(zip(rows, asked.targets, strict=True))
+    ids = text.sequence.token_ids
+    rows = [expected(adapter, ids[:end]) for end in range(text.first + 1, len(ids) + 1)]
+    pairs = list(zip(rows, text.targets, strict=True))
     return TokenScores(
         torch.stack([row[target] for row, target in pairs]),
         torch.tensor([bool(row[target] >= row.max()) for row, target in pairs]),
@@ -44,11 +44,11 @@ def right_scores(adapter: str | None, asked: ScoredText) -> TokenScores:
 
 
 def assert_right(rows: PrefixRows, texts: list[ScoredText], adapter: str | None = None) -> None:
-    for found, asked in zip(rows.scores(adapter, texts), texts, strict=True):
-        wanted = right_scores(adapter, asked)
-        assert isinstance(found, TokenScores), found
-        torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
-        assert found.is_top.tolist() == wanted.is_top.tolist()
+    for result, scored_text in zip(rows.scores(adapter, texts), texts, strict=True):
+        wanted = right_scores(adapter, scored_text)
+        assert isinstance(result, TokenScores), result
+        torch.testing.assert_close(result.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
+        assert result.is_top.tolist() == wanted.is_top.tolist()
 
 
 def used(rows: PrefixRows, name: str) -> int:
@@ -69,9 +69,9 @@ def test_scores_do_not_depend_on_what_else_is_scored_or_kept(capacity: int, seed
         assert_right(rows, [scored(ids, program.randint(1, len(ids) - 1)) for ids in texts])
         if program.random() < 0.5:
             sequences = list(dict.fromkeys(ids[: program.randint(1, 40)] for ids in texts))
-            found = rows.rows(None, sequences)
+            computed = rows.rows(None, sequences)
             wanted = torch.stack([expected(None, ids) for ids in sequences])
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(computed, wanted, rtol=0, atol=0)
         assert used(rows, "kv_tokens") <= capacity
     assert model.largest[0] <= 64
     if capacity != 70:  # longer than most
@@ -197,13 +197,13 @@ def test_a_choice_is_one_pass() -> None:
     program = random.Random(0)
     program.shuffle(left)
     while left:
-        chosen = next_pass(rows, left)
-        assert chosen[0] == 0
-        assert sorted(set(chosen)) == list(chosen)
+        indices = next_pass(rows, left)
+        assert indices[0] == 0
+        assert sorted(set(indices)) == list(indices)
         before = model.passes
-        assert_right(rows, [left[place] for place in chosen])
+        assert_right(rows, [left[place] for place in indices])
         assert model.passes == before + 1
-        left = [each for place, each in enumerate(left) if place not in chosen]
+        left = [query for place, query in enumerate(left) if place not in indices]
     assert model.largest[0] <= 64
     # 14 passes would be one for each text.
     assert model.passes <= 8
@@ -233,9 +233,9 @@ def pieces(keys: np.ndarray, targets: np.ndarray, vocab: Vocabulary) -> PieceSco
 
 
 def result(scores: PieceScores) -> TokenScores:
-    [found] = scores.results()
-    assert isinstance(found, TokenScores), found
-    return found
+    [results] = scores.results()
+    assert isinstance(results, TokenScores), results
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -245,10 +245,10 @@ def test_only_ids_of_the_vocabulary_that_have_logits_count(
 ) -> None:
     vocab = vocabulary(9, missing=(3, 7))
     logits = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    kept = torch.full((6, 9), float("-inf"), dtype=torch.float64)
-    kept[:, :width] = logits[:, :9].double()
-    kept[:, [3, 7]] = float("-inf")
-    wanted = kept.log_softmax(-1)
+    known_logits = torch.full((6, 9), float("-inf"), dtype=torch.float64)
+    known_logits[:, :width] = logits[:, :9].double()
+    known_logits[:, [3, 7]] = float("-inf")
+    wanted = known_logits.log_softmax(-1)
     pairs = np.array([(row, target) for row in range(6) for target in range(9)])
     pairs = np.random.default_rng(0).permutation(pairs)
     scores = pieces(pairs[:, 0] * 10, pairs[:, 1], vocab)
@@ -269,15 +269,15 @@ def test_equal_logits_are_all_on_top() -> None:
 
 def test_a_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for values in (1, 20, 10**6):
         monkeypatch.setattr("genlm.core.rows.text_scores._VALUES_AT_ONCE", values)
         scores = pieces(np.arange(50), np.arange(50) % 9, vocabulary(9, (2,)))
         scores.add(np.arange(50), logits)
-        found.append(result(scores))
-    for other in found[1:]:
-        assert torch.equal(found[0][0], other[0])
-        assert torch.equal(found[0][1], other[1])
+        results.append(result(scores))
+    for other in results[1:]:
+        assert torch.equal(results[0][0], other[0])
+        assert torch.equal(results[0][1], other[1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
@@ -290,10 +290,10 @@ def test_rows_that_are_no_distributions_are_errors(bad: float | None) -> None:
     for targets, fails in (([0, 1, 2], True), ([0, 2], False)):
         scores = pieces(np.array(targets), np.zeros(len(targets), np.int64), vocabulary(4))
         scores.add(np.arange(3), logits)
-        [found] = scores.results()
+        [results] = scores.results()
         if fails:
-            assert isinstance(found, EvaluationError)
-            assert "1 of 3 rows that are not distributions" in str(found)
+            assert isinstance(results, EvaluationError)
+            assert "1 of 3 rows that are not distributions" in str(results)
         else:
             assert result(scores).logprobs.isfinite().all()
 
@@ -317,8 +317,8 @@ class Columns(GroupReduction):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        chosen = rows[row_of, self.token_ids[members]]
-        return members, chosen, rows[row_of]
+        logprobs = rows[row_of, self.token_ids[members]]
+        return members, logprobs, rows[row_of]
 
 
 def reduced(ids: Ids, start: int = 1) -> ScoredText:
@@ -336,21 +336,21 @@ def test_reductions_of_texts_have_the_rows_before_their_tokens(
     shared = text(12, 0)
     texts = [(*shared[: program.randrange(1, 12)], *text(9, i)) for i in range(6)]
     starts = [program.randint(1, len(ids) - 1) for ids in texts]
-    asked = [
+    queries = [
         (reduced if place % 3 else scored)(ids, start)
         for place, (ids, start) in enumerate(zip(texts, starts, strict=True))
     ]
-    for found, each, start in zip(rows.scores(None, asked), asked, starts, strict=True):
-        right = right_scores(None, each)
-        if each.reduction is None:
-            assert isinstance(found, TokenScores)
-            torch.testing.assert_close(found.logprobs, right.logprobs, rtol=0, atol=1e-6)
+    for result, query, start in zip(rows.scores(None, queries), queries, starts, strict=True):
+        right = right_scores(None, query)
+        if query.reduction is None:
+            assert isinstance(result, TokenScores)
+            torch.testing.assert_close(result.logprobs, right.logprobs, rtol=0, atol=1e-6)
             continue
-        assert isinstance(found, Reduced)
-        [(members, chosen, whole)] = found.values
-        assert members.tolist() == list(range(len(each.targets)))
-        torch.testing.assert_close(chosen, right.logprobs, rtol=0, atol=1e-6)
-        ids = each.sequence.token_ids
+        assert isinstance(result, Reduced)
+        [(members, logprobs, whole)] = result.values
+        assert members.tolist() == list(range(len(query.targets)))
+        torch.testing.assert_close(logprobs, right.logprobs, rtol=0, atol=1e-6)
+        ids = query.sequence.token_ids
         wanted = [expected(None, ids[:end]) for end in range(start, len(ids) + 1)]
         torch.testing.assert_close(whole, torch.stack(wanted), rtol=0, atol=1e-6)
 
@@ -366,8 +366,8 @@ def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.Monkey
 
     rows, _ = serve(500)
     ids = text(30, 0)
-    [found] = rows.scores(None, [scored(ids)._replace(reduction=Counted(ids[1:]))])
-    assert isinstance(found, Reduced)
+    [results] = rows.scores(None, [scored(ids)._replace(reduction=Counted(ids[1:]))])
+    assert isinstance(results, Reduced)
     assert sum(sizes) == 29
     assert max(sizes) == 1
 
@@ -391,8 +391,8 @@ def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() ->
     ):
         broken = Broken(ids[1:])
         broken.answer = answer
-        asked = [scored(ids)._replace(reduction=broken), reduced(text(9, 1))]
-        failed, fine = rows.scores(None, asked)
+        queries = [scored(ids)._replace(reduction=broken), reduced(text(9, 1))]
+        failed, fine = rows.scores(None, queries)
         assert isinstance(failed, EvaluationError)
         assert message in str(failed)
         assert isinstance(fine, Reduced)

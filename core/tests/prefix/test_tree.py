@@ -18,7 +18,7 @@ Key = tuple[str | None, tuple[int, ...]]
 
 def prefixes(tree: PrefixTree) -> dict[Key, int]:
     """The slot of every prefix in a tree, and nothing the tree itself looks up."""
-    found: dict[Key, int] = {}
+    slot_of: dict[Key, int] = {}
     for adapter, root in tree._roots.items():
         path = {id(root): ()}
         for node in root.descendants():
@@ -29,21 +29,21 @@ def prefixes(tree: PrefixTree) -> dict[Key, int]:
             assert node.parent.children[node.tokens[0]] is node
             for token, slot in zip(node.tokens, node.slots, strict=True):
                 tokens = (*tokens, token)
-                found[adapter, tokens] = int(slot)
+                slot_of[adapter, tokens] = int(slot)
             path[id(node)] = tokens
-    return found
+    return slot_of
 
 
 def check(tree: PrefixTree) -> dict[Key, int]:
     """Every invariant of the tree; what is in it."""
-    found = prefixes(tree)
-    slots = list(found.values())
+    slot_of = prefixes(tree)
+    slots = list(slot_of.values())
     assert len(set(slots)) == len(slots)
     assert tree._free.numbers() | set(slots) == set(range(1, tree.capacity + 1))
     assert len(tree._free) + len(slots) == tree.capacity
     nodes = {node for root in tree._roots.values() for node in root.descendants()}
-    kept = {node for node in nodes if node.pinned or node in tree._in_use}
-    assert set(tree._idle) == nodes - kept
+    retained = {node for node in nodes if node.pinned or node in tree._in_use}
+    assert set(tree._idle) == nodes - retained
     assert tree._idle_slots == sum(len(node.tokens) for node in tree._idle)
     assert tree._in_use <= nodes
     order = {node: place for place, node in enumerate(tree._idle)}
@@ -53,7 +53,7 @@ def check(tree: PrefixTree) -> dict[Key, int]:
         if node.parent in order:
             assert order[node] < order[node.parent]
         assert (node.computed < len(node.tokens)) == (node in tree._uncached)
-    return found
+    return slot_of
 
 
 SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
@@ -68,7 +68,7 @@ SEEN: dict[str, int] = {}
 @settings(max_examples=160, deadline=None)
 @given(st.integers(3, 25), st.lists(BATCH, max_size=8), MADE)
 def test_a_tree_is_a_dictionary_of_prefixes_with_slots(
-    capacity: int, batches: Any, made: Any
+    capacity: int, batches: Any, as_tokens: Any
 ) -> None:
     tree = PrefixTree(capacity)
     pinned: set[Key] = set()
@@ -83,8 +83,8 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(
                 missing = len(
                     [t for t in range(len(tokens)) if (adapter, tokens[: t + 1]) not in known]
                 )
-                assert tree.missing(adapter, made(tokens)) == missing
-                node = tree.insert(adapter, made(tokens))
+                assert tree.missing(adapter, as_tokens(tokens)) == missing
+                node = tree.insert(adapter, as_tokens(tokens))
                 inserted[adapter, tokens] = int(node.slots[len(tokens) - 1 - node.start])
                 SEEN["inserted"] = SEEN.get("inserted", 0) + 1
             during = check(tree)
@@ -103,7 +103,7 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(
         assert (uncached <= after.keys()) if commits else not (uncached & after.keys())
         if pins and commits and inserted:
             adapter, tokens = next(iter(inserted))
-            tree.pin(adapter, made(tokens))
+            tree.pin(adapter, as_tokens(tokens))
             pinned |= {(adapter, tokens[:end]) for end in range(1, len(tokens) + 1)}
         for adapter, tokens in inserted if releases else ():
             tree.release(adapter, TokenSequence.of(tokens).key)
@@ -154,11 +154,11 @@ def test_places_are_forgotten_with_what_was_there() -> None:
     tree.commit()
     tree.insert(None, (7, 8, 9, 9))  # cuts the end of the first
     tree.commit()
-    kept = 6 - tree.missing(None, (1, 2, 3, 4, 5, 6))
-    assert 0 < kept < 6
-    tree.insert(None, (*range(1, kept + 1), 6))
+    cached = 6 - tree.missing(None, (1, 2, 3, 4, 5, 6))
+    assert 0 < cached < 6
+    tree.insert(None, (*range(1, cached + 1), 6))
     tree.commit()
-    assert tree.missing(None, TokenSequence.of([1, 2, 3, 4, 5, 6])) == 6 - kept
+    assert tree.missing(None, TokenSequence.of([1, 2, 3, 4, 5, 6])) == 6 - cached
 
 
 def add(tree: PrefixTree, *sequences: str) -> None:
@@ -169,8 +169,10 @@ def add(tree: PrefixTree, *sequences: str) -> None:
 
 def texts(tree: PrefixTree) -> set[str]:
     """The sequences that end in a leaf."""
-    found = {"".join(map(chr, tokens)) for _, tokens in prefixes(tree)}
-    return {text for text in found if not any(o != text and o.startswith(text) for o in found)}
+    strings = {"".join(map(chr, tokens)) for _, tokens in prefixes(tree)}
+    return {
+        text for text in strings if not any(o != text and o.startswith(text) for o in strings)
+    }
 
 
 def test_the_least_recently_used_sequence_goes_first() -> None:

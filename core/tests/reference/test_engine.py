@@ -19,15 +19,15 @@ PROMPTS = [b"The ", b"T", bytes([7, 7]), b"zqx", b"and the old m", b"boat"]
 
 
 def rows_of(
-    engine: ReferenceEngine, asked: Sequence[tuple[Sequence[int], str | None]]
+    engine: ReferenceEngine, requests: Sequence[tuple[Sequence[int], str | None]]
 ) -> list[torch.Tensor]:
-    for index, (token_ids, adapter) in enumerate(asked):
+    for index, (token_ids, adapter) in enumerate(requests):
         engine.submit(Query(index, tuple(token_ids), adapter))
-    completions = {each.query_id: each for each in engine.step()}
-    errors = [each.error for each in completions.values() if each.error]
+    completions = {completion.query_id: completion for completion in engine.step()}
+    errors = [completion.error for completion in completions.values() if completion.error]
     if errors:
         raise errors[0]
-    rows = [completions[index].result for index in range(len(asked))]
+    rows = [completions[index].result for index in range(len(requests))]
     assert all(isinstance(row, torch.Tensor) for row in rows)
     return rows  # type: ignore[return-value]
 
@@ -69,8 +69,8 @@ def test_one_batch_mixes_adapters_and_the_base(adapter: Path, tmp_path: Path) ->
     engine.add_adapter("sailor", str(adapter))
     (tmp_path / "text.txt").write_text("Zum Zoo, zum Zoo!")
     engine.add_adapter("zoo", str(tmp_path))
-    asked = [(prompt, name) for name in ("sailor", None, "zoo") for prompt in PROMPTS]
-    for row, (prompt, name) in zip(rows_of(engine, asked), asked, strict=True):
+    requests = [(prompt, name) for name in ("sailor", None, "zoo") for prompt in PROMPTS]
+    for row, (prompt, name) in zip(rows_of(engine, requests), requests, strict=True):
         expected = np.log(engine.exact_row(prompt, name))
         np.testing.assert_allclose(row.numpy(), expected, rtol=0, atol=1e-6)
     firsts = [engine.exact_row(PROMPTS[0], name) for name in ("sailor", None, "zoo")]
@@ -83,7 +83,7 @@ def test_only_the_query_with_an_unknown_adapter_fails(adapter: Path) -> None:
     engine.add_adapter("sailor", str(adapter))
     for index, name in enumerate([None, "pirate", "sailor"]):
         engine.submit(Query(index, (65,), name))
-    errors = {each.query_id: each.error for each in engine.step()}
+    errors = {completion.query_id: completion.error for completion in engine.step()}
     assert errors[0] is None
     assert errors[2] is None
     assert isinstance(errors[1], UnknownAdapterError)

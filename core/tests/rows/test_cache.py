@@ -176,8 +176,8 @@ def test_rows_are_copied_on_their_way_in_and_out() -> None:
 def test_a_row_cut_from_a_batch_keeps_only_its_own_memory() -> None:
     cache = OutputCache(2)
     cache.put("a", torch.zeros(1000, 4)[3])
-    kept, _, size = cache._entries["a"]
-    assert kept.untyped_storage().nbytes() == size == cache.nbytes == ROW_BYTES
+    stored, _, size = cache._entries["a"]
+    assert stored.untyped_storage().nbytes() == size == cache.nbytes == ROW_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -236,14 +236,14 @@ def test_rows_wait_where_asked_and_return_to_their_device(
     cache = OutputCache(2, move_to_cpu=move_to_cpu)
     given_row: Any = DeviceRow("cuda", [1.0, 2.0])
     cache.put("a", given_row)
-    kept: Any = cache._entries["a"][0]
-    assert kept.device.type == kept_on
-    assert kept is not given_row
+    stored: Any = cache._entries["a"][0]
+    assert stored.device.type == kept_on
+    assert stored is not given_row
     assert cache.nbytes == 8
     returned: Any = cache.get("a")
     assert returned.device.type == "cuda"
     assert returned.values == [1.0, 2.0]
-    assert returned is not kept
+    assert returned is not stored
 
 
 def test_rows_in_main_memory_are_copied_also_when_asked_to_move_there() -> None:

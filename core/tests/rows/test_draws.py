@@ -80,12 +80,12 @@ def words_of(allowed: Array) -> Array:
     return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
-def same(found: DrawnTokens, expected: DrawnTokens) -> bool:
-    return all(map(torch.equal, found, expected))
+def same(drawn: DrawnTokens, expected: DrawnTokens) -> bool:
+    return all(map(torch.equal, drawn, expected))
 
 
 def check_draws(
-    found: DrawnTokens,
+    drawn: DrawnTokens,
     rows: torch.Tensor,
     numbers: Array,
     allowed: Array | None = None,
@@ -101,25 +101,25 @@ def check_draws(
         masses = np.log(np.exp(scores).sum(-1))
     temperatures = np.ones(count) if temperatures is None else temperatures
     for row in range(count):
-        token, mass = int(found.token_ids[row]), float(found.log_mass[row])
-        own = scores[row]
-        if not np.isfinite(own).any():
-            assert [float(each[row]) for each in found] == [-1, -INF, -INF, -INF]
+        token, mass = int(drawn.token_ids[row]), float(drawn.log_mass[row])
+        row_scores = scores[row]
+        if not np.isfinite(row_scores).any():
+            assert [float(column[row]) for column in drawn] == [-1, -INF, -INF, -INF]
             continue
         assert mass == pytest.approx(masses[row], abs=2e-5)
-        assert float(found.logprobs[row]) == float(rows[row, token])
+        assert float(drawn.logprobs[row]) == float(rows[row, token])
         if temperatures[row] == 0:
-            assert token == int(own.argmax())
-            assert float(found.draw_logprob[row]) == 0
+            assert token == int(row_scores.argmax())
+            assert float(drawn.draw_logprob[row]) == 0
             continue
-        weights = np.exp((own - own.max()) / temperatures[row])
+        weights = np.exp((row_scores - row_scores.max()) / temperatures[row])
         cumulative = np.cumsum(weights) / weights.sum()
         expected = int(np.searchsorted(cumulative, numbers[row], "right"))
         # float32 weights move the boundary between two ids by as little as this.
         boundary = cumulative[min(token, expected)]
         assert token == expected or abs(boundary - numbers[row]) < 1e-6
         probability = math.log(weights[token] / weights.sum())
-        assert float(found.draw_logprob[row]) == pytest.approx(probability, abs=2e-5)
+        assert float(drawn.draw_logprob[row]) == pytest.approx(probability, abs=2e-5)
 
 
 # -- values ---------------------------------------------------------------------------
@@ -145,25 +145,25 @@ BIASES: dict[str, Any] = {
 def test_draws_follow_their_definition(bias: str, temperature: str, masked: bool) -> None:
     rows, before = some_rows(), some_rows()
     allowed = sets_of_tokens() if masked else None
-    given, added = TEMPERATURES[temperature], BIASES[bias]
-    found = batch_draw(rows, NUMBERS, allowed, temperature=given, bias=added)
+    row_temperatures, added = TEMPERATURES[temperature], BIASES[bias]
+    drawn = batch_draw(rows, NUMBERS, allowed, temperature=row_temperatures, bias=added)
     exact = None if added is None else np.asarray(added, np.float32).astype(np.float64)
     if exact is not None and exact.shape == (COUNT,):
         exact = exact[:, None]
-    temperatures = np.broadcast_to(np.asarray(given, np.float64), (COUNT,))
-    check_draws(found, rows, NUMBERS, allowed, temperatures, exact)
+    temperatures = np.broadcast_to(np.asarray(row_temperatures, np.float64), (COUNT,))
+    check_draws(drawn, rows, NUMBERS, allowed, temperatures, exact)
     mass = batch_log_mass(rows, allowed, bias=added)
-    assert torch.allclose(mass, found.log_mass, atol=1e-5)
+    assert torch.allclose(mass, drawn.log_mass, atol=1e-5)
     if allowed is None and added is None:
-        assert found.log_mass.tolist() == [0.0] * COUNT
+        assert drawn.log_mass.tolist() == [0.0] * COUNT
     assert torch.equal(rows, before)
-    assert [each.dtype for each in found] == [torch.int64] + [torch.float32] * 3
+    assert [column.dtype for column in drawn] == [torch.int64] + [torch.float32] * 3
 
 
 def test_a_bias_of_minus_infinity_excludes_tokens_as_a_mask_does() -> None:
     rows, allowed = some_rows(), sets_of_tokens()
-    found = batch_draw(rows, NUMBERS, bias=np.where(allowed, 0.0, -INF))
-    check_draws(found, rows, NUMBERS, allowed)
+    drawn = batch_draw(rows, NUMBERS, bias=np.where(allowed, 0.0, -INF))
+    check_draws(drawn, rows, NUMBERS, allowed)
     dead = batch_draw(rows, NUMBERS, bias=np.resize([0.0, -INF], COUNT))
     assert dead.token_ids[1::2].tolist() == [-1] * (COUNT // 2)
     assert dead.logprobs[1::2].tolist() == [-INF] * (COUNT // 2)
@@ -177,11 +177,11 @@ def test_very_unlikely_tokens_are_drawn_from_exactly_with_a_bias_as_without() ->
     allowed = np.ones((3, SIZE), np.bool_)
     allowed[:, 0] = False
     for bias in (None, np.zeros(SIZE), np.full((3, SIZE), 250.0)):
-        found = batch_draw(rows, NUMBERS[:3], allowed[:1], bias=bias)
+        drawn = batch_draw(rows, NUMBERS[:3], allowed[:1], bias=bias)
         expected = np.float64(0 if bias is None else bias.flat[0])
-        assert found.log_mass.tolist() == pytest.approx([expected - 200] * 3, abs=1e-3)
+        assert drawn.log_mass.tolist() == pytest.approx([expected - 200] * 3, abs=1e-3)
         assert torch.equal(
-            found.token_ids, batch_draw(rows[:, 1:] + 200, NUMBERS[:3]).token_ids + 1
+            drawn.token_ids, batch_draw(rows[:, 1:] + 200, NUMBERS[:3]).token_ids + 1
         )
 
 
@@ -204,13 +204,13 @@ FORMS: dict[str, Any] = {
 def test_masks_of_rows_in_any_form_are_the_same(form: str) -> None:
     rows, allowed = some_rows(), sets_of_tokens()
     expected = batch_draw(rows, NUMBERS, allowed)
-    made = FORMS[form](allowed)
-    assert same(batch_draw(rows, NUMBERS, made), expected)
-    assert torch.equal(batch_log_mass(rows, made), batch_log_mass(rows, allowed))
+    masks = FORMS[form](allowed)
+    assert same(batch_draw(rows, NUMBERS, masks), expected)
+    assert torch.equal(batch_log_mass(rows, masks), batch_log_mass(rows, allowed))
     index = np.random.default_rng(0).integers(0, COUNT, COUNT)
-    chosen = batch_draw(rows, NUMBERS, allowed[index])
+    reordered = batch_draw(rows, NUMBERS, allowed[index])
     for kind in (np.asarray, torch.from_numpy, np.ndarray.tolist):
-        assert same(batch_draw(rows, NUMBERS, made, kind(index)), chosen)
+        assert same(batch_draw(rows, NUMBERS, masks, kind(index)), reordered)
 
 
 @pytest.mark.parametrize(
@@ -231,30 +231,30 @@ def test_masks_of_rows_in_any_form_are_the_same(form: str) -> None:
 )
 def test_one_mask_in_any_form_is_of_all_rows(form: Any) -> None:
     rows, flags = some_rows(), sets_of_tokens()[1]
-    made = form(flags)
-    index = np.zeros(COUNT, np.int64) if isinstance(made, list) and None in made else None
+    masks = form(flags)
+    index = np.zeros(COUNT, np.int64) if isinstance(masks, list) and None in masks else None
     expected = batch_draw(rows, NUMBERS, np.tile(flags, (COUNT, 1)))
-    assert same(batch_draw(rows, NUMBERS, made, index), expected)
+    assert same(batch_draw(rows, NUMBERS, masks, index), expected)
 
 
 def test_rows_without_a_mask_have_mass_1_beside_others_and_alone() -> None:
     rows, mask = some_rows(), Mask(range(7, SIZE, 5), SIZE)
     masks = [mask, None, None, mask] * (COUNT // 4)
-    found = batch_draw(rows, NUMBERS, masks)
-    assert found.log_mass[1::4].tolist() == found.log_mass[2::4].tolist() == [0.0] * 6
-    for row, each in enumerate(masks):
+    drawn = batch_draw(rows, NUMBERS, masks)
+    assert drawn.log_mass[1::4].tolist() == drawn.log_mass[2::4].tolist() == [0.0] * 6
+    for row, row_mask in enumerate(masks):
         one = slice(row, row + 1)
-        alone = batch_draw(rows[one], NUMBERS[one], None if each is None else [each])
-        assert same(DrawnTokens(*(column[one] for column in found)), alone)
+        alone = batch_draw(rows[one], NUMBERS[one], None if row_mask is None else [row_mask])
+        assert same(DrawnTokens(*(column[one] for column in drawn)), alone)
     everything = batch_draw(rows, NUMBERS, [None] * COUNT)
     assert same(everything, batch_draw(rows, NUMBERS))
 
 
 @pytest.mark.parametrize("masks", [[], [[]] * COUNT, np.zeros((1, SIZE), np.bool_)])
 def test_an_empty_mask_leaves_nothing_to_draw(masks: Any) -> None:
-    found = batch_draw(some_rows(), NUMBERS, masks)
-    assert found.token_ids.tolist() == [-1] * COUNT
-    assert all(each.tolist() == [-INF] * COUNT for each in found[1:])
+    drawn = batch_draw(some_rows(), NUMBERS, masks)
+    assert drawn.token_ids.tolist() == [-1] * COUNT
+    assert all(column.tolist() == [-INF] * COUNT for column in drawn[1:])
 
 
 WRONG_MASKS: list[tuple[Any, Any, str]] = [
@@ -341,8 +341,8 @@ def test_a_draw_depends_on_its_own_row_and_settings_alone(
 @pytest.mark.parametrize("draw", [batch_draw, batch_draw_without_replacement])
 def test_no_rows_are_no_draws(draw: Any) -> None:
     shape = () if draw is batch_draw else (3,)
-    found = draw(some_rows(0), np.ones((0, *shape)), np.ones((0, SIZE), np.bool_))
-    assert [tuple(each.shape) for each in found] == [
+    drawn = draw(some_rows(0), np.ones((0, *shape)), np.ones((0, SIZE), np.bool_))
+    assert [tuple(column.shape) for column in drawn] == [
         (0, *shape),
         (0, *shape),
         (0,),
@@ -359,12 +359,12 @@ class LargestAllocation(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
         result = operation(*args, **(kwargs or {}))
         known = {
-            each.untyped_storage().data_ptr()
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, torch.Tensor)
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
-        for each in tree_leaves(result):
-            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+        for leaf in tree_leaves(result):
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
             if storage is not None and storage.data_ptr() not in known:
                 self.nbytes = max(self.nbytes, storage.nbytes())
         return result
@@ -389,7 +389,7 @@ def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
 def test_frequencies_are_the_probabilities_under_mask_bias_and_temperature() -> None:
     row, count = some_rows(1, 12, seed=3)[0], 40_000
     bias, allowed = np.linspace(-1, 1, 12), np.arange(12) % 5 != 1
-    found = batch_draw(
+    drawn = batch_draw(
         row.expand(count, -1),
         uniforms(8, np.arange(count), 4),
         allowed,
@@ -397,7 +397,7 @@ def test_frequencies_are_the_probabilities_under_mask_bias_and_temperature() -> 
         bias=bias,
     )
     weights = np.where(allowed, np.exp((row.double().numpy() + bias) / 1.7), 0)
-    counts = np.bincount(found.token_ids.numpy(), minlength=12)
+    counts = np.bincount(drawn.token_ids.numpy(), minlength=12)
     assert not counts[~allowed].any()
     expected = count * weights[allowed] / weights.sum()
     assert scipy.stats.chisquare(counts[allowed], expected).pvalue > 1e-3
@@ -409,17 +409,17 @@ def test_frequencies_are_the_probabilities_under_mask_bias_and_temperature() -> 
 def test_draws_without_replacement_have_the_ordered_distribution_of_gumbel_top_k() -> None:
     row, count = torch.tensor([0.5, 0.05, 0.2, 0.1, 0.15]).log(), 60_000
     numbers = uniforms(2, np.arange(count), 0, 3)
-    found = batch_draw_without_replacement(row.expand(count, -1), numbers, [0, 1, 2, 4])
+    sequences = batch_draw_without_replacement(row.expand(count, -1), numbers, [0, 1, 2, 4])
     probabilities = np.array([0.5, 0.05, 0.2, 0, 0.15])
     expected, counts = [], []
-    keys = (found.token_ids @ torch.tensor([25, 5, 1])).numpy()
+    keys = (sequences.token_ids @ torch.tensor([25, 5, 1])).numpy()
     for ordered in itertools.permutations([0, 1, 2, 4], 3):
         logprob, left = 0.0, 0.9
         for token in ordered:
             logprob += math.log(probabilities[token] / left)
             left -= probabilities[token]
         drawn = keys == 25 * ordered[0] + 5 * ordered[1] + ordered[2]
-        assert np.allclose(found.draw_logprob[drawn].sum(-1), logprob, atol=1e-5)
+        assert np.allclose(sequences.draw_logprob[drawn].sum(-1), logprob, atol=1e-5)
         expected.append(count * math.exp(logprob))
         counts.append(int(drawn.sum()))
     assert sum(counts) == count
@@ -441,26 +441,26 @@ def test_draws_without_replacement_are_draws_from_what_is_left(
     rows, allowed = some_rows(), sets_of_tokens()
     numbers = uniforms(4, np.arange(COUNT), 0, 6)
     options = {"temperature": temperature, "bias": bias}
-    found = batch_draw_without_replacement(rows, numbers, allowed, **options)
-    assert torch.equal(found.log_mass, batch_draw(rows, numbers[:, 0], allowed).log_mass) or (
-        bias is not None
-    )
+    sequences = batch_draw_without_replacement(rows, numbers, allowed, **options)
+    assert torch.equal(
+        sequences.log_mass, batch_draw(rows, numbers[:, 0], allowed).log_mass
+    ) or (bias is not None)
     left = allowed.copy()
     for turn in range(6):
         step = batch_draw(rows, numbers[:, turn], left, **options)
         if turn == 0:
-            assert torch.equal(found.token_ids[:, 0], step.token_ids)
+            assert torch.equal(sequences.token_ids[:, 0], step.token_ids)
         for row in range(COUNT):
-            token, expected = int(found.token_ids[row, turn]), int(step.token_ids[row])
+            token, expected = int(sequences.token_ids[row, turn]), int(step.token_ids[row])
             assert (token == -1) == (expected == -1)
             if token == expected:
                 near = pytest.approx(float(step.draw_logprob[row]), abs=1e-4)
-                assert float(found.draw_logprob[row, turn]) == near
-                assert float(found.logprobs[row, turn]) == float(step.logprobs[row])
+                assert float(sequences.draw_logprob[row, turn]) == near
+                assert float(sequences.logprobs[row, turn]) == float(step.logprobs[row])
             if token >= 0:
                 assert left[row, token]
                 left[row, token] = False
-    agreement = (found.token_ids[:, -1] == step.token_ids).float().mean()
+    agreement = (sequences.token_ids[:, -1] == step.token_ids).float().mean()
     assert agreement > 0.9  # others are moved over a boundary by rounding
 
 
@@ -469,12 +469,12 @@ def test_without_replacement_a_row_runs_out_of_tokens_and_tiny_ones_are_drawn_to
     row[[3, 700, 1299]] = torch.tensor([0.0, -90.0, -300.0])
     numbers = np.full((2, 5), 0.7)
     masks = [[3, 5, 700, 1299], []]
-    found = batch_draw_without_replacement(row.expand(2, -1), numbers, masks)
-    assert found.token_ids.tolist() == [[3, 700, 1299, -1, -1], [-1] * 5]
-    assert found.logprobs.tolist() == [[0, -90, -300, -INF, -INF], [-INF] * 5]
-    assert found.draw_logprob[0].tolist() == pytest.approx([0, 0, 0, -INF, -INF])
-    assert found.draw_logprob[1].tolist() == [-INF] * 5
-    assert found.log_mass.tolist() == [0.0, -INF]
+    sequences = batch_draw_without_replacement(row.expand(2, -1), numbers, masks)
+    assert sequences.token_ids.tolist() == [[3, 700, 1299, -1, -1], [-1] * 5]
+    assert sequences.logprobs.tolist() == [[0, -90, -300, -INF, -INF], [-INF] * 5]
+    assert sequences.draw_logprob[0].tolist() == pytest.approx([0, 0, 0, -INF, -INF])
+    assert sequences.draw_logprob[1].tolist() == [-INF] * 5
+    assert sequences.log_mass.tolist() == [0.0, -INF]
 
 
 def test_draws_without_replacement_need_a_temperature() -> None:

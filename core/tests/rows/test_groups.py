@@ -39,9 +39,9 @@ def rows(prompts: Any) -> torch.Tensor:
 def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
     engine = Parts(SIZE)
     population = make_model(engine).population([*PROMPTS, *PROMPTS[::-1]])
-    found = population.next_token_logprobs_sync()
+    computed = population.next_token_logprobs_sync()
     assert [len(batch) for batch in engine.batches] == [3, 3, 1]
-    assert torch.equal(found, rows([*PROMPTS, *PROMPTS[::-1]]))
+    assert torch.equal(computed, rows([*PROMPTS, *PROMPTS[::-1]]))
     drawn = population.draw_sync(seed=1)
     whole = make_model(ScriptedEngine(SIZE)).population([*PROMPTS, *PROMPTS[::-1]])
     for one, another in zip(drawn, whole.draw_sync(seed=1), strict=True):
@@ -49,7 +49,7 @@ def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
+    ("values", "description"),
     [
         (lambda rows: rows, "Tensor; expected GroupValues"),
         (lambda rows: GroupValues(rows[1:], are_logits=True), r"logits of shape \(0, 16\)"),
@@ -60,7 +60,7 @@ def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
         ),
     ],
 )
-def test_values_of_another_form_are_an_error_that_says_so(make_model, values, found):
+def test_values_of_another_form_are_an_error_that_says_so(make_model, values, description):
     class Wrong(ScriptedEngine):
         smallest_group = 2
 
@@ -68,15 +68,15 @@ def test_values_of_another_form_are_an_error_that_says_so(make_model, values, fo
             return values(super().evaluate_group(group, places).values)
 
     population = make_model(Wrong(SIZE)).population([*PROMPTS, (9, 1)])
-    with pytest.raises(genlm.PopulationError, match=f"evaluate_group returned {found}"):
+    with pytest.raises(genlm.PopulationError, match=f"evaluate_group returned {description}"):
         population.draw_sync(seed=1)
 
 
 def test_rows_are_reduced_a_few_at_a_time(make_model, monkeypatch):
     monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", 2 * SIZE)
     members = [PROMPTS[place] for place in (6, 0, 3, 3, 5, 1, 0, 2)]
-    found = make_model(ScriptedEngine(SIZE)).population(members).next_token_logprobs_sync()
-    assert torch.equal(found, rows(members))
+    computed = make_model(ScriptedEngine(SIZE)).population(members).next_token_logprobs_sync()
+    assert torch.equal(computed, rows(members))
 
 
 def test_equal_members_with_masks_in_any_order_are_drawn_in_parts(make_model, monkeypatch):
@@ -87,9 +87,9 @@ def test_equal_members_with_masks_in_any_order_are_drawn_in_parts(make_model, mo
     population = llm.population([3], 40)
     expected = population.draw_sync(masks, mask_index=index, seed=1)
     monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", 2 * SIZE)
-    found = population.draw_sync(masks, mask_index=index, seed=1)
-    assert masks[index, found.token_ids].all()
-    for one, other in zip(found, expected, strict=True):
+    tokens = population.draw_sync(masks, mask_index=index, seed=1)
+    assert masks[index, tokens.token_ids].all()
+    for one, other in zip(tokens, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -175,14 +175,14 @@ def test_an_engine_that_always_raises_is_called_a_few_times(make_model):
 
 def test_rows_may_come_in_any_order_and_in_any_parts():
     members = np.array([6, 0, 3, 3, 5, 1, 0, 2, 4])
-    lineage = Lineage.of_sequences([TokenSequence.of(each) for each in PROMPTS])
+    lineage = Lineage.of_sequences([TokenSequence.of(prompt) for prompt in PROMPTS])
     query = GroupQuery(0, Generation(lineage), np.arange(7), members, Rows())
     work = groups.GroupWork(query, ScriptedEngine(SIZE).vocabulary)
     for part in ([6, 2, 0], [1], [5, 3, 4]):
-        chosen = rows([PROMPTS[place] for place in part])
-        work.reduce(np.array(part), GroupValues(chosen, are_logits=False))
-    [found] = work.result().columns
-    assert torch.equal(found, rows([PROMPTS[place] for place in members]))
+        part_rows = rows([PROMPTS[place] for place in part])
+        work.reduce(np.array(part), GroupValues(part_rows, are_logits=False))
+    [column] = work.result().columns
+    assert torch.equal(column, rows([PROMPTS[place] for place in members]))
 
 
 class Ids(SimpleNamespace):
@@ -211,10 +211,10 @@ def test_draws_from_logits_are_those_from_rows(size: int) -> None:
     vocabulary = ids(size, 0, 7)
     logits = 5 * torch.randn(40, size + 20, generator=torch.Generator().manual_seed(1))
     row_of = np.random.default_rng(1).permutation(np.arange(120) % 40)
-    found = drawn(logits, row_of, vocabulary, are_logits=True)
+    from_logits = drawn(logits, row_of, vocabulary, are_logits=True)
     rows = rows_from_logits(logits, vocabulary)
     expected = drawn(rows, row_of, vocabulary, are_logits=False)
-    for one, other in zip(found.columns, expected.columns, strict=True):
+    for one, other in zip(from_logits.columns, expected.columns, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
@@ -223,9 +223,9 @@ def test_a_row_that_is_no_distribution_fails_alone_beside_draws_from_logits() ->
     logits = torch.randn(4, SIZE)
     expected = drawn(logits, np.arange(4), vocabulary, are_logits=True)
     logits[1, 3], logits[2, 5] = torch.nan, torch.inf
-    found = drawn(logits, np.arange(4), vocabulary, are_logits=True)
-    assert sorted(found.errors) == [1, 2]
-    for one, other in zip(found.columns, expected.columns, strict=True):
+    from_logits = drawn(logits, np.arange(4), vocabulary, are_logits=True)
+    assert sorted(from_logits.errors) == [1, 2]
+    for one, other in zip(from_logits.columns, expected.columns, strict=True):
         assert torch.allclose(one[[0, 3]], other[[0, 3]], atol=1e-6)
 
 
@@ -236,11 +236,13 @@ def test_a_reduction_gets_logits_of_all_ids_or_rows() -> None:
         def compute_from_logits(self, logits: torch.Tensor, row_of: Any, members: Any) -> Any:
             widths.append(logits.shape[1])
 
-    each = np.arange(3)
+    numbers = np.arange(3)
     for width in (SIZE - 2, SIZE, SIZE + 5):
-        query = GroupQuery(0, Generation(Lineage.of_sequences([])), each, each, Recorded())
+        query = GroupQuery(
+            0, Generation(Lineage.of_sequences([])), numbers, numbers, Recorded()
+        )
         work = groups.GroupWork(query, ids(SIZE))
-        work.reduce(each, GroupValues(torch.randn(3, width), are_logits=True))
+        work.reduce(numbers, GroupValues(torch.randn(3, width), are_logits=True))
         assert work.result().columns[0].shape == (3, SIZE)
     assert widths == [SIZE, SIZE]
 
@@ -254,14 +256,16 @@ class Views(genlm.GroupReduction):
 
 def test_columns_outlive_the_memory_of_their_rows():
     vocabulary = ids(SIZE)
-    each, generation = np.arange(3), Generation(Lineage.of_sequences([]))
-    expected, found = [], []
+    numbers, generation = np.arange(3), Generation(Lineage.of_sequences([]))
+    expected, results = [], []
     for seed in range(2):
         logits = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(seed))
-        work = groups.GroupWork(GroupQuery(seed, generation, each, each, Views()), vocabulary)
-        work.reduce(each, GroupValues(logits, are_logits=True))
-        found.append(work.result().columns)
+        work = groups.GroupWork(
+            GroupQuery(seed, generation, numbers, numbers, Views()), vocabulary
+        )
+        work.reduce(numbers, GroupValues(logits, are_logits=True))
+        results.append(work.result().columns)
         expected.append(logits.log_softmax(-1))
-    for columns, rows in zip(found, expected, strict=True):
+    for columns, rows in zip(results, expected, strict=True):
         assert torch.equal(columns[0], rows[:, 0])
         assert torch.equal(columns[1], rows[:, 1:3])

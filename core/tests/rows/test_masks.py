@@ -65,20 +65,20 @@ def test_bits_beyond_the_vocabulary_are_dropped(drawn: tuple[set[int], int]) -> 
 @given(sets_of_ids(), st.data())
 def test_operators_are_those_of_sets(drawn: tuple[set[int], int], data: st.DataObject) -> None:
     ids, size = drawn
-    others = data.draw(st.sets(st.integers(0, size - 1)))
-    mine, other = Mask(sorted(ids), size), Mask(sorted(others), size)
+    other_ids = data.draw(st.sets(st.integers(0, size - 1)))
+    mine, other = Mask(sorted(ids), size), Mask(sorted(other_ids), size)
     before = (list(mine), list(other))
     results = {
-        "or": (mine | other, ids | others),
-        "and": (mine & other, ids & others),
-        "minus": (mine - other, ids - others),
-        "xor": (mine ^ other, ids ^ others),
+        "or": (mine | other, ids | other_ids),
+        "and": (mine & other, ids & other_ids),
+        "minus": (mine - other, ids - other_ids),
+        "xor": (mine ^ other, ids ^ other_ids),
         "not": (~mine, set(range(size)) - ids),
     }
-    for found, expected in results.values():
-        assert found == Mask(sorted(expected), size)
-        assert hash(found) == hash(Mask(sorted(expected), size))
-        assert len(found) == len(expected)  # no bit beyond the vocabulary
+    for mask, expected in results.values():
+        assert mask == Mask(sorted(expected), size)
+        assert hash(mask) == hash(Mask(sorted(expected), size))
+        assert len(mask) == len(expected)  # no bit beyond the vocabulary
     assert (list(mine), list(other)) == before
 
 

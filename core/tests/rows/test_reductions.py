@@ -43,7 +43,7 @@ def some_rows(count: int, size: int = SIZE, seed: int = 0) -> torch.Tensor:
 
 def reduced(rows: torch.Tensor, *wanted: Reduction | None) -> list[Any]:
     """One output for each row."""
-    results = reduce_rows(rows, [(each,) for each in wanted])
+    results = reduce_rows(rows, [(output,) for output in wanted])
     values = []
     for result in results:
         assert isinstance(result, Reduced)
@@ -57,28 +57,28 @@ def reduced(rows: torch.Tensor, *wanted: Reduction | None) -> list[Any]:
 def test_log_probabilities_of_tokens_are_gathered_in_their_order() -> None:
     rows = some_rows(3)
     wanted = [(5, 3, 5), (), (SIZE - 1,)]
-    found = reduced(rows, *map(TokenLogprobs, wanted))
-    for row, ids, values in zip(rows, wanted, found, strict=True):
+    results = reduced(rows, *map(TokenLogprobs, wanted))
+    for row, ids, values in zip(rows, wanted, results, strict=True):
         assert values.tolist() == row[list(ids)].tolist()
-    found[0].zero_()  # shares memory with no other result
-    assert found[2].tolist() == rows[2, -1:].tolist()
+    results[0].zero_()  # shares memory with no other result
+    assert results[2].tolist() == rows[2, -1:].tolist()
 
 
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=12), st.integers(1, 4))
 def test_top_k_breaks_ties_by_the_lowest_id(levels: list[int], k: int) -> None:
     row = torch.log_softmax(torch.tensor(levels, dtype=torch.float32), -1)
-    (found,) = reduced(row[None], TopK(k))
+    (top,) = reduced(row[None], TopK(k))
     expected = sorted(range(len(levels)), key=lambda i: (-levels[i], i))[:k]
-    assert found.token_ids.tolist() == expected
-    assert found.logprobs.tolist() == row[expected].tolist()
+    assert top.token_ids.tolist() == expected
+    assert top.logprobs.tolist() == row[expected].tolist()
 
 
 def test_log_masses_equal_logsumexp_in_float64() -> None:
     rows = some_rows(4)
     generator = np.random.default_rng(1)
     masks = [Mask(generator.random(SIZE) < share, SIZE) for share in (0.001, 0.1, 0.9, 0)]
-    found = reduced(rows, *map(LogMass, masks))
-    for row, mask, mass in zip(rows, masks, found, strict=True):
+    masses = reduced(rows, *map(LogMass, masks))
+    for row, mask, mass in zip(rows, masks, masses, strict=True):
         expected = row.double()[list(mask)].logsumexp(-1) if mask else torch.tensor(-INF)
         assert mass == pytest.approx(float(expected), abs=1e-5)
 
@@ -107,12 +107,14 @@ def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
         logits[[i for i in range(len(logits)) if i not in draw.mask]] = -INF
     weights = np.exp((logits - logits.max()) / draw.temperature)
     order = np.argsort(-weights, kind="stable")
-    kept = order if draw.top_k is None else order[: draw.top_k]
+    remaining = order if draw.top_k is None else order[: draw.top_k]
     if draw.top_p < 1:
-        share = np.cumsum(weights[kept]) / weights[kept].sum()
-        kept = kept[: int(np.sum(share - weights[kept] / weights[kept].sum() < draw.top_p))]
+        share = np.cumsum(weights[remaining]) / weights[remaining].sum()
+        remaining = remaining[
+            : int(np.sum(share - weights[remaining] / weights[remaining].sum() < draw.top_p))
+        ]
     limited = np.zeros_like(weights)
-    limited[kept] = weights[kept]
+    limited[remaining] = weights[remaining]
     return limited
 
 
@@ -128,8 +130,8 @@ def test_draws_invert_the_limited_distribution(
     wanted = [
         Draw(float(generator.random()), temperature, mask, top_k, top_p) for _ in range(40)
     ]
-    found = reduced(rows, *wanted)
-    for row, draw, drawn in zip(rows, wanted, found, strict=True):
+    draws = reduced(rows, *wanted)
+    for row, draw, drawn in zip(rows, wanted, draws, strict=True):
         weights = weights_of(row, draw)
         expected = inverted(weights, draw.uniform)
         share = np.cumsum(weights)[min(expected, drawn.token_id)] / weights.sum()
@@ -147,8 +149,8 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
     count = 20_000
     uniforms = (np.arange(count) + 0.5) / count
     ids = batch_draw(row.expand(count, -1), uniforms).token_ids
-    found = torch.bincount(ids, minlength=700).double() / count
-    assert (found - row.double().exp()).abs().max() < 1.5 / count
+    frequencies = torch.bincount(ids, minlength=700).double() / count
+    assert (frequencies - row.double().exp()).abs().max() < 1.5 / count
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
@@ -186,11 +188,11 @@ def test_a_draw_from_nothing_is_no_token_and_fails_no_other_request() -> None:
         Draw(0.5, mask=Mask([], SIZE), top_k=3),
         Draw(0.5),
     ]
-    found = reduced(rows, *wanted)
-    assert found[:3] == [(-1, -INF, -INF, -INF)] * 3
-    assert all(type(each.token_id) is int for each in found)
-    assert found[3] == reduced(rows[3:], Draw(0.5))[0]
-    masses = reduced(rows, *(LogMass(each.mask) for each in wanted[:3]), None)[:3]
+    draws = reduced(rows, *wanted)
+    assert draws[:3] == [(-1, -INF, -INF, -INF)] * 3
+    assert all(type(draw.token_id) is int for draw in draws)
+    assert draws[3] == reduced(rows[3:], Draw(0.5))[0]
+    masses = reduced(rows, *(LogMass(draw.mask) for draw in wanted[:3]), None)[:3]
     assert masses == [-INF] * 3
 
 
@@ -217,11 +219,11 @@ class Sum(Reduction):
 )
 def test_a_reduction_that_fails_does_so_alone(problem: str, message: str) -> None:
     rows = some_rows(4)
-    found = reduced(rows, Sum(), Sum(problem), None, Sum())
-    assert isinstance(found[1], EvaluationError)
-    assert message in str(found[1])
-    assert [found[0], found[3]] == pytest.approx([1.0, 1.0])
-    assert torch.equal(found[2], rows[2])
+    results = reduced(rows, Sum(), Sum(problem), None, Sum())
+    assert isinstance(results[1], EvaluationError)
+    assert message in str(results[1])
+    assert [results[0], results[3]] == pytest.approx([1.0, 1.0])
+    assert torch.equal(results[2], rows[2])
 
 
 @dataclass(frozen=True)
@@ -266,9 +268,9 @@ def test_results_that_are_views_are_copied(name: str, count: int) -> None:
     expected = [tensor_of(value).clone() for value in view(rows)]
     before = rows.clone()
     values = reduced(rows, *[wanted] * count)
-    found = [tensor_of(value) for value in values]
+    tensors = [tensor_of(value) for value in values]
     assert [type(value) for value in values] == [type(value) for value in view(rows)]
-    for index, tensor in enumerate(found):
+    for index, tensor in enumerate(tensors):
         assert torch.equal(tensor, expected[index])
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         tensor.zero_()
@@ -276,9 +278,9 @@ def test_results_that_are_views_are_copied(name: str, count: int) -> None:
 
 
 def test_results_that_own_their_memory_are_not_copied() -> None:
-    made = [torch.zeros(2), (1.0, torch.zeros(3)), np.zeros(3), [], None, "text"]
-    found = reduced(some_rows(6), *[Views(lambda _: made)] * 6)
-    assert all(here is there for here, there in zip(found, made, strict=True))
+    values = [torch.zeros(2), (1.0, torch.zeros(3)), np.zeros(3), [], None, "text"]
+    results = reduced(some_rows(6), *[Views(lambda _: values)] * 6)
+    assert all(here is there for here, there in zip(results, values, strict=True))
 
 
 def test_rows_that_are_no_distributions_are_errors() -> None:
@@ -311,11 +313,11 @@ def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     whole = reduced(rows, *(Draw(i / 10) for i in range(10)))
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
     sizes: list[int] = []
-    own = Draw.compute.__func__  # type: ignore[attr-defined]
+    compute_draws = Draw.compute.__func__  # type: ignore[attr-defined]
 
     def compute(cls: type[Draw], part: torch.Tensor, requests: Sequence[Draw]) -> Any:
         sizes.append(len(part))
-        return own(cls, part, requests)
+        return compute_draws(cls, part, requests)
 
     monkeypatch.setattr(Draw, "compute", classmethod(compute))
     assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
@@ -327,12 +329,12 @@ def test_weights_are_computed_in_parts_with_the_mask_of_each_row(
     masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = some_rows(10)
-    made = [Mask(range(i, SIZE, 3), SIZE) for i in range(masks)]
-    wanted = [Draw(i / 10, 0.5 + i / 10, made[i % masks]) for i in range(10)]
+    all_masks = [Mask(range(i, SIZE, 3), SIZE) for i in range(masks)]
+    wanted = [Draw(i / 10, 0.5 + i / 10, all_masks[i % masks]) for i in range(10)]
     whole = reduced(rows, *wanted)
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
     assert reduced(rows, *wanted) == whole
-    assert all(each.token_id in draw.mask for each, draw in zip(whole, wanted, strict=True))
+    assert all(drawn.token_id in draw.mask for drawn, draw in zip(whole, wanted, strict=True))
 
 
 def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
@@ -352,10 +354,10 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
         return rows_from_logits(part, vocabulary)
 
     monkeypatch.setattr(reductions, "rows_from_logits", rows_of)
-    found = reduce_logits(logits, ids, wanted)
+    results = reduce_logits(logits, ids, wanted)
     assert most == [3, 3, 1]
-    assert isinstance(found[4], EvaluationError)
-    for here, there in zip(found[:4] + found[5:], expected[:4] + expected[5:], strict=True):
+    assert isinstance(results[4], EvaluationError)
+    for here, there in zip(results[:4] + results[5:], expected[:4] + expected[5:], strict=True):
         assert isinstance(here, Reduced)
         assert isinstance(there, Reduced)
         assert here.values[0] == there.values[0]
@@ -375,11 +377,11 @@ def test_masks_of_very_unlikely_tokens_are_drawn_from_exactly(
     weights = np.exp(logits - logits.max())
     uniforms = [0.001, 0.3, 0.999]
     drawn = reduced(row.expand(3, -1), *(Draw(u, temperature, mask) for u in uniforms))
-    for found, uniform in zip(drawn, uniforms, strict=True):
-        assert found.token_id == 1 + inverted(weights, uniform)
-        assert found.log_mass == pytest.approx(-depth, abs=1e-3)
-        probability = weights[found.token_id - 1] / weights.sum()
-        assert found.draw_logprob == pytest.approx(math.log(probability), abs=1e-4)
+    for draw, uniform in zip(drawn, uniforms, strict=True):
+        assert draw.token_id == 1 + inverted(weights, uniform)
+        assert draw.log_mass == pytest.approx(-depth, abs=1e-3)
+        probability = weights[draw.token_id - 1] / weights.sum()
+        assert draw.draw_logprob == pytest.approx(math.log(probability), abs=1e-4)
 
 
 @pytest.mark.gpu
@@ -389,12 +391,16 @@ def test_draws_on_a_device_are_those_of_the_host(masks: str) -> None:
     """But for uniform numbers within a rounding of the boundary between two ids."""
     rows, generator = some_rows(200, seed=4), np.random.default_rng(1)
     size = rows.shape[1]
-    made = [Mask(generator.random(size) < 0.6, size) for _ in range(len(rows))]
-    chosen = {"none": [None] * len(rows), "one": made[:1] * len(rows), "each": made}[masks]
-    requests = [(Draw(float(generator.random()), mask=mask),) for mask in chosen]
-    on_host = [each.values[0] for each in reduce_rows(rows, requests)]
-    on_device = [each.values[0] for each in reduce_rows(rows.cuda(), requests)]
-    for mask, here, there in zip(chosen, on_host, on_device, strict=True):
+    random_masks = [Mask(generator.random(size) < 0.6, size) for _ in range(len(rows))]
+    row_masks = {
+        "none": [None] * len(rows),
+        "one": random_masks[:1] * len(rows),
+        "each": random_masks,
+    }[masks]
+    requests = [(Draw(float(generator.random()), mask=mask),) for mask in row_masks]
+    on_host = [reduced_row.values[0] for reduced_row in reduce_rows(rows, requests)]
+    on_device = [reduced_row.values[0] for reduced_row in reduce_rows(rows.cuda(), requests)]
+    for mask, here, there in zip(row_masks, on_host, on_device, strict=True):
         assert mask is None or there.token_id in mask
         assert there.log_mass == pytest.approx(here.log_mass, abs=1e-4)
     equal = sum(a.token_id == b.token_id for a, b in zip(on_host, on_device, strict=True))

@@ -240,14 +240,14 @@ def test_only_the_rows_that_are_not_distributions_are_found(size: int) -> None:
         good[0, 1:],
         good[1],
     ]
-    found = invalid_rows(rows, size)
-    assert sorted(found) == [1, 3, 4, 5, 6, 7]
-    assert all(isinstance(error, EvaluationError) for error in found.values())
-    assert f"NaN at 1 of {size} ids" in str(found[1])
-    assert "a sum of inf" in str(found[3])
-    assert "a sum of 0.9" in str(found[4])
-    assert "torch.float64" in str(found[6])
-    assert f"({size - 1},)" in str(found[7])
+    errors = invalid_rows(rows, size)
+    assert sorted(errors) == [1, 3, 4, 5, 6, 7]
+    assert all(isinstance(error, EvaluationError) for error in errors.values())
+    assert f"NaN at 1 of {size} ids" in str(errors[1])
+    assert "a sum of inf" in str(errors[3])
+    assert "a sum of 0.9" in str(errors[4])
+    assert "torch.float64" in str(errors[6])
+    assert f"({size - 1},)" in str(errors[7])
 
 
 def test_logits_that_are_not_finite_make_rows_that_are_found() -> None:
@@ -269,7 +269,7 @@ def test_rows_from_logits_are_invalid_exactly_where_their_sums_say_so() -> None:
     logits[4, 7] = float("-inf")
     rows = torch.log_softmax(logits, -1)
     assert list(invalid_rows(rows, 40)) == [1, 2, 3]
-    found = invalid_rows(rows, 40, normalised=True)
-    assert {i: str(e) for i, e in found.items()} == {
+    errors = invalid_rows(rows, 40, normalised=True)
+    assert {i: str(e) for i, e in errors.items()} == {
         i: str(e) for i, e in invalid_rows(rows, 40).items()
     }

@@ -115,7 +115,9 @@ def test_a_draw_does_not_depend_on_the_other_rows_of_its_batch(seed: int, count:
     rows = torch.from_numpy(generator.normal(0, 4, (count, 300))).float().log_softmax(-1)
     temperatures = generator.choice([0.0, 0.7, 1.0, 1.9], count).tolist()
     uniforms = generator.random(count).tolist()
-    alone = [draw_token(*each) for each in zip(rows, temperatures, uniforms, strict=True)]
+    alone = [
+        draw_token(*arguments) for arguments in zip(rows, temperatures, uniforms, strict=True)
+    ]
     assert draw_tokens(rows, temperatures, uniforms).tolist() == alone
 
 
@@ -140,16 +142,16 @@ def test_rows_on_devices_without_float64_are_drawn_from_as_others(
     arange = torch.arange
     monkeypatch.setattr(torch, "arange", lambda count, **_: arange(count))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)
-    found = draw_tokens(rows.as_subclass(OnApple), [1.0] * 20, uniforms)
-    assert torch.equal(found, expected)
+    drawn = draw_tokens(rows.as_subclass(OnApple), [1.0] * 20, uniforms)
+    assert torch.equal(drawn, expected)
 
 
 def test_the_row_need_not_be_normalised_and_is_not_changed() -> None:
     row = oracle_row([1, 2, 3], None, 9)
     before = row.clone()
     for uniform in np.linspace(0, LARGEST_UNIFORM, 50):
-        own = draw_token(row, 0.7, uniform)
-        assert own == draw_token(row + 40, 0.7, uniform)
+        token_id = draw_token(row, 0.7, uniform)
+        assert token_id == draw_token(row + 40, 0.7, uniform)
     assert torch.equal(row, before)
 
 
@@ -160,11 +162,13 @@ def test_rows_of_nan_disturb_no_other_row_and_rows_without_a_token_have_none() -
     rows = torch.cat([rows, torch.full((1, 700), math.nan), torch.full((1, 700), -INF)])
     settings: list[dict[str, Any]] = [{}, {"top_k": [5] * 5}, {"top_p": [0.5] * 5}]
     for limits in settings:
-        found = draw_tokens(rows, [1.0, 0.0, 0.7, 1.0, 1.0], [0.4] * 5, **limits).tolist()
+        token_ids = draw_tokens(rows, [1.0, 0.0, 0.7, 1.0, 1.0], [0.4] * 5, **limits).tolist()
         first = {name: value[:3] for name, value in limits.items()}
-        assert found[:3] == draw_tokens(rows[:3], [1.0, 0.0, 0.7], [0.4] * 3, **first).tolist()
-        assert -1 <= found[3] < 700
-        assert found[4] == -1
+        assert (
+            token_ids[:3] == draw_tokens(rows[:3], [1.0, 0.0, 0.7], [0.4] * 3, **first).tolist()
+        )
+        assert -1 <= token_ids[3] < 700
+        assert token_ids[4] == -1
 
 
 # -- seeds ----------------------------------------------------------------------------
@@ -174,7 +178,7 @@ def test_rows_of_nan_disturb_no_other_row_and_rows_without_a_token_have_none() -
 def test_stream_seeds_are_distinct_and_fit_signed_64_bits(seed: int | None, count: int) -> None:
     seeds = stream_seeds(seed, count)
     assert len(set(seeds)) == len(seeds) == count
-    assert all(type(each) is int and 0 <= each < 2**63 for each in seeds)
+    assert all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
 
 
 @given(st.integers(0, 2**64), st.integers(0, 20), st.integers(0, 20))
@@ -185,7 +189,10 @@ def test_the_first_seeds_do_not_depend_on_how_many_there_are(
 
 
 def test_neighbouring_seeds_share_no_stream() -> None:
-    assert len({each for seed in range(100) for each in stream_seeds(seed, 20)}) == 2000
+    assert (
+        len({stream_seed for seed in range(100) for stream_seed in stream_seeds(seed, 20)})
+        == 2000
+    )
 
 
 def test_without_a_seed_the_streams_are_fresh() -> None:
@@ -229,12 +236,12 @@ def test_numbers_of_members_are_those_of_their_streams(
     key = splitmix64(seed, 0)
     seeds = [splitmix64(key, member) >> 1 for member in members]
     assert [stream_seeds(seed, member + 1)[member] for member in members] == seeds
-    expected = [(splitmix64(each, step) >> 11) / 2**53 for each in seeds]
+    expected = [(splitmix64(member_seed, step) >> 11) / 2**53 for member_seed in seeds]
     assert uniforms(seed, np.array(members), step).tolist() == expected
     steps = np.full(len(members), step)
     assert uniforms(seed, np.array(members), steps).tolist() == expected
     assert stream_uniforms(seeds, steps).tolist() == expected
-    assert [stream_uniform(each, step) for each in seeds] == expected
+    assert [stream_uniform(member_seed, step) for member_seed in seeds] == expected
 
 
 @given(st.lists(st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 2**40)), min_size=1))
@@ -248,22 +255,22 @@ def test_numbers_of_several_streams_are_those_of_each(pairs: list[tuple[int, int
 
 def test_several_numbers_of_a_member_begin_with_its_only_one_and_are_distinct() -> None:
     members, steps = np.repeat(np.arange(30), 20), np.tile(np.arange(20), 30)
-    several = uniforms(7, members, steps, 5)
-    assert several.shape == (600, 5)
-    assert several[:, 0].tolist() == uniforms(7, members, steps).tolist()
-    assert several[:, :3].tolist() == uniforms(7, members, steps, 3).tolist()
-    assert len(set(several.flatten().tolist())) == 3000
+    numbers = uniforms(7, members, steps, 5)
+    assert numbers.shape == (600, 5)
+    assert numbers[:, 0].tolist() == uniforms(7, members, steps).tolist()
+    assert numbers[:, :3].tolist() == uniforms(7, members, steps, 3).tolist()
+    assert len(set(numbers.flatten().tolist())) == 3000
     key = splitmix64(7, 0)
     word = splitmix64(splitmix64(key, 29) >> 1, 19)
-    assert several[-1, 2] == (splitmix64(word, 1) >> 11) / 2**53
+    assert numbers[-1, 2] == (splitmix64(word, 1) >> 11) / 2**53
 
 
 def test_numbers_of_members_and_steps_are_uniform_and_independent() -> None:
-    found = uniforms(
+    numbers = uniforms(
         3, np.arange(2000)[:, None].repeat(10, 1).ravel(), np.tile(range(10), 2000)
     )
-    table = found.reshape(2000, 10)
-    assert scipy.stats.kstest(found, "uniform").pvalue > 1e-6
+    table = numbers.reshape(2000, 10)
+    assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-6
     for other in (uniforms(4, np.arange(2000), 0), table[:, 1], np.roll(table[:, 0], 1)):
         assert abs(np.corrcoef(table[:, 0], other)[0, 1]) < 0.11
 

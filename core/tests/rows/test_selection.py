@@ -56,10 +56,10 @@ def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
     for same in (rows.T.contiguous().T, torch.cat([rows, rows], 1)[:, :1300]):
         assert torch.equal(batch_top_k(same, k)[1], ids)
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3000)
-    found = batch_top_k(rows, k)
-    assert torch.equal(found[0], values)
-    assert torch.equal(found[1], ids)
-    assert [tuple(each.shape) for each in batch_top_k(rows[:0], k)] == [(0, k), (0, k)]
+    largest = batch_top_k(rows, k)
+    assert torch.equal(largest[0], values)
+    assert torch.equal(largest[1], ids)
+    assert [tuple(column.shape) for column in batch_top_k(rows[:0], k)] == [(0, k), (0, k)]
 
 
 # -- given tokens ---------------------------------------------------------------------
@@ -67,8 +67,8 @@ def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
 
 def test_entries_of_given_ids_are_gathered_and_no_token_has_minus_infinity() -> None:
     rows = coarse_rows(2, 9, 1, 5)
-    found = batch_token_logprobs(rows, torch.tensor([[3, -1, 3], [8, 0, -1]]))
-    assert found.tolist() == [
+    logprobs = batch_token_logprobs(rows, torch.tensor([[3, -1, 3], [8, 0, -1]]))
+    assert logprobs.tolist() == [
         [float(rows[0, 3]), -INF, float(rows[0, 3])],
         [float(rows[1, 8]), float(rows[1, 0]), -INF],
     ]
@@ -83,12 +83,12 @@ def kept_ids(weights: list[float], k: int, p: float) -> set[int]:
     total = math.fsum(weights[i] for i in order)
     if p >= 1:
         return set(order)
-    kept: set[int] = set()
+    ids: set[int] = set()
     for i in order:
-        if math.fsum(weights[j] for j in kept) >= p * total:
+        if math.fsum(weights[j] for j in ids) >= p * total:
             break
-        kept.add(i)
-    return kept
+        ids.add(i)
+    return ids
 
 
 @given(
@@ -112,11 +112,11 @@ def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
     weights = torch.from_numpy(drawn).float()
     before = weights.clone()
     ks = np.array([min(k, size) for k, _ in limits])
-    found = truncate(weights, ks, np.array([p for _, p in limits]))
+    truncated = truncate(weights, ks, np.array([p for _, p in limits]))
     assert torch.equal(weights, before)
-    for row, kept, (k, p) in zip(weights.tolist(), found.tolist(), limits, strict=True):
+    for row, limited, (k, p) in zip(weights.tolist(), truncated.tolist(), limits, strict=True):
         expected = kept_ids(row, min(k, size), p)
-        assert kept == [value if i in expected else 0.0 for i, value in enumerate(row)]
+        assert limited == [value if i in expected else 0.0 for i, value in enumerate(row)]
 
 
 @pytest.mark.parametrize("candidates", [(2, 5), (300,), (10**6,)])
@@ -139,16 +139,16 @@ def test_only_rows_whose_candidates_do_not_suffice_are_sorted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    own = selection._sort_weights
+    sort_weights = selection._sort_weights
 
     def counted(weights: torch.Tensor) -> Any:
         sizes.append(len(weights))
-        return own(weights)
+        return sort_weights(weights)
 
     monkeypatch.setattr(selection, "_sort_weights", counted)
     weights = torch.full((6, 20_000), 1e-9)
     weights[:, 7] = 1.0
     weights[2] = 1 / 20_000
-    found = truncate(weights, np.full(6, 20_000), np.full(6, 0.9))
+    truncated = truncate(weights, np.full(6, 20_000), np.full(6, 0.9))
     assert sizes == [1]
-    assert found.count_nonzero(-1).tolist() == [1, 1, 18_000, 1, 1, 1]
+    assert truncated.count_nonzero(-1).tolist() == [1, 1, 18_000, 1, 1, 1]

@@ -104,12 +104,12 @@ def test_columns_have_an_entry_for_each_position(engine: type, make_model: MakeM
     generator = np.random.default_rng(0)
     for length, start in ((2, 1), (7, 3), (40, 1), (300, 290)):
         text = generator.integers(0, SIZE, length).tolist()
-        chosen = generator.integers(0, SIZE, length - start)
+        targets = generator.integers(0, SIZE, length - start)
         rows = rows_of(text, start)
-        found, places = llm.reduce_text_sync(text, Chosen(chosen), start)
-        assert found.dtype == torch.float32
-        right = rows[torch.arange(len(rows)), torch.from_numpy(chosen)]
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
+        columns, places = llm.reduce_text_sync(text, Chosen(targets), start)
+        assert columns.dtype == torch.float32
+        right = rows[torch.arange(len(rows)), torch.from_numpy(targets)]
+        torch.testing.assert_close(columns, right, rtol=0, atol=1e-6)
         assert places.tolist() == list(range(length - start))
         entropies = asyncio.run(llm.reduce_text(llm.context(text), Entropy(), start))
         torch.testing.assert_close(entropies, torch.special.entr(rows.exp()).sum(-1))
@@ -118,8 +118,8 @@ def test_columns_have_an_entry_for_each_position(engine: type, make_model: MakeM
 @pytest.mark.parametrize("engine", [Scoring, Rows])
 def test_nothing_is_computed_of_no_position(engine: type, make_model: MakeModel) -> None:
     llm = make_model(engine())
-    found, places = llm.reduce_text_sync([1, 2, 3], Chosen([]), 3)
-    assert found.shape == places.shape == (0,)
+    columns, places = llm.reduce_text_sync([1, 2, 3], Chosen([]), 3)
+    assert columns.shape == places.shape == (0,)
     assert llm.reduce_text_sync([1, 2, 3], Entropy(), 3).shape == (0,)
     assert llm.statistics().requests == 0
 
@@ -145,8 +145,11 @@ def test_a_reduction_that_raises_fails_its_text_alone(
     llm = make_model(engine())
 
     async def ask() -> list[Any]:
-        asked = [llm.reduce_text([1, 2, 3], each) for each in (Entropy(), Fails(), Entropy())]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = [
+            llm.reduce_text([1, 2, 3], reduction)
+            for reduction in (Entropy(), Fails(), Entropy())
+        ]
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     first, failed, last = asyncio.run(ask())
     assert torch.equal(first, last)

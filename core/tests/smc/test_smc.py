@@ -33,14 +33,14 @@ LARGEST = math.nextafter(1, 0)
 
 def exact_weights(log_weights: list[float]) -> list[float]:
     largest = max(log_weights)
-    weights = [math.exp(each - largest) for each in log_weights]
+    weights = [math.exp(log_weight - largest) for log_weight in log_weights]
     return [weight / math.fsum(weights) for weight in weights]
 
 
 @given(LOG_WEIGHTS, st.floats(-1e4, 1e4))
 def test_weights_are_those_of_exp_and_do_not_depend_on_a_common_constant(log_weights, shift):
     expected = exact_weights(log_weights)
-    shifted = [each + shift for each in log_weights]
+    shifted = [log_weight + shift for log_weight in log_weights]
     np.testing.assert_allclose(normalised_weights(log_weights), expected, atol=1e-14)
     np.testing.assert_allclose(normalised_weights(shifted), expected, atol=1e-9)
 
@@ -62,10 +62,10 @@ def test_equal_weights_are_as_many_as_there_are(count):
 def test_each_particle_is_chosen_its_share_of_times_rounded_up_or_down(
     log_weights, uniform, size
 ):
-    chosen = systematic_resampling(log_weights, uniform, size)
-    assert chosen.shape == (size,)
-    assert (np.diff(chosen) >= 0).all()
-    counts = np.bincount(chosen, minlength=len(log_weights))
+    ancestors = systematic_resampling(log_weights, uniform, size)
+    assert ancestors.shape == (size,)
+    assert (np.diff(ancestors) >= 0).all()
+    counts = np.bincount(ancestors, minlength=len(log_weights))
     for weight, count in zip(exact_weights(log_weights), counts, strict=True):
         assert size * weight - 1 - 1e-9 < count < size * weight + 1 + 1e-9
         assert weight > 0 or count == 0
@@ -77,8 +77,8 @@ def test_each_particle_is_chosen_its_share_of_times_on_average(log_weights):
     size, grid = len(log_weights), 200
     counts = np.zeros(size)
     for index in range(grid):
-        chosen = systematic_resampling(log_weights, (index + 0.5) / grid)
-        counts += np.bincount(chosen, minlength=size)
+        ancestors = systematic_resampling(log_weights, (index + 0.5) / grid)
+        counts += np.bincount(ancestors, minlength=size)
     expected = size * np.array(exact_weights(log_weights))
     assert (np.abs(counts / grid - expected) <= 2 / grid + 1e-9).all()
 
@@ -97,9 +97,9 @@ def test_arrays_give_arrays_and_tensors_give_tensors_of_their_dtype():
     torch.testing.assert_close(normalised_weights(tensor), torch.tensor([0.25, 0.75]))
     assert normalised_weights(torch.tensor([0, 0])).tolist() == [0.5, 0.5]
     assert systematic_resampling(array, 0.5).dtype == np.int64
-    chosen = systematic_resampling(tensor, 0.1, size=4)
-    assert chosen.dtype == torch.int64
-    assert chosen.tolist() == [0, 1, 1, 1]
+    ancestors = systematic_resampling(tensor, 0.1, size=4)
+    assert ancestors.dtype == torch.int64
+    assert ancestors.tolist() == [0, 1, 1, 1]
 
 
 def test_tensors_with_gradients_and_of_half_precision_are_read():
@@ -161,22 +161,22 @@ PROMPT = (2,)
 
 def probability(token_ids: tuple[int, ...]) -> float:
     """Of a continuation of the prompt, in float64."""
-    found = 1.0
+    product = 1.0
     for place in range(len(PROMPT), len(token_ids)):
         row = oracle_row(token_ids[:place], None, VOCABULARY).double()
-        found *= math.exp(row[token_ids[place]])
-    return found
+        product *= math.exp(row[token_ids[place]])
+    return product
 
 
 def continuations() -> list[tuple[int, ...]]:
     """Every continuation that ends with the stop token, or after all steps."""
-    found = []
+    sequences = []
     for length in range(1, STEPS + 1):
         for tokens in itertools.product(range(VOCABULARY), repeat=length):
             ended = tokens[-1] == END or length == STEPS
             if END not in tokens[:-1] and ended:
-                found.append((*PROMPT, *tokens))
-    return found
+                sequences.append((*PROMPT, *tokens))
+    return sequences
 
 
 def potential_of(token_ids: tuple[int, ...]) -> float:
@@ -214,8 +214,8 @@ def llm(make_model):
 
 def last(llm: Any, size: int, **options: Any) -> Any:
     options = {"max_tokens": STEPS, "stop": [END]} | options
-    *_, found = steer_sync(llm, PROMPT, size, **options)
-    return found
+    *_, particles = steer_sync(llm, PROMPT, size, **options)
+    return particles
 
 
 class ManyThrees(Constraint):
@@ -239,10 +239,10 @@ class ManyThrees(Constraint):
 
 def test_log_potentials_of_a_constraint_weigh_as_a_potential_does(llm):
     for seed in range(5):
-        found = last(llm, 30, potential=potential, seed=seed)
+        particles = last(llm, 30, potential=potential, seed=seed)
         other = last(llm, 30, constraint=ManyThrees([PROMPT] * 30), seed=seed)
-        assert found.population.tokens.tolist() == other.population.tokens.tolist()
-        np.testing.assert_allclose(found.log_weights, other.log_weights, atol=1e-5)
+        assert particles.population.tokens.tolist() == other.population.tokens.tolist()
+        np.testing.assert_allclose(particles.log_weights, other.log_weights, atol=1e-5)
 
 
 def test_the_end_of_a_constraint_ends_a_particle(make_model):
@@ -252,9 +252,9 @@ def test_the_end_of_a_constraint_ends_a_particle(make_model):
     successors = np.full((len(text) + 1, 256), -1)
     successors[np.arange(len(text)), list(text)] = np.arange(1, len(text) + 1)
     language = Automaton(successors, np.arange(len(text) + 1) == len(text))
-    *_, found = steer_sync(llm, PROMPT, 4, max_tokens=9, constraint=language, seed=0)
-    assert found.population.finished.all()
-    assert found.population.tokens.tolist() == [[*PROMPT, 1, 3]] * 4
+    *_, steps = steer_sync(llm, PROMPT, 4, max_tokens=9, constraint=language, seed=0)
+    assert steps.population.finished.all()
+    assert steps.population.tokens.tolist() == [[*PROMPT, 1, 3]] * 4
 
 
 @pytest.mark.parametrize("resample_below", [0, 0.5, 1])
@@ -273,7 +273,7 @@ def test_estimates_of_steer_are_those_of_enumeration(
     constraint = NoTwo(np.arange(size) % 2) if is_constrained else None
     estimates = []
     for seed in range(count):
-        found = last(
+        particles = last(
             llm,
             size,
             potential=potential,
@@ -282,13 +282,15 @@ def test_estimates_of_steer_are_those_of_enumeration(
             resample_below=resample_below,
             seed=seed,
         )
-        assert (found.population.finished.numpy() >= np.isneginf(found.log_weights)).all()
+        assert (
+            particles.population.finished.numpy() >= np.isneginf(particles.log_weights)
+        ).all()
         mass = dict.fromkeys(exact, 0.0)
-        pairs = zip(found.population, np.exp(found.log_weights), strict=True)
+        pairs = zip(particles.population, np.exp(particles.log_weights), strict=True)
         for context, weight in pairs:
             if weight:
                 mass[context.token_ids] += weight / size
-        assert math.exp(found.log_evidence) == pytest.approx(sum(mass.values()))
+        assert math.exp(particles.log_evidence) == pytest.approx(sum(mass.values()))
         estimates.append([sum(mass.values()), *mass.values()])
     expected = np.array([sum(exact.values()), *exact.values()])
     likely = expected > 0.03 * expected[0]
@@ -300,8 +302,8 @@ def test_estimates_of_steer_are_those_of_enumeration(
 
 
 def test_weights_of_tempered_draws_are_ratios_of_probabilities(llm):
-    found = last(llm, 30, temperature=0.5, resample_below=0, seed=3)
-    for context, log_weight in zip(found.population, found.log_weights, strict=True):
+    particles = last(llm, 30, temperature=0.5, resample_below=0, seed=3)
+    for context, log_weight in zip(particles.population, particles.log_weights, strict=True):
         ids, expected = context.token_ids, 0.0
         for place in range(1, len(ids)):
             row = oracle_row(ids[:place], None, VOCABULARY).double()
@@ -384,10 +386,10 @@ def test_a_potential_of_a_dead_particle_may_be_nan(llm):
     def potential(population: Any) -> Any:
         return torch.where(population.tokens[:, len(PROMPT)] == 0, values.pop(0), 0.0)
 
-    found = last(llm, 50, potential=potential, resample_below=0, stop=[], max_tokens=3)
-    dead = found.population.tokens[:, len(PROMPT)] == 0
+    particles = last(llm, 50, potential=potential, resample_below=0, stop=[], max_tokens=3)
+    dead = particles.population.tokens[:, len(PROMPT)] == 0
     assert 0 < dead.sum() < 50
-    np.testing.assert_array_equal(np.isneginf(found.log_weights), dead)
+    np.testing.assert_array_equal(np.isneginf(particles.log_weights), dead)
 
 
 def test_a_potential_may_be_a_coroutine_function(llm):
@@ -400,15 +402,17 @@ def test_a_potential_may_be_a_coroutine_function(llm):
 
     async def collected() -> Any:
         options: dict[str, Any] = {"max_tokens": 3, "stop": [], "seed": 3}
-        return [each async for each in steer(llm, PROMPT, 9, potential=scored, **options)][-1]
+        return [
+            particles async for particles in steer(llm, PROMPT, 9, potential=scored, **options)
+        ][-1]
 
     expected = last(llm, 9, potential=blocking, stop=[], seed=3, max_tokens=3)
-    for found in (
+    for particles in (
         asyncio.run(collected()),
         last(llm, 9, potential=scored, stop=[], seed=3, max_tokens=3),
     ):
-        np.testing.assert_array_equal(found.log_weights, expected.log_weights)
-        assert torch.equal(found.population.tokens, expected.population.tokens)
+        np.testing.assert_array_equal(particles.log_weights, expected.log_weights)
+        assert torch.equal(particles.population.tokens, expected.population.tokens)
 
 
 def test_arguments_that_steer_cannot_use_are_refused(llm):
@@ -429,7 +433,7 @@ def test_a_seed_reproduces_a_filter_in_both_forms(llm):
     options: dict[str, Any] = {"max_tokens": STEPS, "potential": potential, "stop": [END]}
 
     async def collected(seed: int) -> list[Any]:
-        return [each async for each in steer(llm, PROMPT, 20, seed=seed, **options)]
+        return [particles async for particles in steer(llm, PROMPT, 20, seed=seed, **options)]
 
     first = asyncio.run(collected(4))
     again = list(steer_sync(llm, PROMPT, 20, seed=4, **options))
@@ -449,13 +453,13 @@ def test_a_share_that_is_out_of_range_is_refused(llm, share):
 
 def test_particles_are_resampled_if_their_weights_are_unequal_and_keep_the_mean() -> None:
     log_weights = np.log([0.5, 3.0, 0.25, 0.25])
-    ancestors, found = resampled(log_weights, 0.4)
+    ancestors, result = resampled(log_weights, 0.4)
     assert ancestors.tolist() == systematic_resampling(log_weights, 0.4).tolist()
     assert len(set(ancestors.tolist())) < 4
-    np.testing.assert_allclose(np.exp(found), 1)
-    for kept, below in ((log_weights, 0.2), (np.zeros(4), 1.0)):
-        ancestors, found = resampled(kept, 0.4, below)
+    np.testing.assert_allclose(np.exp(result), 1)
+    for unchanged, below in ((log_weights, 0.2), (np.zeros(4), 1.0)):
+        ancestors, result = resampled(unchanged, 0.4, below)
         assert ancestors.tolist() == [0, 1, 2, 3]
-        assert np.array_equal(found, kept)
+        assert np.array_equal(result, unchanged)
     with pytest.raises(ValueError, match="no particle survived"):
         resampled(np.full(4, -np.inf), 0.4)

@@ -27,10 +27,10 @@ def llm():
 def states(llm) -> list[Any]:
     rule = Automaton.regex("[abé]{2,6}")
     options = {"max_tokens": 8, "constraint": rule, "resample_below": 0.9, "seed": 3}
-    found = [*steer_sync(llm, PROMPT, SIZE, **options)]
-    assert len(found) > 3
-    assert any(step.is_resampled for step in found[-1].history)
-    return found
+    steps = [*steer_sync(llm, PROMPT, SIZE, **options)]
+    assert len(steps) > 3
+    assert any(step.is_resampled for step in steps[-1].history)
+    return steps
 
 
 def test_the_ancestry_leads_back_to_the_tokens_of_each_particle(states):
@@ -43,7 +43,10 @@ def test_the_ancestry_leads_back_to_the_tokens_of_each_particle(states):
         for step in reversed(last.history):
             ids.append(int(step.token_ids[step.ancestors[place]]))
             place = step.ancestors[place]
-        assert tuple(each for each in ids[::-1] if each >= 0) == context.token_ids[2:]
+        assert (
+            tuple(token_ids for token_ids in ids[::-1] if token_ids >= 0)
+            == context.token_ids[2:]
+        )
         for number, state in enumerate(states):
             part = state.population[int(ancestry[number, member])].token_ids
             assert context.token_ids[: len(part)] == part
@@ -140,9 +143,9 @@ def test_a_missing_library_is_named(states, monkeypatch, library):
 
 def test_a_bar_shows_the_steps_if_asked(llm, capsys):
     *_, last = steer_sync(llm, PROMPT, 5, max_tokens=3, seed=0, progress=True)
-    shown = capsys.readouterr().err
-    assert "steer" in shown
-    assert "effective" in shown
+    output = capsys.readouterr().err
+    assert "steer" in output
+    assert "effective" in output
     *_, last = steer_sync(llm, PROMPT, 5, max_tokens=3, seed=0)
     assert capsys.readouterr().err == ""
     assert len(last) == 5

@@ -34,20 +34,20 @@ def test_answers_are_those_of_numpy_bit_for_bit(operation, items, data) -> None:
     assert [trie.compiled for trie in tries] == [False, True]
     for dtype in (np.float32, np.float64):
         ws = np.array(weights, dtype).reshape(2, -1)
-        expected, found = (getattr(trie, f"batch_weight_{operation}")(ws) for trie in tries)
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, expected)
+        expected, values = (getattr(trie, f"batch_weight_{operation}")(ws) for trie in tries)
+        assert values.dtype == dtype
+        np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_strided_and_read_only_weights_are_fine(operation) -> None:
     ws = np.random.default_rng(0).random((300, 4)).T
     ws.flags.writeable = False
-    expected, found = (
+    expected, values = (
         getattr(TokenCharacterTrie(VOCAB, compiled=choice), f"batch_weight_{operation}")(ws)
         for choice in (False, True)
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_large_tries_are_compiled_when_they_are_built(monkeypatch) -> None:

@@ -14,11 +14,14 @@ from genlm.core.trie.symbols import Symbols, symbols_of_codes
 
 def prefixes(layout: TrieLayout, symbols: Symbols) -> dict[int, tuple]:
     """The symbols of each prefix node, by following parents from the root."""
-    found = {layout.root: ()}
+    prefix_of = {layout.root: ()}
     for node in range(layout.root - 1, layout.n_tokens - 1, -1):
         code = int(layout.symbol[node - layout.n_tokens])
-        found[node] = (*found[layout.parent[node]], *symbols_of_codes([code], symbols.objects))
-    return found
+        prefix_of[node] = (
+            *prefix_of[layout.parent[node]],
+            *symbols_of_codes([code], symbols.objects),
+        )
+    return prefix_of
 
 
 def tokens(*words: bytes) -> list[Token]:
@@ -37,14 +40,14 @@ def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> N
     symbols = Symbols.of(items)
     layout = TrieLayout.build(symbols)
     expected = tokens_below(items)
-    found = prefixes(layout, symbols)
-    assert sorted(map(repr, found.values())) == sorted(map(repr, expected))
-    for node, prefix in found.items():
+    prefix_of = prefixes(layout, symbols)
+    assert sorted(map(repr, prefix_of.values())) == sorted(map(repr, expected))
+    for node, prefix in prefix_of.items():
         below = layout.order[layout.lo[node] : layout.hi[node]]
         assert sorted(below) == expected[prefix]
     for token in range(layout.n_tokens):
         assert layout.order[layout.lo[token] : layout.hi[token]].tolist() == [token]
-        assert found[layout.parent[token]] == symbols_of(items[token])
+        assert prefix_of[layout.parent[token]] == symbols_of(items[token])
 
 
 @given(vocabularies())
@@ -79,12 +82,12 @@ def test_sources_name_the_interval_of_each_prefix(items) -> None:
 def test_levels_hold_the_prefixes_of_each_length(items) -> None:
     symbols = Symbols.of(items)
     layout = TrieLayout.build(symbols)
-    found = prefixes(layout, symbols)
+    prefix_of = prefixes(layout, symbols)
     assert layout.level[0] == layout.n_nodes
     assert layout.level[-1] == layout.n_tokens
     for length in range(len(layout.level) - 1):
         nodes = range(layout.level[length + 1], layout.level[length])
-        assert {len(found[node]) for node in nodes} == {length}
+        assert {len(prefix_of[node]) for node in nodes} == {length}
 
 
 def test_equal_tokens_are_ordered_by_position() -> None:

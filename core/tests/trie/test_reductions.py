@@ -35,13 +35,13 @@ def assert_exact(trie: TokenCharacterTrie, values, weights, operation) -> None:
     )
     absolute = exact(trie.decode, [abs(float(w)) for w in weights], "sum")
     for prefix, value in expected.items():
-        found = float(values[trie.node_of(prefix)])
+        actual = float(values[trie.node_of(prefix)])
         if math.isfinite(value):
             scale = absolute[prefix] if operation == "sum" else max(abs(value), 1.0)
             tolerance = 0.0 if operation == "max" else 3 * ULPS[values.dtype] * scale
-            assert abs(found - value) <= tolerance, (prefix, found, value)
+            assert abs(actual - value) <= tolerance, (prefix, actual, value)
         else:
-            assert found == value or (math.isnan(found) and math.isnan(value)), prefix
+            assert actual == value or (math.isnan(actual) and math.isnan(value)), prefix
 
 
 finite = st.floats(-1e6, 1e6, width=32)

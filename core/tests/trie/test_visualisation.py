@@ -161,14 +161,14 @@ def test_odd_weights_can_be_drawn() -> None:
 
 
 def test_visualize_hands_the_source_to_graphviz_as_svg(monkeypatch) -> None:
-    made = {}
+    arguments = {}
     fake = types.ModuleType("graphviz")
-    fake.Source = lambda source, **options: made.update(options, source=source) or "drawn"
+    fake.Source = lambda source, **options: arguments.update(options, source=source) or "drawn"
     monkeypatch.setitem(sys.modules, "graphviz", fake)
     trie = trie_of(b"a")
     assert trie.visualize(trie.weight_sum([1.0])) == "drawn"
-    assert made["format"] == "svg"
-    assert made["source"].startswith("digraph")
+    assert arguments["format"] == "svg"
+    assert arguments["source"].startswith("digraph")
 
 
 def test_visualize_says_how_to_get_graphviz(monkeypatch) -> None:

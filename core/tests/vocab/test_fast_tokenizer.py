@@ -12,8 +12,8 @@ from genlm.core.vocab import decode_vocab
 def spelled(token: str) -> bytes:
     """The GPT-2 alphabet, written independently of the code under test."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(sorted(set(range(256)) - printable))
-    byte_of = {chr(256 + n): byte for n, byte in enumerate(others)}
+    other_bytes = iter(sorted(set(range(256)) - printable))
+    byte_of = {chr(256 + n): byte for n, byte in enumerate(other_bytes)}
     byte_of |= {chr(byte): byte for byte in printable}
     return bytes(byte_of[character] for character in token)
 

@@ -12,10 +12,10 @@ from genlm.core.vocab import decode_vocab
 
 @pytest.fixture(params=["byte_level", "llama", "gemma"])
 def tokenizer(request):
-    found = request.getfixturevalue(request.param)
-    if isinstance(found, PreTrainedTokenizerFast):
-        return found
-    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|end|>")
+    value = request.getfixturevalue(request.param)
+    if isinstance(value, PreTrainedTokenizerFast):
+        return value
+    return PreTrainedTokenizerFast(tokenizer_object=value, eos_token="<|end|>")
 
 
 def ordinary_ids(tokenizer) -> list[int]:

@@ -79,8 +79,8 @@ def test_special_tokens_are_those_of_each_family(byte_level, llama, encoding):
 def test_special_pieces_of_sentencepiece_are_its_control_symbols(sentencepiece_file):
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file))
     vocabulary = Vocabulary.from_tokenizer(processor)
-    found = {processor.id_to_piece(key) for key in vocabulary.special_ids}
-    assert found == {"<unk>", "<s>", "</s>"}
+    pieces = {processor.id_to_piece(key) for key in vocabulary.special_ids}
+    assert pieces == {"<unk>", "<s>", "</s>"}
 
 
 def test_a_model_masks_its_rows():

@@ -16,9 +16,9 @@ class GPT2Style(PreTrainedTokenizer):
 
     def __init__(self, extra: dict[str, int] | None = None, **options):
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
+        other_bytes = [byte for byte in range(256) if byte not in printable]
         self.byte_encoder = {byte: chr(byte) for byte in printable}
-        self.byte_encoder |= {byte: chr(256 + n) for n, byte in enumerate(others)}
+        self.byte_encoder |= {byte: chr(256 + n) for n, byte in enumerate(other_bytes)}
         self.byte_decoder = {char: byte for byte, char in self.byte_encoder.items()}
         self.encoder = {char: n for n, char in enumerate(self.byte_decoder)}
         self.encoder |= {"Ġthe": 256, "æĹ": 257} | (extra or {})
@@ -162,9 +162,9 @@ def test_word_pieces_carry_the_space_before_a_word(tmp_path):
 
 def test_a_tokenizer_around_a_tiktoken_encoding_gives_the_encodings_bytes(encoding):
     tokenizer = AroundTiktoken(encoding)
-    found, expected = (Vocabulary.from_tokenizer(t) for t in (tokenizer, encoding))
-    assert list(map(bytes, found.byte_vocab)) == list(map(bytes, expected.byte_vocab))
-    assert found.missing_ids == expected.missing_ids
+    vocabularies, expected = (Vocabulary.from_tokenizer(t) for t in (tokenizer, encoding))
+    assert list(map(bytes, vocabularies.byte_vocab)) == list(map(bytes, expected.byte_vocab))
+    assert vocabularies.missing_ids == expected.missing_ids
 
 
 def test_a_tokenizer_that_moves_the_ids_of_its_encoding_is_an_error(encoding):

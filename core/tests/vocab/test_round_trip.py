@@ -23,8 +23,12 @@ def decoded(byte_level, llama, gemma, unigram, encoding):
         name: lambda text, t=tokenizer: t.encode(text, add_special_tokens=False)
         for name, tokenizer in tokenizers.items()
     }
-    own = {"byte_level": byte_level, "unigram": unigram, "tiktoken": encoding} | tokenizers
-    return {name: (encode[name], decode_vocab(own[name])[0]) for name in own}
+    built_here = {
+        "byte_level": byte_level,
+        "unigram": unigram,
+        "tiktoken": encoding,
+    } | tokenizers
+    return {name: (encode[name], decode_vocab(built_here[name])[0]) for name in built_here}
 
 
 def joined(decoded, name: str, text: str) -> bytes:
@@ -41,6 +45,6 @@ def test_bytes_are_kept_to_the_last(decoded, name, text):
 @pytest.mark.parametrize(("name", "prefix"), [("gemma", ""), ("unigram", ""), ("llama", " ")])
 @given(text=ANY_TEXT.filter(lambda text: "▁" not in text and "<" not in text))
 def test_all_text_but_the_space_symbol_is_kept(decoded, name, prefix, text):
-    found = joined(decoded, name, text).decode()
+    text_of_tokens = joined(decoded, name, text).decode()
     # Llama puts a space before texts that do not start with one.
-    assert found in (text, prefix + text)
+    assert text_of_tokens in (text, prefix + text)

@@ -64,8 +64,8 @@ def sentencepiece_like(ends: bool = False, **options: Any) -> Vocabulary:
 
 def of_bytes(tokenizer: Any, tokens: Sequence[bytes] = ()) -> Vocabulary:
     pieces = list(tokens) or [bytes([byte]) for byte in range(256)]
-    found = [Token(n, piece) for n, piece in enumerate(pieces)]
-    return Vocabulary(tokenizer, found, [repr(piece) for piece in pieces])
+    byte_vocab = [Token(n, piece) for n, piece in enumerate(pieces)]
+    return Vocabulary(tokenizer, byte_vocab, [repr(piece) for piece in pieces])
 
 
 class Engine(ScriptedEngine):
@@ -81,7 +81,7 @@ class Engine(ScriptedEngine):
 
 
 def spelled(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bytes]:
-    return [bytes(vocabulary.byte_vocab[each]) for each in ids]
+    return [bytes(vocabulary.byte_vocab[token_id]) for token_id in ids]
 
 
 def test_the_methods_of_a_model_are_the_functions_over_its_vocabulary() -> None:

@@ -53,15 +53,15 @@ def test_a_vocabulary_is_frozen():
 def test_strings_for_display_show_pieces_of_characters(byte_level):
     byte_vocab, str_vocab = decode_vocab(byte_level)
     fragment = next(token for token in byte_vocab if token.byte_string == b"\xe6")
-    shown = str_vocab[fragment.token_id]
-    assert shown == "\\xe6"
+    displayed = str_vocab[fragment.token_id]
+    assert displayed == "\\xe6"
     assert str_vocab[byte_level.token_to_id("Ġfox")] == " fox"
 
 
-@pytest.mark.parametrize("found", [None, "gpt2", object(), 7])
-def test_what_is_no_tokenizer_is_an_error_naming_its_class(found):
-    with pytest.raises(VocabularyError, match=type(found).__qualname__):
-        decode_vocab(found)
+@pytest.mark.parametrize("value", [None, "gpt2", object(), 7])
+def test_what_is_no_tokenizer_is_an_error_naming_its_class(value):
+    with pytest.raises(VocabularyError, match=type(value).__qualname__):
+        decode_vocab(value)
 
 
 def test_a_tokenizer_without_tokens_is_an_error():
@@ -86,11 +86,11 @@ def test_bytes_of_an_engines_own_tables_are_compared_with_its_decoding():
     def decode(ids: list[int]) -> str:
         return b"".join(texts[i] for i in ids if i).decode(errors="replace")
 
-    found = Vocabulary.from_bytes(None, texts, decode, names={0})
-    assert [token.byte_string for token in found.byte_vocab] == [
+    vocabulary = Vocabulary.from_bytes(None, texts, decode, names={0})
+    assert [token.byte_string for token in vocabulary.byte_vocab] == [
         *(b"<end>", b"a", b" b", b"", b"\xff")
     ]
-    assert found.missing_ids == (3,)
+    assert vocabulary.missing_ids == (3,)
     with pytest.raises(VocabularyError, match="decodes the ids"):
         Vocabulary.from_bytes(None, texts, decode)  # the name of id 0 is not decoded
     with pytest.raises(VocabularyError, match="has no tokens"):

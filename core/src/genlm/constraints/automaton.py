@@ -206,9 +206,9 @@ def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
     states = np.arange(len(steps), dtype=kind)[:, None]  # at the root
     for depth in range(1, len(level) - 1):
         begin, end = level[depth + 1], level[depth]
-        above = layout.parent[begin:end] - level[depth]
+        parents = layout.parent[begin:end] - level[depth]
         symbols = layout.symbol[begin - first : end - first]
-        states = flat[states[:, above].astype(np.int64) * 256 + symbols]
+        states = flat[states[:, parents].astype(np.int64) * 256 + symbols]
         at_depth = slice(*np.searchsorted(nodes, [begin, end]))
         token_successors[:, by_node[at_depth]] = states[:, nodes[at_depth] - begin]
     return token_successors

@@ -222,8 +222,8 @@ def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> F
     sources, targets = np.nonzero(leads_to)
     live = accepting.copy()
     while True:
-        more = live.copy()
-        more[sources[live[targets]]] = True
-        if (more == live).all():
+        extended = live.copy()
+        extended[sources[live[targets]]] = True
+        if (extended == live).all():
             return live
-        live = more
+        live = extended

@@ -185,11 +185,13 @@ class PrefixRows:
         for index, sequence in enumerate(sequences):
             node, cached = self._tree.match(adapter, sequence)
             new, first = len(sequence) - cached, firsts[index] if firsts else len(sequence) - 1
-            again = node.computed_slots(first, cached) - recomputed if first < cached else set()
+            repeated = (
+                node.computed_slots(first, cached) - recomputed if first < cached else set()
+            )
             if new > 1:
                 ahead = ahead or PrefixTree(sum(map(len, sequences)))
                 new = min(new, len(sequence) - ahead.match(adapter, sequence)[1])
-            cost = new + len(again)
+            cost = new + len(repeated)
             if indices and cost > room:
                 skipped += 1
                 if skipped > _MAX_SKIPPED:
@@ -197,7 +199,7 @@ class PrefixRows:
                 continue
             if ahead is not None:
                 ahead.insert(adapter, sequence)
-            recomputed |= again
+            recomputed |= repeated
             indices.append(index)
             room -= cost if cost <= room else cost % limit
             if not room or len(indices) == self._max_rows:
@@ -379,18 +381,18 @@ class PrefixRows:
         """
         index, sequence, first = part
         match = node, cached = self._tree.match(current.adapter, sequence)
-        again: set[int] = set()
+        repeated: set[int] = set()
         if first < cached:
-            again = node.computed_slots(first, cached) - current.recomputed
+            repeated = node.computed_slots(first, cached) - current.recomputed
         if limit is not None:
-            tokens = self._tokens(current) + len(sequence) - cached + len(again)
+            tokens = self._tokens(current) + len(sequence) - cached + len(repeated)
             if tokens > limit or len(current.parts) >= self._max_rows:
                 return False
         try:
             node = self._tree.insert(current.adapter, sequence, match)
         except OutOfSlotsError:
             return False
-        current.recomputed |= again
+        current.recomputed |= repeated
         current.parts.append(_Part(index, sequence, first, node))
         if current.scored:
             current.ends.append(End(node, retained, len(sequence)))

@@ -151,13 +151,13 @@ class PrefixTree:
         matched, length = first, len(tokens)
         if matched == node.end and not node.children:
             return node, matched
-        rest, edge = _ids_from(tokens, first), node.tokens[first - node.start :]
+        suffix, edge = _ids_from(tokens, first), node.tokens[first - node.start :]
         while matched < length:
             begin = matched - first
-            if rest[begin : begin + len(edge)] != edge:
-                return node, matched + _common_length(edge, rest[begin:])
+            if suffix[begin : begin + len(edge)] != edge:
+                return node, matched + _common_length(edge, suffix[begin:])
             matched += len(edge)
-            child = node.children.get(rest[matched - first]) if matched < length else None
+            child = node.children.get(suffix[matched - first]) if matched < length else None
             if child is None:
                 break
             node, edge = child, child.tokens

@@ -202,14 +202,14 @@ def _pack_words(words: _Words, size: int) -> _Words:
     return np.packbits(bits, bitorder="little")
 
 
-def _check_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _check_shape(form: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
         raise ValueError(
-            f"a mask of {what} has shape {tuple(shape)}; expected {expected} for this "
+            f"a mask of {form} has shape {tuple(shape)}; expected {expected} for this "
             f"vocabulary"
         )
 
 
-def _check_length(what: str, length: int, size: int) -> None:
+def _check_length(description: str, length: int, size: int) -> None:
     if length != size:
-        raise ValueError(f"{what} {length} token ids for a vocabulary of {size}")
+        raise ValueError(f"{description} {length} token ids for a vocabulary of {size}")

@@ -139,9 +139,9 @@ class TrieLayout:
         # Prefixes above the same tokens share a value; the longest prefix represents them.
         intervals = np.flatnonzero(hi - lo > 1)
         keys = lo[intervals] * (n + 1) + (n - hi[intervals])
-        _, longest, which = np.unique(keys, return_index=True, return_inverse=True)
+        _, longest, interval = np.unique(keys, return_index=True, return_inverse=True)
         source = lo.copy()
-        source[intervals] = n + which
+        source[intervals] = n + interval
         fields: dict[str, npt.NDArray[Any]] = {
             "order": order,
             "lo": np.concatenate([rank, lo]),

@@ -29,8 +29,8 @@ MAX_CHILDREN = 16
 def node_values(trie: Navigation, ws: Any) -> Values:
     """Return the values to show: the weight of each node, or the number of tokens below it."""
     if ws is None:
-        below: Values = np.subtract(trie.layout.hi, trie.layout.lo, dtype=np.float64)
-        return below
+        counts: Values = np.subtract(trie.layout.hi, trie.layout.lo, dtype=np.float64)
+        return counts
     try:
         weights: Values = numpy_rows(read_rows(ws, len(trie), (1,)))[0].astype(np.float64)
         return weights

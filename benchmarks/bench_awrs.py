@@ -3,11 +3,11 @@
 The task of `examples/awrs_json.py`: lists of two or three ascending digits after a prompt, by
 adaptive weighted rejection sampling (arXiv 2504.05410), with the packaged demo model. The peer
 is genlm-control 0.4.1 on genlm-backend 0.3.1 with the same particles, seeds, steps and check,
-in a separate environment (created in `.cache/`). White space is allowed, as by its
+in a separate environment (created in `.cache/`). White space is allowed, as in its
 `JsonSchema`.
 
-Both take turns in every round with another seed. A figure is the CPU time of the process in
-milliseconds for a particle; the ratio is the peer's time by genlm's in the same round, the
+Both run in every round with another seed. A figure is the CPU time of the process in
+milliseconds per particle; the ratio is the peer's time by genlm's in the same round, the
 median over rounds. The log of the mean of `exp(log_evidence)` over all rounds is printed for
 both, which estimate the same number.
 """

@@ -1,17 +1,17 @@
 """How much faster does a genlm-control program get by replacing genlm-backend?
 
 Sequential Monte Carlo of `genlm-control` with a `PromptedLLM`, unchanged, on the published
-genlm-backend 0.3.1 and on this project's, each in a separate environment (created in
-`.cache/`, or `--published PYTHON --ours PYTHON`) with equal versions of everything else.
-The two take turns within each round. Two token samplers: `direct` draws from the model's
-row, `eager` walks the token trie under a constraint. `as-is` sets nothing; `tuned` is
-what the published documentation advises, batches of all particles and the prompt in
-the cache. A figure is milliseconds of a step of all particles, front end and sampler
-included; a ratio is the published one's over ours, the median over rounds.
+genlm-backend 0.3.1 and on this project's, each in a separate environment (created in `.cache/`,
+or `--published PYTHON --ours PYTHON`) with equal versions of everything else. Both run
+alternately within each round. Two token samplers: `direct` draws from the model's row, `eager`
+walks the token trie under a constraint. `as-is` uses default options; `tuned` follows the
+published documentation: batches of all particles, and the prompt in the cache. A figure is the
+time of a step of all particles in milliseconds, including front end and sampler; a ratio is the
+published package's time by this project's, the median over rounds.
 
-The published one computes contexts again at every step, `tuned` all but the prompt, and
-waits 20 ms for a batch that is not full. The limit is the forward pass of one new token for
-each particle and genlm-control's own work.
+The published package recomputes contexts at every step, `tuned` all tokens after the prompt,
+and waits 20 ms for a batch that is not full. The limit is the forward pass of one new token for
+each particle and the work of genlm-control.
 
 Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights, float32.
 """

@@ -1,19 +1,20 @@
 """What does a constraint add to a step of a population?
 
 Four populations are extended by the tokens that are drawn for them, after a prompt of 64
-tokens: one without a constraint, and one with each kind that `genlm.constraints` has. Their
-steps alternate, so that each is compared with a step without a constraint at the same time.
+tokens: one without a constraint, and one for each kind of constraint in `genlm.constraints`.
+Their steps alternate, so that each is compared with a step without a constraint at the same
+time.
 
 - `automaton`: words of up to eight letters, by a regular expression.
 - `grammar`: lines of quoted text, by xgrammar, with a matcher for each distinct history.
 - `python`: a function of the bytes, called for the drawn tokens.
 
 A step is a draw, the extension of the population and of the constraint, and reading the flags
-of the finished members. Figures are the CPU time of all threads in milliseconds, with the
-masks of the next draw. The ratio is the time without a constraint by a contestant's, the
-median over rounds. `caller_us` has microseconds of the caller's thread that the constraint
-adds, medians, and `loop_us` those of `advance` alone, repeated in a loop: within a step the
-instructions and arrays have left the processor's caches.
+of the finished members. Figures are the CPU time of all threads in milliseconds, with the masks
+of the next draw. The ratio is the time without a constraint by a contestant's, the median over
+rounds. `caller_us` has microseconds of the caller's thread that the constraint adds, medians,
+and `loop_us` those of `advance` alone, repeated in a loop, where instructions and arrays remain
+in the processor's caches.
 
 The physical limits are `library_us`: the calls of xgrammar (a fork and an accepted token for
 each distinct history, and one call that fills all masks) and the calls of the function of

@@ -11,13 +11,13 @@ model is the packaged demo model in float32.
 with loops of numba in place of Triton kernels (`vllm_second_runner.py`), ours on the vLLM of
 genlm-vllm. Both run the engine in the calling process.
 
-All take turns in every round with another seed. A figure is the CPU time of the process in
-milliseconds for a particle, so that other load of the machine counts little. Waiting is not in
-it, such as 20 ms in 0.3.1 for each batch that is not full; the seconds of a run are printed,
-too. The ratio is the published time by ours on the same engine in the same round, the median
-over rounds. The limit is genlm-control's own work, which is the same for all. The log of the
-mean of the estimated evidence is printed for each; equal seeds draw equal particles, unless
-rounding decides a draw.
+All run in every round with another seed. A figure is the CPU time of the process in
+milliseconds per particle, which other load of the machine affects little. It does not include
+waiting, such as 20 ms in 0.3.1 for each batch that is not full; the seconds of a run are also
+printed. The ratio is the published time by ours on the same engine in the same round, the
+median over rounds. The limit is the work of genlm-control, which is the same for all. The log
+of the mean of the estimated evidence is printed for each; equal seeds draw equal particles,
+unless rounding decides a draw.
 """
 
 from __future__ import annotations

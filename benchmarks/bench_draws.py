@@ -1,10 +1,10 @@
-"""What do draws, masses and the largest entries of many rows cost?
+"""How fast are draws, masses and the largest entries of many rows?
 
 1,000 rows of random logits, float32, on a CPU; the limit is reading them once from memory and
-one exponential for each. Every contestant gets logits and one mask of half of the ids, and
+one exponential per entry. Every contestant gets logits and one mask of half of the ids, and
 returns a token and its log-probability for each row.
 
-- draws: log-softmax and `batch_draw` of some rows at a time, against loops over rows of
+- draws: log-softmax and `batch_draw` of some rows at once, against loops over rows of
   log-softmax, mask and inversion of the cumulative sum in torch. In one loop the mask is
   `masked_fill`, in the other the probabilities are multiplied by it, which is faster.
 - top-k: `batch_top_k` of log-probabilities against `torch.topk` of all rows, whose order of

@@ -1,8 +1,8 @@
 """How long is the event loop delayed while a model runs?
 
 The goal is at most 10 ms. A heartbeat sleeps 1 ms at a time and records the maximum
-event-loop delay, while 50 particles are continued token by token. The floor
-is the same particles on a no-op engine: delays that come from the program
+event-loop delay, while 50 particles are continued token by token. The limit
+is the same particles on a no-op engine: delays by the program
 itself, the interpreter's thread switches (5 ms) and the machine. The baseline runs the
 same forward passes on the event loop's thread, as a program without an engine thread would.
 """

@@ -1,11 +1,11 @@
 """How fast is genlm on a GPU, compared with other implementations of the same loops?
 
-`python scripts/gpu.py` runs each line of this benchmark in a process of its own. Models are
+`python scripts/gpu.py` runs each line of this benchmark in a separate process. Models are
 Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000 ids:
 
 - particles: the loop of `bench_hf_particles.py`. lockstep decodes `[N, 1]` with transformers'
-  DynamicCache; static does so with a StaticCache whose step is replayed as one CUDA graph, so
-  that it pays for no launches; compiled lets `torch.compile` make that graph. genlm runs
+  DynamicCache; static does so with a StaticCache whose step is replayed as one CUDA graph; in
+  compiled, `torch.compile` captures this graph. genlm runs
   with `cuda_graphs=True` (graphs) and without. All contestants
   give float32 log-probabilities of the whole vocabulary for every particle, and the rows after
   the last step are compared;
@@ -19,11 +19,11 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
   method must move;
 - draws: a token under a mask for each of 1,000 rows: as a population draws, masks shared and
   distinct, in main memory and on the device; and as 1,000 separate requests of one batch;
-- peer: genlm-backend 0.3.1 on the loop of particles, in a process of its own.
+- peer: genlm-backend 0.3.1 on the loop of particles, in a separate process.
 
-The limit of a step is reading the weights once, which is printed beside it. Every figure is a
-time between two synchronisations of the device. `--device cpu --tiny` reaches every line on
-small sizes and without graphs: a test of the programs, not a measurement.
+The limit of a step is reading the weights once, which is also printed. Every figure is a
+time between two synchronisations of the device. `--device cpu --tiny` runs every line with
+small sizes and without graphs, to test the program.
 """
 
 from __future__ import annotations

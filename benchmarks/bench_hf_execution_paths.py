@@ -1,15 +1,15 @@
-"""What does `genlm-hf` gain by a cache, on each of its execution paths?
+"""How much faster are the execution paths of `genlm-hf` that use a cache?
 
 A population of particles shares a prompt and grows by one token a step, every fourth
 step continuing copies of some. Each path serves the same particles of the same model:
 
 - padded: every context recomputed, no cache (the ratios' baseline);
 - slot_cache: each token once, the past gathered for every particle at every step;
-- packed: each token once, the shared past read once, where the model allows it;
+- packed: each token once, the shared past read once, if the model supports it;
+- lockstep: the model's `[N, 1]` pass with transformers' DynamicCache, without a front end,
+  which copies every past at every step like slot_cache.
 
-beside them lockstep decoding, the model's own `[N, 1]` pass with transformers'
-DynamicCache and no front end, which copies every past at every step as the path slot_cache
-does. Only decoding is timed, after a prefill; every round runs all in turn. Models: 8
+Only decoding is timed, after a prefill; every round runs all of them. Models: 8
 layers x 512, 8 heads, vocabulary 8,000, random weights, float32. OMP_NUM_THREADS sets
 torch's threads.
 """

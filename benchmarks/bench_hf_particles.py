@@ -1,19 +1,18 @@
 """How fast does `genlm-hf` serve a population of particles?
 
-Particles share a prompt and grow by one token a step; with resampling, every fourth
-step continues copies of some of them; with tails, each starts with tokens of its own.
-Each contestant gives the whole next-token distribution of every particle at every step.
-The limit of what can be had without sharing prompts is lockstep decoding: the model's own
-`[N, 1]` forward pass with a cache that holds every particle's keys and values, no front
-end, no other work.
+Particles share a prompt and grow by one token a step; with resampling, every fourth step
+continues copies of some of them; with tails, the particles start with different
+tokens. Each contestant returns the whole next-token distribution of every particle at every
+step. The limit without shared prompts is lockstep decoding: the model's `[N, 1]` forward pass
+with a cache of every particle's keys and values, without a front end.
 
 - lockstep: with transformers' DynamicCache, which copies the cache as it grows;
-- preallocated: with keys and values written into tensors of full length, which copies
-  nothing but what resampling reorders;
-- genlm: `AsyncLM` with one coroutine per particle, the whole front end included;
-- genlm-backend 0.3.1, in an environment of its own (`--peer PYTHON`, by default made in
+- preallocated: with keys and values in tensors of full length, which are only copied by
+  resampling;
+- genlm: `AsyncLM` with one coroutine per particle, including the front end;
+- genlm-backend 0.3.1, in a separate environment (`--peer PYTHON`, by default made in
   `.cache/`), with its `cache_kv` of the prompt ("cached") and without. It computes all or
-  nearly all of every context at every step, so only smaller populations wait for it.
+  nearly all of every context at every step, so it only runs with small populations.
 
 Only decoding is timed, after a prefill; every round runs all contestants in turn. A
 ratio is the speed as a fraction of lockstep's in the same round, its median over rounds

@@ -1,18 +1,18 @@
 """How is the time of a step of `genlm-hf` divided, and how much of it can be saved?
 
 The particles of `bench_hf_particles.py`, for lockstep decoding and for the whole of genlm.
-The thread's CPU time of a step, divided by where it is spent:
+Parts of the thread's CPU time of a step:
 
-- weights: the model's linear layers, which no engine can leave out: the floor;
-- attention: what attention modules do beside their linear layers (rotary embeddings,
-  keeping keys and values, reading them);
+- weights: the model's linear layers, the limit of all engines;
+- attention: attention modules without their linear layers (rotary embeddings,
+  storing and reading keys and values);
 - other layers: the rest of the forward pass (norms, activations, residuals);
-- around: the engine's work around the pass (prefix tree, plan, log-softmax, rows); for
+- around: the engine's work outside the pass (prefix tree, plan, log-softmax, rows); for
   lockstep the log-softmax;
 - front end: everything else, from the coroutines' requests to their rows.
 
-The ratio is the share of the step. Torch's threads are what OMP_NUM_THREADS says; with more
-than one, what the others compute is in no part but the front end's.
+The ratio is the share of the step. OMP_NUM_THREADS sets torch's threads; with more than
+one, the work of the others is only part of the front end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How long does `import genlm` take, and `genlm plugins`?
 
-The physical limit is the interpreter's own start, measured beside it with the same
-command line and an empty program. `import torch` shows what is being avoided. Each
+The physical limit is the start of the interpreter, measured with the same
+command line and an empty program. `import torch` is measured for comparison. Each
 round starts every contestant once, in turn, in a fresh process.
 """
 

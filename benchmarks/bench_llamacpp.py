@@ -1,18 +1,18 @@
 """How fast is `genlm-llamacpp` with particles, compared with llama.cpp's loops?
 
-A population of particles shares a prompt and grows by one random token a step; where it says
-`resampled`, every fourth step continues copies of some; with `--tails`, also where each has so
-many tokens of its own from the start. Contestants, in turn in every round:
+A population of particles shares a prompt and grows by one random token per step; if
+`resampled`, every fourth step continues copies of some; with `--tails`, also with particles
+that start with so many different tokens. Contestants, all in every round:
 
-- batched: llama.cpp's C interface and nothing else, as in `llama-batched-bench`: the prompt
+- batched: llama.cpp's C interface alone, as in `llama-batched-bench`: the prompt
   once, copied to N sequences (`llama_memory_seq_cp`), then one `llama_decode` of N tokens a
   step, and rows by log_softmax;
-- genlm: N coroutines that await `next_token_logprobs`, the whole front end included; the engine
+- genlm: N coroutines that await `next_token_logprobs`, including the front end; the engine
   decides whether sequences share a cache;
 - genlm shared: the same with `kv_unified=True`;
 - genlm divided: the same with `kv_unified=False`, in 256 parts of 256 cells;
 - llama-cpp-python: its `Llama.eval` and `Llama.scores`, one sequence at a time in
-  one context, cut back to the common prefix. In an environment of its own (`--peer`);
+  one context, cut back to the common prefix. In a separate environment (`--peer`);
   beside it the same calls of the C interface (`one sequence`).
 
 The limit is `batched`: the rest is the front end. Only decoding is timed. Ratios are

@@ -1,8 +1,8 @@
 """How many requests per second does lm-evaluation-harness complete?
 
-The limit is the model's arithmetic on the tokens that no two requests share. Contestants, each
-in a process of its own, in turn in every round: `--model genlm` on hf and on vllm (where it is
-installed), the harness's own `--model hf` with its default of one request a batch and with
+The limit is the model's arithmetic on the distinct tokens of all requests. Contestants, each
+in a separate process, all in every round: `--model genlm` on hf and on vllm (where it is
+installed), the harness's `--model hf` with its default of one request per batch and with
 eight, and its `--model vllm`. Three kinds of requests:
 
 - loglikelihood: questions after the same examples, with four answers each;

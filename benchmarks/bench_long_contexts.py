@@ -1,9 +1,9 @@
-"""What does a request cost before any model runs, and does it grow with the context?
+"""How long does a request take without a model, and does it depend on the context?
 
-Particles on a no-op engine: at each step every particle extends its context by a
-token and requests its row, all concurrently. Contestants are contexts (`llm.context`,
-`extend`), lists that a program appends to, and a trivial asyncio batcher that does nothing with
-its ids: what asyncio itself takes.
+Particles on a no-op engine: at each step every particle extends its context by a token and
+requests its row, all concurrently. Contestants are contexts (`llm.context`, `extend`), lists
+that a program appends to, and a trivial asyncio batcher that ignores its ids, which shows the
+time of asyncio itself.
 
 The last part creates, requests and drops contexts, and reports the memory growth.
 """

@@ -1,8 +1,8 @@
 """Does memory grow with the number of requests?
 
-It must not: keys and values and the output cache have budgets in bytes, and nothing else
-may be kept of a request. Each engine, in a process of its own, answers 200,000 requests of a
-population that grows, forks, starts again, repeats itself and cancels. After a quarter of
+It must not: keys and values and the output cache have budgets in bytes, and no other state
+of a request may remain. Each engine, in a separate process, computes 200,000 requests of a
+population that grows, forks, restarts, repeats requests and cancels. After a quarter of
 them, when all caches are full, the process's memory is sampled; growth is the median of the
 last five samples less that of the first five. More than 4 MiB, 28 bytes a request, or a
 budget exceeded once, is a failure.

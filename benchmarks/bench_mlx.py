@@ -1,14 +1,13 @@
 """How fast is `genlm-mlx` with particles, compared with mlx-lm and genlm-backend?
 
-A population of particles shares a prompt and grows by one token a step; where it says
-`resampled`, every fourth step continues copies of some; where `uneven`, a random half waits
-at each step; with `--tails`, also where each has so many tokens of its own from the start.
-Contestants, in turn in every round:
+A population of particles shares a prompt and grows by one token per step; if `resampled`, every
+fourth step continues copies of some; if `uneven`, only a random half takes each step; with
+`--tails`, also with particles that start with so many different tokens. Contestants, all in
+every round:
 
-- lockstep: mlx-lm's model over one batch of its own cache, `[N, 1]` at a time, and nothing
-  else;
-- genlm: N coroutines that await `next_token_logprobs`, the whole front end included;
-- genlm-backend: the same on 0.3.1's `AsyncMlxLM`, in an environment of its own.
+- lockstep: mlx-lm's model over one batch of its cache, `[N, 1]` at a time, without a front end;
+- genlm: N coroutines that await `next_token_logprobs`, including the front end;
+- genlm-backend: the same on 0.3.1's `AsyncMlxLM`, in a separate environment.
 
 Only decoding is timed. Ratios are genlm-backend's time by the contestant's in the same round,
 their median over rounds. Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights,

@@ -1,16 +1,16 @@
-"""What does a population cost per member and step, without the model?
+"""How long does a population take per member and step, without the model?
 
-The engine computes nothing: it has the logits of every group at hand. What remains is to
-extend, to draw and, every fourth step, to resample: arrays of the caller, one request through
-the scheduler, and the draw. The same loop by contexts and `batch_draw` runs beside it, and so
-does the floor: the same draws by `torch` on arrays, with no library between.
+The engine returns constant logits for every group. A step extends, draws and, every fourth
+time, resamples: array operations of the caller, one request through the scheduler, and the
+draw. Contestants are the same loop with contexts and `batch_draw`, and the limit: the same
+draws by `torch` on arrays, without a library.
 
-The second part draws 1,000 tokens over 128,000 ids under one mask. The physical limit is how
-often the processor reads and writes 512 MB; a plain torch loop takes the log-softmax of a row,
-masks it, sums it up and inverts it. The peak of memory above the logits is the growth of the
-largest resident set of a new process.
+The second part draws 1,000 tokens over 128,000 ids under one mask. The physical limit is the
+number of times that the processor reads and writes 512 MB; a plain torch loop takes the
+log-softmax of a row, masks it, sums it up and inverts it. The peak of memory above the logits
+is the growth of the largest resident set of a new process.
 
-Each figure is the median over rounds, every round running all contestants in turn.
+Each figure is the median over rounds, each of which runs all contestants.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""How fast does `genlm-hf` serve a population, and what does it cost beside the model?
+"""How fast does `genlm-hf` serve a population, and how long does it take outside the model?
 
 A `Population` is one request for all members, with arrays from the caller to the model. Two
 questions:
 
-- Beside the model (`host`): members are extended by a token of 64, rows are computed and
+- Outside the model (`host`): members are extended by a token of 64, rows are computed and
   reduced to a column, and every fourth step resampled, after a prompt of 512 tokens. The
-  forward pass computes nothing: its logits are zeros. What remains is the work of the
-  population, the scheduler, the block table and the plan of the pass, in microseconds a
-  member and step. It should not depend on how many members there are; the limit is a few
-  passes of the memory over some arrays.
+  forward pass returns zeros. The figure is the time of the population, the scheduler, the
+  block table and the plan of the pass, in microseconds per member and step. It should not
+  depend on the number of members; the limit is a few passes over some arrays.
 - With the model: a population whose members are extended by the tokens that are drawn for them,
   with a second copy of the weights (`prepack=True`) and without, against lockstep decoding, the
-  model's own `[N, 1]` forward pass with a cache for every member and whole rows, which draws
-  nothing, and against one coroutine per particle that requests whole rows. The limit is
+  model's `[N, 1]` forward pass with a cache for every member and whole rows, without draws,
+  and against one coroutine per particle that requests whole rows. The limit is
   the time of the linear layers.
 
 Figures are the CPU time of the whole process (`--clock wall` for elapsed time). All contestants

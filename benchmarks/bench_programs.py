@@ -1,7 +1,7 @@
 """How fast are the programs of `examples/`, compared with common implementations?
 
 The programs run as they are, on `genlm-hf` with prepacked weights (`--no-prepack` for without),
-beside peers in plain transformers on the same model, the Llama of 31 million parameters with
+and peers in plain transformers on the same model, the Llama of 31 million parameters with
 random weights, float32. The limit is the time of the linear layers over each new token once.
 
 - beams: `beam_search` against `generate(num_beams=...)`, both with as many beams returned.
@@ -16,8 +16,8 @@ random weights, float32. The limit is the time of the linear layers over each ne
   program with a reader in transformers, which recomputes the new tokenizations of a particle
   in one padded batch. Their texts and weights are equal.
 - distil: the divergence of a student from a teacher at each position of a text, against the
-  logits of both in memory. 32,000 ids; each contestant in a process of its own, which also
-  tells the growth of its peak memory.
+  logits of both in memory. 32,000 ids; each contestant in a separate process, which also
+  reports the growth of its peak memory.
 
 All contestants run in turn in every round. Figures are the CPU time of the whole process
 (`--clock wall` for elapsed time); the ratio is the peer's time by the program's in the same

@@ -2,20 +2,20 @@
 
     python benchmarks/bench_ray.py [limit] [rows] [tokens] [front] [kill] [--save]
 
-Each replica computes on one thread, on a machine of two cores, of which the driver takes a
-part. Half a population takes more than half the time, so the limit is below twice the rows.
+Each replica computes on one thread, on a machine with two cores that the driver shares. Half a
+population takes more than half the time, so the limit is below twice the rows.
 
 - `limit`: rows a second of hf in this process, without Ray, for populations of 64 and of 32.
-  Twice the second is what two replicas would reach if the driver, Ray and the other replica
-  cost nothing.
+  Twice the second is the limit of two replicas without the costs of the driver, Ray and the
+  other replica.
 - `rows`: rows a second of a population of 64 after a shared prompt of 256, two replicas of hf
-  against one, and against two with queries dealt out in turn.
-- `tokens`: tokens computed in all by the same with resampling every 4 steps. One replica
-  computes each token once. The hf engine counts.
+  against one, and against two with round-robin routing.
+- `tokens`: total number of computed tokens, with resampling every 4 steps. One replica
+  computes each token once.
 - `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on
   a no-op engine, 1,000 concurrent, as it is and after `gc.freeze()`.
-- `kill`: time to answer 1,000 requests, with and without one of two replicas killed while they
-  are out; rows are compared with those of hf in this process.
+- `kill`: time to complete 1,000 requests, with and without one of two replicas killed
+  meanwhile; rows are compared with those of hf in this process.
 """
 
 from __future__ import annotations

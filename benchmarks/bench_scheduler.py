@@ -1,14 +1,13 @@
-"""What does the scheduler cost per request, on a no-op engine?
+"""How long does the scheduler take per request, on a no-op engine?
 
-The physical limit is what asyncio itself takes to park and wake a coroutine, so a
-trivial asyncio batcher runs beside it: a list of futures, a `call_soon` that answers
-all of them on the same thread. It has no thread, no cache, no validation, no
-cancellation, and is the floor for anything built on futures. A lone request must also
-reach the engine's thread and come back: two locks handed to and fro between two threads
-show what the machine takes for that. It takes several times longer between two cores of a
-virtual machine than on one (`taskset -c 0`).
+The physical limit is the time of asyncio to suspend and resume a coroutine. It is measured by a
+trivial asyncio batcher: a list of futures, and a `call_soon` that completes all of them on the
+same thread, without a cache, validation or cancellation. A single request must also reach the
+engine's thread and return: two locks that two threads acquire alternately show the time of the
+machine for this. It is several times longer between two cores of a virtual machine than on one
+(`taskset -c 0`).
 
-Each figure is the median over rounds, every round running all contestants in turn.
+Each figure is the median over rounds, each of which runs all contestants.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What do scores and draws cost, compared with moving rows?
+"""How fast are scores and draws, compared with transferring rows?
 
 The Llama of 31 million parameters with random weights on a CPU, float32, with 8,000 and 128,000
-ids. The floor is the model's own linear layers, the output embedding included.
+ids. The limit is the model's linear layers, including the output embedding.
 
 - scores: `batch_score` of 16 texts of 200 tokens by `genlm-hf`, against one padded forward pass
   of transformers over the same texts, whose hidden states go through the output embedding,
   log-softmax and gather a mebibyte of logits at a time. Texts are new in every round.
-- memory: what a process needs beyond the loaded model to score them with 128,000 ids, in passes
-  of 512 tokens and with 16 MiB for keys and values. In a process of its own.
-- step: 50 contexts are extended by a token each, which is drawn under a mask of its own: with
+- memory: memory of a process in addition to the loaded model to score them with 128,000 ids, in
+  passes of 512 tokens and with 16 MiB for keys and values. In a separate process.
+- step: 50 contexts are extended by a token, which is drawn under a different mask each: with
   `draw`, against rows and the same computation by the caller, for each row or for all of them
   at once. Time outside the model's forward pass. 128,000 ids.
 

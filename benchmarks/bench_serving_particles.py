@@ -1,43 +1,42 @@
 """How fast do the serving engines serve a population of particles?
 
-A particle loop asks for the row of every context, draws a token from each, appends it, and asks
-again. The limit is the engine's own generation of as many tokens, without this library.
-Contestants, in turn in every round, on the same engine:
+A particle loop requests the row of every context, draws a token from each and appends it. The
+limit is the engine's generation of as many tokens, without this library. Contestants, all in
+every round, on the same engine:
 
-- own: the engine's own generation with its own sampler at temperature 1, of as many sequences
-  as are asked at each step; vLLM's in this process, SGLang's by its own scheduler in a child
+- own: the engine's generation with its sampler at temperature 1, of as many sequences
+  as each step has requests; vLLM's in this process, SGLang's by its own scheduler in a child
   process;
-- raw: the same, greedy, which draws nothing;
-- one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
+- raw: the same, greedy;
+- one request a step: rows by `AsyncLM.next_token_logprobs` of lists, one coroutine per row, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
-- contexts: the same by `llm.context` and `extend`, where the core has them;
+- contexts: the same by `llm.context` and `extend`;
 - population: `llm.population`, rows drawn by its own `draw`, extended and resampled as arrays;
 - blocks: the same by `sample`, 16 tokens at once, between two resamplings;
 - genlm-backend, genlm-backend's own: with `--published PYTHON`, the loop of lists on
   genlm-backend 0.3.1 and its vLLM 0.26 or SGLang 0.5.17, and that engine's own generation; see
   `vllm_peer.py` and `sgl_published.py`.
 
-Drawing, by the same function, and appending are on the clock for all. The prompt is computed
-before, and every particle begins with a token of its own, so that no contestant computes more
+The time includes drawing, by the same function, and appending. The prompt is computed
+before, and every particle begins with a different token, so that no contestant computes more
 than one token per row.
 Three kinds of populations: *plain*; *resampled* every 4 steps, by random weights that leave
 about half of the particles; *waiting*, a random half of them at each step, compared with the
 generation of half as many sequences.
 
 Figures are microseconds of CPU time a token, of all threads and, with `--multiprocess`, all
-processes of vLLM, so other work on the machine hardly enters; rows that end in "wall" are
+processes of vLLM, which other work on the machine affects little; rows that end in "wall" are
 microseconds of wall-clock time. A ratio is the speed as a fraction of the baseline's in the
-same round, its median over rounds. Raw generation takes the most likely token of each row; the
-others draw. The error is the largest difference of a log-probability of the last rows from an
-unbatched float32 forward pass of transformers. Model: the particles' Llama of 8 layers x 512,
-8,000 ids, random weights, float32, or with `--tiny` one layer x 64, which leaves the cost of
-the engine; options are the plugins' defaults on the CPU, except for room for 256 requests
-(vLLM: 512). With `--second-runner`, vLLM uses its second model runner, whose Triton kernels are
-replaced by loops that numba compiles; see `vllm_second_runner.py`. Run with the engine's
-environment:
-`.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
-`.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
+same round, its median over rounds. Only raw generation is greedy. The error is the largest
+difference of a log-probability of the last rows from an unbatched float32 forward pass of
+transformers. Model: the particles' Llama of 8 layers x 512, 8,000 ids, random weights, float32,
+or with `--tiny` one layer x 64, which shows the cost of the engine; options are the plugins'
+defaults on the CPU, except for room for 256 requests (vLLM: 512). With `--second-runner`, vLLM
+uses its second model runner, whose Triton kernels are replaced by loops that numba compiles;
+see `vllm_second_runner.py`. Run with the engine's environment: `.venv/bin/python
+benchmarks/bench_serving_particles.py vllm`, `.venv-sgl/bin/python
+benchmarks/bench_serving_particles.py sgl`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What do reductions and scores save on the serving engines?
+"""How much time do reductions and scores save on the serving engines?
 
 The limit is the model: its forward pass and logits are computed for every request,
-and a draw needs one pass over its row. What can be saved is everything that moves the row:
-vLLM computes in a process of its own, as it does with one GPU, and rows arrive through a
+and a draw needs one pass over its row. Reductions save the transfer of the row:
+vLLM computes in a separate process, as it does with one GPU, and rows arrive through a
 socket; SGLang's models run in this process, and rows are copied out of the batch.
 
 *Particles*: one step of 50 contexts that stay in the engine, each longer by a token:
@@ -10,9 +10,9 @@ socket; SGLang's models run in this process, and rows are copied out of the batc
 - rows: `llm.next_token_logprobs`, which moves 4 bytes for each id of the vocabulary;
 - rows and draws: the same, and the draws computed from them by the caller, all at once;
 - draws: `llm.draw` under masks of half of the vocabulary, with the same seeds;
-- own greedy step, vLLM only: a step in which vLLM by itself generates a token of each of 50
+- own greedy step, vLLM only: a step in which vLLM generates a token of each of 50
   requests, greedily, from the time of 32 such steps. Its time outside the model is that of
-  vLLM's scheduler, processes and sampler, which rows and draws pay too.
+  vLLM's scheduler, processes and sampler, which rows and draws include.
 
 *Texts*: all log-probabilities of 16 texts of 200 tokens:
 
@@ -22,15 +22,15 @@ socket; SGLang's models run in this process, and rows are copied out of the batc
 and the same of the last 50 tokens of texts that share their first 150, which are in the prefix
 cache. vLLM's own computes them again; SGLang's does not.
 
-Time on vLLM is that of the clock: its processes spin while they wait, so their CPU time says
-nothing. On SGLang it is the CPU time of the process. Time outside the model is what remains
-without the model's forward pass and logits, measured where the model is: in vLLM's worker a
-reduction of the benchmark's own asks for it. Bytes are those of rows and results that arrive,
-and of reductions that are sent; with SGLang nothing is sent. Ratios are those of time outside
-the model for particles, and of all time for texts, where logits are most of the work. Model:
-the particles' Llama of 8 layers x 512, random weights, float32. Run with the engine's
-environment: `.venv/bin/python benchmarks/bench_serving_reductions.py vllm`,
-`.venv-sgl/bin/python benchmarks/bench_serving_reductions.py sgl`.
+Time on vLLM is wall-clock time, because its processes spin while they wait. On SGLang it is the
+CPU time of the process. Time outside the model is what remains without the model's forward pass
+and logits, measured where the model is: in vLLM's worker a reduction of the benchmark's own
+requests it. Bytes are those of rows and results that arrive, and of reductions that are sent;
+with SGLang nothing is sent. Ratios are those of time outside the model for particles, and of
+all time for texts, where logits are most of the work. Model: the particles' Llama of 8 layers x
+512, random weights, float32. Run with the engine's environment: `.venv/bin/python
+benchmarks/bench_serving_reductions.py vllm`, `.venv-sgl/bin/python
+benchmarks/bench_serving_reductions.py sgl`.
 """
 
 from __future__ import annotations

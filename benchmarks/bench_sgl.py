@@ -1,13 +1,13 @@
-"""What do full next-token rows from SGLang cost on top of SGLang itself?
+"""How long do full next-token rows from SGLang take, compared with SGLang itself?
 
-The limit is SGLang's own scheduler, which computes the prompts and nothing else
-(`sgl_scheduler.py`). Contestants, in turn in every round:
+The limit is SGLang's scheduler, which only computes the prompts
+(`sgl_scheduler.py`). Contestants, all in every round:
 
 - scheduler: that, in a child process;
 - engine: `SGLEngine.submit` and `step`, as the core's scheduler calls them;
-- genlm: `AsyncLM`, one coroutine a prompt, the whole front end included;
-- Engine: `sglang.Engine`, the public interface, in processes of its own, asked for the
-  log-probabilities of all ids, which travel as lists (`sgl_peer.py`).
+- genlm: `AsyncLM`, one coroutine a prompt, including the front end;
+- Engine: `sglang.Engine`, the public interface, in separate processes, which returns the
+  log-probabilities of all ids as lists (`sgl_peer.py`).
 
 Two kinds of prompts, 50 at a time (10 where there are 128,000 ids): `fresh`, 64 tokens that
 were never seen; `grown`, one token more than those, which are cached.

@@ -1,14 +1,14 @@
-"""How fast do weights of 128,000 tokens become weights of all their prefixes?
+"""How fast are the weights of all prefixes computed from the weights of 128,000 tokens?
 
-Contestants, in turn within every round, one thread each, float32; those of one row after
-one call that is not measured, so that the one before them does not decide what is cached:
+Contestants, all in every round, with one thread, float32; those of one row after
+one call that is not measured, so that the caches do not depend on the previous contestant:
 
 * this trie in numpy (`genlm`) and with numba's machine code (`compiled`), which a trie of this
   size uses by default; the build includes the first sum, in numpy;
-* genlm-backend 0.3.1's sequential and parallel tries, in an environment of their own
+* genlm-backend 0.3.1's sequential and parallel tries, in a separate environment
   (`--peer PYTHON`, by default made in `.cache/`);
-* one product with scipy's CSR matrix of nodes by tokens, which is what a trie computes;
-* the floor: reading the weights once and writing every node once, without computing.
+* one product with scipy's CSR matrix of nodes by tokens, which computes the same sums;
+* the limit: reading the weights once and writing every node once, without computation.
 
 The ratio of each row is the best of genlm-backend's tries over it, of the floor and of scipy
 as well, from the fastest of as many rounds each (one for building): all of this is bound by

@@ -5,7 +5,7 @@ On 128,000 tokens, for one row and for 32, float32 and bfloat16:
 * the Triton kernels, called as users do and replayed from a CUDA graph;
 * the same reductions in torch, and one product with torch's CSR matrix of nodes by tokens,
   which is how genlm-backend's parallel trie works;
-* a copy of as many bytes as any method must move: weights read once, every node written
+* a copy of the bytes of weights and results: weights read once, every node written
   once. Its time is the limit.
 
 The ratio of each row is the copy's time over its own: the fraction of the bandwidth that

@@ -1,15 +1,15 @@
-"""What does a full next-token row cost from vLLM, on top of generating one token?
+"""How long does a full next-token row from vLLM take, compared with generating one token?
 
 The limit is vLLM itself: `plain` generates one greedy token for each prompt, with the
-engine of the contestants and nothing wanted from it. Contestants, in turn in every round:
+engine of the contestants. Contestants, all in every round:
 
 - engine: rows by `VLLMEngine.submit` and `step`, as the scheduler calls them;
-- genlm: rows by `AsyncLM`, one coroutine a prompt, the whole front end included;
-- logprobs=-1 flat, dict: vLLM's own way to all log-probabilities, as lists and as objects.
+- genlm: rows by `AsyncLM`, one coroutine a prompt, including the front end;
+- logprobs=-1 flat, dict: all log-probabilities by vLLM itself, as lists and as objects.
 
-Two kinds of prompts: `fresh`, 16 tokens that were never seen; `grown`, one token more than
-a prefix of 64 that is in vLLM's cache, as particles ask. Time outside the forward pass is
-what remains of a contestant's time without the model's forward and logits.
+Two kinds of prompts: `fresh`, 16 tokens that were never seen; `grown`, one token more than a
+prefix of 64 that is in vLLM's cache, as requested by particles. Time outside the forward pass
+is what remains of a contestant's time without the model's forward and logits.
 
 Times are the process's CPU time, all threads together: it differs little from the wall's
 on one OpenMP thread, and other work on the machine does not enter it.

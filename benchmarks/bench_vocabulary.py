@@ -1,7 +1,7 @@
 """How long does it take to decode a vocabulary of 128,000 tokens to bytes?
 
-The floor is the tokenizer handing out its own vocabulary (`get_vocab`), without any
-decoding; each family is compared with that. The vocabularies are made up of random
+The limit is the tokenizer's `get_vocab`, without
+decoding; each family is compared with that. The vocabularies consist of random
 words, since only their number and form matter: byte-level BPE, SentencePiece-style BPE
 with byte fallback, WordPiece, tiktoken.
 """

@@ -1,4 +1,4 @@
-"""A genlm-control program that writes JSON, in its own interpreter for `bench_control.py`.
+"""A genlm-control program that writes JSON, in a separate interpreter for `bench_control.py`.
 
 The same lines run on the published genlm-backend and on this project's. Reads `SAMPLER
 PARTICLES SEED` per line; prints the CPU time in milliseconds, the seconds, and the log-evidence

@@ -1,4 +1,4 @@
-"""A genlm-control program, measured by its own interpreter for `bench_backend.py`.
+"""A genlm-control program, measured in a separate interpreter for `bench_backend.py`.
 
 The same lines run on the published genlm-backend and on this project's. Reads a case per
 line, `SAMPLER PARTICLES PROMPT STEPS as-is|tuned`, and prints the milliseconds of a step.

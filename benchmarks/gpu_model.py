@@ -1,6 +1,6 @@
-"""Llamas of real shapes with random weights, made on the device that runs them.
+"""Llamas of real shapes with random weights, created on the device that runs them.
 
-For `bench_gpu.py`, and for its peer's process: transformers alone is imported.
+For `bench_gpu.py` and its peer's process; it imports only transformers.
 """
 
 from __future__ import annotations

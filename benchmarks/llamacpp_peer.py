@@ -1,8 +1,9 @@
-"""llama-cpp-python's `Llama.eval`, measured by its own interpreter.
+"""llama-cpp-python's `Llama.eval`, measured in a separate interpreter.
 
 For `bench_llamacpp.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS UNEVEN`, and
 prints the milliseconds of a step, by the clock that its second argument names; the first is the
-GGUF file. One sequence at a time: what a context shares with the one before is kept.
+GGUF file. It computes one sequence at a time; the common prefix with the previous context is
+cached.
 """
 
 from __future__ import annotations

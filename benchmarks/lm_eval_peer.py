@@ -1,4 +1,4 @@
-"""One model of lm-evaluation-harness, measured in a process of its own.
+"""One model of lm-evaluation-harness, measured in a separate process.
 
 For `bench_lm_eval.py`: the arguments are a contestant and the model's folder; reads
 `KIND ROUND` per line and prints the seconds that the harness's method takes, or for

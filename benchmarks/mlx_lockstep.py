@@ -1,6 +1,6 @@
 """Decoding with mlx-lm alone, all particles in one batch of its cache.
 
-For `bench_mlx.py`: what a step costs without a front end.
+For `bench_mlx.py`: the time of a step without a front end.
 """
 
 from __future__ import annotations

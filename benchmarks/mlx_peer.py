@@ -1,4 +1,4 @@
-"""genlm-backend's MLX model, measured by its own interpreter.
+"""genlm-backend's MLX model, measured in a separate interpreter.
 
 For `bench_mlx.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS
 UNEVEN`, and prints

@@ -1,4 +1,4 @@
-"""genlm-backend's transformers model, measured by its own interpreter.
+"""genlm-backend's transformers model, measured in a separate interpreter.
 
 For `bench_hf_particles.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS
 cached|uncached`, and prints the milliseconds of a step, by the clock that its argument

@@ -1,4 +1,4 @@
-"""Particles: what every contestant of a benchmark is asked, and the arguments that say it.
+"""Requests of particles to every contestant of a benchmark, and their arguments.
 
 Imported also where only the peer's packages are installed.
 """

@@ -1,4 +1,4 @@
-"""How benchmarks report: a table for people, then one JSON line for the record.
+"""Reports of benchmarks: a table for readers, then one JSON line for storage.
 
 `--save` also appends that line to `benchmarks/results/<name>.jsonl`.
 """

@@ -1,7 +1,7 @@
-"""`sglang.Engine` asked for the log-probabilities of all ids; run by `bench_sgl.py`.
+"""`sglang.Engine` with the log-probabilities of all ids; run by `bench_sgl.py`.
 
-Its processes import this file again, so the stand-ins for CUDA's packages are put up at the
-top and stay. Prints one JSON line: milliseconds of the wall, by kind of prompts.
+Its processes import this file again, so the stubs for CUDA's packages are installed at the
+top and remain. Prints one JSON line: milliseconds of wall-clock time by kind of prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SGLang's own scheduler in a process of its own, for comparisons with genlm-sgl.
+"""SGLang's own scheduler in a separate process, for comparisons with genlm-sgl.
 
 SGLang has one scheduler or engine in a process. The scheduler is driven in the child without
 SGLang's server, tokenizer and detokenizer processes: requests are added to its queue, and its

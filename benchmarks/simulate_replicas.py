@@ -1,19 +1,19 @@
-"""How far do replicas scale: a thousand of them, simulated with the router's own code.
+"""How do replicas scale? A simulation of up to a thousand with the code of the router.
 
     python benchmarks/simulate_replicas.py [--save]
 
 A discrete-event simulation. Real: `genlm_ray.router.Router`, every call of which is timed on
 this machine. The time of a step of a replica is `step + rows * row + new tokens * token`; a
-driver takes `front` for a request besides the router, and a message between both takes a while.
-These are measured first, on this machine, where they are not given: a replica's on `hf` with
-the 31 M Llama on one thread, the driver's and the message's on two replicas of an engine that
-computes nothing. Tokens are counted by what each replica has really computed, not by what the
-router believes.
+driver takes `front` for a request in addition to the router, and a message takes time. These
+times are measured first on this machine unless they are arguments: a replica's on `hf` with the
+31 M Llama on one thread, the driver's and the message's on two replicas of an engine that
+computes nothing. Tokens are those that the replicas compute in the simulation, not the
+estimates of the router.
 
-Populations of 64 particles a replica continue a shared prompt of 256 tokens; each particle goes
-on as soon as it is answered, and all are resampled every 4 steps. Contestants: one driver whose
-front end costs nothing but the router; one driver as it is; a driver for every 8 replicas, as
-several programs or processes use them (each has a router and a population of its own).
+Populations of 64 particles per replica continue a common prompt of 256 tokens; each particle
+continues when it has its result, and all are resampled every 4 steps. Contestants: one driver whose
+front end has only the cost of the router; one driver; a driver for every 8 replicas, as
+several programs or processes use them (each with a separate router and population).
 
 The limit of one driver is 1 / (front end + router) requests a second; the replicas' is the
 number of them over the time of a row. Near-linear scaling ends where they cross.

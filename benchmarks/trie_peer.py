@@ -1,4 +1,4 @@
-"""genlm-backend's tries, measured by its own interpreter for `bench_trie.py`.
+"""genlm-backend's tries, measured in a separate interpreter for `bench_trie.py`.
 
 Reads the name of a measurement per line, prints its milliseconds. Runs in an environment
 with genlm-backend and no genlm-core.

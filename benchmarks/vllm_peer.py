@@ -1,4 +1,4 @@
-"""genlm-backend 0.3.1 on vLLM 0.26, measured by its own interpreter.
+"""genlm-backend 0.3.1 on vLLM 0.26, measured in a separate interpreter.
 
 For `bench_serving_particles.py`: the argument is a model; reads `COUNT PROMPT STEPS KIND` per
 line and prints microseconds of CPU and of wall-clock time a token, for its particles and for

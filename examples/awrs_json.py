@@ -2,9 +2,9 @@
 
 xgrammar (`pip install 'genlm-core[xgrammar]'`) masks the tokens that break the schema. A rule
 that no schema can express is a function, called for drawn tokens only: tokens are drawn without
-replacement until one is accepted, and two more estimate the mass of all that would be accepted
-(adaptive weighted rejection sampling, arXiv 2504.05410). `exp(log_evidence)` estimates without
-bias the probability that the model by itself writes such a document and ends.
+replacement until one is accepted, and two more estimate the mass of all acceptable tokens
+(adaptive weighted rejection sampling, arXiv 2504.05410). `exp(log_evidence)` is an unbiased
+estimate of the probability that an unconstrained sample is such a document.
 """
 
 import re

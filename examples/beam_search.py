@@ -1,8 +1,8 @@
 """Beam search: the continuations that the model finds most likely, with their scores.
 
-The beams are a population. A step asks for the best tokens of each, keeps the best of all
-extensions, and indexes the population by their parents. A beam that has ended stays with its
-score, as one candidate among the others.
+The beams are a population. A step requests the best tokens of each beam, keeps the best of all
+extensions, and indexes the population by their parents. A finished beam remains a candidate
+with its score.
 """
 
 import math

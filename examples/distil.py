@@ -31,13 +31,13 @@ def divergence(rows, teacher):
 
 def divergences(teacher, teacher_prompt, student, student_prompt, text, piece=128):
     """Return the divergence at each token of a text, with `piece` rows in memory."""
-    found = []
+    results = []
     for begin in range(0, len(text), piece):
         part, place = [*teacher_prompt, *text[: begin + piece]], len(teacher_prompt) + begin
         rows = teacher.reduce_text_sync(part, Each(lambda rows: [rows]), place)
         part, place = [*student_prompt, *text[: begin + piece]], len(student_prompt) + begin
-        found.append(student.reduce_text_sync(part, Each(divergence, rows), place))
-    return torch.cat(found)
+        results.append(student.reduce_text_sync(part, Each(divergence, rows), place))
+    return torch.cat(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two models with different tokenizers as one: a product or a mixture over bytes.
+"""A product or mixture of two models with different tokenizers, over bytes.
 
 `genlm.ByteReader` sums over tokenizations. Texts are drawn from the normalised product of the
 models' probabilities, or from their mixture, whose weights are all equal. arXiv 2603.05432.
@@ -17,13 +17,13 @@ async def extended(text, readers, combine, uniform):
     """Draw the next byte in proportion to a combination; also the log of their sum."""
     if not readers:
         return (text, []), 0.0  # the text is over
-    after = [each.logprob + np.log(each.probabilities() + 1e-300) for each in readers]
-    mass = np.exp(combine(*after) - combine(*(each.logprob for each in readers))).cumsum()
+    after = [reader.logprob + np.log(reader.probabilities() + 1e-300) for reader in readers]
+    mass = np.exp(combine(*after) - combine(*(reader.logprob for reader in readers))).cumsum()
     byte = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
     if byte == genlm.ByteReader.STOP:
         return (text, []), np.log(mass[-1])
-    readers = [each.copy() for each in readers]
-    await asyncio.gather(*(each.read(bytes([byte])) for each in readers))
+    readers = [reader.copy() for reader in readers]
+    await asyncio.gather(*(reader.read(bytes([byte])) for reader in readers))
     return (text + bytes([byte]), readers), np.log(mass[-1])
 
 
@@ -46,5 +46,5 @@ async def ensemble(models, prompt, size, *, combine=np.add, max_bytes, seed=0):
 if __name__ == "__main__":
     models = genlm.load_model(*sys.argv[1:] or ["demo"]), genlm.load_model("demo", "reference")
     with models[0], models[1]:
-        for found in zip(*asyncio.run(ensemble(models, b"The function ", 8, max_bytes=16))):
-            print(*found)
+        for particle in zip(*asyncio.run(ensemble(models, b"The function ", 8, max_bytes=16))):
+            print(*particle)

@@ -1,9 +1,9 @@
 """Texts of a base model that another model proposes: importance draws.
 
 An adapter, a smaller model with the same vocabulary or, as here, the same model after another
-prompt proposes tokens that lead where the base model seldom goes. The weights correct for the
-difference, so that weighted texts are samples from the base model, and averages over them are
-those of the base model: a learned proposal in the terms of twisted SMC, arXiv 2404.17546.
+prompt proposes tokens, so that texts occur which the base model rarely samples. The weights
+correct for the difference, so that weighted averages are those of the base model. It is a
+learned proposal in the terms of twisted SMC, arXiv 2404.17546.
 """
 
 import sys

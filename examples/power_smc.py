@@ -1,7 +1,7 @@
 """Samples of whole texts from the model's distribution to the power alpha: Power-SMC.
 
-A power above 1 prefers texts that the model finds likely as a whole. A low temperature does
-not: it sharpens each step by itself. Here particles are drawn at temperature 1 / alpha, and
+A power above 1 prefers texts that the model finds likely as a whole. A low temperature sharpens
+each step separately instead. Here particles are drawn at temperature 1 / alpha, and
 their weights correct for the difference. arXiv 2602.10273.
 """
 

@@ -1,10 +1,10 @@
 """Texts that a scorer prefers: blocks of tokens, reweighted by a reward and resampled.
 
 The target is the model's probability of a text times the exponential of its reward. Particles
-are sampled in blocks in the engine's own loop; after each block a scorer says what the new
-tokens change, and resampling continues the better texts. Here the reward is the log-probability
-under a judge, a population of a second model, an adapter or another prompt; any function of the
-tokens can take its place. arXiv 2502.01618, 2604.16453.
+are sampled in blocks of tokens. After each block, a scorer computes the change of the reward,
+and particles are resampled. The reward is the log-probability under a judge: a population of a
+second model, an adapter or another prompt; any function of the tokens can replace it.
+arXiv 2502.01618, 2604.16453.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Log-probabilities of whole texts, perplexity and mutual information.
 
-A score is the log-probability of each token of a text after those before it; no row leaves the
-engine. The scores of all texts are one request.
+A score is the log-probability of each token of a text given the previous tokens; no row leaves
+the engine. The scores of all texts are one request.
 """
 
 import math
@@ -14,7 +14,7 @@ def logprobs(llm, texts, contexts):
     """Return the log-probability of each text after its context of at least one token."""
     both = [context + text for text, context in zip(texts, contexts)]
     scores = llm.batch_score_sync(both, [len(context) for context in contexts])
-    return [float(each.double().sum()) for each in scores]
+    return [float(score.double().sum()) for score in scores]
 
 
 def beginning(llm):
@@ -34,8 +34,8 @@ if __name__ == "__main__":
     with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         texts = ["The function returns a list.", "A list the returns function."]
         encoded = [llm.encode(text, begin=False) for text in texts]
-        found = logprobs(llm, encoded, [beginning(llm)] * len(texts))
-        for text, ids, score in zip(texts, encoded, found):
+        scores = logprobs(llm, encoded, [beginning(llm)] * len(texts))
+        for text, ids, score in zip(texts, encoded, scores):
             print(f"{score:8.3f}  perplexity {math.exp(-score / len(ids)):7.1f}  {text}")
         for second in (" the call raises an exception.", " the sun is warm."):
             pmi = mutual_information(llm, "If the argument is negative,", second)

@@ -1,9 +1,9 @@
 """Write docs/<backend>-architectures.md and the engine's verified.json, or hf's list of paths.
 
 Serves the tiny random models of `genlm.testing.families` with an engine and compares every
-row with an unbatched float32 forward pass. Engines run in processes of their own, so that a
-crash or a hang is a row of the table; what is measured is kept in .cache/architectures, and
-`--resume` goes on from there. Longer than other modules: a third is the table of engines.
+row with an unbatched float32 forward pass. Engines run in separate processes, so that a
+crash or a hang is a row of the table. Measurements are stored in .cache/architectures, and
+`--resume` continues from there.
 
 Run from the repository root: `python scripts/architectures.py --backend hf`
 """

@@ -1,10 +1,10 @@
-"""Write down the public surface of a published genlm-backend, from its sources.
+"""List the public surface of a published genlm-backend, from its sources.
 
     python scripts/backend_surface.py FOLDER > plugins/genlm-backend/tests/surface.txt
 
-FOLDER is an unpacked wheel. A line is a module, a dotted name and, for what is callable, its
-kind and parameters. Where a class has a placeholder for a missing library, the real one
-is taken. Names that begin with an underscore are left out, constructors are not.
+FOLDER is an unpacked wheel. A line has a module, a dotted name and, for callables, the
+kind and parameters. For classes with a placeholder for a missing library, the real class
+is listed. Names that begin with an underscore are omitted, except constructors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Documents the blocking twins `x_sync = blocking(x)` in the reference of the web site.
+"""Documents the blocking methods `x_sync = blocking(x)` in the reference of the web site.
 
-A griffe extension: mkdocstrings reads the sources without running them, so it sees a twin as an
-attribute without a docstring and leaves it out. This gives it the summary of its coroutine.
+A griffe extension. mkdocstrings reads the sources without running them, so it treats a blocking
+method as an attribute without a docstring and omits it. This adds the summary of its coroutine.
 """
 
 from __future__ import annotations

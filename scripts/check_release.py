@@ -1,6 +1,6 @@
-"""Say whether a tag may be published: `make release-check TAG=v1.2.3`.
+"""Check that a tag can be published: `make release-check TAG=v1.2.3`.
 
-Every distribution has the tag's version, and the changelog has a section for it.
+Every distribution must have the tag's version, and the changelog a section for it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ default this interpreter, has the client, its test requirements, and this projec
 one with genlm-backend 0.3.1 gives the results to compare with. The tests of a checkout run with
 the client of the checkout if PYTHONPATH is its folder. Nothing is downloaded: the hub
 ids that the tests load name a GPT-2 of two random layers, made in `build/clients`, with
-the tokenizer in the folder given (`vocab.json` and `merges.txt` of GPT-2), so a test that
-expects GPT-2's own text fails with every backend. With `--engine`, tests that create an
+the tokenizer in that folder (`vocab.json` and `merges.txt` of GPT-2), so tests that
+expect text of GPT-2 fail with every backend. With `--engine`, tests that create an
 `AsyncVirtualLM` and skip without CUDA, as genlm-control's gates, run on hf, vllm or sgl.
 """
 

@@ -1,6 +1,6 @@
 """The demo model's card: `demo_model_card.md` filled in with figures and samples.
 
-The card is written from `metrics.json` and the saved model alone, so that it can be
+The card depends only on `metrics.json` and the saved model, so it can be
 written again without training:
 
     python scripts/demo_card.py plugins/genlm-hf/src/genlm_hf/demo

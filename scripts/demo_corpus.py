@@ -1,19 +1,19 @@
-"""English prose from the running Python's own files: the demo model's corpus.
+"""English prose from the files of the running Python: the demo model's corpus.
 
 Every CPython carries a few megabytes of English: the language reference
 (`pydoc_data.topics`), the docstrings and block comments of the standard
 library, the comments of the C headers, and IDLE's news. This module turns them
-into documents of plain prose. Nothing is downloaded and nothing is random: one
-Python version gives one corpus, named by its sha256.
+into documents of plain prose, without downloads or randomness: a
+Python version determines the corpus, which is identified by its sha256.
 
 A *document* is one docstring, one comment or one text. Its paragraphs are
 unwrapped to one line each and joined by a newline; code, tables and markup go.
-A *source* is the file or topic a document comes from. The split is by source, so
-no file is on both sides, and the text is cleaned of copies first: a paragraph
+A *source* is the file or topic of a document. The split is by source, so
+no file is on both sides, and copies are removed first: a paragraph
 occurs once in the corpus, and a held-out paragraph that shares a run of
 `SHINGLE_WORDS` words with the training text is dropped.
 
-The module knows nothing of tokens or models.
+The module is independent of tokens and models.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Bits per byte of the demo model, and of the n-grams it is measured against.
+"""Bits per byte of the demo model, and of the n-grams with which it is compared.
 
 Bits per byte is the code length of a text under a model, divided by its length in
 UTF-8 bytes:
 
     bits per byte = -sum over documents of log2 p(document, end) / number of bytes
 
-It needs no agreement about tokens, so models with different vocabularies can be
+It does not depend on tokens, so models with different vocabularies can be
 compared. `p(document, end)` includes the mark that ends a document, for every model;
-the marks are not counted as bytes. English prose has 8 bits a byte when stored,
-about 4.5 when only letter frequencies are known, and roughly 1 for the best models.
+the marks are not counted as bytes. English prose has 8 bits per byte when stored,
+about 4.5 with letter frequencies alone, and roughly 1 for the best models.
 
-For the transformer it is the cost of the tokenizer's own tokenisation: an upper
-bound, since other tokenisations spell the same bytes. The n-grams are
+For the transformer, it is the cost of the tokenizer's tokenization: an upper
+bound, since other tokenizations spell the same bytes. The n-grams are
 `genlm.core.reference.ngram.NgramModel`, whose interpolation weights are estimated from the
 training text (Witten and Bell, 1991).
 """

@@ -1,19 +1,19 @@
-"""Proves and measures on a GPU everything that only a GPU can show.
+"""Run the tests, checks and benchmarks that need a GPU.
 
     python scripts/gpu.py                 all steps that are not finished yet
     python scripts/gpu.py trie outside    these steps, finished or not
-    python scripts/gpu.py --fresh         all steps anew
+    python scripts/gpu.py --fresh         all steps again
 
 Runs from a tree of sources with the Python that starts it: nothing is installed, built or
-downloaded, and no PYTHONPATH is needed (see `source_tree`). Each step is a process of its own
-with a limit of time: tests and checks side by side, then one benchmark after the other. Each
-result is written to the JSON file at once, so an interrupted run goes on where it was. What
-passed or failed is finished; what ran out of time, or lacked a package, is tried again. A step
-that could not run says why, and `build/gpu/NAME.log` has everything that a step printed. Exit
+downloaded, and no PYTHONPATH is needed (see `source_tree`). Each step is a separate process
+with a time limit: tests and checks run concurrently, then one benchmark after the other. Each
+result is written to the JSON file immediately, so an interrupted run can be continued. Steps
+that passed or failed are finished; steps that ran out of time or lacked a package are repeated.
+A step that could not run reports the reason, and `build/gpu/NAME.log` has its output. Exit
 code 0: every step passed, except those of engines that are not installed.
 
-`--device cpu --tiny` reaches every step without a GPU: tests that need one are reported as
-skipped, and benchmarks compute small sizes.
+`--device cpu --tiny` runs every step without a GPU: tests that need one are reported as
+skipped, and benchmarks use small sizes.
 """
 
 from __future__ import annotations

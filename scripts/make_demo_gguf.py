@@ -1,4 +1,4 @@
-"""Write genlm-llamacpp's demo model: that of genlm-hf as GGUF, its matrices in 8 bits (Q8_0).
+"""Write genlm-llamacpp's demo model: that of genlm-hf as GGUF, with matrices in 8 bits (Q8_0).
 
 `python scripts/make_demo_gguf.py [FILE]`; needs genlm-hf, transformers and gguf.
 """

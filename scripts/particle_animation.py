@@ -2,8 +2,8 @@
 
 Each frame is a step of a particle filter of the demo model: the texts so far, the new tokens,
 and the weights. After resampling, lines lead from each ancestor to its copies. The frames are
-groups of one SVG file that CSS shows in turn; without animations, the last one is seen. The
-file keeps the texts and weights as JSON in its metadata, so that a test can run the filter
+groups of one SVG file that CSS shows in turn; without animations, the last one is visible. The
+file has the texts and weights as JSON in its metadata, so that a test can run the filter
 again and compare.
 """
 

@@ -1,8 +1,8 @@
 """Draws the stored results of benchmarks: the SVG files of docs/figures.md.
 
-Every picture keeps the numbers that it shows in its metadata, as JSON, so that a test can
-compare them with `benchmarks/results/` whatever the version of matplotlib. The background is
-transparent and the text grey, to be read on light and on dark pages.
+Every picture has its numbers as JSON in its metadata, so that a test can
+compare them with `benchmarks/results/` with any version of matplotlib. The background is
+transparent and the text grey, so that it is readable on light and dark pages.
 """
 
 from __future__ import annotations

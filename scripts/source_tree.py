@@ -1,11 +1,11 @@
-"""The packages of this repository for programs that run from its sources, not installed.
+"""The packages of this repository for programs that run from its sources without installation.
 
 `environment` returns variables for a process in which `import genlm` finds the sources and
 plugins are discovered as if they were installed: plugins are entry points, which a folder of
 sources does not have, so a folder of metadata is written from the `pyproject.toml` files and
-comes first on `PYTHONPATH`. Wheels of packages that a machine lacks are unpacked beside it.
+comes first on `PYTHONPATH`. Wheels of missing packages are unpacked next to it.
 
-Run as a script it prints that path:
+Run as a script, it prints that path:
 
     PYTHONPATH=$(python scripts/source_tree.py) python -m genlm plugins
 """

@@ -2,20 +2,19 @@
 
 The corpus is the prose of the running Python's own files (`demo_corpus.py`), the
 tokenizer a byte-level BPE, the model a transformers Llama of about 1.9 million
-parameters: what fits into 4 MB as float16. The corpus has some 2 MB, so the
-model sees it nine times; dropout holds back memorising and the checkpoint
-that is best on held-out documents is kept.
+parameters, which take 4 MB as float16. The corpus has some 2 MB, so the
+model is trained on it nine times; dropout limits memorisation, and the checkpoint
+that is best on held-out documents is saved.
 
-What is reported is bits per byte of held-out text, against a byte unigram and a byte
+It reports bits per byte of held-out text, compared with a byte unigram and a byte
 trigram counted on the training text (`demo_scoring.py` has the theory).
 
     python scripts/train_demo_model.py            # 34 minutes on a busy core
     python scripts/train_demo_model.py --steps 300 --out build/demo  # a quick look
 
-The defaults gave the shipped model on one of two cores of an AMD EPYC (AVX-512 with
-bfloat16) under Python 3.11.7, while other programs used both; 3 steps a second were
-seen while it was quiet, which makes 17 minutes. Seeds are fixed, but another processor
-or torch gives slightly different weights, and another Python another corpus.
+The packaged model was trained with the defaults on one core of an AMD EPYC (AVX-512 with
+bfloat16) under Python 3.11.7. Seeds are fixed, but another processor or torch leads to
+slightly different weights, and another Python has another corpus.
 """
 
 from __future__ import annotations

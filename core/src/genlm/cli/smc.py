@@ -1,8 +1,8 @@
 """Sequential Monte Carlo under a hard constraint on bytes.
 
-Particles continue a prompt with tokens drawn from what the constraint allows. A particle's
-weight is multiplied by the probability of the allowed tokens, and `exp(log_evidence)` is an
-unbiased estimate of the probability that the model satisfies the constraint by itself.
+Particles continue a prompt with tokens drawn from the allowed ones. A particle's weight is
+multiplied by the probability of the allowed tokens, and `exp(log_evidence)` is an unbiased
+estimate of the probability that an unconstrained sample satisfies the constraint.
 """
 
 import sys

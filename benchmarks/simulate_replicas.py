@@ -11,8 +11,8 @@ computes nothing. Tokens are those that the replicas compute in the simulation, 
 estimates of the router.
 
 Populations of 64 particles per replica continue a common prompt of 256 tokens; each particle
-continues when it has its result, and all are resampled every 4 steps. Contestants: one driver whose
-front end has only the cost of the router; one driver; a driver for every 8 replicas, as
+continues when it has its result, and all are resampled every 4 steps. Contestants: one driver
+whose front end has only the cost of the router; one driver; a driver for every 8 replicas, as
 several programs or processes use them (each with a separate router and population).
 
 The limit of one driver is 1 / (front end + router) requests a second; the replicas' is the

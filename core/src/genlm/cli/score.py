@@ -192,13 +192,16 @@ def _encode_text(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> 
 
 
 def _score_text(
-    text: LineOfText, encoded: _EncodedText, logprobs: list[float], names: Vocabulary | None
+    text: LineOfText,
+    encoded: _EncodedText,
+    logprobs: list[float],
+    vocabulary: Vocabulary | None,
 ) -> TextScore:
-    """Sum the log-probabilities; with `names`, also list them by token."""
+    """Sum the log-probabilities; with `vocabulary`, also list them by token."""
     by_token = None
-    if names is not None:
+    if vocabulary is not None:
         ids = encoded.ids[encoded.start :]
-        tokens = (names.byte_vocab[i].byte_string.decode(errors="replace") for i in ids)
+        tokens = (vocabulary.byte_vocab[i].byte_string.decode(errors="replace") for i in ids)
         by_token = list(zip(tokens, logprobs))
     return _text_score(text, math.fsum(logprobs), len(logprobs), encoded.size, by_token)
 

@@ -66,12 +66,15 @@ class KVStorage:
         self.budget_bytes = budget_bytes
         self.bytes_per_token = sum(layer.bytes_per_token for layer in layers)
         slots = slots_within(budget_bytes, self.bytes_per_token)
-        self._tensors = [
-            (
-                torch.empty(l.heads, slots, l.key_width, dtype=l.dtype, device=l.device),
-                torch.empty(l.heads, slots, l.value_width, dtype=l.dtype, device=l.device),
+
+        def allocate(layer: LayerShape, width: int) -> torch.Tensor:
+            return torch.empty(
+                layer.heads, slots, width, dtype=layer.dtype, device=layer.device
             )
-            for l in layers  # noqa: E741
+
+        self._tensors = [
+            (allocate(layer, layer.key_width), allocate(layer, layer.value_width))
+            for layer in layers
         ]
 
     @property

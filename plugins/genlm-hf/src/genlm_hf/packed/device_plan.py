@@ -79,7 +79,7 @@ class DeviceGroup:
 
     def prefix_of(self, states: torch.Tensor) -> torch.Tensor:
         """Return the prefix's keys or values, `(heads, prefix, width)`."""
-        return self._prefix.of(states)
+        return self._prefix.select(states)
 
     def suffixes_of(self, states: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield tokens and their suffixes' keys or values, `(heads, tokens, suffix, width)`."""
@@ -125,7 +125,7 @@ class DeviceChunk:
 
     def all_of(self, states: torch.Tensor) -> torch.Tensor:
         """Return keys or values of past and chunk, `(heads, past + chunk, width)`."""
-        return self._slots.of(states)
+        return self._slots.select(states)
 
     def visible_range(self, first: int, end: int, window: int | None) -> slice:
         """Return the range of past and chunk visible to the tokens `first ... end - 1`."""
@@ -158,7 +158,7 @@ class _Slots:
         self._slice = slice(int(slots[0]), int(slots[-1]) + 1) if is_contiguous else None
         self._index = index
 
-    def of(self, states: torch.Tensor) -> torch.Tensor:
+    def select(self, states: torch.Tensor) -> torch.Tensor:
         if self._slice is not None:
             return states[:, self._slice]
         return states.index_select(1, self._index)

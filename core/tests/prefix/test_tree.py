@@ -252,8 +252,8 @@ def test_a_long_use_leaves_nothing_behind() -> None:
 
 def test_runs_that_were_freed_together_are_taken_together() -> None:
     free = FreeSlots(6)
-    first, second = free.take(2), free.take(3)
-    free.give(first)
-    free.give(second)
-    assert free.take(3).tolist() == second.tolist() == [3, 4, 5]
+    first, second = free.allocate(2), free.allocate(3)
+    free.free(first)
+    free.free(second)
+    assert free.allocate(3).tolist() == second.tolist() == [3, 4, 5]
     assert len(free) == 3

@@ -274,7 +274,10 @@ WRONG_MASKS: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize(("masks", "index", "message"), WRONG_MASKS)
 def test_wrong_masks_are_refused(masks: Any, index: Any, message: str) -> None:
-    for function in (batch_log_mass, lambda *found: batch_draw(found[0], NUMBERS, *found[1:])):
+    for function in (
+        batch_log_mass,
+        lambda rows, *options: batch_draw(rows, NUMBERS, *options),
+    ):
         with pytest.raises(ValueError, match=message):
             function(some_rows(), masks, index)
 
@@ -313,7 +316,7 @@ def settings_of(seed: int) -> dict[str, Any]:
     }
 
 
-def chosen(settings: dict[str, Any], places: Array) -> dict[str, Any]:
+def selected_settings(settings: dict[str, Any], places: Array) -> dict[str, Any]:
     return {
         name: None if value is None else [value[i] for i in places]
         for name, value in settings.items()
@@ -329,10 +332,10 @@ def test_a_draw_depends_on_its_own_row_and_settings_alone(
     together = batch_draw(rows, NUMBERS, **settings)
     for row in range(COUNT):
         one = np.array([row])
-        alone = batch_draw(rows[one], NUMBERS[one], **chosen(settings, one))
+        alone = batch_draw(rows[one], NUMBERS[one], **selected_settings(settings, one))
         assert same(alone, DrawnTokens(*(column[one] for column in together)))
     order = np.random.default_rng(seed).permutation(COUNT)
-    shuffled = batch_draw(rows[order], NUMBERS[order], **chosen(settings, order))
+    shuffled = batch_draw(rows[order], NUMBERS[order], **selected_settings(settings, order))
     assert same(shuffled, DrawnTokens(*(column[order] for column in together)))
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 5 * SIZE)
     assert same(batch_draw(rows, NUMBERS, **settings), together)

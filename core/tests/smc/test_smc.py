@@ -25,7 +25,7 @@ from genlm.smc import (
 )
 
 LOG_WEIGHTS = st.lists(st.floats(-30, 30) | st.just(-math.inf), min_size=1, max_size=30).filter(
-    lambda found: max(found) > -math.inf
+    lambda log_weights: max(log_weights) > -math.inf
 )
 UNIFORMS = st.floats(0, 1, exclude_max=True)
 LARGEST = math.nextafter(1, 0)

@@ -41,13 +41,13 @@ class FreeSlots:
     def __len__(self) -> int:
         return len(self._slots) - self._first
 
-    def take(self, count: int) -> Slots:
+    def allocate(self, count: int) -> Slots:
         """Allocate `count` slots; at least as many must be free."""
         first, self._first = self._first, self._first + count
         assert self._first <= len(self._slots)  # noqa: S101 - our own mistake
         return self._slots[first : self._first].copy()
 
-    def give(self, slots: Slots) -> None:
+    def free(self, slots: Slots) -> None:
         """Free slots that were allocated."""
         end, self._first = self._first, self._first - len(slots)
         self._slots[self._first : end] = slots

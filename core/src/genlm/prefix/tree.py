@@ -193,7 +193,7 @@ class PrefixTree:
     def roll_back(self) -> None:
         """End the batch without its results: remove its uncached tokens from the tree."""
         for node in sorted(self._uncached, key=_START, reverse=True):
-            self._free.give(node.cut(node.computed))
+            self._free.free(node.cut(node.computed))
             if not node.tokens:
                 self._in_use.discard(node)
         self._uncached.clear()
@@ -235,7 +235,7 @@ class PrefixTree:
         nodes = [] if root is None else list(root.descendants())
         for node in reversed(nodes):  # children before parents
             self._set_idle(node, idle=False)
-            self._free.give(node.cut(0))
+            self._free.free(node.cut(0))
 
     def unpin(self, adapter: str | None, tokens: Tokens) -> None:
         """Undo a call of `pin`."""
@@ -260,11 +260,11 @@ class PrefixTree:
                 )
         while lacking > 0:
             lacking -= self._evict(lacking)
-        return self._free.take(count)
+        return self._free.allocate(count)
 
     def free(self, slots: Slots) -> None:
         """Free slots that `allocate` returned."""
-        self._free.give(slots)
+        self._free.free(slots)
 
     def clear(self) -> None:
         """Remove all tokens, pinned ones included. Call this between batches only."""
@@ -393,7 +393,7 @@ class PrefixTree:
         if not remaining:
             del self._idle[leaf]
         freed = leaf.cut(remaining)
-        self._free.give(freed)
+        self._free.free(freed)
         self._idle_slots -= len(freed)
         self.tokens_evicted += len(freed)
         return len(freed)

@@ -84,7 +84,7 @@ def numpy_rows(
 
 
 def convert_result(values: Rows, returns: Returns, rows: Rows) -> Any:
-    """Convert a result to the requested type; numpy goes to the device of the weights."""
+    """Convert a result to the requested type; a new tensor is on the device of the weights."""
     if returns == "numpy":
         return values.cpu().numpy() if _is_tensor(values) else values
     if _is_tensor(values):

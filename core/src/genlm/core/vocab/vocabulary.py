@@ -202,8 +202,8 @@ def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
 
     The bytes of a token are those that the tokenizer's decoding adds for it in mid-text: a
     SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`; a WordPiece token at the start
-    of a word has a leading space, while `##ing` has none, nor has punctuation before which the
-    decoder's `cleanup` removes the space. The concatenated tokens of a sequence are its
+    of a word has a leading space, but `##ing`, and punctuation before which the decoder's
+    `cleanup` removes the space, do not. The concatenated tokens of a sequence are its
     decoding, up to the space that some tokenizers drop at the start of a text. Added and
     special tokens have their content in UTF-8. All derived bytes are compared with the
     tokenizer's decoding.

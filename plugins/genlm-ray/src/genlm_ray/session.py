@@ -180,16 +180,16 @@ class Session:
         self, query: AnyQuery, scheduler: Scheduler[Any], scheduler_id: int, running: Running
     ) -> None:
         """Submit a query to a scheduler under the scheduler's id of it."""
-        self.tokens += _tokens_of(query)
+        self.tokens += _token_cost(query)
         try:
             request = scheduler.submit(_submissions(query, scheduler_id))
         except EngineError as error:  # the engine's thread has ended
             self._finish(query.query_id, error)
             return
         running[query.query_id] = functools.partial(scheduler.abandon, request)
-        request.future.add_done_callback(functools.partial(self._done, query, running))
+        request.future.add_done_callback(functools.partial(self._on_done, query, running))
 
-    def _done(self, query: AnyQuery, running: Running, future: asyncio.Future[Any]) -> None:
+    def _on_done(self, query: AnyQuery, running: Running, future: asyncio.Future[Any]) -> None:
         if future.cancelled() or running.pop(query.query_id, None) is None:
             return  # the query was aborted
         result: Any = future.exception()
@@ -256,7 +256,7 @@ def _submissions(query: AnyQuery, query_id: int) -> list[tuple[AnyQuery, Any, An
     return [(renumbered, query_id, output) for output in query.outputs]
 
 
-def _tokens_of(query: AnyQuery) -> int:
+def _token_cost(query: AnyQuery) -> int:
     """Return the cost of a query in tokens: rows, targets or tokens of continuations."""
     if isinstance(query, GroupQuery):
         length = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))

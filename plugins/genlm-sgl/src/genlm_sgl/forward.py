@@ -58,7 +58,7 @@ class SGLangForward:
         for stage in prefill_stages(batch):
             decoded = [segment for segment in stage if self._is_decoded(segment, batch.wanted)]
             if decoded:
-                logits, passes = self._decode(_table_of(decoded), adapter_id)
+                logits, passes = self._decode(_decode_batch(decoded), adapter_id)
                 slots = _new_slots(decoded)
                 places = np.flatnonzero(np.isin(slots, batch.wanted))
                 keys.append(slots[places])
@@ -135,7 +135,7 @@ def _select_rows(logits: torch.Tensor, places: Slots) -> torch.Tensor:
     return logits[device_index(places.tolist(), logits.device)]
 
 
-def _table_of(segments: Sequence[Segment]) -> TableBatch:
+def _decode_batch(segments: Sequence[Segment]) -> TableBatch:
     """Return the batch that decodes the new tokens of segments."""
     counts = np.array([len(segment.tokens) for segment in segments])
     rows = np.repeat(np.arange(len(segments)), counts)

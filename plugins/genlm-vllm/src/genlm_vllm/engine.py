@@ -127,9 +127,9 @@ class VLLMEngine:
 
     def _initialize(self, facts: ModelFacts, unverified: str) -> None:
         engine, config = self._vllm, self._vllm.vllm_config
-        built = call_workers(engine, "genlm_describe_model")
-        needs_comparison = check_served(config, facts, built, unverified=unverified)
-        self._implementation = built[0]["model"]
+        descriptions = call_workers(engine, "genlm_describe_model")
+        needs_comparison = check_served(config, facts, descriptions, unverified=unverified)
+        self._implementation = descriptions[0]["model"]
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
         # vLLM must generate one token.
         self.max_context: int = config.model_config.max_model_len - 1
@@ -165,12 +165,14 @@ class VLLMEngine:
         )
         self._steps = self._idle_steps = 0
         if needs_comparison:
-            self._compare(built)
+            self._compare(descriptions)
 
-    def _compare(self, built: Sequence[Mapping[str, Any]]) -> None:
+    def _compare(self, descriptions: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a model whose rows differ from those of transformers."""
         config = self._vllm.vllm_config.model_config
-        problem = forward_problem(config, built, self._compute_rows, self.vocabulary.size)
+        problem = forward_problem(
+            config, descriptions, self._compute_rows, self.vocabulary.size
+        )
         if problem is not None:
             raise ModelLoadError(
                 f"unverified='refuse': {problem}. unverified='warn' serves the model anyway"

@@ -28,7 +28,7 @@ in every layer causes 1e-4 to 1e-3; a wrong mask, position or activation more th
 
 def forward_problem(
     config: Any,
-    built: Sequence[Mapping[str, Any]],
+    descriptions: Sequence[Mapping[str, Any]],
     rows_of: Callable[[Sequence[Ids]], Sequence[Any]],
     vocab_size: int,
 ) -> str | None:
@@ -36,12 +36,12 @@ def forward_problem(
 
     Args:
         config: A `vllm.ModelConfig`.
-        built: `RowWorker.genlm_describe_model` of each worker.
+        descriptions: `RowWorker.genlm_describe_model` of each worker.
         rows_of: Function that computes the rows of sequences together and returns the row, or
             the error, of each.
         vocab_size: Number of ids of a row.
     """
-    required = 4 * sum(part["parameters"] for part in built)
+    required = 4 * sum(part["parameters"] for part in descriptions)
     free = free_memory_bytes()
     if required > free:
         return (

@@ -95,14 +95,18 @@ def _prefix_cache_argument(
 
 
 def check_served(
-    config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]], *, unverified: str
+    config: Any,
+    facts: ModelFacts,
+    descriptions: Sequence[Mapping[str, Any]],
+    *,
+    unverified: str,
 ) -> bool:
     """Refuse a model that vLLM built differently from its config; warn of an unverified one.
 
     Args:
         config: The `vllm.VllmConfig`.
         facts: Facts of the model.
-        built: `RowWorker.genlm_describe_model` of each worker.
+        descriptions: `RowWorker.genlm_describe_model` of each worker.
         unverified: `"warn"` or `"refuse"`.
 
     Returns:
@@ -118,13 +122,15 @@ def check_served(
         UnverifiedModelWarning: The family is unverified.
     """
     windows: dict[str, int] = {}
-    for part in built:
+    for part in descriptions:
         windows |= part["windows"]
-    problem = _window_problem(config, facts, windows) or _definition_problem(facts, built)
+    problem = _window_problem(config, facts, windows) or _definition_problem(
+        facts, descriptions
+    )
     name = f"vLLM {check_version()}"
     if problem is not None:
         raise ModelLoadError(f"{name} {problem}")
-    facts = _describe_implementation(config, facts, built)
+    facts = _describe_implementation(config, facts, descriptions)
     if unverified == "refuse" and not has_compared_kernels():
         check_causal(facts)
         return True
@@ -162,9 +168,11 @@ def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) 
     )
 
 
-def _definition_problem(facts: ModelFacts, built: Sequence[Mapping[str, Any]]) -> str | None:
+def _definition_problem(
+    facts: ModelFacts, descriptions: Sequence[Mapping[str, Any]]
+) -> str | None:
     """Return how the built model differs from its definition, None if they agree."""
-    for part in built:
+    for part in descriptions:
         if part["model"] in _WRONG_DEFINITIONS:
             defect = _WRONG_DEFINITIONS[part["model"]]
         elif part["rounded"]:
@@ -180,15 +188,15 @@ def _definition_problem(facts: ModelFacts, built: Sequence[Mapping[str, Any]]) -
 
 
 def _describe_implementation(
-    config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]]
+    config: Any, facts: ModelFacts, descriptions: Sequence[Mapping[str, Any]]
 ) -> ModelFacts:
     """Append the implementation to the architecture unless it is the one that was compared."""
     from vllm.platforms import current_platform
 
     name = facts.architecture
     if config.model_config.model_impl not in ("auto", "vllm"):
-        name = f"{name} by {' and '.join(sorted({part['model'] for part in built}))}"
+        name = f"{name} by {' and '.join(sorted({part['model'] for part in descriptions}))}"
     if not has_compared_kernels():
-        backends = {backend for part in built for backend in part["attention"]}
+        backends = {backend for part in descriptions for backend in part["attention"]}
         name = f"{name} with {' and '.join(sorted(backends)) or current_platform.device_name}"
     return dataclasses.replace(facts, architecture=name)

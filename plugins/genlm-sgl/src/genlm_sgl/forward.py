@@ -99,16 +99,22 @@ class SGLangForward:
     def _decode(self, batch: TableBatch, adapter_id: str | None) -> tuple[torch.Tensor, int]:
         """Return the logits of all tokens, and the number of passes."""
         served, count = self._served, len(batch.tokens)
-        served.write_rows(batch.trunk, batch.slots)
+        fits = len(batch.slots) <= served.max_rows
+        if fits:
+            served.write_rows(batch.trunk, batch.slots)
         logits = []
         for first in range(0, count, served.max_rows):
             part = slice(first, first + served.max_rows)
+            rows = batch.rows[part]
+            if not fits:  # SGLang's table has fewer rows than the batch
+                pass_rows, rows = np.unique(rows, return_inverse=True)
+                served.write_rows(batch.trunk, batch.slots[pass_rows])
             logits.append(
                 served.decode(
                     batch.tokens[part],
                     batch.positions[part],
                     batch.writes[part],
-                    batch.rows[part],
+                    rows,
                     adapter_id,
                 )
             )

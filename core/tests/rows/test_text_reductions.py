@@ -166,6 +166,62 @@ def test_a_text_that_the_engine_cannot_compute_is_an_error(
         llm.reduce_text_sync([1, 5, 3], Entropy())
 
 
+class Halves(Reduction):
+    """Returns one tensor for all rows, as many requests as it got."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> torch.Tensor:
+        assert len(rows) == len(requests)
+        return rows.view(len(rows), 2, -1).exp().sum(-1)
+
+
+class OneTooFew(Reduction):
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> Sequence[Any]:
+        del requests
+        return rows.amax(-1).tolist()[1:]
+
+
+class RefusesSome(Reduction):
+    """Pairs of numbers, and errors for rows whose most likely token is even."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> Sequence[Any]:
+        del requests
+        return [
+            (float(row.amax()), 0) if int(row.argmax()) % 2 else ValueError("an even token")
+            for row in rows
+        ]
+
+
+@pytest.mark.parametrize("engine", [Scoring, Rows])
+def test_an_error_among_pairs_fails_the_text(engine: type, make_model: MakeModel) -> None:
+    text = [*range(SIZE)]
+    most_likely = rows_of(text, 1).argmax(-1)
+    assert int(most_likely[0]) % 2 == 1
+    assert (most_likely % 2 == 0).any()
+    with pytest.raises(EvaluationError, match="an even token"):
+        make_model(engine()).reduce_text_sync(text, RefusesSome())
+
+
+@pytest.mark.parametrize("engine", [Scoring, Rows])
+def test_the_results_of_a_reduction_may_be_one_tensor(
+    engine: type, make_model: MakeModel
+) -> None:
+    text = [1, 2, 3, 4]
+    halves = make_model(engine()).reduce_text_sync(text, Halves())
+    expected = rows_of(text, 1).exp().view(3, 2, -1).sum(-1)
+    torch.testing.assert_close(halves, expected)
+
+
+@pytest.mark.parametrize("engine", [Scoring, Rows])
+def test_a_reduction_of_fewer_results_than_rows_is_an_error(
+    engine: type, make_model: MakeModel
+) -> None:
+    with pytest.raises(EvaluationError, match=r"OneTooFew.compute returned \d results"):
+        make_model(engine()).reduce_text_sync([1, 2, 3, 4], OneTooFew())
+
+
 def test_an_engine_that_knows_nothing_of_them_is_named(make_model: MakeModel) -> None:
     llm = make_model(IgnoresOutputs())
     with pytest.raises(EvaluationError, match="TokenScores for a query that requests Reduced"):

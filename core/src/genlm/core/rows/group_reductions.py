@@ -18,6 +18,7 @@ from genlm.core.rows.draws import (
     draw_from_logits,
 )
 from genlm.core.rows.logits import moved
+from genlm.core.rows.reductions import result_count_error
 from genlm.core.rows.selection import batch_top_k
 
 if TYPE_CHECKING:
@@ -99,9 +100,14 @@ class SharedReduction(GroupReduction):
         del members
         if not len(rows):
             return (torch.empty(0),)
-        kind = type(self.reduction)
-        results = kind.compute(rows, [self.reduction] * len(rows))
-        if results and isinstance(results[0], tuple):
+        kind, requests = type(self.reduction), [self.reduction] * len(rows)
+        results = list(kind.compute(rows, requests))
+        if len(results) != len(requests):
+            raise result_count_error(requests, results)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if isinstance(results[0], tuple):
             columns = zip(*results, strict=True)
             return tuple(_column(values, kind)[row_of] for values in columns)
         return (_column(results, kind)[row_of],)
@@ -119,9 +125,6 @@ def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
 
 
 def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
-    for value in values:
-        if isinstance(value, Exception):
-            raise value
     if isinstance(values[0], torch.Tensor):
         return torch.stack(list(values)).cpu()
     try:

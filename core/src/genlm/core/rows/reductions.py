@@ -44,6 +44,7 @@ __all__ = [
     "TopTokens",
     "reduce_logits",
     "reduce_rows",
+    "result_count_error",
 ]
 
 _NUMBERS = frozenset({int, float, bool})
@@ -303,6 +304,16 @@ def _own_copy(value: Any, rows: torch.Tensor) -> Any:
     return value
 
 
+def result_count_error(
+    requests: Sequence[Reduction], results: Sequence[Any]
+) -> EvaluationError:
+    """Return an error for a `compute` that did not return one result for each request."""
+    return EvaluationError(
+        f"{type(requests[0]).__name__}.compute returned {len(results)} results for "
+        f"{len(requests)} requests; return one for each"
+    )
+
+
 def _is_view(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     is_part = storage.nbytes() > tensor.nbytes
@@ -318,10 +329,7 @@ def _compute(
         values = compute(rows, requests)
         if len(values) == len(requests):
             return [_own_copy(value, rows) for value in values]
-        problem: Exception = EvaluationError(
-            f"{type(requests[0]).__name__}.compute returned {len(values)} results for "
-            f"{len(requests)} requests; return one for each"
-        )
+        problem: Exception = result_count_error(requests, values)
     except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
         kind = type(requests[0]).__name__
         problem = EvaluationError(f"{kind}.compute raised {describe_error(error)}")

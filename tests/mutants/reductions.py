@@ -104,6 +104,14 @@ class EveryTokenIsTop(CachedEngine):
         return super().scores(query)._replace(is_top=torch.ones(len(query.targets)).bool())
 
 
+@engine_mutant(killed_by="scores-equal-the-loop-over-rows")
+class NoTokenIsTop(CachedEngine):
+    """Says of every token that another one was more likely."""
+
+    def scores(self, query):
+        return super().scores(query)._replace(is_top=torch.zeros(len(query.targets)).bool())
+
+
 def with_capabilities(change):
     """Score with other capabilities than those of the engine."""
 

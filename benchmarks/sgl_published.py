@@ -2,7 +2,7 @@
 
 For `bench_serving_particles.py`: the argument is a model; reads `COUNT PROMPT STEPS KIND` per
 line and prints microseconds of CPU and of wall-clock time a token, for its particles and for
-SGLang's own generation at temperature 1. The loop is that of the benchmark's lists. Runs in an
+SGLang's own generation at temperature 1. The loop is that of `serving_peer.py`. Runs in an
 environment with genlm-backend 0.3.1 and sglang 0.5.17, both without their requirements, with
 the packages of genlm-sgl's `requirements-cpu.txt`, transformers 5.12.1, xgrammar 0.2.1, numba,
 accelerate and protobuf. `genlm_sgl/cpu/stubs.py` is loaded from this repository.
@@ -11,13 +11,10 @@ accelerate and protobuf. `genlm_sgl/cpu/stubs.py` is loaded from this repository
 # ruff: noqa: E402 - SGLang reads the environment when it is imported
 from __future__ import annotations
 
-import asyncio
 import atexit
 import importlib.util
 import os
-import random
 import sys
-import time
 import uuid
 import warnings
 from array import array
@@ -30,8 +27,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 OUTPUT = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # SGLang logs to the standard output
 
-import numpy as np
 import torch
+from serving_peer import ServingPeer, answer_requests
 from transformers.utils import import_utils
 
 warnings.simplefilter("ignore")
@@ -74,51 +71,14 @@ OPTIONS = {
     "log_level": "error",
     "random_seed": 0,
 }
-RESAMPLE_EVERY = 4
 
 
-def clock() -> np.ndarray[Any, Any]:
-    return np.array([time.process_time(), time.perf_counter()])
+class SGLPeer(ServingPeer):
+    """genlm-backend's engine for SGLang."""
 
-
-class Bench:
-    """One engine of genlm-backend."""
-
-    def __init__(self, folder: str) -> None:
-        self._lm = AsyncSGLTransformer.from_name(folder, engine_opts=OPTIONS)
-        self._generator = random.Random(0)
-        self._torch_generator = torch.Generator().manual_seed(0)
-
-    def _starts(self, count: int, length: int) -> list[list[int]]:
-        size = len(self._lm.byte_vocab)
-        prompt = [self._generator.randrange(1, size) for _ in range(length)]
-        return [[*prompt, token] for token in self._generator.sample(range(size), count)]
-
-    async def particles(self, count: int, length: int, steps: int, kind: str) -> Any:
-        """Seconds of particles that share a prompt, which is computed before."""
-        contexts = self._starts(count, length)
-        await self._lm.next_token_logprobs(contexts[0][:-1])
-        begin = clock()
-        for step in range(steps):
-            rows = await asyncio.gather(*map(self._lm.next_token_logprobs, contexts))
-            probabilities = torch.stack(rows).exp()
-            drawn = torch.multinomial(probabilities, 1, generator=self._torch_generator)
-            for context, token in zip(contexts, drawn[:, 0].tolist(), strict=True):
-                context.append(token)
-            if kind == "resampled" and step % RESAMPLE_EVERY == RESAMPLE_EVERY - 1:
-                weights = [self._generator.random() ** 3 for _ in contexts]
-                parents = self._generator.choices(range(count), weights, k=count)
-                contexts = [list(contexts[parent]) for parent in parents]
-        seconds = clock() - begin
-        self._lm._task.cancel()  # noqa: SLF001 - belongs to this event loop
-        return seconds
-
-    def own(self, count: int, length: int, steps: int) -> Any:
-        """Seconds of SGLang's generation of as many tokens, driven by its scheduler."""
-        prompts = self._starts(count, length)
-        self._lm.next_token_logprobs_sync(prompts[0][:-1])
-        scheduler = self._lm.model
-        begin = clock()
+    def generate(self, prompts: list[list[int]], steps: int) -> None:
+        """Drive SGLang's scheduler, as genlm-backend does."""
+        scheduler = self.lm.model
         scheduler.process_input_requests([_request(prompt, steps) for prompt in prompts])
         stream = scheduler.device_module.StreamContext(scheduler.schedule_stream)
         with stream, torch.inference_mode():
@@ -131,7 +91,6 @@ class Bench:
                 if batch is None:
                     break
                 scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        return clock() - begin
 
 
 def _request(prompt: list[int], steps: int) -> Any:
@@ -151,18 +110,7 @@ def _request(prompt: list[int], steps: int) -> Any:
     )
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    bench = Bench(sys.argv[1])
-    for line in sys.stdin:
-        *sizes, kind = line.split()
-        count, length, steps = map(int, sizes)
-        bench._lm.clear_kv_cache()  # noqa: SLF001
-        particles = asyncio.run(bench.particles(count, length, steps, kind))
-        bench._lm.clear_kv_cache()  # noqa: SLF001
-        seconds = [*particles, *bench.own(count, length, steps)]
-        print(*(each / count / steps * 1e6 for each in seconds), file=OUTPUT, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    lm = AsyncSGLTransformer.from_name(sys.argv[1], engine_opts=OPTIONS)
+    answer_requests(SGLPeer(lm), OUTPUT)

@@ -134,7 +134,7 @@ def score(
 
 
 def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedText]:
-    """Encode all texts; raise an error if one is too long or has no token to score."""
+    """Encode all texts; raise an error for a text that is too long or cannot be scored."""
     begin = _begin_ids(llm.vocabulary)
     encoded = []
     for text in texts:
@@ -144,8 +144,8 @@ def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedTex
             raise file_error(f"line {text.line}: {error}") from error
         if len(item.ids) <= item.start:
             raise file_error(
-                f"line {text.line}: {text.text!r} has no token to score: the first token needs "
-                f"one before it, and the vocabulary has no BOS token; pass a prompt"
+                f"line {text.line}: {text.text!r} has no token that can be scored, because the "
+                f"vocabulary defines no BOS token; pass a prompt"
             )
         encoded.append(item)
     limit = math.inf if llm.max_context is None else llm.max_context + 1

@@ -200,7 +200,7 @@ class Statistics(SchedulerStatistics):
         return f"<table>{cells}</table>"
 
     def _rows(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield the label, value and note of each row; rows of the engine have no note."""
+        """Yield the label, value and note of each row; the engine's rows have the note None."""
         rate = f"{self.requests_per_s:,.1f} a second over {self.seconds:,.1f} s"
         yield "requests", f"{self.requests:,}", rate
         yield "  from the output cache", f"{self.cache_hits:,}", f"{self.cache_hit_ratio:.1%}"

@@ -62,7 +62,7 @@ class LeaseTable:
         return ContextLease((key,), self.on_drop)
 
     def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
-        """Drop leases and release contexts that have no more leases; on the engine's thread.
+        """Drop leases, and release contexts without leases. Runs on the engine's thread.
 
         Args:
             engine: The engine.

@@ -192,7 +192,8 @@ class Contexts(NamedTuple):
     """State of a generation whose sequences an engine stores as contexts, not as arrays.
 
     Attributes:
-        lease: Keeps the engine's state of the contexts alive; None if there is no such state.
+        lease: Keeps the engine's state of the contexts alive; None if the engine stores no
+            state of contexts.
     """
 
     lease: object

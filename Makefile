@@ -34,7 +34,7 @@ demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 
 # The longest first, so that two cores are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-core test-main test-sgl
+	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-main test-core test-sgl
 
 test-core: $(READY)  ## the tests of the core
 	$(BIN)/$(PYTEST) core/tests

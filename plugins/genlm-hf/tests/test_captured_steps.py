@@ -45,6 +45,11 @@ SETTINGS["three heads, one of keys"] = (
     "llama",
     llama_settings(hidden_size=36, num_attention_heads=3, num_key_value_heads=1),
 )
+for _name in ("llama", "mistral with a short window"):  # layers of one kind
+    SETTINGS[_name] = (
+        SETTINGS[_name][0],
+        {**SETTINGS[_name][1], "num_hidden_layers": LAYERS},
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -242,7 +242,8 @@ def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Pa
 
 def test_a_log_that_cannot_be_written_hides_no_exception() -> None:
     code = (
-        "import logging, genlm_vllm.worker\n"
+        "import logging, genlm_vllm.processes\n"
+        "genlm_vllm.processes.record_failures()\n"
         "try: 1 / 0\n"
         "except ZeroDivisionError: logging.getLogger('vllm.v1').exception('failed')\n"
         "print(logging.getLogRecordFactory())"
@@ -259,7 +260,8 @@ def test_a_log_has_no_name_in_the_file_system_and_keeps_the_first_exception() ->
     try:
         assert log.first() is None
         code = (
-            "import logging, genlm_vllm.worker\n"
+            "import logging, genlm_vllm.processes\n"
+            "genlm_vllm.processes.record_failures()\n"
             "for text in ('first', 'x' * 10**5, 'last'):\n"
             "    try: raise ValueError(text)\n"
             "    except ValueError: logging.getLogger('vllm.v1').exception('failed')\n"

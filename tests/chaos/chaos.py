@@ -300,5 +300,7 @@ def _progress(callers: list[Caller]) -> int:
 
 
 def _computes(process: psutil.Process) -> bool:
-    """Whether it is more than the process that counts semaphores for `multiprocessing`."""
-    return "resource_tracker" not in " ".join(process.cmdline())
+    """Whether it is none of the processes that serve `multiprocessing`."""
+    command = " ".join(process.cmdline())
+    is_fork_server = "forkserver" in command and process.ppid() == os.getpid()
+    return not (is_fork_server or "resource_tracker" in command)

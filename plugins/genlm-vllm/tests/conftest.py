@@ -19,7 +19,7 @@ import pytest
 
 from genlm_vllm.conformance import TinyLlama
 
-from . import interpreted_triton
+from . import interpreted_triton, preloaded_workers
 
 _collect = gc.collect
 
@@ -34,6 +34,8 @@ def _collect_unless_for_vllm(generation: int = 2) -> int:
 
 
 gc.collect = _collect_unless_for_vllm
+
+preloaded_workers.fork_spawned_processes()
 
 if interpreted_triton.SECOND_RUNNER:
     interpreted_triton.provide()

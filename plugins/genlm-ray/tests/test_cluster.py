@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,8 +15,11 @@ import types
 
 import pytest
 import ray
+from typer.testing import CliRunner
 
+import genlm
 from genlm import ModelLoadError
+from genlm.cli import app
 from genlm_ray import cluster, serving
 
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -167,6 +173,51 @@ def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
     with pytest.raises(ModelLoadError, match="no Ray cluster was named"):
         serving.serve("chat", "demo", "reference")
     assert len(starts) == 1
+
+
+@pytest.fixture
+def listening():
+    """A socket that accepts connections on this machine."""
+    with socket.create_server(("", 0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("responds_with", "problem"),
+    [
+        (None, "it cannot be reached"),
+        (b"", "it does not respond"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what responds there is not a Ray cluster"),
+    ],
+)
+@pytest.mark.parametrize("client", ["", "ray://"])
+def test_an_address_without_a_cluster_is_an_error_within_seconds(
+    listening, monkeypatch, responds_with, problem, client
+):
+    """Ray itself tries to join for several minutes."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(cluster, "_init_ray", lambda _: pytest.fail("Ray tries to join"))
+    address = f"{client}127.0.0.1:{listening.getsockname()[1]}"
+    if responds_with is None:
+        listening.close()
+    elif responds_with:
+
+        def respond():
+            with contextlib.suppress(OSError):  # the test has ended
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.sendall(responds_with)
+                        connection.recv(100)
+
+        threading.Thread(target=respond, daemon=True).start()
+    message = f"cannot join the Ray cluster at '{re.escape(address)}'.*: {problem}.* for 0.5 s"
+    with pytest.raises(ModelLoadError, match=message):
+        genlm.get_backend("ray")("chat", address=address)
+    result = CliRunner().invoke(app, ["serve", "--status", "--address", address])
+    assert isinstance(result.exception, ModelLoadError)
+    assert re.search(message, str(result.exception))
 
 
 def test_the_local_cluster_is_one_whose_head_runs_here(monkeypatch):

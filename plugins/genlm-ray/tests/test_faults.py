@@ -233,6 +233,28 @@ def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_proces
     assert isinstance(errors[1].__cause__, ConnectionError)
 
 
+def test_a_model_of_a_lost_cluster_is_closed_without_calls_of_ray(load, monkeypatch):
+    """The calls would block until Ray ends this process."""
+    calls, lost = [], threading.Event()
+
+    async def until_head_is_lost():
+        await asyncio.to_thread(lost.wait)
+
+    monkeypatch.setattr(cluster, "until_head_is_lost", until_head_is_lost)
+    llm = load(replicas=1)
+    groups, actors = llm.engine._groups, [link.actor for link in llm.engine.driver.links]
+    with monkeypatch.context() as patched:
+        patched.setattr(serving, "kill", lambda *_, **__: calls.append("kill"))
+        patched.setattr(cluster, "remove", lambda _: calls.append("remove"))
+        lost.set()
+        assert isinstance(_ended(llm.next_token_logprobs_sync, [1, 2]), EngineDiedError)
+        llm.close()
+    assert calls == []
+    cluster.remove(groups)
+    for actor in actors:
+        serving.kill(actor)
+
+
 @pytest.mark.parametrize("what", ["it hangs", "its session has ended"])
 def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, reference, what):
     llm, engine, [actor] = in_process(replicas=1, ping_timeout_s=0.3)

@@ -8,12 +8,14 @@ import logging
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray._private.node import Node
+from ray._private.services import canonicalize_bootstrap_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -49,6 +51,18 @@ LEAVE_TIMEOUT_S = 10.0
 
 _PROBE_S = 2.0
 
+_JOIN_TIMEOUT_S = 10.0
+"""Time in which the head of a cluster must respond when this process joins it. Ray itself tries
+for several minutes."""
+
+_RETRY_S = 0.5
+
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""First bytes of a client, with an empty SETTINGS frame; gRPC servers respond with SETTINGS."""
+
+_HTTP2_SETTINGS = b"\x04"
+"""Type of the frame, the fourth byte of its header."""
+
 _ATTEMPTS = 3
 """Maximum number of attempts to start a cluster on this machine. Ray's processes must connect
 within 15 seconds, which is too short on an overloaded machine."""
@@ -80,7 +94,8 @@ def connect(
 
     Raises:
         ModelLoadError: There is no cluster, no cluster was named, the cluster has another
-            version of Ray or Python, or this process has joined another cluster.
+            version of Ray or Python or does not respond, or this process has joined another
+            cluster.
     """
     with _lock:
         if not ray.is_initialized():
@@ -108,6 +123,8 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
     if starts:
         arguments["include_dashboard"] = False
     arguments |= options
+    if not starts:
+        _check_head(target)
     for remaining in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
         error = _init_ray(arguments)
         if error is None:
@@ -121,6 +138,47 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
         f"cannot {action}: {type(error).__name__}: {error}. `ray start --head` starts a "
         f"cluster on this machine; address='host:port' joins another one"
     ) from error
+
+
+def _check_head(target: str) -> None:
+    """Raise an error if no head of a cluster responds, because `ray.init` would hang."""
+    address: str | None = target
+    if not target.startswith("ray://"):
+        try:
+            address = canonicalize_bootstrap_address(target)
+        except Exception:  # noqa: BLE001 - `ray.init` raises it too
+            return
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    if not port.isdecimal():  # an address that `ray.init` resolves or refuses
+        return
+    deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+    while (problem := _probe(host.strip("[]"), int(port), deadline_s)) is not None:
+        if time.monotonic() >= deadline_s - _RETRY_S:
+            where = "" if address == target else f" ({address})"
+            raise ModelLoadError(
+                f"cannot join the Ray cluster at {target!r}{where}: {problem}, for "
+                f"{_JOIN_TIMEOUT_S:g} s. Pass the address of a running cluster; on its head, "
+                f"`ray start --head` starts one and prints the address"
+            )
+        time.sleep(_RETRY_S)
+
+
+def _probe(host: str, port: int, deadline_s: float) -> str | None:
+    """Return why no gRPC server responds at an address, None if one does."""
+    timeout_s = max(deadline_s - time.monotonic(), _RETRY_S)
+    try:
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_HTTP2_PREFACE)
+            with connection.makefile("rb") as stream:
+                header = stream.read(9)
+    except TimeoutError:
+        return "it does not respond"
+    except OSError as error:
+        return f"it cannot be reached ({error.strerror or error})"
+    if header[3:4] != _HTTP2_SETTINGS and os.environ.get("RAY_USE_TLS", "0") != "1":
+        return "what responds there is not a Ray cluster"
+    return None
 
 
 def join(address: str | None = None, *, is_local: bool = False) -> str:

@@ -187,7 +187,10 @@ class Driver:
     Attributes:
         links: The replicas.
         died: The error of later requests when all replicas have ended.
+        is_head_lost: Whether the cluster does not respond, so that calls of Ray would block.
     """
+
+    is_head_lost = False
 
     def __init__(
         self,
@@ -248,11 +251,11 @@ class Driver:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
-        """End private replicas and detach from served replicas."""
+        """End private replicas and detach from served replicas, unless the cluster is lost."""
         if self._loop.is_closed():
             return
         for link in self.links:
-            if not ray.is_initialized():
+            if self.is_head_lost or not ray.is_initialized():
                 break
             if self._is_private:
                 serving.kill(link.actor)
@@ -547,6 +550,7 @@ class Driver:
     async def _watch_head(self) -> None:
         """Mark all replicas as dead when the cluster is lost."""
         await cluster.until_head_is_lost()
+        self.is_head_lost = True
         for task in self._tasks[:-1]:
             task.cancel()
         for link in self.links:

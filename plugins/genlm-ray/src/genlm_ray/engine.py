@@ -215,7 +215,7 @@ class RayEngine:
     def close(self) -> None:
         """End private replicas; served replicas keep running."""
         self.driver.close()
-        if ray.is_initialized():
+        if ray.is_initialized() and not self.driver.is_head_lost:
             cluster.remove(self._groups)
         self._groups = []
 

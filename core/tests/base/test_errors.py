@@ -20,6 +20,11 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
         ["9 tokens", "context of 8", "shorten it"],
     ),
     (
+        errors.ContextLengthError(10, 8, is_text=True),
+        {"length": 10, "max_context": 8, "is_text": True},
+        ["text of 10 tokens", "context of 8, with which texts of 9 tokens", "shorten it"],
+    ),
+    (
         errors.TokenIdError(70, 2, 64),
         {"token_id": 70, "position": 2, "vocab_size": 64},
         ["70 at position 2 is outside", "0 to 63"],

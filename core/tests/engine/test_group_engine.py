@@ -178,3 +178,26 @@ def test_columns_that_stay_on_the_device_are_not_moved_for_few_members() -> None
     for (column,), request in zip(MemberColumns.compute(rows, requests), requests, strict=True):
         assert column.device.type == "meta"
         assert len(column) == len(request.members)
+
+
+def test_every_query_of_a_cancelled_group_is_aborted_if_aborts_raise(caplog):
+    class Stuck(Single):
+        def abort(self, query_id: int) -> None:
+            super().abort(query_id)
+            raise OSError("cannot abort")
+
+    engine = Stuck()
+    groups = with_groups(engine)
+    lineage = Lineage.of_sequences([TokenSequence.of(ids) for ids in [(1,), (2,), (3,)]])
+    places = np.arange(3)
+    for query_id in (1, 2):
+        groups.submit_group(GroupQuery(query_id, Generation(lineage), places, places, Rows()))
+    groups.abort(1)
+    assert len(engine.aborted) == 3
+    assert caplog.text.count("OSError: cannot abort") == 3
+    completions: list[Completion] = []
+    while not completions:
+        completions += groups.step()
+    [(query_id, result, _)] = completions
+    assert query_id == 2
+    assert len(result.columns[0]) == 3

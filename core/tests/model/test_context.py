@@ -260,6 +260,25 @@ def test_an_engine_that_fails_to_release_goes_on(keeping: Any, caplog: Any) -> N
     assert "release failed" in caplog.text
 
 
+def test_a_release_that_fails_does_not_prevent_others(keeping: Any, caplog: Any) -> None:
+    llm, engine = keeping
+    release = engine.release_context
+
+    def release_others(adapter: str | None, key: bytes) -> None:
+        if len(key) == 4:
+            raise RuntimeError("release failed")
+        release(adapter, key)
+
+    engine.release_context = release_others
+    population = llm.population([[1], [1, 2], [3], [3, 4]])  # one lease
+    released = {(None, member.sequence.key) for member in population[1::2]}
+    population.draw_sync()
+    del population
+    gc.collect()
+    wait_for(lambda: set(engine.released) == released)
+    assert caplog.text.count("RuntimeError: release failed") == 2
+
+
 def test_contexts_dropped_after_close_need_nobody(keeping: Any) -> None:
     llm, engine = keeping
     ctx = llm.context([1])

@@ -357,7 +357,18 @@ def test_an_adapter_that_is_removed_while_it_is_replaced_is_freed_once(
 def test_a_context_of_a_replaced_adapter_says_so(removing: AsyncLM) -> None:
     context = removing.context([1], lora_name="a")
     removing.load_lora("folder/new", "a", replace=True)
-    with pytest.raises(UnknownAdapterError, match="'a' of this context was replaced"):
+    with pytest.raises(UnknownAdapterError, match="'a' of this context was unloaded, and"):
+        context.next_token_logprobs_sync()
+
+
+def test_a_context_of_an_adapter_that_was_loaded_again_says_so(removing: AsyncLM) -> None:
+    context = removing.context([1], lora_name="a")
+    removing.unload_lora("a")
+    with pytest.raises(UnknownAdapterError, match="no adapter named 'a'"):
+        context.next_token_logprobs_sync()
+    removing.load_lora("folder/a", "a")
+    message = "was unloaded, and the name belongs to an adapter that was loaded later"
+    with pytest.raises(UnknownAdapterError, match=message):
         context.next_token_logprobs_sync()
 
 

@@ -16,6 +16,7 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 from genlm.core.base.errors import EngineClosedError, EngineDiedError, QueryResetError
 from genlm.core.engine.engine import Capability
 from genlm.core.model.lm import AsyncLM
+from genlm.core.rows.group_reductions import Rows
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -42,6 +43,21 @@ REQUESTS: dict[str, Callable[[AsyncLM], Any]] = {
     "sync": lambda llm: llm.next_token_logprobs_sync([1]),
     "batch_sync": lambda llm: llm.batch_next_token_logprobs_sync([[1], [2]]),
     "sample": lambda llm: asyncio.run(llm.sample([1], 2)),
+    "sample_none": lambda llm: asyncio.run(llm.sample([1], 0)),
+    "stream_none": lambda llm: asyncio.run(anext(llm.stream([1], 0))),
+    "score_none": lambda llm: asyncio.run(llm.score([1])),
+    "reduce_none": lambda llm: llm.reduce_text_sync([1], Rows()),
+    "empty_batch": lambda llm: asyncio.run(llm.batch_next_token_logprobs([])),
+    "empty_batch_sync": lambda llm: llm.batch_next_token_logprobs_sync([]),
+    "empty_samples": lambda llm: llm.batch_sample_sync([], 3),
+    "empty_scores": lambda llm: llm.batch_score_sync([]),
+    "empty_draws": lambda llm: llm.batch_draw_sync([]),
+    "no_members": lambda llm: llm.population([1], 0).draw_sync(),
+    "no_rows": lambda llm: llm.population([1], 0).next_token_logprobs_sync(),
+    "finished": lambda llm: llm.population([1], 1).finish([True]).draw_sync(),
+    "no_tokens": lambda llm: llm.population([1], 1).sample_sync(0),
+    "with": lambda llm: llm.__enter__(),
+    "async_with": lambda llm: asyncio.run(llm.__aenter__()),
     "load_lora": lambda llm: llm.load_lora("folder", "a"),
     "pin_prefix": lambda llm: llm.pin_prefix([1]),
     "clear_kv_cache": lambda llm: llm.clear_kv_cache(),

@@ -14,7 +14,15 @@ import torch
 from scripted import ScriptedEngine, oracle_row
 
 import genlm
-from genlm import AsyncLM, Capability, EvaluationError, OutputCache, Reduction, TokenScores
+from genlm import (
+    AsyncLM,
+    Capability,
+    ContextLengthError,
+    EvaluationError,
+    OutputCache,
+    Reduction,
+    TokenScores,
+)
 from genlm.core.queries.query import Completion, Query, Reduced
 from genlm.core.rows.reductions import reduce_rows
 from genlm.core.rows.sampling import stream_seeds
@@ -422,6 +430,15 @@ def test_scores_are_those_of_the_rows(engine: type, make_model: MakeModel) -> No
     assert [scores.tolist() for scores in plain] == [loop_over_rows(t, 1) for t in texts]  # type: ignore[union-attr]
     assert llm.score_sync(llm.context(texts[2])).tolist() == loop_over_rows(texts[2], 1)
     assert asyncio.run(llm.score(np.array(texts[2]), 7)).shape == (0,)
+
+
+def test_a_text_has_one_token_more_than_the_context(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE, max_context=3))
+    assert len(llm.score_sync([1, 2, 3, 4])) == 3
+    message = "a text of 5 tokens .* context of 3, with which texts of 4 tokens"
+    with pytest.raises(ContextLengthError, match=message) as raised:
+        llm.score_sync([1, 2, 3, 4, 5])
+    assert (raised.value.length, raised.value.max_context) == (5, 3)
 
 
 def test_a_text_may_have_one_token_more_than_the_context(make_model: MakeModel) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import genlm
+from genlm.core.base.errors import TokenTypeError
 from genlm.core.engine.group_engine import GroupEngine
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.sequence import TokenSequence
@@ -169,7 +170,7 @@ def test_members_are_extended_copied_and_joined_as_numpy_does(tiny: genlm.AsyncL
     assert members(joined) == [(1, 2, 3, 4), (1, 2, 5, 6), (1, 2, 6)]
     mixed = tiny.population([[1], tiny.context([2, 3])])
     assert members(mixed) == [(1,), (2, 3)]
-    for index in (3, [0, 3], [0.5], [[0]]):
+    for index in (3, [0, 3], [0.5], [[0]], (0, 1), (slice(2), 0), ()):
         with pytest.raises(IndexError):
             population[index]
 
@@ -466,6 +467,15 @@ def test_an_engine_that_always_fails_is_called_few_times(tiny: genlm.AsyncLM) ->
     with pytest.raises(genlm.PopulationError, match="64 of 64"):
         population.next_token_logprobs_sync()
     assert len(engine.evaluated) <= 7
+
+
+def test_several_sequences_take_no_size(tiny: genlm.AsyncLM) -> None:
+    message = "`prompts` with `size` must be one sequence of token ids; found several"
+    for prompts in ([[1], [2]], ([1],), [tiny.context([1])], np.array([[1], [2]])):
+        with pytest.raises(TokenTypeError, match=message):
+            tiny.population(prompts, 2)  # type: ignore[arg-type]
+    for prompt in ([1], (1,), np.array([1]), torch.tensor([1]), tiny.context([1])):
+        assert len(tiny.population(prompt, 2)) == 2
 
 
 def test_contexts_that_are_full_are_listed() -> None:

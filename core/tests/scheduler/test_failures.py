@@ -277,25 +277,51 @@ def test_a_call_behind_one_that_kills_the_thread_is_answered(start):
             calls[1].result(TIMEOUT_S)
 
 
-def test_an_abort_that_raises_leaves_no_call_unanswered(start):
-    class Stuck(ScriptedEngine):
-        def abort(self, query_id):
-            raise OSError("cannot abort")
+class Stuck(ScriptedEngine):
+    """An engine that cannot abort."""
 
+    def abort(self, query_id):
+        self.aborted.append(query_id)
+        raise OSError("cannot abort")
+
+
+def test_an_abort_that_raises_concerns_no_other_request(start, caplog):
     llm, engine = start(Stuck())
     engine.hold()
 
     async def main():
-        request = asyncio.create_task(llm.next_token_logprobs([1]))
+        requests = [asyncio.create_task(llm.next_token_logprobs([i])) for i in (1, 2, 3)]
         await asyncio.to_thread(engine.wait_until_entered)
-        request.cancel()
-        await asyncio.wait([request])
-        call = llm._scheduler._worker.call(lambda _: None)
+        for request in requests[:2]:
+            request.cancel()
+        await asyncio.wait(requests[:2])
+        call = llm._scheduler._worker.call(lambda _: "called")
         engine.release()
-        with pytest.raises(EngineDiedError, match="cannot abort"):
-            await asyncio.to_thread(call.result, TIMEOUT_S)
+        assert await asyncio.to_thread(call.result, TIMEOUT_S) == "called"
+        torch.testing.assert_close(await requests[2], oracle_row([3], None, 16))
 
     asyncio.run(main())
+    assert len(engine.aborted) == 2
+    assert caplog.text.count("OSError: cannot abort") == 2
+    torch.testing.assert_close(llm.next_token_logprobs_sync([4]), oracle_row([4], None, 16))
+
+
+def test_aborts_that_raise_after_a_step_that_raises_leave_the_engine_usable(start):
+    class Broken(Stuck):
+        is_broken = True
+
+        def step(self):
+            if self.is_broken:
+                raise RuntimeError("the step failed")
+            return super().step()
+
+    llm, engine = start(Broken())
+    for answer in asyncio.run(ask_all(llm, [[1], [2]])):
+        assert isinstance(answer, EvaluationError)
+        assert "the step failed" in str(answer)
+    assert len(engine.aborted) == 2
+    engine.is_broken = False
+    torch.testing.assert_close(llm.next_token_logprobs_sync([4]), oracle_row([4], None, 16))
 
 
 def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usable(

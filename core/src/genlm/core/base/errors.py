@@ -106,15 +106,25 @@ class ContextLengthError(QueryError):
 
     Attributes:
         length: Number of tokens in the request.
-        max_context: Maximum number of tokens for this engine.
+        max_context: Maximum number of tokens of a context of this engine.
+        is_text: Whether the request is for the scores of a text. Its last token is not part of
+            a context, so a text has at most `max_context + 1` tokens.
     """
 
-    def __init__(self, length: int, max_context: int) -> None:
-        super().__init__(length, max_context)
+    def __init__(self, length: int, max_context: int, is_text: bool = False) -> None:
+        super().__init__(length, max_context, is_text)
         self.length = length
         self.max_context = max_context
+        self.is_text = is_text
 
     def __str__(self) -> str:
+        if self.is_text:
+            return (
+                f"a text of {self.length} tokens is longer than the context of "
+                f"{self.max_context}, with which texts of {self.max_context + 1} tokens can be "
+                f"scored, because the last token is not part of a context; shorten it or load "
+                f"a model with a longer context"
+            )
         return (
             f"a sequence of {self.length} tokens is longer than the context of "
             f"{self.max_context}; shorten it or load a model with a longer context"
@@ -174,7 +184,7 @@ class TokenTypeError(QueryError, TypeError):
 
 
 class UnknownAdapterError(QueryError, LookupError):
-    """A request for an adapter that is not loaded, or a context of a replaced adapter.
+    """A request for an adapter that is not loaded, or a context of an unloaded adapter.
 
     Attributes:
         name: Name of the requested adapter.
@@ -189,8 +199,8 @@ class UnknownAdapterError(QueryError, LookupError):
     def __str__(self) -> str:
         if self.name in self.loaded:
             return (
-                f"the adapter {self.name!r} of this context was replaced by another one; make "
-                "the context again"
+                f"the adapter {self.name!r} of this context was unloaded, and the name belongs "
+                "to an adapter that was loaded later; create the context again"
             )
         loaded = ", ".join(self.loaded) or "none"
         return (

@@ -38,6 +38,7 @@ __all__ = [
     "Engine",
     "LoraEngine",
     "PrefixCacheEngine",
+    "call_each",
     "checked_engine",
     "require_capability",
 ]
@@ -108,7 +109,7 @@ class Engine(Protocol):
         """Drop a query; a later completion of it is ignored.
 
         Ids of queries that a step has completed in the meantime must be ignored. An exception
-        ends the engine.
+        is logged; the engine continues with its other queries.
         """
         ...
 
@@ -147,6 +148,15 @@ def require_capability(engine: Engine, capability: Capability, backend: str) -> 
     if capability not in engine.capabilities:
         hints = getattr(engine, "capability_hints", {})
         raise UnsupportedCapabilityError(capability, backend, hints.get(capability, ""))
+
+
+def call_each(method: Callable[..., object], calls: Iterable[tuple[Any, ...]]) -> None:
+    """Call a method of an engine for each tuple of arguments; log errors and continue."""
+    for arguments in calls:
+        try:
+            method(*arguments)
+        except Exception:
+            logger.exception("%s%r raised", getattr(method, "__qualname__", method), arguments)
 
 
 @runtime_checkable

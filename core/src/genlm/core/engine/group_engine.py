@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from genlm.core.engine.engine import call_each
 from genlm.core.engine.group_sampling import (
     MemberRuns,
     RowRequest,
@@ -192,9 +193,10 @@ class GroupEngine:
         """Drop a query."""
         self._runs.pop(query_id, None)
         group = self._divided.pop(query_id, None)
-        for aborted_id in [query_id] if group is None else group.pending_ids:
-            self._row_requests.pop(aborted_id, None)
-            self.engine.abort(aborted_id)
+        if group is None:
+            self.engine.abort(query_id)
+        else:
+            self._abort_pending(group)
 
     def _is_divided(self, group: GroupQuery) -> bool:
         is_small = len(group.row_of) < self._smallest_group
@@ -246,13 +248,16 @@ class GroupEngine:
     def _finish_group(self, group_id: int) -> Completion:
         """Return the completion of a divided group; abort its pending queries."""
         group = self._divided.pop(group_id)
-        for query_id in group.pending_ids:
-            del self._row_requests[query_id]
-            self.engine.abort(query_id)
+        self._abort_pending(group)
         try:
             return Completion(group_id, group.result())
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(group_id, error=error)
+
+    def _abort_pending(self, group: _DividedGroup | MemberRuns) -> None:
+        for query_id in group.pending_ids:
+            del self._row_requests[query_id]
+        call_each(self.engine.abort, ((query_id,) for query_id in group.pending_ids))
 
     def _advance(self, completion: Completion) -> Completion | None:
         """Submit the next query of a run and return None, or return the completion."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from genlm.core.base.forking import renew_in_forks
+from genlm.core.engine.engine import call_each
 
 __all__ = ["ContextKey", "ContextLease", "LeaseTable"]
 
@@ -75,5 +76,4 @@ class LeaseTable:
                 if not self._counts[key]:
                     del self._counts[key]
                     unused_keys.append(key)
-        for key in unused_keys:
-            engine.release_context(*key)
+        call_each(engine.release_context, unused_keys)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
-from genlm.core.base.errors import map_batch
+from genlm.core.base.errors import TokenTypeError, map_batch
 from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import RequestCounters, Statistics
 from genlm.core.base.validation import (
@@ -29,6 +29,7 @@ from genlm.core.base.validation import (
     checked_builder,
     checked_integer,
     is_model_object,
+    is_sequence_like,
 )
 from genlm.core.engine.engine import Capability, Engine, checked_engine, require_capability
 from genlm.core.engine.group_engine import GroupEngine, with_groups
@@ -408,6 +409,12 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             parts = map_batch(
                 lambda prompt: self._requests.context_parts(prompt, lora_name), sequences
             )
+        elif _has_several(prompts):
+            raise TokenTypeError(
+                "several: pass them without `size`, one for each member",
+                "`prompts` with `size`",
+                "one sequence of token ids",
+            )
         else:
             parts = [self._requests.context_parts(cast("TokenIds", prompts), lora_name)]
         adapters = {part[1:] for part in parts}
@@ -578,19 +585,27 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         )
 
     def __enter__(self) -> Self:
+        self._scheduler.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
     def _require(self, capability: Capability) -> None:
         require_capability(self._scheduler.engine, capability, self.name)
+
+
+def _has_several(prompts: Any) -> bool:
+    """Whether an argument is a list of sequences, or an array of rows."""
+    if isinstance(prompts, (list, tuple)) and prompts:
+        return is_sequence_like(prompts[0]) and not isinstance(prompts[0], (str, bytes))
+    return getattr(prompts, "ndim", 1) > 1
 
 
 for _methods in (ReductionMethods, ScoreMethods, SampleMethods):

@@ -95,12 +95,17 @@ class Members:
         """Return a member as a `Context`, or members as a population.
 
         Args:
-            index: An integer; or a slice, an index array, possibly with repetitions, or an
-                array of n booleans, as in numpy and torch.
+            index: An integer; or a slice, a list or array of indices, possibly with
+                repetitions, or of n booleans, as in numpy and torch.
 
         Raises:
             IndexError: The index is out of range or of another form.
         """
+        if isinstance(index, tuple):
+            raise IndexError(
+                f"population[{', '.join(map(repr, index))}] has {len(index)} indices, and a "
+                f"population has one dimension; pass a list, such as population[[0, 1]]"
+            )
         if isinstance(index, torch.Tensor):
             index = index.cpu().numpy()
         if isinstance(index, slice):

@@ -110,9 +110,8 @@ class Population(Members):
                 distributions.
             GenlmError: As `AsyncLM.next_token_logprobs`.
         """
-        if not len(self):
-            return torch.empty(0, self._lm.vocabulary.size)
-        return (await self._reduce(Rows()))[0]
+        [rows] = await self._reduce(Rows())
+        return rows
 
     next_token_logprobs_sync = blocking(next_token_logprobs)
 
@@ -146,8 +145,6 @@ class Population(Members):
             order of probability; ties in ascending order of ids.
         """
         count = checked_count("k", k, self._lm.vocabulary.size)
-        if not len(self):
-            return TopTokens(torch.empty(0, count), torch.empty(0, count, dtype=torch.long))
         return TopTokens(*await self._reduce(TopColumns(count)))
 
     top_tokens_sync = blocking(top_tokens)
@@ -167,12 +164,7 @@ class Population(Members):
             TypeError: `reduction` is of another class.
             PopulationError: As `next_token_logprobs`, or `compute` of the reduction raised.
         """
-        reduction = checked_reduction(reduction)
-        if len(self):
-            columns = await self._reduce(reduction)
-        else:
-            rows, indices = torch.empty(0, self._lm.vocabulary.size), torch.empty(0).long()
-            columns = reduction.compute(rows, indices, indices)
+        columns = await self._reduce(checked_reduction(reduction))
         return columns[0] if len(columns) == 1 else columns
 
     reduce_sync = blocking(reduce)
@@ -194,11 +186,10 @@ class Population(Members):
             empty mask, 0 for a finished member.
         """
         settings = self._settings(masks, mask_index, bias=bias)
+        [values] = await self._reduce(MassColumns(settings.weights), settings.active)
+        self._check_masses(values, settings.active)
         log_mass = settings.log_mass
-        if len(settings.active):
-            [values] = await self._reduce(MassColumns(settings.weights), settings.active)
-            self._check_masses(values, settings.active)
-            log_mass[settings.active] = values
+        log_mass[settings.active] = values
         return log_mass
 
     log_mass_sync = blocking(log_mass)
@@ -355,6 +346,7 @@ class Population(Members):
         )
         active = np.flatnonzero(~self._finished)
         if not len(active) or not limit:
+            self._lm._scheduler.check_open()  # noqa: SLF001 - internal to genlm.core.model
             empty = torch.empty(count, 0)
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
@@ -419,17 +411,16 @@ class Population(Members):
         active, log_mass = settings.active, settings.log_mass
         shape = (len(self), *numbers.shape[1:])
         reduction = DrawColumns(settings.weights, numbers)
-        columns = await self._reduce(reduction, active) if len(active) else ()
-        if columns:
-            self._check_masses(columns[2], active)
-        if len(active) == len(self) > 0:
+        columns = await self._reduce(reduction, active)
+        self._check_masses(columns[2], active)
+        if len(active) == len(self):
             return DrawnTokens(*columns)
         inactive = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
         drawn = DrawnTokens(
             torch.full(shape, NO_TOKEN), inactive.clone(), log_mass, inactive.clone()
         )
         members = torch.from_numpy(active)
-        for column, values in zip(drawn, columns, strict=False):
+        for column, values in zip(drawn, columns, strict=True):
             column[members] = values
         return drawn
 
@@ -448,6 +439,8 @@ class Population(Members):
         self, reduction: GroupReduction, members: Integers64 | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return the columns of a reduction of some members, ascending, or of all members."""
+        if not len(self._places if members is None else members):
+            return self._lm._requests.reduce_no_rows(reduction)  # noqa: SLF001
         result: GroupResult = await self._query(reduction, members)
         return result.columns
 

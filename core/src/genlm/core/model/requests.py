@@ -152,6 +152,12 @@ class Requests:
             raise result
         return result
 
+    def reduce_no_rows(self, reduction: GroupReduction) -> tuple[torch.Tensor, ...]:
+        """Return the columns of a reduction of no rows."""
+        self.scheduler.check_open()
+        rows, indices = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
+        return reduction.compute(rows, indices, indices)
+
     def context_parts(
         self, token_ids: TokenIds, lora_name: str | None
     ) -> tuple[TokenSequence, str | None, str | None]:
@@ -324,8 +330,7 @@ class Requests:
         """Return the columns of a reduction of the rows that predict the tokens of a text."""
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if start == len(ids):
-            rows, indices = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
-            return reduction.compute(rows, indices, indices)
+            return self.reduce_no_rows(reduction)
         if Capability.SCORE not in self.capabilities:
             return await self._reduce_by_position(packed, start, reduction, adapter)
         query = Query(
@@ -348,10 +353,9 @@ class Requests:
             token_ids = token_ids.token_ids
         else:
             _, adapter = self._adapter(lora_name)
-        max_length = None if self.max_context is None else self.max_context + 1
-        ids, packed = checked_token_ids(
-            token_ids, vocab_size=self.vocab_size, max_context=max_length
-        )
+        ids, packed = checked_token_ids(token_ids, vocab_size=self.vocab_size, max_context=None)
+        if self.max_context is not None and len(ids) > self.max_context + 1:
+            raise ContextLengthError(len(ids), self.max_context, is_text=True)
         first = checked_integer("start", start, 1)
         if first > len(ids):
             raise ValueError(

@@ -161,6 +161,7 @@ class SampleMethods:
         [stream_seed] = stream_seeds(checked_seed(seed), 1)
         sequence, tail = query.sequence, b""
         [limit] = self._limits([query], options.max_tokens).tolist()
+        self._requests.scheduler.check_open()
         for position in range(limit):
             uniform = stream_uniform(stream_seed, position)
             draw = Draw(uniform, options.temperature, None, options.top_k, options.top_p)
@@ -213,10 +214,8 @@ class SampleMethods:
         seeds = np.array(stream_seeds(checked_seed(seed), len(queries)), np.int64)
         limits = self._limits(queries, options.max_tokens)
         continuations: list[list[int]] = [[] for _ in queries]
-        if not options.max_tokens:
-            return continuations
         places_by_adapter: dict[str | None, list[int]] = {}
-        for place, query in enumerate(queries):
+        for place, query in enumerate(queries if options.max_tokens else ()):
             places_by_adapter.setdefault(query.adapter, []).append(place)
         size = self._requests.sampled_together or len(queries)
         groups = [

@@ -177,7 +177,7 @@ class ScoreMethods:
         step = _REQUESTS_AT_ONCE if is_divided else max(1, len(items))
         results: list[Any] = []
         with tqdm(total=len(ends), desc="scoring", unit="text", disable=not progress) as bar:
-            for begin in range(0, len(items), step):
+            for begin in range(0, max(1, len(items)), step):
                 part = slice(begin, begin + step)
                 part_places = None if places is None else places[part]
                 results += await self._requests.answer(items[part], (), part_places)

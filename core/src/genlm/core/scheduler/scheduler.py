@@ -152,6 +152,7 @@ class Scheduler(Generic[EngineT]):
             submissions: Triples of the arguments of `answer`.
         """
         if not submissions:
+            self.check_open()
             return Request(concurrent.futures.Future(), 0)
         if is_blocking():
             self.reject_engine_thread()
@@ -238,6 +239,15 @@ class Scheduler(Generic[EngineT]):
         """
         self._worker.stop(_closed_error())
         self._worker.join()
+
+    def check_open(self) -> None:
+        """Raise the error of requests if they are rejected.
+
+        Raises:
+            EngineClosedError: The engine was closed.
+            EngineDiedError: The engine's thread ended.
+        """
+        self._worker.check_open()
 
     @property
     def closed(self) -> bool:

@@ -29,6 +29,7 @@ from genlm.core.base.errors import (
 )
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.statistics import SchedulerStatistics
+from genlm.core.engine.engine import call_each
 from genlm.core.queries.query import Completion, GroupQuery
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.background import run_in_background
@@ -140,13 +141,19 @@ class Worker:
         """The engine; raises the error that stopped the worker if the engine is closed."""
         engine = self._engine
         if engine is None:
-            self._raise_if_stopped()
+            self.check_open()
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
         """Return the engine's statistics; after closing, the last statistics."""
         engine = self._engine
         return self._final_statistics if engine is None else engine.statistics()
+
+    def check_open(self) -> None:
+        """Raise the error that stopped the worker, if it has stopped."""
+        if self.stopped is not None:
+            error = type(self.stopped)(*self.stopped.args)
+            raise error from self.stopped.__cause__
 
     def enqueue(self, request: Request, submissions: Iterable[Submission]) -> None:
         """Accept a request; if the worker has stopped, raise the error that stopped it.
@@ -156,7 +163,7 @@ class Worker:
         """
         arrived_s = time.perf_counter()
         with self._lock:
-            self._raise_if_stopped()
+            self.check_open()
             for place, (query, key, output) in enumerate(submissions):
                 self._table.enqueue(request, place, query, key, output, arrived_s)
         if not isinstance(request.future, concurrent.futures.Future):
@@ -182,7 +189,7 @@ class Worker:
         """Run `function(engine)` on the engine's thread, between two steps; see `Call`."""
         call = Call(function, wait_for)
         with self._lock:
-            self._raise_if_stopped()
+            self.check_open()
             self._calls.append(call)
             self._notify()
         return call.future
@@ -254,11 +261,6 @@ class Worker:
             except Exception:  # no request depends on it
                 logger.exception("waking the engine raised")
 
-    def _raise_if_stopped(self) -> None:
-        if self.stopped is not None:
-            error = type(self.stopped)(*self.stopped.args)
-            raise error from self.stopped.__cause__
-
     def _fail_all(self, error: EngineError) -> Delivery:
         self._aborts.extend(self._table.in_engine)
         delivery = Delivery()
@@ -320,8 +322,7 @@ class Worker:
         with self._lock:
             aborts, self._aborts = self._aborts, []
             evaluations = self._take()
-        for query_id in aborts:
-            engine.abort(query_id)
+        self._abort(engine, aborts)
         self._run_calls(engine)
         rejected = self._submit(engine, evaluations)
         if rejected:
@@ -331,6 +332,10 @@ class Worker:
             self._release(engine)
         if self._table.in_engine:
             self._step_once(engine)
+
+    @staticmethod
+    def _abort(engine: Any, query_ids: Iterable[int]) -> None:
+        call_each(engine.abort, ((query_id,) for query_id in query_ids))
 
     def _step_once(self, engine: Any) -> None:
         finished: Finished = []
@@ -353,7 +358,7 @@ class Worker:
         try:
             self._release_items(engine, items)
         except Exception:
-            logger.exception("release_context raised")
+            logger.exception("releasing state of the engine raised")
 
     def _run_calls(self, engine: Any) -> None:
         # One at a time: if the thread dies, `stop` fails the remaining calls.
@@ -436,8 +441,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - fails every query in the engine
             with self._lock:
                 evaluations = list(self._table.in_engine.values())
-            for evaluation in evaluations:
-                engine.abort(evaluation.query.query_id)
+            self._abort(engine, [evaluation.query.query_id for evaluation in evaluations])
             return [
                 (evaluation, Completion(evaluation.query.query_id, error=error))
                 for evaluation in evaluations

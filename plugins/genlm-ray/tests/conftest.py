@@ -1,17 +1,27 @@
-"""One small local cluster for all tests."""
+"""One small local cluster for all tests, and two replicas for most of them."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 import genlm
 from genlm_ray import cluster
 from genlm_ray.conformance import CLUSTER, RESOURCES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kill_processes_soon() -> Iterator[None]:
+    """Make Ray wait less than its 5 seconds for a process that does not end when asked to."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_kill_worker_timeout_milliseconds", "200")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +49,37 @@ def load(request: pytest.FixtureRequest, local_cluster: None) -> Callable[..., g
         return llm
 
     return load_replicas
+
+
+@pytest.fixture(scope="session")
+def _pair(local_cluster: None) -> Iterator[genlm.AsyncLM]:
+    with genlm.load_model(
+        "demo",
+        "ray",
+        engine="reference",
+        replicas=2,
+        max_restarts=-1,
+        output_cache=genlm.OutputCache(0),
+        resources=RESOURCES,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture
+def pair(_pair: genlm.AsyncLM) -> genlm.AsyncLM:
+    """Two replicas of the reference engine, which all tests share and may kill."""
+
+    def is_up(link: Any) -> bool:
+        try:
+            drivers = ray.get(link.actor.describe.remote(), timeout=60)["drivers"]
+        except RayError:
+            return False
+        return link.session in drivers
+
+    engine: Any = _pair.engine
+    while not all(map(is_up, engine.driver.links)):
+        time.sleep(0.05)
+    return _pair
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import re
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import types
 
+import psutil
 import pytest
 import ray
 from typer.testing import CliRunner
@@ -26,14 +26,15 @@ pytestmark = pytest.mark.usefixtures("local_cluster")
 
 PROGRAM = """
 import subprocess
-import sys
 
+import psutil
 import ray._private.node
+import genlm
 from genlm_ray import cluster
-from genlm_ray.conformance import CLUSTER
+from genlm_ray.conformance import CLUSTER, RESOURCES
 
-failures = int(sys.argv[1])
-find_node = ray._private.services.get_node
+services = ray._private.services
+find_node, start_dashboard = services.get_node, services.start_api_server
 started = []
 popen = subprocess.Popen.__init__
 
@@ -52,38 +53,64 @@ def failing(*arguments):
     return find_node(*arguments)
 
 
+def dashboard(*arguments, **options):
+    # Ray waits for the dashboard, which a cluster that does not start does not need.
+    return (None, None) if failures else start_dashboard(*arguments, **options)
+
+
 subprocess.Popen.__init__ = spied
-ray._private.services.get_node = failing
+services.get_node, services.start_api_server = failing, dashboard
+for failures in (3, 1):
+    print(f"{failures} failures:", end=" ")
+    try:
+        cluster.connect(None, CLUSTER, default="local")
+    except cluster.ModelLoadError as error:
+        print("raised", error, end=" ")
+    alive = sum(process.poll() is None for process in started)
+    print("alive", alive, "of", len(started), end=" ")
+    print("joined", ray.is_initialized(), flush=True)
+
+llm = genlm.load_model("demo", "ray", engine="reference", replicas=1, resources=RESOURCES)
+cluster.HEAD_TIMEOUT_S = 3.0
+processes = psutil.Process().children(recursive=True)
+processes.sort(key=lambda process: not {"gcs_server", "raylet"} & {process.name()})
+for process in processes:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
 try:
-    cluster.connect(None, CLUSTER, default="local")
-except cluster.ModelLoadError as error:
-    print("raised", error)
-print("alive", sum(process.poll() is None for process in started), "of", len(started))
-print("joined", ray.is_initialized())
-ray.shutdown()
+    llm.next_token_logprobs_sync([1, 2, 3])
+except genlm.EngineDiedError as error:
+    print("lost:", type(error).__name__, flush=True)
 """
 
 
-def outcome(failures: int) -> str:
-    program = textwrap.dedent(PROGRAM)
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", program, str(failures)]
+@pytest.fixture(scope="module")
+def program():
+    """Output of a program whose cluster does not start, starts, and is killed."""
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning" not in done.stderr
     return done.stdout
 
 
-def test_a_cluster_that_did_not_start_is_started_again():
-    output = outcome(failures=1)
-    assert "raised" not in output
-    assert "joined True" in output
+def test_after_three_failures_the_error_says_so_and_no_process_is_left(program):
+    [outcome] = re.findall("3 failures: .*", program)
+    assert "cannot start a Ray cluster: OSError: the node timed out" in outcome
+    assert "alive 0 of" in outcome
+    assert "joined False" in outcome
 
 
-def test_after_three_failures_the_error_says_so_and_no_process_is_left():
-    output = outcome(failures=3)
-    assert "cannot start a Ray cluster: OSError: the node timed out" in output
-    assert "alive 0 of" in output
-    assert "joined False" in output
+def test_a_cluster_that_did_not_start_is_started_again(program):
+    [outcome] = re.findall("1 failures: .*", program)
+    assert "raised" not in outcome
+    assert "joined True" in outcome
+
+
+def test_losing_the_cluster_ends_every_request(program):
+    assert "lost: EngineDiedError" in program
 
 
 def test_a_process_joins_one_cluster_at_a_time():
@@ -230,24 +257,8 @@ def test_the_local_cluster_is_one_whose_head_runs_here(monkeypatch):
         cluster.join(is_local=True)
 
 
-HEAD = """
-import sys
-import psutil
-import ray
-from genlm_ray import cluster
-from genlm_ray.conformance import CLUSTER
-
-cluster.connect(None, CLUSTER, default="local")
-[head] = [
-    child for child in psutil.Process().children(recursive=True) if "gcs_server" in child.name()
-]
-print(ray.get_runtime_context().gcs_address, head.pid, flush=True)
-sys.stdin.read()
-head.resume()
-"""
-
 STATUS = """
-import os, signal, sys
+import functools, os, signal, sys
 from genlm.cli import app
 from genlm_ray.engine import RayEngine
 
@@ -259,22 +270,22 @@ def served(address):
     return descriptions
 
 RayEngine.served = staticmethod(served)
-app(["serve", "--status", "--address", address])
+RayEngine.leave = staticmethod(functools.partial(RayEngine.leave, 1.0))
+app(["serve", "--status", "--name", "nothing", "--address", address])
 """
 
 
 def test_the_command_ends_after_its_table_although_the_head_hangs():
-    with subprocess.Popen(
-        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as head:
-        try:
-            address, pid = head.stdout.readline().split()
-            done = subprocess.run(
-                [sys.executable, "-c", STATUS, address, pid],
-                capture_output=True, text=True, timeout=300, check=False,
-            )  # fmt: skip
-        finally:
-            head.stdin.close()
+    address = ray.get_runtime_context().gcs_address
+    children = psutil.Process().children(recursive=True)
+    [head] = [child for child in children if child.name() == "gcs_server"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", STATUS, address, str(head.pid)],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    finally:
+        head.resume()
     assert done.returncode == 0, done.stderr
     assert "no served models" in done.stdout
     assert f"joined the Ray cluster at {address}" in done.stderr

@@ -82,11 +82,9 @@ def _assert_rows(population: Population, reference) -> None:
     torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
 
 
-def test_a_population_is_one_message_of_new_columns(load, reference, messages):
-    llm = load(replicas=2)
-    messages.clear()
+def test_a_population_is_one_message_of_new_columns(pair, reference, messages):
     generator = np.random.default_rng(0)
-    population = llm.population([72, 101], 30)
+    population = pair.population([72, 101], 30)
     for step in range(6):
         _assert_rows(population, reference)
         [(queries, [group])] = messages
@@ -109,8 +107,8 @@ def test_a_population_is_one_message_of_new_columns(load, reference, messages):
     assert torch.equal(drawn.token_ids, again.token_ids)
 
 
-def test_populations_of_a_lost_replica_are_computed_on_another(load, pids, reference):
-    llm = load(replicas=2, max_restarts=2)
+def test_populations_of_a_lost_replica_are_computed_on_another(pair, pids, reference):
+    llm = pair
     populations = [llm.population([72, 101], 5).extend(range(5)) for _ in range(4)]
     for population in populations:
         _assert_rows(population, reference)
@@ -137,11 +135,10 @@ def test_populations_of_a_lost_replica_are_computed_on_another(load, pids, refer
 
 
 def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fails(
-    load, reference
+    pair, reference
 ):
-    llm = load(replicas=1)
     population, local = (
-        model.population([72], 3).extend([1, 2, 2]) for model in (llm, reference)
+        model.population([72], 3).extend([1, 2, 2]) for model in (pair, reference)
     )
     added = torch.tensor([0.0, 10.0, 20.0])
     expected = local.next_token_logprobs_sync()
@@ -195,11 +192,9 @@ def _generations() -> tuple[Generation, Generation]:
     return first, Generation(later, first)
 
 
-def test_a_continuation_is_one_message_and_stays_with_its_replica(load, reference, messages):
-    llm = load(replicas=2)
-    messages.clear()
+def test_a_continuation_is_one_message_and_stays_with_its_replica(pair, reference, messages):
     sample, expected = (
-        model.population([72, 101], 30).sample_sync(8, seed=3) for model in (llm, reference)
+        model.population([72, 101], 30).sample_sync(8, seed=3) for model in (pair, reference)
     )
     [(_, [group])] = messages
     for part in ("token_ids", "logprobs", "draw_logprob"):

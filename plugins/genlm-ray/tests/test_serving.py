@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from genlm.plugin import Query
 from genlm.testing import TinyModel
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
-from genlm_ray.replica import ServingLimits
+from genlm_ray.replica import ReplicaSpec, ServingLimits
 from genlm_ray.wire import ReplicaRequest, pack_queries
 
 DRIVER = """
@@ -44,6 +45,14 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.fixture
+def by_value():
+    """Makes replicas load this module's classes, which they cannot import."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +103,28 @@ def _replicas_of_chat(address):
     return [item for item in serving.served(address) if item["name"] == "chat"]
 
 
-def test_a_client_detaches_from_a_shared_replica_that_is_silent_and_restarts_nothing(address):
-    serving.serve("paused", "demo", "reference", resources=RESOURCES)
-    try:
-        with genlm.load_model("paused", "ray", ping_timeout_s=1.0) as llm:
-            pid = llm.statistics().engine["replica 0: pid"]
+def test_a_client_detaches_from_shared_replicas_that_are_silent_and_restarts_nothing(
+    chat, address, pids
+):
+    with genlm.load_model("chat", "ray", ping_timeout_s=1.0) as llm:
+        before = pids(llm)
+        for pid in before:
             os.kill(pid, signal.SIGSTOP)
 
-            async def main():
-                request = asyncio.create_task(llm.next_token_logprobs([1, 2, 3]))
-                while llm.statistics().engine["replica 0: restarts"] == 0:
-                    await asyncio.sleep(0.05)
+        async def main():
+            request = asyncio.create_task(llm.next_token_logprobs([1, 2, 3]))
+            figures = llm.statistics
+            while not all(figures().engine[f"replica {i}: restarts"] for i in range(2)):
+                await asyncio.sleep(0.05)
+            for pid in before:
                 os.kill(pid, signal.SIGCONT)
-                return await request
+            return await request
 
-            asyncio.run(asyncio.wait_for(main(), 120))
-            assert llm.statistics().engine["replica 0: pid"] == pid
-        [item] = [item for item in serving.served(address) if item["name"] == "paused"]
-        assert item["pid"] == pid
-    finally:
-        serving.stop("paused")
+        asyncio.run(asyncio.wait_for(main(), 120))
+        while not all(link.session for link in llm.engine.driver.links):
+            time.sleep(0.05)
+        assert pids(llm) == before
+    assert [item["pid"] for item in _replicas_of_chat(address)] == before
 
 
 @pytest.mark.parametrize(
@@ -122,59 +133,6 @@ def test_a_client_detaches_from_a_shared_replica_that_is_silent_and_restarts_not
 def test_a_client_does_not_set_when_a_shared_replica_is_restarted(chat, option):
     with pytest.raises(TypeError, match=f"{next(iter(option))}= for the served model 'chat'"):
         genlm.load_model("chat", "ray", **option)
-
-
-def test_pings_are_answered_beside_the_long_polls_of_150_drivers(address):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    serving.serve("busy", "demo", "reference", resources=RESOURCES, driver_timeout_s=1000)
-    try:
-        [actor] = serving.actors_of("busy")
-        ray.get(actor.attach.remote("driver", "session", {}, []))
-        endless = pack_queries([Query(0, (1, 2), outputs=(Endless(),))])
-        polls = [actor.exchange.remote("session", endless)]
-        polls += [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
-        ray.get(actor.notify.remote("session", ReplicaRequest()), timeout=120)
-        assert not ray.wait(polls, num_returns=1, timeout=0)[0]
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-        serving.stop("busy")
-
-
-HANGING = """
-import ctypes, sys, threading
-import ray, ray.cloudpickle
-from genlm import get_backend
-from genlm.plugin import Query
-from genlm_ray.replica import Replica, ReplicaSpec
-from genlm_ray.wire import pack_queries
-
-class Hanging(Replica):
-    def _build(self):
-        engine = super()._build()
-        # Without the GIL nothing else of the process runs.
-        library = ctypes.PyDLL(None) if sys.argv[2] == "PyDLL" else ctypes.CDLL(None)
-        engine.step = lambda: library.sleep(10**6)
-        return engine
-
-ray.init(address=sys.argv[1], log_to_driver=False)
-spec = ReplicaSpec("reference", "demo", {}, "", 1, 60.0, step_timeout_s=1.0)
-actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10).remote(spec)
-ray.get(actor.attach.remote("driver", "session", {}, []))
-try:
-    ray.get(actor.exchange.remote("session", pack_queries([Query(0, (1, 2))])))
-except ray.exceptions.ActorDiedError:
-    print("the replica's process has ended")
-"""
-
-
-@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
-def test_a_replica_whose_step_hangs_ends_its_own_process(address, library):
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING, address, library],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    # Ray may print to the same line.
-    assert "the replica's process has ended" in done.stdout, done.stderr[-3000:]
 
 
 @dataclass(frozen=True)
@@ -186,31 +144,41 @@ class Endless(genlm.Reduction):
         threading.Event().wait()
 
 
-def test_a_clients_endless_reduction_does_not_hold_up_another_client(address, reference):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    limits = ServingLimits(reduction_s=1.0, pending_queries=16)
-    serving.serve("shared", "demo", "reference", resources=RESOURCES, limits=limits)
-    try:
-        with (
-            genlm.load_model("shared", "ray") as one,
-            genlm.load_model("shared", "ray") as other,
-        ):
+def test_pings_are_answered_beside_the_long_polls_of_150_drivers(chat, by_value):
+    actor = serving.actors_of("chat")[0]
+    ray.get(actor.attach.remote("driver", "session", {}, []))
+    endless = pack_queries([Query(0, (1, 2), outputs=(Endless(),))])
+    polls = [actor.exchange.remote("session", endless)]
+    polls += [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
+    ray.get(actor.notify.remote("session", ReplicaRequest()), timeout=120)
+    assert not ray.wait(polls, num_returns=1, timeout=0)[0]
+    ray.get(actor.detach.remote("session"))
+    assert ray.get(polls) == [None] * len(polls)
 
-            async def main():
-                endless = asyncio.create_task(one.reduce([1, 2], Endless()))
-                prompts = [[3, i] for i in range(100)]  # more than may be pending
-                rows = await other.batch_next_token_logprobs(prompts)
-                torch.testing.assert_close(
-                    rows, reference.batch_next_token_logprobs_sync(prompts)
-                )
-                with pytest.raises(genlm.EvaluationError, match="has run for more than 1 s"):
-                    await endless
-                assert torch.is_tensor(await one.next_token_logprobs([1, 2]))
 
-            asyncio.run(asyncio.wait_for(main(), 120))
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-        serving.stop("shared")
+class Hanging(replica.Replica):
+    """A replica whose steps hang, with the GIL (`"PyDLL"`) or without it (`"CDLL"`)."""
+
+    def __init__(self, spec, library):
+        super().__init__(spec)
+        self.library = library
+
+    def _build(self):
+        engine = super()._build()
+        library = getattr(ctypes, self.library)(None)
+        engine.step = lambda: library.sleep(10**6)
+        return engine
+
+
+def test_a_replica_whose_step_hangs_ends_its_own_process(address, by_value):
+    spec = ReplicaSpec("reference", "demo", {}, "", 1, 60.0, step_timeout_s=1.0)
+    actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10)
+    hanging = [actor.remote(spec, library) for library in ("CDLL", "PyDLL")]
+    ray.get([each.attach.remote("driver", "session", {}, []) for each in hanging])
+    queries = pack_queries([Query(0, (1, 2))])
+    for each in hanging:
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            ray.get(each.exchange.remote("session", queries), timeout=300)
 
 
 @dataclass(frozen=True)
@@ -228,45 +196,71 @@ class Largest(genlm.Reduction):
         return rows.amax(-1).tolist()
 
 
-def test_a_clients_reduction_of_a_text_does_not_hold_up_another_client(address, tmp_path):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    path = str(TinyModel(tmp_path / "tiny").path)
+@pytest.fixture(scope="module")
+def scoring(address, tmp_path_factory):
+    """A served model of hf with small limits, and the same model in this process."""
+    path = str(TinyModel(tmp_path_factory.mktemp("scoring") / "tiny").path)
     options = {"device": "cpu", "dtype": "float32"}
     serving.serve(
         "scoring", path, "hf", engine_opts=options, resources=RESOURCES,
-        limits=ServingLimits(reduction_s=1.0),
+        limits=ServingLimits(reduction_s=1.0, pending_queries=16),
     )  # fmt: skip
+    with genlm.load_model(path, "hf", **options) as hf:
+        yield hf
+    serving.stop("scoring")
+
+
+@pytest.fixture
+def clients(scoring):
+    """Two programs that use the served model."""
+    with genlm.load_model("scoring", "ray") as one, genlm.load_model("scoring", "ray") as other:
+        yield one, other
+
+
+def test_a_clients_endless_reduction_does_not_hold_up_another_client(
+    clients, scoring, by_value
+):
+    one, other = clients
+
+    async def main():
+        endless = asyncio.create_task(one.reduce([1, 2], Endless()))
+        prompts = [[3, i] for i in range(100)]  # more than may be pending
+        rows = await other.batch_next_token_logprobs(prompts)
+        expected = scoring.batch_next_token_logprobs_sync(prompts)
+        torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
+        with pytest.raises(genlm.EvaluationError, match="has run for more than 1 s"):
+            await endless
+        assert torch.is_tensor(await one.next_token_logprobs([1, 2]))
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_clients_reduction_of_a_text_does_not_hold_up_another_client(
+    clients, scoring, by_value
+):
+    one, other = clients
     text = [3 + i % 50 for i in range(60)]
-    try:
-        with (
-            genlm.load_model(path, "hf", **options) as hf,
-            genlm.load_model("scoring", "ray") as one,
-            genlm.load_model("scoring", "ray") as other,
-        ):
-            assert "score" in one.capabilities
+    assert "score" in one.capabilities
 
-            async def main():
-                with pytest.raises(genlm.EvaluationError, match="SystemExit"):
-                    await one.reduce_text(text, Largest("exit"))
-                torch.testing.assert_close(
-                    await one.reduce_text(text, Largest(), 5),
-                    await hf.reduce_text(text, Largest(), 5),
-                )
-                endless = asyncio.create_task(one.reduce_text(text, Largest("wait")))
-                for start in range(1, 60):  # some of them after it began
-                    await other.score(text, start)
-                with pytest.raises(genlm.EvaluationError, match="has run for more than 1 s"):
-                    await endless
-                assert torch.is_tensor(await one.next_token_logprobs([4, 5]))
-                torch.testing.assert_close(
-                    await other.reduce_text(text, Largest()),
-                    await hf.reduce_text(text, Largest()),
-                )
+    async def main():
+        with pytest.raises(genlm.EvaluationError, match="SystemExit"):
+            await one.reduce_text(text, Largest("exit"))
+        torch.testing.assert_close(
+            await one.reduce_text(text, Largest(), 5),
+            await scoring.reduce_text(text, Largest(), 5),
+        )
+        endless = asyncio.create_task(one.reduce_text(text, Largest("wait")))
+        for start in range(1, 60):  # some of them after it began
+            await other.score(text, start)
+        with pytest.raises(genlm.EvaluationError, match="has run for more than 1 s"):
+            await endless
+        assert torch.is_tensor(await one.next_token_logprobs([4, 5]))
+        torch.testing.assert_close(
+            await other.reduce_text(text, Largest()),
+            await scoring.reduce_text(text, Largest()),
+        )
 
-            asyncio.run(asyncio.wait_for(main(), 120))
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-        serving.stop("scoring")
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
@@ -299,11 +293,10 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
     with pytest.raises(ModelLoadError, match="0 GPU"):
         serving.serve("big", "demo", "reference", resources={"num_gpus": 1})
     whole = {"engine": "reference", "replicas": 1, "resources": {"num_cpus": 2}}
-    with (
-        genlm.load_model("demo", "ray", engine="reference", replicas=1),
-        pytest.raises(ModelLoadError, match="other programs still use"),
-    ):
+    others = cluster.reserve_resources([{"CPU": 1.0}], 1, name="", timeout_s=60)
+    with pytest.raises(ModelLoadError, match="other programs still use"):
         genlm.load_model("demo", "ray", place_timeout_s=0.5, **whole)
+    cluster.remove(others)
     with pytest.raises(ModelLoadError, match="no text to train"):
         serving.serve("lost", "no/such/file", "reference", resources=RESOURCES)
     assert "lost" not in {item["name"] for item in serving.served(address)}

@@ -415,6 +415,25 @@ def test_a_potential_may_be_a_coroutine_function(llm):
         assert torch.equal(particles.population.tokens, expected.population.tokens)
 
 
+@pytest.mark.parametrize("wait", [lambda: asyncio.sleep(0), lambda: asyncio.to_thread(int)])
+def test_a_potential_that_needs_an_event_loop_is_refused_without_one(llm, wait):
+    async def potential(population: Any) -> Any:
+        await wait()
+        return [0.0] * len(population)
+
+    with pytest.raises(RuntimeError) as error:
+        last(llm, 2, potential=potential, max_tokens=1)
+    message = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert "may await only methods of models" in message
+    assert "call the coroutine form" in message
+
+    async def collected() -> int:
+        states = steer(llm, PROMPT, 2, potential=potential, max_tokens=1)
+        return len([particles async for particles in states])
+
+    assert asyncio.run(collected()) == 1
+
+
 def test_arguments_that_steer_cannot_use_are_refused(llm):
     refused = {
         "size=0": (ValueError, {"size": 0}),
@@ -423,6 +442,15 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "expected a Language or a Constraint": (TypeError, {"constraint": "ab"}),
         "expected bytes": (TypeError, {"constraint": Automaton.regex("a+"), "text": "a"}),
         "texts of a Language": (ValueError, {"text": b"a"}),
+        "max_tokens=-1; it must be 0": (ValueError, {"max_tokens": -1}),
+        "max_tokens='3'; expected an integer": (TypeError, {"max_tokens": "3"}),
+        "seed=-1; it must be 0": (ValueError, {"seed": -1}),
+        "seed=1.5; expected an integer": (TypeError, {"seed": 1.5}),
+        "temperature=.*; expected a number": (TypeError, {"temperature": np.ones(2)}),
+        "resample_below='a'; expected a number": (TypeError, {"resample_below": "a"}),
+        "potential=1.0; expected a function": (TypeError, {"potential": 1.0}),
+        "the potential returned NoneType": (TypeError, {"potential": lambda _: None}),
+        "the potential returned str": (TypeError, {"potential": lambda _: "ab"}),
     }
     for message, (error, options) in refused.items():
         with pytest.raises(error, match=message):

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from genlm.constraints.protocol import Constraint, Language
 from genlm.core.base.blocking import run_blocking
-from genlm.core.base.validation import checked_integer, checked_stop
+from genlm.core.base.validation import checked_integer, checked_number, checked_stop
+from genlm.core.rows.sampling import checked_seed
 from genlm.smc.particles import History, Particles, Step
 from genlm.smc.resampling import (
     Floats,
@@ -81,13 +83,19 @@ async def steer(
         ValueError: A number is out of range, the constraint has another size, the potential
             is NaN, infinite or of another shape, `text` is given without a `Language`, or as
             `Language.start`.
-        TypeError: `constraint` is neither a `Language` nor a `Constraint`, `text` is not
-            `bytes`, or `stop` has texts.
+        TypeError: An argument, or the result of the potential, is of another type.
         GenlmError: As `Population.draw`.
     """
-    if not 0 <= resample_below <= 1:
+    if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
     size = checked_integer("size", size, 1)
+    max_tokens = checked_integer("max_tokens", max_tokens, 0)
+    temperature = checked_number("temperature", temperature)
+    if potential is not None and not callable(potential):
+        raise TypeError(
+            f"potential={potential!r}; expected a function of a population that returns "
+            f"log-factors, shape (n,)"
+        )
     stop_ids, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
     if stop_texts:
         raise TypeError(f"stop={stop!r}; steer finishes particles at token ids, not at texts")
@@ -107,7 +115,13 @@ async def steer(
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     population = llm.population(prompt, size)
     particle_filter = _Filter(
-        llm, population, constraint, potential, ends=ends, temperature=temperature, seed=seed
+        llm,
+        population,
+        constraint,
+        potential,
+        ends=ends,
+        temperature=temperature,
+        seed=checked_seed(seed),
     )
     with _progress_bar(max_tokens, is_shown=progress) as bar:
         for _ in range(max_tokens):
@@ -150,7 +164,7 @@ class _Filter:
         *,
         ends: npt.NDArray[np.int64],
         temperature: float,
-        seed: int | None,
+        seed: int,
     ) -> None:
         self._llm = llm
         self._population = population
@@ -238,6 +252,11 @@ class _Filter:
 
 def _checked_potential(values: LogWeights, live: npt.NDArray[np.bool_]) -> Floats:
     """Return the values of a potential, of which those of live particles are log-factors."""
+    if not isinstance(values, torch.Tensor) and np.asarray(values).dtype.kind not in "biuf":
+        raise TypeError(
+            f"the potential returned {type(values).__name__}; expected one number for each of "
+            f"{len(live)} particles"
+        )
     potentials = float64_array(values)
     if potentials.shape not in {(), live.shape}:
         raise ValueError(

@@ -22,6 +22,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_NO_LOOP = (
+    "a blocking method runs without an event loop, so a function that it awaits, such as a "
+    "potential of steer_sync, may await only methods of models. For other awaitables, such as "
+    "asyncio.sleep, gather and to_thread, call the coroutine form of the method, such as steer"
+)
+
 _thread = threading.local()
 """Has the attribute `is_blocking` on threads that run or have run a blocking twin."""
 
@@ -57,12 +63,14 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+    except RuntimeError as error:
+        if str(error) == "no running event loop":
+            error.add_note(_NO_LOOP)
+        raise
     finally:
         _thread.is_blocking = was_blocking
     coroutine.close()
-    raise RuntimeError(
-        "the coroutine of a blocking method awaits something other than a request"
-    )
+    raise RuntimeError(_NO_LOOP)
 
 
 def is_blocking() -> bool:

@@ -113,7 +113,9 @@ def test_long_files_are_shown_in_part() -> None:
         ('{"text": "a", "prompt": 1}\n', [], 'line 1: expected a string as "prompt"'),
         ("a\nbcdefgh\nbcdefghi\n", ["--options", '{"max_context": 5}'], "line 2 has 8 tokens"),
         ("a\n", ["--options", "[]"], "not a JSON object"),
+        ("a\n", ["--options", '{"backend": "hf"}'], "'backend' is an argument of the command"),
         ("a\n", ["--output", "/no/such/folder/x"], "No such file"),
+        ("a\n", ["--tokens"], "the table has no tokens; name a file"),
     ],
 )
 def test_errors_name_the_line(content: str | bytes, options: list[str], message: str) -> None:
@@ -126,6 +128,16 @@ def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     result = score(str(tmp_path / "none"))
     assert result.exit_code == 2
     assert "No such file" in result.output
+
+
+def test_the_texts_are_not_replaced_by_their_scores(tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("a\n")
+    (tmp_path / "link").symlink_to(tmp_path / "texts")
+    for output in "texts", "link":
+        result = score(str(tmp_path / "texts"), "--output", str(tmp_path / output))
+        assert result.exit_code == 2
+        assert "whose texts would be lost" in result.output
+    assert (tmp_path / "texts").read_text() == "a\n"
 
 
 def test_an_object_on_each_line_may_be_text() -> None:

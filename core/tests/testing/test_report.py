@@ -175,6 +175,8 @@ def test_an_expected_failure_of_no_check_exits_with_2(check, tmp_path):
         ["--profile", "slow"],
         ["--seed", "-1"],
         ["--model", "demo", "--dtype", "int8"],
+        ["--model", "demo", "--dtype", "auto"],
+        ["--dtype", "bfloat16"],
     ],
 )
 def test_what_does_not_exist_exits_with_2(check, arguments):
@@ -195,8 +197,15 @@ def test_an_unknown_check_is_answered_with_a_few_names(check, name, message):
     assert len(result.output.splitlines()) < 10
 
 
-def test_dtypes_are_spelled_as_people_do(check, monkeypatch):
-    result = check("--only", "rows-are-right", "--dtype", "bf16", "--json")
+def test_a_trie_loads_no_model():
+    result = CliRunner().invoke(app, ["check", "numpy", "--model", "demo"])
+    assert result.exit_code == 2
+    assert "'numpy' is a trie; only engines load a model" in result.output
+
+
+def test_dtypes_are_spelled_as_people_do():
+    arguments = ["--model", "demo", "--dtype", "bf16", "--only", "batch-equals-map", "--json"]
+    result = CliRunner().invoke(app, ["check", "reference", *arguments])
     assert json.loads(result.stdout)["settings"]["dtype"] == "bfloat16"
 
 

@@ -14,6 +14,7 @@ from genlm.core.base.errors import GenlmError
 from genlm.core.plugins.lookup import list_backends
 from genlm.core.plugins.spec import Kind
 from genlm.engines.dtypes import dtype_name
+from genlm.testing.target import TOLERANCE_CAPS
 
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
@@ -68,12 +69,20 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 """`--json` of all commands that print an object."""
 
 
-def checked_dtype(text: str) -> str:
-    """Return the name of a dtype from any usual spelling; a callback of options."""
+def checked_dtype(text: str | None) -> str | None:
+    """Return the name of a dtype that has a tolerance; a callback of options."""
+    if text is None:
+        return None
     try:
-        return dtype_name(text)
+        name = dtype_name(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if name not in TOLERANCE_CAPS:
+        expected = ", ".join(TOLERANCE_CAPS)
+        raise typer.BadParameter(
+            f"{name!r} has no tolerance; name the dtype of the model: {expected}"
+        )
+    return name
 
 
 def checked_options(text: str, option: str = "--options") -> dict[str, Any]:
@@ -81,6 +90,11 @@ def checked_options(text: str, option: str = "--options") -> dict[str, Any]:
     value = json_object(text)
     if value is None:
         raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint=option)
+    for name in sorted({"model", "backend"} & value.keys()):
+        raise typer.BadParameter(
+            f"{name!r} is an argument of the command, not an option of the engine",
+            param_hint=option,
+        )
     return value
 
 

@@ -31,12 +31,12 @@ def check(
         typer.Option(help="Model id or path to check without an oracle, in place of targets."),
     ] = None,
     dtype: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Dtype of that model; determines the tolerance.",
+            help="Dtype of that model, by default float32; determines the tolerance.",
             callback=checked_dtype,
         ),
-    ] = "float32",
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="ID", help="Id of a check to run; may be repeated."),
@@ -61,12 +61,17 @@ def check(
     2: an option is invalid, or names an unknown check.
     """
     _require_hypothesis()
+    if dtype is not None and model is None:
+        raise typer.BadParameter(
+            "it is the dtype of --model; the targets of a backend have dtypes of their own",
+            param_hint="--dtype",
+        )
     from genlm.testing.run import Settings, prepared
 
     settings = Settings(
         backend,
         model=model,
-        dtype=dtype,
+        dtype=dtype or "float32",
         only=tuple(only or ()),
         profile=profile,
         xfail=xfail,

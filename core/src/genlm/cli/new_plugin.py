@@ -44,7 +44,11 @@ def new(
         Path | None, typer.Option(help="Folder to create; by default genlm-NAME.")
     ] = None,
 ) -> None:
-    """Create a package with a small engine, its tests and its metadata."""
+    """Create a package with a small engine, its tests and its metadata.
+
+    A plugin with a token trie has the same files: a spec with kind="trie", a class derived from
+    TokenCharacterTrie, and a TrieTarget, as in genlm-trie-cuda.
+    """
     _check(name)
     root = Path(f"genlm-{name}") if folder is None else folder
     if root.exists():

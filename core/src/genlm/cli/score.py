@@ -93,7 +93,8 @@ def score(
         typer.Option(help="Output file with one JSON line per text; - for standard output."),
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Include the log-probability of each token.")
+        bool,
+        typer.Option("--tokens", help="Write the log-probability of each token to --output."),
     ] = False,
     form: Annotated[
         Literal["auto", "text", "jsonl"],
@@ -107,9 +108,18 @@ def score(
 ) -> None:
     """Compute the log-probability, perplexity and bits per byte of texts."""
     load_options = checked_options(options)
+    if tokens and output is None:
+        raise typer.BadParameter(
+            "the table has no tokens; name a file, or - for standard output, with --output",
+            param_hint="--tokens",
+        )
     texts = texts_of(file, form)
     if output not in (None, "-"):
         require_writable("--output", Path(output))  # a run may take an hour
+        if file != "-" and Path(output).exists() and Path(output).samefile(file):
+            raise typer.BadParameter(
+                f"{output!r} is FILE, whose texts would be lost", param_hint="--output"
+            )
     with load(model, backend, load_options) as llm:
         encoded = _encode_texts(llm, texts)
         rows = llm.batch_score_sync(

@@ -53,7 +53,9 @@ def serve(
 ) -> None:
     """Serve a model on a Ray cluster for several programs; list and stop served models."""
     if not name and not status:
-        raise typer.BadParameter("name the model", param_hint="--name")
+        raise typer.BadParameter(
+            "missing; it names the model to serve or to stop", param_hint="--name"
+        )
     if status and stop:
         raise typer.BadParameter("--status and --stop exclude each other")
     if local and address:

@@ -273,6 +273,8 @@ def targets_of(
         ValueError: `dtype` has no tolerance.
     """
     if model is not None:
+        if info.kind == "trie":
+            raise ValueError(f"{info.name!r} is a trie; only engines load a model")
         return [_target_without_oracle(info, model, dtype)]
     if info.conformance is None:
         raise LookupError(

@@ -6,9 +6,7 @@ state of the process.
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -19,22 +17,9 @@ import pytest
 
 from genlm_vllm.conformance import TinyLlama
 
-from . import interpreted_triton, preloaded_workers
+from . import frozen_modules, interpreted_triton, preloaded_workers
 
-_collect = gc.collect
-
-
-def _collect_unless_for_vllm(generation: int = 2) -> int:
-    """Skip the collections that vLLM starts: eight for each engine, of half a second each.
-
-    genlm-vllm collects when it has closed an engine.
-    """
-    caller = str(sys._getframe(1).f_globals.get("__name__"))
-    return 0 if caller.startswith("vllm.") else _collect(generation)
-
-
-gc.collect = _collect_unless_for_vllm
-
+frozen_modules.keep_frozen()
 preloaded_workers.fork_spawned_processes()
 
 if interpreted_triton.SECOND_RUNNER:
@@ -51,6 +36,10 @@ THIRD_PARTY = (
 def pytest_configure(config: pytest.Config) -> None:
     for warning in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", warning)
+
+
+def pytest_unconfigure() -> None:
+    frozen_modules.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,8 @@ import os
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+from . import frozen_modules
+
 # Not genlm_vllm: its workers configure themselves by the environment when they import it.
 MODULES = (
     "genlm.plugin",
@@ -31,7 +33,8 @@ class PreloadedProcess(ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
-        gc.freeze()  # the modules are not searched for garbage
+        frozen_modules.keep_frozen()
+        gc.freeze()
         super().run()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import re
 import sys
 import types
 import weakref
@@ -16,14 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import run_program
 
 from genlm import EngineDiedError, ModelLoadError, VocabularyError
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.engine import VLLMEngine
-from genlm_vllm.process_state import Accelerator
+from genlm_vllm.process_state import Accelerator, log_variables
 
+from . import frozen_modules
 from .traffic import finish, largest_error, prompts, rows, submit
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    with frozen_modules.unfrozen():
+        yield
 
 
 @pytest.fixture
@@ -86,6 +91,7 @@ def test_an_engine_is_built_after_numba_was_imported(
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:
     def process_state() -> dict[str, Any]:
         return {
@@ -127,6 +133,7 @@ def test_what_vllm_disables_once_is_disabled_for_the_next_engine_too(
     assert torch.accelerator.synchronize is of_torch
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_closing_gives_the_memory_back(serve: Any) -> None:
     engine = serve()
     rows(engine, prompts(9))
@@ -148,6 +155,7 @@ def test_figures_outlive_the_engine(serve: Any) -> None:
     assert figures["tokens_evaluated"] == 9
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_an_engine_that_is_dropped_frees_the_process(serve: Any, tiny: Any) -> None:
     engine = tiny.engine(lora=False)
     del engine
@@ -178,27 +186,16 @@ def test_an_engine_that_cannot_forget_a_failed_step_refuses_all_queries(
     assert largest_error(tiny, rows(serve(), sequences), sequences) <= 1e-4
 
 
-LOAD = """
-import sys
-sys.path[:0] = [{tests!r}]
-from pathlib import Path
-from genlm_vllm.engine import VLLMEngine
-from genlm_vllm.process_state import Accelerator
-options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
-VLLMEngine({model!r}, engine_opts=options).close()
-"""
-
-
-@pytest.mark.parametrize(("level", "is_logged"), [(None, False), ("INFO", True)])
-def test_the_log_is_quiet_unless_asked_for(
-    tiny: Any, level: str | None, is_logged: bool
+@pytest.mark.parametrize(
+    "variable", ["LOGGING_LEVEL", "LOGGING_CONFIG_PATH", "CONFIGURE_LOGGING"]
+)
+def test_the_log_is_limited_to_errors_unless_it_is_configured(
+    monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    script = LOAD.format(model=str(tiny.path), tests=str(Path(__file__).parent))
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
-    if level is not None:
-        variables["VLLM_LOGGING_LEVEL"] = level
-    done = run_program(sys.executable, "-W", "ignore", "-c", script, env=variables)
-    torch_warns = re.compile(r"\[?W\d")
-    output = (done.stdout + done.stderr).splitlines()
-    logged = [line for line in output if not torch_warns.match(line)]
-    assert bool(logged) == is_logged, logged
+    """`test_processes` has a program with and without a worker whose log is empty."""
+    for name in list(os.environ):
+        if "LOGGING" in name:
+            monkeypatch.delenv(name)
+    assert log_variables() == {"VLLM_LOGGING_LEVEL": "ERROR"}
+    monkeypatch.setenv(f"VLLM_{variable}", "0")
+    assert log_variables() == {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from programs import run_program
 import genlm
 from genlm.core.rows.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.processes import VARIABLE, FailureLog
+from genlm_vllm.processes import VARIABLE, FailureLog, record_failures
 from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 
@@ -210,29 +212,37 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
         engine.close()
 
 
-ORPHAN = """
+PROGRAM = """
 import sys
-import numpy as np
 import psutil
 from genlm_vllm.engine import VLLMEngine
 if __name__ == "__main__":
-    options = {{"kv_cache_memory_bytes": 2**24}}
+    options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
+    VLLMEngine({model!r}, engine_opts=options).close()
     engine = VLLMEngine({model!r}, engine_opts=options, multiprocess=True)
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
 """
 
 
-def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Path) -> None:
-    script = tmp_path / "orphan.py"
-    script.write_text(ORPHAN.format(model=str(tiny.path)))
+def test_a_program_has_an_empty_log_and_its_workers_end_when_it_is_killed(
+    tiny: Any, tmp_path: Path
+) -> None:
+    script, log = tmp_path / "program.py", tmp_path / "log"
+    script.write_text(PROGRAM.format(model=str(tiny.path)))
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with tempfile.TemporaryDirectory() as files:  # sockets need a short path
-        options["env"] = os.environ | {"TMPDIR": files}
-        with subprocess.Popen([sys.executable, "-W", "ignore", script], **options) as client:
+    with tempfile.TemporaryDirectory() as files, log.open("w") as stderr:
+        options |= {"env": variables | {"TMPDIR": files}}  # sockets need a short path
+        command = [sys.executable, "-W", "ignore", script]
+        with subprocess.Popen(command, stderr=stderr, **options) as client:
             assert client.stdout is not None
             children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
-            assert len(children) >= 2  # a worker and a tracker of resources
+            assert len(children) >= 2, log.read_text()  # a worker and a tracker of resources
+            # Torch and, before it configures its log, vLLM warn on a CPU.
+            expected = re.compile(r"\[?W\d|Triton is installed, but")
+            lines = log.read_text().splitlines()
+            assert not [line for line in lines if not expected.match(line)]
             client.kill()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
@@ -240,33 +250,53 @@ def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Pa
         assert not [name for name in left if name.startswith("genlm")]
 
 
-def test_a_log_that_cannot_be_written_hides_no_exception() -> None:
-    code = (
-        "import logging, genlm_vllm.processes\n"
-        "genlm_vllm.processes.record_failures()\n"
-        "try: 1 / 0\n"
-        "except ZeroDivisionError: logging.getLogger('vllm.v1').exception('failed')\n"
-        "print(logging.getLogRecordFactory())"
-    )
-    environment = os.environ | {VARIABLE: "/dev/full"}  # on which every write fails
-    done = run_program(sys.executable, "-c", code, env=environment)
-    assert "_Recorder" in done.stdout
-    assert "ZeroDivisionError" in done.stderr
-    assert "No space left" not in done.stderr
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Function that records the exceptions of vLLM's log in a file, as in vLLM's processes."""
+    factory = logging.getLogRecordFactory()
+
+    def record(path: str) -> None:
+        monkeypatch.setenv(VARIABLE, path)
+        assert record_failures()
+
+    yield record
+    recorder: Any = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(factory)
+    os.close(recorder._file)
 
 
-def test_a_log_has_no_name_in_the_file_system_and_keeps_the_first_exception() -> None:
+def log_exception(text: str) -> None:
+    try:
+        raise ValueError(text)
+    except ValueError:
+        logging.getLogger("vllm.v1").exception("failed")
+
+
+def test_a_log_that_cannot_be_written_hides_no_exception(recording: Any) -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    recording("/dev/full")  # on which every write fails
+    logger = logging.getLogger("vllm.v1")
+    logger.addHandler(handler)
+    try:
+        log_exception("first")
+    finally:
+        logger.removeHandler(handler)
+    [record] = logged
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "first"
+
+
+def test_a_log_has_no_name_in_the_file_system_and_keeps_the_first_exception(
+    recording: Any,
+) -> None:
     log = FailureLog()
     try:
         assert log.first() is None
-        code = (
-            "import logging, genlm_vllm.processes\n"
-            "genlm_vllm.processes.record_failures()\n"
-            "for text in ('first', 'x' * 10**5, 'last'):\n"
-            "    try: raise ValueError(text)\n"
-            "    except ValueError: logging.getLogger('vllm.v1').exception('failed')\n"
-        )
-        run_program(sys.executable, "-c", code, env=os.environ | {VARIABLE: log.path})
+        recording(log.path)
+        for text in ("first", "x" * 10**5, "last"):
+            log_exception(text)
         assert log.first() == "ValueError: first"
         assert Path(log.path).stat().st_nlink == 0
         assert Path(log.path).stat().st_size < 2**14

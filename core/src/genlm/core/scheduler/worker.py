@@ -241,6 +241,8 @@ class Worker:
             "this process was forked from the one that loaded the model, and the engine's "
             "thread stayed there; load the model here, after the fork or in a spawned process"
         )
+        self.ended = threading.Event()
+        self.ended.set()  # or the exit of the forked process would wait for the thread
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended; return at once if called on that thread."""

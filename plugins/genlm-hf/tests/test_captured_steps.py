@@ -27,8 +27,10 @@ from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-LAYERS, FEW, MANY, STEPS = (1, 3, 12, 5) if INTERPRETED else (2, 6, 30, 6)
+LAYERS, FEW, MANY, STEPS = (1, 3, 6, 5) if INTERPRETED else (2, 6, 30, 6)
 """Layers of a Llama, numbers of sequences, steps: the interpreter takes a second for each."""
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1} if INTERPRETED else {}
+"""Heads of the Llama in tests of what is captured and replayed."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,11 +58,18 @@ for _name in ("llama", "mistral with a short window"):  # layers of one kind
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:  # programs with nothing to do take as long as others
         monkeypatch.setattr(work_items, "_TARGET_ITEMS", 4)
+        monkeypatch.setattr(work_items, "_MIN_TOKENS", 4)
 
 
 @pytest.fixture
 def llama() -> Any:
-    return build_model("llama", **llama_settings(num_hidden_layers=LAYERS))
+    return build_model("llama", **llama_settings(num_hidden_layers=LAYERS, **HEADS))
+
+
+@pytest.fixture
+def long_llama() -> Any:
+    settings = llama_settings(num_hidden_layers=LAYERS, max_position_embeddings=256, **HEADS)
+    return build_model("llama", **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -140,12 +149,9 @@ def test_rows_of_kernels_without_graphs_are_those_of_single_sequences(
     assert "graphs_captured" not in engine.statistics()
 
 
-def test_a_population_that_grows_is_captured_once(tokenizer: Any) -> None:
+def test_a_population_that_grows_is_captured_once(long_llama: Any, tokenizer: Any) -> None:
     random.seed(6)
-    model = build_model(
-        "llama", **llama_settings(max_position_embeddings=256, num_hidden_layers=LAYERS)
-    )
-    oracle, engine = Oracle(model), captured(model, tokenizer)
+    oracle, engine = Oracle(long_llama), captured(long_llama, tokenizer)
     contexts = [[*ids_of_lengths(40)[0], 3 + number] for number in range(FEW)]
     for _ in range(3):
         contexts = follow(engine, oracle, contexts, 4)
@@ -185,21 +191,18 @@ def test_members_of_a_population_have_the_rows_of_their_sequences(
     random.seed(12)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     with AsyncLM(lambda: engine) as lm:
-        population = lm.population(ids_of_lengths(20)[0], 5)
+        population = lm.population(ids_of_lengths(20)[0], FEW)
         for _ in range(8):
-            population = population.extend(random.choices(range(3, 9), k=5))
+            population = population.extend(random.choices(range(3, 9), k=FEW))
             logprobs = asyncio.run(population.next_token_logprobs()).cpu()
             sequences = [context.token_ids for context in population]
             assert oracle.largest_error(sequences, list(logprobs)) <= 1e-4
         assert used(engine, "graphs_replayed") >= 2
 
 
-def test_several_prompts_are_several_shared_prefixes(tokenizer: Any) -> None:
+def test_several_prompts_are_several_shared_prefixes(long_llama: Any, tokenizer: Any) -> None:
     random.seed(5)
-    model = build_model(
-        "llama", **llama_settings(max_position_embeddings=256, num_hidden_layers=LAYERS)
-    )
-    oracle, engine = Oracle(model), captured(model, tokenizer)
+    oracle, engine = Oracle(long_llama), captured(long_llama, tokenizer)
     prompts = ids_of_lengths(150, 170)
     contexts = [[*prompt, 3 + number] for prompt in prompts for number in range(FEW)]
     follow(engine, oracle, contexts, 5)
@@ -248,7 +251,7 @@ def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
     random.seed(2)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     prompt = ids_of_lengths(9)[0]
-    for count in (2, 12, 2):
+    for count in (2, MANY, 2):
         follow(engine, oracle, [[*prompt, 3 + number] for number in range(count)], 4)
     assert used(engine, "graphs_captured") >= 3
 

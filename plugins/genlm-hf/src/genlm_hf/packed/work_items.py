@@ -44,6 +44,9 @@ _KEYS = 64
 # Number of programs per key head that occupies a GPU; more items only add joining.
 _TARGET_ITEMS = 64
 
+# Smallest number of query tokens that a pass is padded to.
+_MIN_TOKENS = 8
+
 _ALIGNMENT = 16
 
 
@@ -236,7 +239,7 @@ def _count_up(counts: Integers) -> Integers:
 def _padded_tokens(count: int) -> int:
     """Round up to one of few sizes, with less than an eighth of padding above 64 tokens."""
     if count <= 64:
-        return max(8, power_of_two(count))
+        return max(_MIN_TOKENS, power_of_two(count))
     step = power_of_two(count) // 16
     return -(-count // step) * step
 

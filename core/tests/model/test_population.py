@@ -218,6 +218,7 @@ def test_rows_and_their_reductions_are_those_of_the_members(llm: genlm.AsyncLM) 
     first = rows[0, 1] + 0, row((*members(population)[0], 1))[2]
     torch.testing.assert_close(scores[0].double(), torch.stack(first), atol=1e-6, rtol=0)
     assert scores[2].tolist() == [0, 0]
+    assert population[[]].score_sync([]).shape == (0, 0)
 
 
 class Entropy(genlm.Reduction):

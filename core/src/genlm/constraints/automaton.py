@@ -26,6 +26,8 @@ from genlm.constraints.states import (
     LIVE,
     DeferredMasks,
     StateConstraint,
+    check_text,
+    first_states,
     member_index,
     token_column,
 )
@@ -110,8 +112,12 @@ class Automaton(Language):
         return Automaton(*complement(self._table))
 
     def __contains__(self, text: bytes) -> bool:
+        check_text(text)
         state = self._state_after(text)
         return state != NO_STATE and bool(self._table.accepting[state])
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(self._table)
 
     def __repr__(self) -> str:
         return f"<Automaton of {len(self._table.accepting)} states>"
@@ -120,8 +126,9 @@ class Automaton(Language):
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`."""
+        check_text(text)
         state = self._state_after(text)
-        if state == NO_STATE:
+        if state == NO_STATE or not self._table.accepting.any():
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         table = self._compiled.get(llm.vocabulary, stop)
         first = table.starts[state]
@@ -130,7 +137,7 @@ class Automaton(Language):
                 f"no text of {self!r} that begins with {text!r} can be written with the "
                 f"tokens of {llm.vocabulary!r}"
             )
-        return _AutomatonConstraint(table, np.full(size, first))
+        return _AutomatonConstraint(table, first_states(size, first))
 
     def _state_after(self, text: bytes) -> int:
         state = 0

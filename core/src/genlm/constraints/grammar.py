@@ -24,6 +24,8 @@ from genlm.constraints.states import (
     DeferredMasks,
     StateConstraint,
     States,
+    check_text,
+    first_states,
     member_index,
     token_column,
 )
@@ -55,10 +57,11 @@ class Grammar(Language):
                 f"library={library!r} for {form}; expected one of {', '.join(supporting)}"
             )
         self._library, self._form = library, form
+        self._source, self._options = source, dict(options or {})
 
         def compile_grammar(vocabulary: Vocabulary, stop: Integers64) -> _CompiledGrammar:
             tokens = text_tokens.get(vocabulary, stop)
-            matchers = LIBRARIES[library](form, source, options or {}, tokens.texts)
+            matchers = LIBRARIES[library](form, source, self._options, tokens.texts)
             return _CompiledGrammar(matchers, tokens)
 
         self._compiled = PerVocabulary(compile_grammar)
@@ -115,14 +118,18 @@ class Grammar(Language):
             ValueError: As `Language.start`, or the library rejects the grammar.
             MissingRequirementError: The library is not installed.
         """
+        check_text(text)
+        states = first_states(size)
         compiled = self._compiled.get(llm.vocabulary, stop)
         matcher = compiled.library.first(text)
         if matcher is None:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         thread = ThreadPoolExecutor(1, "genlm-grammar")
-        states = np.full(size, LIVE)
         step = thread.submit(_fill_masks, compiled, [matcher], states)
         return _GrammarConstraint(compiled, thread, step, states).finish_complete()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._library, self._form, self._source, self._options)
 
     def __repr__(self) -> str:
         return f"<Grammar of {self._form}, by {self._library}>"

@@ -124,7 +124,13 @@ class LLGuidance(MatcherLibrary):
     def first(self, text: bytes) -> Any:
         """Return a matcher that has accepted a text."""
         matcher = self._first.deep_copy()
-        ids = self._tokenizer.greedy_tokenize(text.decode())
+        try:
+            ids = self._tokenizer.greedy_tokenize(text.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"text={text!r}; llguidance takes only whole characters of UTF-8, and xgrammar "
+                f"also parts of a character"
+            ) from error
         return matcher if not ids or matcher.consume_tokens(ids) else None
 
     def fork(self, matcher: Any, token_id: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from genlm.constraints.states import (
     LIVE,
     StateConstraint,
     States,
+    first_states,
     member_index,
     token_column,
 )
@@ -98,6 +100,8 @@ class Python(Language):
         for function in (self.prefix, self.complete):
             if not callable(function):
                 raise TypeError(f"expected a function of bytes; found {function!r}")
+        if not isinstance(within, Language | None):
+            raise TypeError(f"within={within!r}; expected a Language, such as a Grammar")
         self._within = utf8() if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
         """Number of tokens drawn after the accepted one."""
@@ -115,9 +119,15 @@ class Python(Language):
         """Return the constraint of `size` members; see `Language.start`."""
         within = self._within.start(llm, size, text=text, stop=stop)
         texts = np.empty(size, object)
-        texts.fill(text)
+        texts.fill(bytes(text))
         tokens = text_tokens.get(llm.vocabulary, stop)
-        return _PythonConstraint(self, tokens, within, texts, np.full(size, LIVE))
+        return _PythonConstraint(self, tokens, within, texts, first_states(size))
+
+    def __reduce__(self) -> Any:
+        create = functools.partial(
+            type(self), within=self._within, extra_draws=self.extra_draws
+        )
+        return create, (self.prefix, self.complete)
 
     def __repr__(self) -> str:
         name = getattr(self.prefix, "__name__", repr(self.prefix))
@@ -246,6 +256,7 @@ class _PythonConstraint(StateConstraint):
         Returns:
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
         """
+        self._check_size(population)
         search = _Search(self, ~population.finished.numpy() & (self.states != FINISHED))
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed

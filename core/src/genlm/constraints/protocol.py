@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.blocking import run_blocking
+
 if TYPE_CHECKING:
     import torch
 
@@ -111,8 +113,10 @@ class Constraint(ABC):
             not known; `logprobs - draw_logprob` is the log-weight of each draw.
 
         Raises:
+            ValueError: The population has another size.
             GenlmError: As `Population.draw`.
         """
+        self._check_size(population)
         inactive = self._inactive()
         active = population if inactive is None else population.finish(inactive)
         masks, index = self._draw_masks()
@@ -122,6 +126,24 @@ class Constraint(ABC):
             for column in drawn[1:]:
                 column[dead] = -np.inf
         return drawn
+
+    def draw_sync(
+        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
+    ) -> DrawnTokens:
+        """Draw as `draw`, on the calling thread and without an event loop."""
+        return run_blocking(self.draw(population, temperature=temperature, seed=seed))
+
+    def _check_size(self, population: Population) -> None:
+        """Refuse a population of another size.
+
+        Raises:
+            ValueError: The population has another size.
+        """
+        if len(population) != len(self):
+            raise ValueError(
+                f"a constraint of {len(self)} members for a population of {len(population)}; "
+                f"index both with the same ancestors"
+            )
 
     def _inactive(self) -> Flags | None:
         """Return which members are finished or dead; None if no member is."""

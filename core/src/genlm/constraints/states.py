@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 
 from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
+from genlm.core.base.validation import checked_integer
+from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
     from genlm.core.rows.row_masks import MasksLike
@@ -26,6 +28,8 @@ __all__ = [
     "DeferredMasks",
     "StateConstraint",
     "States",
+    "check_text",
+    "first_states",
     "member_index",
     "token_column",
 ]
@@ -75,24 +79,58 @@ class DeferredMasks(NamedTuple):
     result: Callable[[], tuple[MasksLike, Integers64]]
 
 
+def first_states(size: int, state: int = LIVE) -> States:
+    """Return the state of `size` members, all the same.
+
+    Raises:
+        TypeError: `size` is not an integer.
+        ValueError: `size` is negative.
+    """
+    return np.full(checked_integer("size", size, 0), state)
+
+
+def check_text(text: object) -> None:
+    """Refuse a text that is not bytes.
+
+    Raises:
+        TypeError: `text` is not `bytes`.
+    """
+    if not isinstance(text, (bytes, bytearray)):
+        raise TypeError(f"text={text!r}; texts of languages are bytes, such as b' 20'")
+
+
 def token_column(token_ids: IntegersLike, count: int, vocab_size: int) -> Integers64:
     """Return the tokens of `count` members as an array.
 
     Raises:
+        TypeError: The ids are not integers.
         ValueError: The shape is not `(count,)`, or an id is outside the vocabulary.
     """
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.cpu().numpy()
-    ids = np.asarray(token_ids, np.int64)
+    ids = checked_array(token_ids)
     if ids.shape != (count,):
         raise ValueError(f"token ids of shape {ids.shape} for {count} members")
     if count and not -1 <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < vocab_size:
-        raise ValueError(f"a token id is outside the vocabulary of {vocab_size} tokens")
+        raise ValueError(
+            f"token ids from {ids.min()} to {ids.max()}; expected 0 to {vocab_size - 1}, or -1 "
+            f"for no token"
+        )
     return ids
 
 
 def member_index(ancestors: Any) -> Any:
-    """Return an index of members in a form that numpy accepts: a slice or an array."""
+    """Return an index of members in a form that numpy accepts: a slice or an array.
+
+    Raises:
+        IndexError: The index is not a slice or an array of one dimension.
+    """
+    if isinstance(ancestors, slice):
+        return ancestors
     if isinstance(ancestors, torch.Tensor):
-        return ancestors.cpu().numpy()
-    return ancestors if isinstance(ancestors, slice) else np.asarray(ancestors)
+        ancestors = ancestors.cpu().numpy()
+    index = np.asarray(ancestors)
+    if index.ndim != 1 or (index.dtype.kind not in "iub" and index.size):
+        raise IndexError(
+            f"a constraint is indexed by a slice, or an array of integers or booleans of one "
+            f"dimension; found {index.dtype} of shape {index.shape}"
+        )
+    return index if index.size else index.astype(np.int64)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from genlm.constraints.protocol import Flags, Integers64
+from genlm.core.base.validation import checked_stop
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -62,15 +63,13 @@ class PerVocabulary(Generic[T]):
                 it has one.
 
         Raises:
-            ValueError: An id of `stop` is outside the vocabulary.
+            TypeError: `stop` is not token ids.
+            TokenIdError: An id of `stop` is outside the vocabulary.
         """
-        if stop is None:
-            end = vocabulary.eos_token_id
-            ids = np.array([] if end is None else [end], np.int64)
-        else:
-            ids = np.unique(np.asarray(stop, np.int64))
-        if ids.size and not 0 <= ids[0] <= ids[-1] < vocabulary.size:
-            raise ValueError(f"stop={stop!r}; expected ids from 0 to {vocabulary.size - 1}")
+        stop_ids, stop_texts = checked_stop(stop, vocabulary.size, vocabulary.eos_token_id)
+        if stop_texts:
+            raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
+        ids = np.array(sorted(stop_ids), np.int64)
         values = self._values.setdefault(vocabulary, {})
         key = ids.tobytes()
         if key not in values:

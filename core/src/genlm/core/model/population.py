@@ -375,6 +375,8 @@ class Population(Members):
                 have more than `max_context` + 1 tokens, or as `next_token_logprobs`.
         """
         ids = self._checked_tokens(continuations)
+        if not len(self) and ids.ndim == 1:  # an empty list
+            ids = ids.reshape(0, 0)
         if ids.ndim != 2:
             raise ValueError(
                 f"continuations of shape {ids.shape}; expected ({len(self)}, k) with -1 after "

@@ -387,10 +387,11 @@ class BatchEngine(abc.ABC):
             work.reduce(places, self.evaluate_group(work.query, places))
             return [None] * len(places)
 
-        results = self._evaluate_by_halving(evaluate, part)
-        for place, error in zip(part.tolist(), results, strict=True):
-            if error is not None:
-                work.errors[place] = error
+        errors = self._evaluate_by_halving(evaluate, part)
+        if any(errors):
+            for place, error in zip(part.tolist(), errors, strict=True):
+                if error is not None:
+                    work.errors[place] = error
 
     def _evaluate_by_halving(
         self, evaluate: Callable[[Any], Sequence[Any]], batch: Any

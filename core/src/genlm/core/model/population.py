@@ -65,12 +65,13 @@ class _Settings(NamedTuple):
 
     Attributes:
         active: Indices of the members for which a token is drawn, ascending.
-        log_mass: Log-mass of the inactive members, shape `(n,)`: 0 if finished, else `-inf`.
+        log_mass: Log-mass of the inactive members, shape `(n,)`, float32: 0 if finished, else
+            `-inf`.
         weights: Masks, temperature and bias of the active members.
     """
 
     active: Integers64
-    log_mass: torch.Tensor
+    log_mass: npt.NDArray[np.float32]
     weights: RowWeights
 
 
@@ -188,7 +189,7 @@ class Population(Members):
         settings = self._settings(masks, mask_index, bias=bias)
         [values] = await self._reduce(MassColumns(settings.weights), settings.active)
         self._check_masses(values, settings.active)
-        log_mass = settings.log_mass
+        log_mass = torch.from_numpy(settings.log_mass)
         log_mass[settings.active] = values
         return log_mass
 
@@ -410,13 +411,13 @@ class Population(Members):
 
     async def _draw(self, settings: _Settings, numbers: npt.NDArray[np.float64]) -> DrawnTokens:
         """Draw for the active members, and return the draws of all members."""
-        active, log_mass = settings.active, settings.log_mass
-        shape = (len(self), *numbers.shape[1:])
-        reduction = DrawColumns(settings.weights, numbers)
-        columns = await self._reduce(reduction, active)
+        active = settings.active
+        columns = await self._reduce(DrawColumns(settings.weights, numbers), active)
         self._check_masses(columns[2], active)
         if len(active) == len(self):
             return DrawnTokens(*columns)
+        log_mass = torch.from_numpy(settings.log_mass)
+        shape = (len(self), *numbers.shape[1:])
         inactive = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
         drawn = DrawnTokens(
             torch.full(shape, NO_TOKEN), inactive.clone(), log_mass, inactive.clone()
@@ -432,8 +433,9 @@ class Population(Members):
         Rows are distributions, so the bias is the cause. Checking the bias beforehand would
         take another pass over `(n, vocab_size)` numbers.
         """
-        is_invalid = ~(log_mass.numpy() < math.inf)
-        if is_invalid.any():
+        masses = log_mass.numpy()
+        if not masses.max(initial=-math.inf) < math.inf:  # true for NaN
+            is_invalid = ~(masses < math.inf)
             error = ValueError("bias is NaN or inf for a token that may be drawn")
             raise PopulationError(members[is_invalid].tolist(), len(self), error)
 
@@ -472,11 +474,11 @@ class Population(Members):
         if masks is None and index is not None:
             raise ValueError("mask_index without masks; it selects the mask of each member")
         rows = None if masks is None else RowMasks(masks, count, size, index)
-        log_mass = torch.zeros(count)
+        log_mass = np.zeros(count, np.float32)
         active = ~self._finished
         if rows is not None and not rows.is_pending:
             has_no_token = active & rows.is_empty
-            log_mass[torch.from_numpy(has_no_token)] = -math.inf
+            log_mass[has_no_token] = -math.inf
             active &= ~has_no_token
         members = np.flatnonzero(active)
         weights = RowWeights((count, size), rows, **options)

@@ -26,6 +26,7 @@ __all__ = [
     "Suffixes",
     "distinct_sequences",
     "first_generation",
+    "is_ascending",
     "raise_member_errors",
 ]
 
@@ -97,15 +98,15 @@ class Lineage:
         Returns:
             The next lineage, and the indices of the extended sequences in it, shape `(n,)`.
         """
-        first = inverse = np.arange(len(places))  # in the order of the members
-        if not _is_ascending(places):  # otherwise the results are distinct
+        ancestors, tokens = places, token_ids.copy()  # in the order of the members
+        inverse = np.arange(len(places))
+        if not is_ascending(places):  # otherwise the results are distinct
             keys = places * (int(token_ids.max()) + 2) + token_ids
             distinct, first_uses, inverses = np.unique(
                 keys, return_index=True, return_inverse=True
             )
             if len(distinct) < len(keys):
-                first, inverse = first_uses, inverses
-        ancestors, tokens = places[first], token_ids[first]
+                ancestors, tokens, inverse = places[first_uses], tokens[first_uses], inverses
         lengths = self.lengths[ancestors] + (tokens >= 0)
         return Lineage(self, ancestors, tokens, lengths), inverse
 
@@ -294,13 +295,16 @@ def distinct_sequences(
             too_long = (lengths > max_context).astype(np.int64)
             error = ContextLengthError(int(lengths.max()), max_context)
             raise_member_errors({1: error}, too_long, members, len(places))
-    if len(member_places) == len(lineage) and _is_ascending(member_places):  # all, in order
-        return member_places, member_places
-    wanted, row_of = np.unique(member_places, return_inverse=True)
-    return wanted, row_of
+    is_wanted = np.zeros(len(lineage), bool)
+    is_wanted[member_places] = True
+    wanted = np.flatnonzero(is_wanted)
+    if len(wanted) == len(lineage):
+        return wanted, member_places
+    return wanted, np.searchsorted(wanted, member_places)
 
 
-def _is_ascending(places: Integers64) -> bool:
+def is_ascending(places: Integers64) -> bool:
+    """Whether every index is above the one before it."""
     return bool((places[1:] > places[:-1]).all())
 
 

@@ -116,7 +116,7 @@ def draw_from_logits(
     if logits.device.type == "cpu":
         memory = scratch_memory("weights", *logits.shape)
     weights = torch.softmax(logits, -1, out=memory)
-    drawn = _invert(weights, block_sums(weights), uniforms, moved(row_of, logits.device))
+    drawn = _invert(weights, None, uniforms, moved(row_of, logits.device))
     logprobs = drawn.logprobs
     return DrawnTokens(drawn.token_ids, logprobs, torch.zeros_like(logprobs), logprobs.clone())
 
@@ -317,7 +317,11 @@ def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> Dra
             break
         weights.scatter_(1, drawn.token_ids[:, None], 0.0)
         block_sum = drawn.block_weights.scatter_(1, drawn.place[:, None], 0.0).sum(-1)
-        sums.scatter_(1, drawn.block.to(sums.device)[:, None], to_float64(block_sum)[:, None])
+        new_sums = to_float64(block_sum)[:, None]
+        if drawn.block is None:
+            sums = new_sums
+        else:
+            sums.scatter_(1, drawn.block.to(sums.device)[:, None], new_sums)
         underflown = (sums.sum(-1) < _UNDERFLOW).nonzero()[:, 0]
         if len(underflown):
             places = underflown.to(rows.device)
@@ -373,30 +377,40 @@ class _DrawnIds(NamedTuple):
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     """Log of each id's share of the sum of its row."""
-    block: torch.Tensor
-    """Block of each id."""
+    block: torch.Tensor | None
+    """Block of each id; None if each row is one block."""
     block_weights: torch.Tensor
-    """Copy of the weights of these blocks, shape `(n, ids)`."""
+    """The weights of these blocks, shape `(n, ids)`."""
     place: torch.Tensor
     """Place of each id in `block_weights`."""
 
 
 def _invert(
     weights: torch.Tensor,
-    sums: torch.Tensor,
+    sums: torch.Tensor | None,
     uniforms: torch.Tensor,
     row_of: torch.Tensor | None,
 ) -> _DrawnIds:
     """Draw an id from rows in proportion to their weights.
 
     The search has two levels: only the sums of blocks and one block of each row are in float64.
+
+    Args:
+        weights: Shape `(n, vocab_size)`.
+        sums: `block_sums` of the weights; None to compute them if needed.
+        uniforms: Random numbers in [0, 1), float64, one per draw.
+        row_of: The row of each draw; by default draw i is from row i.
     """
-    share = moved(uniforms, sums.device)[:, None]
-    row_sums = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
-    if row_sums.shape[1] == 1:
-        blocks = torch.zeros_like(row_sums, dtype=torch.long)
-        totals = row_sums
+    first = block = None
+    if weights.shape[1] <= SUM_BLOCK:
+        block_weights = weights if row_of is None else weights.index_select(0, row_of)
+        within = to_float64(block_weights).cumsum(-1)
+        totals = within[:, -1:]
+        share = moved(uniforms, within.device)[:, None]
     else:
+        sums = block_sums(weights) if sums is None else sums
+        share = moved(uniforms, sums.device)[:, None]
+        row_sums = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
         cumulative = row_sums.cumsum(-1)
         totals = cumulative[:, -1:]
         # A multiple of 2**-53 below 1, times the total, is below the total, even when rounded.
@@ -405,22 +419,23 @@ def _invert(
         blocks = blocks.clamp_(max=sums.shape[1] - 1)  # rows of zeros
         end, width = cumulative.gather(1, blocks), row_sums.gather(1, blocks)
         share = (thresholds - (end - width)).div_(width)
-    block = blocks.to(weights.device)[:, 0]
-    block_weights, first = _block_weights(weights, block, row_of)
-    within = to_float64(block_weights).cumsum(-1)
+        block = blocks.to(weights.device)[:, 0]
+        block_weights, first = _block_weights(weights, block, row_of)
+        within = to_float64(block_weights).cumsum(-1)
     # The largest share selects the last id that has a weight.
     thresholds = share.clamp(0, _LARGEST_SHARE).mul_(within[:, -1:])
     places = torch.searchsorted(within, thresholds, right=True)
     places = places.clamp_(max=within.shape[1] - 1).to(weights.device)  # rows of zeros
     logprobs = (block_weights.gather(1, places) / totals.to(block_weights)).log_()[:, 0]
     place = places[:, 0]
-    return _DrawnIds(first + place, logprobs, block, block_weights, place)
+    token_ids = place if first is None else first + place
+    return _DrawnIds(token_ids, logprobs, block, block_weights, place)
 
 
 def _block_weights(
     weights: torch.Tensor, block: torch.Tensor, row_of: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of one block of each of some rows, and the id of the first weight.
+    """Copy the weights of a block of each of some rows; also return the id of the first weight.
 
     The last block of a row may be shorter. The weights before it are then returned as 0, so
     that all blocks have the same size.
@@ -428,8 +443,6 @@ def _block_weights(
     size = weights.shape[1]
     if row_of is None:
         row_of = torch.arange(len(weights), device=weights.device)
-    if size <= SUM_BLOCK:
-        return weights[row_of], torch.zeros_like(row_of)
     first = (block * SUM_BLOCK).clamp_(max=size - SUM_BLOCK)
     # Faster than indexing by rows and places.
     blocks = weights.view(-1).unfold(0, SUM_BLOCK, 1)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.generations import is_ascending
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.draws import (
     batch_draw,
@@ -152,7 +153,7 @@ class _WeightedReduction(GroupReduction):
         """
         weights = self.weights.of(members.numpy())
         places = row_of.numpy()
-        if len(places) == len(rows) and (places[1:] > places[:-1]).all():
+        if len(places) == len(rows) and is_ascending(places):
             return rows, weights, None
         first, weights_of = weights.distinct(places)
         indices = row_of[torch.from_numpy(first)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from genlm.core.base.errors import EvaluationError
-from genlm.core.queries.generations import Integers64
+from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.rows.logits import (
     invalid_rows,
@@ -76,7 +76,7 @@ class Columns:
         for part in columns:
             if len(part) != len(members):
                 raise ValueError(f"{len(part)} results for {len(members)} members")
-        if len(members) == self._count and (np.diff(members) == 1).all():
+        if len(members) == self._count and is_ascending(members):  # all, in order
             self._columns = columns
             return
         if not self._columns:

@@ -90,7 +90,8 @@ def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     The result has shape `(n, min(width, vocabulary.size))`, float32, and may share memory with
     `logits`.
     """
-    known = logits[:, : vocabulary.size].float()
+    size = vocabulary.size
+    known = (logits if logits.shape[1] <= size else logits[:, :size]).float()
     if vocabulary.missing_ids:
         index = _missing_index(vocabulary, known.shape[1], known.device)
         known = known.index_fill(1, index, float("-inf"))

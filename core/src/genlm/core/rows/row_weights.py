@@ -102,7 +102,7 @@ class RowWeights:
         """Whether the weights of all tokens are their unchanged probabilities."""
         if self._masks is not None or self._bias is not None or self._offset is not None:
             return False
-        is_limited = (self.top_k < vocab_size).any() or (self.top_p < 1).any()
+        is_limited = self.top_k.min() < vocab_size or self.top_p.min() < 1
         return not is_limited and bool((self._temperature == 1).all())
 
     @property

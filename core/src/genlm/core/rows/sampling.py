@@ -39,6 +39,7 @@ _Words = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def checked_seed(seed: Any) -> int:
@@ -75,14 +76,14 @@ def stream_uniform(seed: int, position: int) -> float:
     Returns:
         A multiple of 2**-53.
     """
-    return float(_mix(_state(int(seed) & _MASK, position)) >> 11) / 2**53
+    return float(_mix(int(seed) + (position + 1) * _GOLDEN_GAMMA & _MASK) >> 11) / 2**53
 
 
 def stream_uniforms(
     seeds: Sequence[int] | npt.NDArray[Any], positions: Sequence[int] | npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
     """Return `stream_uniform` of each seed and position, or one position: shape `(n,)`."""
-    return _unit_floats(_mix(_state(_words(seeds), _words(positions))))
+    return _unit_floats(_outputs(_words(seeds), _words(positions)))
 
 
 def uniforms(
@@ -105,39 +106,45 @@ def uniforms(
             `count`. The result then has shape `(n, count)`, without `count` `(n,)`.
     """
     seeds = _member_seeds(_key(seed), members)
-    state = _mix(_state(seeds, _words(steps)))
+    outputs = _outputs(seeds, _words(steps))
     if count is None:
-        return _unit_floats(state)
+        return _unit_floats(outputs)
     # The output of a step is its first number, and the seed of its further numbers.
-    further = _mix(_state(state[:, None], np.arange(max(0, count - 1), dtype=np.uint64)))
-    return _unit_floats(np.concatenate([state[:, None], further], axis=1)[:, :count])
+    further = _outputs(outputs[:, None], np.arange(max(0, count - 1), dtype=np.uint64))
+    return _unit_floats(np.concatenate([outputs[:, None], further], axis=1)[:, :count])
 
 
 def _key(seed: int) -> int:
     """Combine the 64-bit words of a seed of any size into one."""
     if seed < 0:
         raise ValueError(f"seed={seed}; it must be 0 or more")
-    key: int = _mix(seed + _GOLDEN_GAMMA & _MASK)
+    key = _mix(seed + _GOLDEN_GAMMA & _MASK)
     while seed := seed >> 64:
         key = _mix((key ^ seed) + _GOLDEN_GAMMA & _MASK)
     return key
 
 
 def _member_seeds(key: int, members: npt.NDArray[np.integer]) -> _Words:
-    seeds: _Words = _mix(_state(np.uint64(key), _words(members)))
+    seeds = _outputs(np.uint64(key), _words(members))
     return seeds >> np.uint64(1)  # engines take signed 64 bits
 
 
-def _state(seed: Any, position: Any) -> Any:
-    """Return the state of SplitMix64 at a position of a stream; for integers and arrays."""
-    return seed + (position + 1) * _GOLDEN_GAMMA & _MASK
-
-
-def _mix(state: Any) -> Any:
-    """Return the outputs of SplitMix64 for states: integers below 2**64, or arrays of them."""
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+def _mix(state: int) -> int:
+    """Return the output of SplitMix64 for a state below 2**64."""
+    state = (state ^ (state >> 30)) * _FACTORS[0] & _MASK
+    state = (state ^ (state >> 27)) * _FACTORS[1] & _MASK
     return state ^ (state >> 31)
+
+
+def _outputs(seeds: Any, positions: _Words) -> _Words:
+    """Return the outputs of SplitMix64 at positions of streams; arrays wrap at 2**64."""
+    words: _Words = seeds + (positions + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(_FACTORS[0])
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(_FACTORS[1])
+    words ^= words >> np.uint64(31)
+    return words
 
 
 def _unit_floats(outputs: _Words) -> npt.NDArray[np.float64]:

@@ -165,9 +165,9 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
     """Return the sums of blocks of ids in float64; the last block may be shorter."""
     size = weights.shape[1]
     whole = size // SUM_BLOCK * SUM_BLOCK
-    sums = weights[:, :0]
-    if whole:
-        sums = weights[:, :whole].unfold(1, SUM_BLOCK, SUM_BLOCK).sum(-1)
+    if not whole:
+        return to_float64(weights.sum(-1, keepdim=True))
+    sums = weights[:, :whole].unfold(1, SUM_BLOCK, SUM_BLOCK).sum(-1)
     if whole < size:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
     return to_float64(sums)

@@ -103,20 +103,22 @@ def batch_draw(
 
 
 def draw_from_logits(
-    logits: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor
+    logits: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor | None
 ) -> DrawnTokens:
     """Draw as `batch_draw` does without weights; NaN for a row that is not a distribution.
 
     Args:
         logits: Shape `(n, vocab_size)`, float32; all rows are computed at once.
         uniforms: Random numbers in [0, 1), float64, one per draw.
-        row_of: The row of each draw, int64, in main memory.
+        row_of: As `batch_draw`, in any order.
     """
     memory = None
     if logits.device.type == "cpu":
         memory = scratch_memory("weights", *logits.shape)
     weights = torch.softmax(logits, -1, out=memory)
-    drawn = _invert(weights, None, uniforms, moved(row_of, logits.device))
+    if row_of is not None:
+        row_of = moved(row_of, logits.device)
+    drawn = _invert(weights, None, uniforms, row_of)
     logprobs = drawn.logprobs
     return DrawnTokens(drawn.token_ids, logprobs, torch.zeros_like(logprobs), logprobs.clone())
 
@@ -199,7 +201,7 @@ def _compute_weights(part: RowPart) -> _Weights:
     rows = part.rows
     scores = rows if part.bias is None else rows + part.bias
     log_mass = rows.new_zeros(len(rows))
-    is_tempered = bool(np.any((part.temperatures != 0) & (part.temperatures != 1)))
+    is_tempered = bool(((part.temperatures != 0) & (part.temperatures != 1)).any())
     has_mass = part.factors is not None or part.bias is not None
     totals = None
     if has_mass or not is_tempered:
@@ -405,7 +407,7 @@ def _invert(
     if weights.shape[1] <= SUM_BLOCK:
         block_weights = weights if row_of is None else weights.index_select(0, row_of)
         within = to_float64(block_weights).cumsum(-1)
-        totals = within[:, -1:]
+        ends = totals = within[:, -1:]
         share = moved(uniforms, within.device)[:, None]
     else:
         sums = block_sums(weights) if sums is None else sums
@@ -422,8 +424,9 @@ def _invert(
         block = blocks.to(weights.device)[:, 0]
         block_weights, first = _block_weights(weights, block, row_of)
         within = to_float64(block_weights).cumsum(-1)
+        ends = within[:, -1:]
     # The largest share selects the last id that has a weight.
-    thresholds = share.clamp(0, _LARGEST_SHARE).mul_(within[:, -1:])
+    thresholds = share.clamp(0, _LARGEST_SHARE).mul_(ends)
     places = torch.searchsorted(within, thresholds, right=True)
     places = places.clamp_(max=within.shape[1] - 1).to(weights.device)  # rows of zeros
     logprobs = (block_weights.gather(1, places) / totals.to(block_weights)).log_()[:, 0]

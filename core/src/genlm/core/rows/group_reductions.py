@@ -138,6 +138,11 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
         ) from error
 
 
+def _is_identity(indices: torch.Tensor, count: int) -> bool:
+    """Whether indices below `count` are all of them, in order."""
+    return len(indices) == count and is_ascending(indices.numpy())
+
+
 class _WeightedReduction(GroupReduction):
     """A reduction of weights: rows under masks, temperature and bias."""
 
@@ -151,13 +156,15 @@ class _WeightedReduction(GroupReduction):
 
         The place is None if row i is that of member i.
         """
-        weights = self.weights.of(members.numpy())
-        places = row_of.numpy()
-        if len(places) == len(rows) and is_ascending(places):
+        weights = self.weights
+        if not _is_identity(members, weights.count):
+            weights = weights.of(members.numpy())
+        if _is_identity(row_of, len(rows)):
             return rows, weights, None
+        places = row_of.numpy()
         first, weights_of = weights.distinct(places)
         indices = row_of[torch.from_numpy(first)]
-        if len(indices) != len(rows) or not torch.equal(indices, torch.arange(len(rows))):
+        if not _is_identity(indices, len(rows)):
             rows = rows[moved(indices, rows.device)]
         return rows, weights.of(first), torch.from_numpy(weights_of)
 
@@ -193,10 +200,10 @@ class DrawColumns(_WeightedReduction):
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Compute each distinct set of weights once, and draw for each member."""
-        uniforms = self.uniforms[members]
+        uniforms = self.uniforms.index_select(0, members)
         if uniforms.ndim > 1:  # the weights of each member change with its tokens
             weights = self.weights.of(members.numpy())
-            if not torch.equal(row_of, torch.arange(len(rows))):
+            if not _is_identity(row_of, len(rows)):
                 rows = rows[moved(row_of, rows.device)]
             return batch_draw_without_replacement(rows, uniforms, weights)
         rows, weights, weights_of = self._distinct_weights(rows, row_of, members)
@@ -213,5 +220,7 @@ class DrawColumns(_WeightedReduction):
         """Draw a token with unchanged probabilities, which needs one softmax."""
         if self.uniforms.ndim > 1 or not self.weights.are_probabilities(logits.shape[1]):
             return None
-        drawn = draw_from_logits(logits, self.uniforms.index_select(0, members), row_of)
+        uniforms = self.uniforms.index_select(0, members)
+        places = None if _is_identity(row_of, len(logits)) else row_of
+        drawn = draw_from_logits(logits, uniforms, places)
         return None if drawn.logprobs.isnan().any() else drawn

@@ -112,7 +112,9 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._done = 0
         self._columns = Columns(query.reduction, len(query.row_of))
-        self._is_identity = np.array_equal(query.row_of, np.arange(len(query.wanted)))
+        self._is_identity = len(query.row_of) == len(query.wanted) and is_ascending(
+            query.row_of
+        )
 
     @functools.cached_property
     def _by_row(self) -> Integers64:

@@ -63,6 +63,9 @@ class RowWeights:
             ties in ascending order of ids. None for no limit.
         top_p: Share of the sum after top-k, in (0, 1], to which the tokens are limited, one for
             all rows or one per row. None for no limit.
+
+    Attributes:
+        count: Number of rows.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class RowWeights:
         count, vocab_size = shape
         if masks is not None and not isinstance(masks, RowMasks):
             masks = RowMasks(masks, count, vocab_size, mask_index)
-        self._count = count
+        self.count = count
         self._masks: RowMasks | None = masks
         self._temperature = _checked_numbers("temperature", temperature).astype(np.float64)
         if self._temperature.shape not in {(), (count,)}:
@@ -99,22 +102,23 @@ class RowWeights:
         return not self._temperature.all()
 
     def are_probabilities(self, vocab_size: int) -> bool:
-        """Whether the weights of all tokens are their unchanged probabilities."""
+        """Whether the weights of all tokens are known to be their unchanged probabilities."""
         if self._masks is not None or self._bias is not None or self._offset is not None:
             return False
-        is_limited = self.top_k.min() < vocab_size or self.top_p.min() < 1
-        return not is_limited and bool((self._temperature == 1).all())
+        if self._temperature.ndim or self.top_k.ndim or self.top_p.ndim:
+            return False
+        return bool(self._temperature == 1 and self.top_k >= vocab_size and self.top_p >= 1)
 
     @property
     def temperatures(self) -> npt.NDArray[np.float64]:
         """The temperature of each row, shape `(n,)`."""
-        return np.broadcast_to(self._temperature, (self._count,))
+        return _per_row(self._temperature, self.count)
 
     def of(self, rows: Integers64) -> RowWeights:
         """Return the weights of some rows, possibly with repetitions."""
         weights = object.__new__(RowWeights)
         bias, offset = self._bias, self._offset
-        weights._count = len(rows)
+        weights.count = len(rows)
         weights._masks = None if self._masks is None else self._masks.of(rows)
         weights._temperature, weights.top_k, weights.top_p = (
             setting[rows] if setting.ndim else setting
@@ -156,8 +160,8 @@ class RowWeights:
         """Yield the parts of the rows that are computed at once, with their weights."""
         masks, device = self._masks, rows.device
         free = None if masks is None else masks.unrestricted
-        temperatures, count = self.temperatures, (self._count,)
-        top_k, top_p = np.broadcast_to(self.top_k, count), np.broadcast_to(self.top_p, count)
+        temperatures = self.temperatures
+        top_k, top_p = _per_row(self.top_k, self.count), _per_row(self.top_p, self.count)
         memory: torch.Tensor | None = None
         for begin, end in row_parts(len(rows), rows.shape[1], device):
             part = rows[begin:end].detach()
@@ -178,6 +182,10 @@ class RowWeights:
                 _part_values(self._offset, begin, end, device),
                 memory[: end - begin],
             )
+
+
+def _per_row(setting: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    return setting if setting.ndim else np.full(count, setting)
 
 
 def _part_values(

@@ -103,22 +103,20 @@ def batch_draw(
 
 
 def draw_from_logits(
-    logits: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor | None
+    logits: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor
 ) -> DrawnTokens:
     """Draw as `batch_draw` does without weights; NaN for a row that is not a distribution.
 
     Args:
         logits: Shape `(n, vocab_size)`, float32; all rows are computed at once.
         uniforms: Random numbers in [0, 1), float64, one per draw.
-        row_of: As `batch_draw`, in any order.
+        row_of: The row of each draw, int64, in main memory.
     """
     memory = None
     if logits.device.type == "cpu":
         memory = scratch_memory("weights", *logits.shape)
     weights = torch.softmax(logits, -1, out=memory)
-    if row_of is not None:
-        row_of = moved(row_of, logits.device)
-    drawn = _invert(weights, None, uniforms, row_of)
+    drawn = _invert(weights, None, uniforms, moved(row_of, logits.device))
     logprobs = drawn.logprobs
     return DrawnTokens(drawn.token_ids, logprobs, torch.zeros_like(logprobs), logprobs.clone())
 

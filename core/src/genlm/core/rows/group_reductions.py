@@ -221,6 +221,5 @@ class DrawColumns(_WeightedReduction):
         if self.uniforms.ndim > 1 or not self.weights.are_probabilities(logits.shape[1]):
             return None
         uniforms = self.uniforms.index_select(0, members)
-        places = None if _is_identity(row_of, len(logits)) else row_of
-        drawn = draw_from_logits(logits, uniforms, places)
+        drawn = draw_from_logits(logits, uniforms, row_of)
         return None if drawn.logprobs.isnan().any() else drawn

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import psutil
@@ -299,4 +300,19 @@ def test_an_interrupted_reservation_is_given_back(monkeypatch):
     monkeypatch.setattr(cluster.PlacementGroup, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cluster.reserve_resources([{"CPU": 0.1}], 2, name="late", timeout_s=60)
+    assert cluster.reservations("late") == []
+
+
+def test_all_replicas_together_wait_for_resources_no_longer_than_one(monkeypatch):
+    waits = []
+
+    def wait(_, timeout_s):
+        waits.append(timeout_s)
+        time.sleep(0.1)
+        return len(waits) < 3
+
+    monkeypatch.setattr(cluster.PlacementGroup, "wait", wait)
+    with pytest.raises(ModelLoadError, match="after 60 s other programs still use"):
+        cluster.reserve_resources([{"CPU": 0.1}], 3, name="late", timeout_s=60)
+    assert waits[0] - waits[2] >= 0.2
     assert cluster.reservations("late") == []

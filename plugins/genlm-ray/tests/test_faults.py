@@ -17,8 +17,9 @@ import ray
 import torch
 
 import genlm
-from genlm import AdapterError, EngineDiedError
+from genlm import AdapterError, EngineDiedError, ModelLoadError
 from genlm_ray import cluster, replica, serving
+from genlm_ray.driver import ReplicaLink
 from genlm_ray.engine import RayEngine
 from genlm_ray.replica import Replica
 from genlm_ray.wire import ReplicaRequest
@@ -238,11 +239,13 @@ def test_a_model_of_a_lost_cluster_is_closed_without_calls_of_ray(in_process, mo
         await asyncio.to_thread(lost.wait)
 
     monkeypatch.setattr(cluster, "until_head_is_lost", until_head_is_lost)
-    llm, _, actors = in_process(replicas=1)
+    llm, engine, actors = in_process(replicas=1)
     kill = serving.kill
     monkeypatch.setattr(serving, "kill", calls.append)
     monkeypatch.setattr(cluster, "remove", calls.append)
     lost.set()
+    while engine.driver.died is None:
+        time.sleep(0.01)
     assert isinstance(_ended(llm.next_token_logprobs_sync, [1, 2]), EngineDiedError)
     llm.close()
     assert calls == []
@@ -293,6 +296,81 @@ def test_prefixes_that_change_while_a_replica_returns_are_loaded_there(in_proces
     while link.session is None:
         time.sleep(0.01)
     assert seen == [[], [((1, 2, 3), None)]]
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_no_replica_that_returns_meanwhile(
+    in_process, monkeypatch, tmp_path, reference
+):
+    """A replica that returns has the adapters that the others have loaded."""
+    llm, engine, actors = in_process(replicas=2)
+    [link, _] = engine.driver.links
+    returns, has_begun, may_fail = (threading.Event() for _ in range(3))
+    attach = actors[0].attach.remote
+    configure = actors[1].replica.configure
+
+    def attach_later(*arguments):
+        if returns.is_set():
+            return attach(*arguments)
+        failed = concurrent.futures.Future()
+        failed.set_exception(ray.exceptions.ActorUnavailableError("Ray starts it", None))
+        return types.SimpleNamespace(future=lambda: failed)
+
+    async def configure_slowly(*arguments):
+        has_begun.set()
+        assert await asyncio.to_thread(may_fail.wait, 60)
+        return await configure(*arguments)
+
+    actors[0].attach = types.SimpleNamespace(remote=attach_later)
+    actors[1].replica.configure = configure_slowly
+    engine.driver.schedule(link.mark_lost, ConnectionError("gone"))
+    while link.session is not None:
+        time.sleep(0.01)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        loaded = pool.submit(llm.load_lora, str(tmp_path / "nothing"), "nobody")
+        assert has_begun.wait(60)
+        returns.set()
+        while link.session is None and not link.is_dead:
+            time.sleep(0.01)
+        may_fail.set()
+        assert isinstance(loaded.exception(60), AdapterError)
+    assert not link.is_dead
+    rows = llm.batch_next_token_logprobs_sync(PROMPTS)
+    torch.testing.assert_close(rows, reference.batch_next_token_logprobs_sync(PROMPTS))
+
+
+def test_what_a_replica_raises_when_it_returns_is_in_the_error(in_process):
+    llm, engine, [actor] = in_process(replicas=1)
+    [link] = engine.driver.links
+
+    async def attach(*_):
+        raise TimeoutError("the hub did not respond")
+
+    actor.replica.attach = attach
+    engine.driver.schedule(link.mark_lost, ConnectionError("gone"))
+    error = _ended(llm.next_token_logprobs_sync, [1, 2])
+    assert isinstance(error, EngineDiedError)
+    assert "the hub did not respond" in str(error)
+
+
+@pytest.mark.parametrize("problem", ["it ends", "it does not respond"])
+def test_a_replica_that_ends_or_hangs_before_it_is_used_is_an_error(
+    in_process, monkeypatch, problem
+):
+    async def attach(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Replica, "attach", attach)
+    if problem == "it ends":
+        error = ray.exceptions.ActorDiedError()
+        monkeypatch.setattr(ReplicaLink, "call", lambda *_: _raise(error))
+    options = {"engine": "reference", "replicas": 1, "load_timeout_s": 0.5}
+    error = _ended(lambda: in_process(**options))
+    assert isinstance(error, ModelLoadError)
+    assert "a replica did not accept this program within 0.5 s" in str(error)
+
+
+def _raise(error):
+    raise error
 
 
 def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):

@@ -20,6 +20,7 @@ from genlm.plugin import (
     Lineage,
     Query,
     TokenSequence,
+    pack_sequences,
 )
 from genlm_ray import wire
 from genlm_ray.replica import Replica, ReplicaSpec, ServingLimits
@@ -220,3 +221,18 @@ def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(mon
         served._shared.scheduler.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_contexts_are_released_although_the_queries_of_the_message_are_refused(monkeypatch):
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+        released = []
+        monkeypatch.setattr(served._shared.scheduler, "release", released.append)
+        context = TokenSequence.of([1, 2])
+        message = _request([1], [2])
+        message.released = [None], pack_sequences([context])
+        with pytest.raises(EvaluationError, match="at most 1 pending queries"):
+            await served.exchange("session", message)
+        assert released == [(None, context.key)]
+
+    _run(main, limits=ServingLimits(pending_queries=1))

@@ -330,6 +330,46 @@ def test_a_driver_that_is_silent_is_forgotten(address):
         serving.stop("brief")
 
 
+def test_replicas_that_cannot_be_started_leave_nothing(address):
+    with pytest.raises(TypeError, match="lock"):
+        serving.serve(
+            "unsendable", "demo", "reference", resources=RESOURCES,
+            engine_opts={"lock": threading.Lock()},
+        )  # fmt: skip
+    assert cluster.reservations("unsendable") == []
+
+
+def test_replicas_that_end_after_they_were_listed_and_other_actors_are_no_models(
+    address, monkeypatch
+):
+    listed = [
+        {"namespace": cluster.NAMESPACE, "name": name}
+        for name in ("ended/0", "ended/1", "other")
+    ]
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: listed)
+    assert serving.served(address) == []
+    for function in (serving.actors_of, serving.stop):
+        with pytest.raises(ModelLoadError, match=r"no served model 'ended'.*serves none"):
+            function("ended")
+
+
+def test_the_status_waits_once_for_all_replicas_that_do_not_respond(chat, address, monkeypatch):
+    monkeypatch.setattr(serving, "_DESCRIBE_TIMEOUT_S", 0.5)
+    waits, wait = [], ray.wait
+    monkeypatch.setattr(ray, "wait", lambda *_, **more: waits.append(more) or wait(*_, **more))
+    pids = [item["pid"] for item in _replicas_of_chat(address)]
+    waits.clear()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        states = [item["state"] for item in _replicas_of_chat(address)]
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert states == ["no response in 0.5 s"] * 2
+    assert len(waits) == 1
+
+
 def test_what_is_left_of_a_served_model_is_ended(address):
     """Its replicas may have died or may not have been started."""
     cluster.reserve_resources([{"CPU": 0.1}], 2, name="left", timeout_s=60)

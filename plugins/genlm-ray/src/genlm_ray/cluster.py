@@ -327,7 +327,8 @@ def reserve_resources(
         for i in range(count):
             label = f"{NAMESPACE}/{name}/{i}" if name else ""
             groups.append(placement_group(bundles, "PACK", name=label, lifetime=lifetime))
-        if not all(group.wait(timeout_s) for group in groups):
+        deadline_s = time.monotonic() + timeout_s
+        if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in groups):
             free = ray.available_resources()
             raise ModelLoadError(
                 f"{count} replicas need {amounts} each; after {timeout_s:g} s other programs "
@@ -375,6 +376,7 @@ def start_replicas(
 
     Raises:
         ModelLoadError: `reserve_resources` fails.
+        Exception: Ray cannot start an actor; nothing stays reserved.
     """
     bundles = _bundles(resources)
     groups = reserve_resources(
@@ -391,14 +393,20 @@ def start_replicas(
     }
     if spec.name:
         options |= {"namespace": NAMESPACE, "lifetime": "detached"}
-    actors = []
-    for index, group in enumerate(groups):
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            group, 0, placement_group_capture_child_tasks=True
-        )
-        if spec.name:
-            options["name"] = f"{spec.name}/{index}"
-        actors.append(ray.remote(Replica).options(**options).remote(spec))
+    actors: list[Any] = []
+    try:
+        for index, group in enumerate(groups):
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, 0, placement_group_capture_child_tasks=True
+            )
+            if spec.name:
+                options["name"] = f"{spec.name}/{index}"
+            actors.append(ray.remote(Replica).options(**options).remote(spec))
+    except BaseException:  # an option cannot be pickled, or another program took the name
+        for actor in actors:
+            ray.kill(actor)
+        remove(groups)
+        raise
     return actors, groups
 
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from genlm import EngineDiedError, EngineError
 from genlm.plugin import (
     Completion,
     EvaluationError,
     GroupQuery,
+    ModelLoadError,
     Query,
     SampledGroup,
     TokenSequence,
@@ -233,12 +234,18 @@ class Driver:
         """Attach the loaded replicas and return the description of one of them.
 
         Raises:
-            GenlmError: A replica refuses this program.
+            GenlmError: A replica refuses this program, or has ended, or does not respond.
         """
+        starting = asyncio.wait_for(self._start(), self._load_timeout_s)
         try:
-            description: dict[str, Any] = self.run(self._start())
+            description: dict[str, Any] = self.run(starting)
         except RayTaskError as error:
             raise unwrap_error(error) from None
+        except (RayError, TimeoutError) as error:
+            raise ModelLoadError(
+                f"a replica did not accept this program within {self._load_timeout_s:g} s: "
+                f"{_format_error(error)}"
+            ) from error
         return description
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -398,21 +405,19 @@ class Driver:
             Exception: The first error of a replica; the previous configuration is restored.
             EngineDiedError: No replica is left.
         """
-        before, self._configuration = self._configuration, configuration
         try:
-            await self._configure_all()
+            await self._configure_all(configuration)
         except EngineDiedError:
             raise
         except Exception:
-            self._configuration = before
             with contextlib.suppress(Exception):
-                await self._configure_all()
+                await self._configure_all(self._configuration)
             raise
+        self._configuration = configuration
         for token_ids, adapter in configuration.prefixes:
             self.router.computed_everywhere(adapter, TokenSequence.of(token_ids))
 
-    async def _configure_all(self) -> None:
-        configuration = self._configuration
+    async def _configure_all(self, configuration: Configuration) -> None:
         while True:
             live = [link for link in self._up.values() if not link.lost.done()]
             stale = [link for link in live if link.configuration is not configuration]
@@ -461,7 +466,10 @@ class Driver:
         return descriptions[0]
 
     async def _attach(self, link: ReplicaLink) -> dict[str, Any]:
-        """Begin a session with the current configuration when the replica is up."""
+        """Begin a session with the current configuration when the replica is up.
+
+        A configuration that the replicas are loading is current when all have loaded it.
+        """
         while True:
             session, configuration = uuid.uuid4().hex, self._configuration
             try:
@@ -487,11 +495,11 @@ class Driver:
             while True:
                 self._handle_loss(link, await self._until_lost(link))
                 await asyncio.wait_for(self._attach(link), self._load_timeout_s)
-        except TimeoutError:
-            error = TimeoutError(f"not loaded again in {self._load_timeout_s:g} s")
-            self._mark_dead(link, error)
         except Exception as error:  # noqa: BLE001 - Ray cannot restart it
-            self._mark_dead(link, error)
+            cause: Exception = error
+            if isinstance(error, TimeoutError) and not isinstance(error, RayTaskError):
+                cause = TimeoutError(f"not loaded again in {self._load_timeout_s:g} s")
+            self._mark_dead(link, cause)
 
     async def _until_lost(self, link: ReplicaLink) -> BaseException:
         """Ping a replica until its session is lost; return the reason."""

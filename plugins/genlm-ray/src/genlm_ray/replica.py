@@ -37,6 +37,7 @@ from genlm.plugin import (
     get_backend,
     picklable_error,
 )
+from genlm_ray.router import AnyQuery
 from genlm_ray.session import Prefix, Session, SharedEngine
 from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpack_queries
 
@@ -417,7 +418,7 @@ class Replica:
     # -- sessions ---------------------------------------------------------------------
 
     def _accept(self, state: Session, message: ReplicaRequest) -> None:
-        """Drop the aborted queries of a message, and submit its new queries.
+        """Drop the aborted queries of a message, submit its new queries, release contexts.
 
         Raises:
             EvaluationError: The driver would exceed its limits. No query was accepted.
@@ -426,6 +427,18 @@ class Replica:
             state.abort(message.aborted)
         for number in message.dropped:
             state.generations.drop(number)
+        try:
+            state.submit(self._unpack(state, message))
+        finally:
+            if message.released is not None:
+                names, sequences = message.released
+                for name, sequence in zip(names, sequences.unpack(), strict=True):
+                    self._shared.scheduler.release(
+                        (self._engine_adapter_name(state, name), sequence.key)
+                    )
+
+    def _unpack(self, state: Session, message: ReplicaRequest) -> list[AnyQuery]:
+        """Return the queries of a message, if they are within the driver's limits."""
         groups, added = message.groups, message.count + len(message.groups)
         sequences = sum(group.size for group in groups)
         pending = state.unanswered + len(state.finished)
@@ -434,7 +447,7 @@ class Replica:
             pending_queries=pending + added if added else 0,
             sequences=state.generations.sequences + sequences if sequences else 0,
         )
-        queries: list[Any] = [
+        queries: list[AnyQuery] = [
             query
             if query.adapter is None
             else query.replace(adapter=self._engine_adapter_name(state, query.adapter))
@@ -444,14 +457,7 @@ class Replica:
         for group in groups:
             adapter = self._engine_adapter_name(state, group.adapter)
             queries.append(state.generations.group(group, adapter, lease))
-        state.submit(queries)
-        if message.released is not None:
-            for name, sequence in zip(
-                message.released[0], message.released[1].unpack(), strict=True
-            ):
-                self._shared.scheduler.release(
-                    (self._engine_adapter_name(state, name), sequence.key)
-                )
+        return queries
 
     async def _end_session(self, session: str) -> None:
         state = self._sessions.pop(session, None)

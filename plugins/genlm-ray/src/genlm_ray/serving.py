@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _DESCRIBE_TIMEOUT_S = 10.0
-"""Timeout for the description of a loaded replica."""
+"""Timeout for the descriptions of loaded replicas."""
 
 
 def serve(
@@ -111,14 +111,23 @@ def served(address: str | None = None) -> list[dict[str, Any]]:
         ModelLoadError: No cluster was named.
     """
     cluster.join(address)
+    calls = [
+        (name, index, actor.describe.remote())
+        for name, indices in _served_indices().items()
+        for index, actor in _actors(name, indices).items()
+    ]
+    pending = [call for _, _, call in calls]
+    if pending:
+        _, pending = ray.wait(pending, num_returns=len(calls), timeout=_DESCRIBE_TIMEOUT_S)
     descriptions = []
-    for name, indices in _served_indices().items():
-        for index, actor in enumerate(_actors(name, indices)):
+    for name, index, call in calls:
+        description = {"name": name, "state": f"no response in {_DESCRIBE_TIMEOUT_S:g} s"}
+        if call not in pending:
             try:
-                [description] = _call_all([actor], "describe", _DESCRIBE_TIMEOUT_S)
+                [description] = _results([call])
             except ModelLoadError as error:
-                description = {"name": name, "state": str(error)}
-            descriptions.append({"state": "up", **description, "replica": index})
+                description["state"] = str(error)
+        descriptions.append({"state": "up", **description, "replica": index})
     return descriptions
 
 
@@ -132,7 +141,10 @@ def stop(name: str, address: str | None = None) -> int:
     """
     cluster.join(address)
     groups = cluster.reservations(name)
-    actors = _actors(name, _served_indices().get(name, [])) if groups else actors_of(name)
+    if groups:
+        actors = list(_actors(name, _served_indices().get(name, ())).values())
+    else:
+        actors = actors_of(name)
     for actor in actors:
         kill(actor)
     cluster.remove(groups)
@@ -146,13 +158,15 @@ def actors_of(name: str) -> list[Any]:
         ModelLoadError: The cluster serves no such model.
     """
     served = _served_indices()
-    if name not in served:
+    actors = _actors(name, served.get(name, ()))
+    if not actors:
+        others = ", ".join(repr(other) for other in served if other != name)
         raise ModelLoadError(
-            f"no served model {name!r}; this cluster serves "
-            f"{', '.join(map(repr, served)) or 'none'}. `genlm serve` serves a model; to load "
-            f"a model in private replicas, pass engine=, such as engine='hf'"
+            f"no served model {name!r}; this cluster serves {others or 'none'}. "
+            f"`genlm serve` serves a model; to load a model in private replicas, pass engine=, "
+            f"such as engine='hf'"
         )
-    return _actors(name, served[name])
+    return list(actors.values())
 
 
 def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -185,17 +199,19 @@ def kill(actor: Any, *, restart: bool = False) -> None:
 
 
 def _call_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
+    return _results([getattr(actor, method).remote() for actor in actors], timeout_s)
+
+
+def _results(calls: list[Any], timeout_s: float | None = None) -> list[Any]:
     try:
-        results: list[Any] = ray.get(
-            [getattr(actor, method).remote() for actor in actors], timeout=timeout_s
-        )
+        results: list[Any] = ray.get(calls, timeout=timeout_s)
     except RayTaskError as error:
         if isinstance(error.cause, GenlmError):
             raise error.cause from None
         raise ModelLoadError(f"a replica could not start: {error}") from error
     except GetTimeoutError as error:
         raise ModelLoadError(
-            f"{len(actors)} replicas did not respond within {timeout_s:g} s; increase "
+            f"{len(calls)} replicas did not respond within {timeout_s:g} s; increase "
             f"load_timeout_s="
         ) from error
     except RayError as error:
@@ -207,14 +223,19 @@ def _served_indices() -> dict[str, list[int]]:
     """Return the indices of the replicas of served models by name."""
     indices: dict[str, list[int]] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == cluster.NAMESPACE:
-            name, _, index = actor["name"].rpartition("/")
+        name, _, index = actor["name"].rpartition("/")
+        if actor["namespace"] == cluster.NAMESPACE and index.isdecimal():
             indices.setdefault(name, []).append(int(index))
     return {name: sorted(indices[name]) for name in sorted(indices)}
 
 
-def _actors(name: str, indices: Iterable[int]) -> list[Any]:
-    return [ray.get_actor(f"{name}/{index}", cluster.NAMESPACE) for index in indices]
+def _actors(name: str, indices: Iterable[int]) -> dict[int, Any]:
+    """Return the actors of replicas by index, without those that have ended meanwhile."""
+    actors = {}
+    for index in indices:
+        with contextlib.suppress(ValueError):
+            actors[index] = ray.get_actor(f"{name}/{index}", cluster.NAMESPACE)
+    return actors
 
 
 def _check_name(name: str) -> None:

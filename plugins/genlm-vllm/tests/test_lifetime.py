@@ -142,8 +142,19 @@ def test_closing_gives_the_memory_back(serve: Any) -> None:
     assert model() is not None
     del executor
     engine.close()
-    gc.collect()
     assert model() is None
+
+
+def test_closing_an_engine_in_other_processes_leaves_the_one_of_this_process(
+    serve: Any, tiny: Any
+) -> None:
+    engine, other = serve(), serve(multiprocess=True)
+    sequences = prompts(5, 40)
+    for each in (engine, other):
+        assert largest_error(tiny, rows(each, sequences), sequences) <= 1e-4
+    other.close()
+    sequences = prompts(6, 41)
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 
 
 def test_figures_outlive_the_engine(serve: Any) -> None:

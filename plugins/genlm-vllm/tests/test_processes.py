@@ -213,9 +213,16 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
 
 
 PROGRAM = """
+import os
 import sys
 import psutil
 from genlm_vllm.engine import VLLMEngine
+
+class Late:
+    def __del__(self, create_file=os.mknod):
+        create_file({finalized!r})
+
+late = Late()  # in the worker too, which imports this program
 if __name__ == "__main__":
     options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
     VLLMEngine({model!r}, engine_opts=options).close()
@@ -225,11 +232,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_has_an_empty_log_and_its_workers_end_when_it_is_killed(
+def test_a_program_has_an_empty_log_and_its_workers_end_at_once_when_it_is_killed(
     tiny: Any, tmp_path: Path
 ) -> None:
     script, log = tmp_path / "program.py", tmp_path / "log"
-    script.write_text(PROGRAM.format(model=str(tiny.path)))
+    finalized = tmp_path / "finalized"
+    script.write_text(PROGRAM.format(model=str(tiny.path), finalized=str(finalized)))
     variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with tempfile.TemporaryDirectory() as files, log.open("w") as stderr:
@@ -246,6 +254,7 @@ def test_a_program_has_an_empty_log_and_its_workers_end_when_it_is_killed(
             client.kill()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
+        assert not finalized.exists(), "a worker has finalised its interpreter"
         left = [file.name for file in Path(files).iterdir()]
         assert not [name for name in left if name.startswith("genlm")]
 

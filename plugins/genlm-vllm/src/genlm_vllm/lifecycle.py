@@ -171,7 +171,14 @@ def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
 
 def shut_down(engine: Any, *, multiprocess: bool) -> None:
     """Shut a vLLM engine down and free its memory."""
-    engine.engine_core.shutdown()
+    client = engine.engine_core
+    if multiprocess:
+        # `client.shutdown` would also destroy the process groups of an engine in this process.
+        client._finalizer.detach()  # noqa: SLF001
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
+    else:
+        client.shutdown()
     engine.renderer.shutdown()
     _clean_up(multiprocess=multiprocess)
 
@@ -181,8 +188,9 @@ def _clean_up(*, multiprocess: bool) -> None:
     from vllm import envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.unfreeze()  # vLLM freezes all objects after its start
-    if not multiprocess:  # otherwise another engine may compute in this process
-        cleanup_dist_env_and_memory()
+    if multiprocess:  # another engine may compute in this process
+        gc.unfreeze()  # vLLM freezes all objects after its start
+        gc.collect()
+    else:
+        cleanup_dist_env_and_memory()  # also unfreezes and collects
     envs.disable_envs_cache()
-    gc.collect()

@@ -7,9 +7,12 @@ reports to the process that loads the model only that a worker failed. `FailureL
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import multiprocessing
 import os
+import sys
 from typing import Any
 
 from genlm import EngineDiedError
@@ -22,6 +25,7 @@ __all__ = [
     "Outputs",
     "engine_died",
     "record_failures",
+    "skip_finalization",
     "unpack_outputs",
     "without_frames",
 ]
@@ -101,6 +105,24 @@ def record_failures() -> bool:
         return False
     logging.setLogRecordFactory(_Recorder(file))
     return True
+
+
+def skip_finalization() -> None:
+    """Make a process of `multiprocessing` exit without finalising the interpreter.
+
+    After vLLM was imported, Python needs three seconds to finalise its modules, for which
+    `close` would wait.
+    """
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    if multiprocessing.parent_process() is None:  # Ray's worker
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or None
+            stream.flush()
+    os._exit(0)
 
 
 def unpack_outputs(outputs: Outputs | bytes) -> Outputs:

@@ -20,7 +20,7 @@ import torch
 
 from genlm.plugin import Completion, EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.processes import TRANSPORT, record_failures
+from genlm_vllm.processes import TRANSPORT, record_failures, skip_finalization
 from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
 from genlm_vllm.shared_rows import PackedResults, SharedRows
@@ -30,7 +30,10 @@ __all__ = ["RowWorker", "call_workers"]
 
 # vLLM's processes import this module before they build a worker: from vLLM, or earlier if the
 # client's main program imports it, because spawned processes import that program first.
-if record_failures() or "vllm" in sys.modules:  # for the client's process see `lifecycle`
+if record_failures():
+    skip_finalization()
+    check_fallback_attention()
+elif "vllm" in sys.modules:  # for the client's process see `lifecycle`
     check_fallback_attention()
 
 

@@ -113,6 +113,42 @@ def test_the_end_of_a_text_may_be_another_token_or_none(llm):
     assert reader.probabilities()[STOP] == 0
 
 
+def test_ends_are_one_or_several_ids(llm):
+    expected = asyncio.run(reading(llm, b"ab", stop=[PAD])).probabilities()
+    for stop in (PAD, {PAD}, torch.tensor([PAD])):
+        reader = asyncio.run(reading(llm, b"ab", stop=stop))
+        np.testing.assert_array_equal(reader.probabilities(), expected)
+    with pytest.raises(TypeError, match="takes token ids, not texts"):
+        genlm.ByteReader(llm, stop="a")
+
+
+class SpecialAfterAEngine(RandomEngine):
+    """Predicts only `PAD` after a token that ends in a."""
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = super().evaluate(queries)
+        for logprobs, query in zip(rows, queries, strict=True):
+            if TEXTS[query.token_ids[-1]].endswith(b"a"):
+                logprobs[:] = -math.inf
+                logprobs[PAD] = 0
+        return rows
+
+
+def test_a_text_that_only_special_tokens_continue_is_an_error() -> None:
+    with genlm.AsyncLM(SpecialAfterAEngine) as llm:
+        reader = genlm.ByteReader(llm)
+        reader.start_sync([1])
+        with pytest.raises(ValueError, match="the model predicts only special tokens"):
+            reader.probabilities()
+        reader.start_sync([2])
+        reader.read_sync(b"a")  # also the beginning of "ab"
+        assert reader.probabilities()[ord("b")] == pytest.approx(1)
+        reader.read_sync(b"ba")
+        assert np.isfinite(reader.logprob)
+        reader = asyncio.run(reading(llm, b"", stop=[PAD]))
+        assert reader.probabilities().sum() == pytest.approx(1)
+
+
 def test_a_reader_starts_at_a_context_and_again(llm):
     async def read() -> genlm.ByteReader:
         reader = await reading(llm, b"bab")

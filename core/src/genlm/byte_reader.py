@@ -13,19 +13,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.validation import checked_ids, checked_integer
+from genlm.core.base.validation import checked_integer, checked_stop
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.plugins.lookup import get_trie
 
 if TYPE_CHECKING:
     import torch
+
+    from genlm.core.base.validation import Integers
 
 __all__ = ["ByteReader"]
 
@@ -62,14 +64,14 @@ class ByteReader:
         llm: The model.
         width: Size of the beam of the most likely hypotheses; every token that completes in a
             hypothesis requires a row.
-        stop: Token ids that end a text; by default the `eos_token_id` of the vocabulary, if it
-            has one.
+        stop: Token ids that end a text, one or several; by default the `eos_token_id` of the
+            vocabulary, if it has one.
 
     Attributes:
         logprob: Natural-log probability of all bytes read since `start`.
 
     Raises:
-        TypeError: `width` is not an integer, or `stop` has values that are not integers.
+        TypeError: `width` is not an integer, or `stop` has values that are not token ids.
         ValueError: `width` is below 1.
         TokenIdError: An id in `stop` is outside the vocabulary.
     """
@@ -78,13 +80,12 @@ class ByteReader:
     """Index after the 256 bytes: the end of the text."""
 
     def __init__(
-        self, llm: AsyncLM, width: int = 32, *, stop: Sequence[int] | None = None
+        self, llm: AsyncLM, width: int = 32, *, stop: Integers | SupportsIndex | None = None
     ) -> None:
         width = checked_integer("width", width, 1)
-        if stop is None:
-            end = llm.vocabulary.eos_token_id
-            stop = () if end is None else (end,)
-        ends = checked_ids(stop, llm.vocab_size, "stop")
+        ends, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
+        if stop_texts:
+            raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
         symbols: list[Any] = list(llm.byte_vocab)
         # The symbol of a special token, unique by id, replaces the bytes of its name.
         for token_id in llm.vocabulary.special_ids:
@@ -120,6 +121,7 @@ class ByteReader:
 
         Raises:
             RuntimeError: `start` was not awaited.
+            ValueError: All hypotheses continue only with special tokens, which are excluded.
         """
         if not self._beam:
             raise RuntimeError("the reader was not started: await reader.start(token_ids)")
@@ -128,7 +130,13 @@ class ByteReader:
             below = self._trie.child_prefixes(hypothesis.node)
             sums = self._trie.partial_sum(hypothesis.row, below)
             mass[self._trie.child_symbols(hypothesis.node)] += hypothesis.weight * sums
-        probabilities: Floats = mass[:_SPECIAL] / mass[:_SPECIAL].sum()
+        total = mass[:_SPECIAL].sum()
+        if total == 0:
+            raise ValueError(
+                "the text has no next byte and no end: the model predicts only special tokens "
+                "that are not in stop after all tokenizations in the beam"
+            )
+        probabilities: Floats = mass[:_SPECIAL] / total
         return probabilities
 
     async def read(self, text: bytes) -> None:
@@ -138,6 +146,7 @@ class ByteReader:
             TypeError: `text` is not `bytes`.
             ValueError: No hypothesis continues with one of the bytes; the reader has read the
                 bytes before it. A wider beam may contain such a hypothesis.
+            QueryError: The context of a hypothesis is full; as for a ValueError.
             RuntimeError: `start` was not awaited.
         """
         if not isinstance(text, (bytes, bytearray)):

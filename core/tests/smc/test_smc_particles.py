@@ -111,7 +111,8 @@ def test_what_is_printed_fits_a_screen(states, llm):
     assert len(repr(many).splitlines()) == 13
     assert repr(many).splitlines()[-1].endswith(" more texts")
     [dead] = steer_sync(llm, PROMPT, 3, max_tokens=4, potential=lambda _: [-np.inf] * 3)
-    assert "log-evidence -inf, effective sample size 0.0" in repr(dead)
+    assert "0 finished, 3 dead: log-evidence -inf, effective sample size 0.0" in repr(dead)
+    assert [*dead.history[:0].to_pandas()] == [*dead.history.to_pandas()]
 
 
 def test_a_picture_has_the_genealogy_and_the_effective_sample_sizes(states, tmp_path):

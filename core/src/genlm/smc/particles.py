@@ -116,7 +116,8 @@ class History(Sequence[Step]):
             for step in self._steps
         ]
         index = range(1, len(rows) + 1)
-        table = import_required("pandas", "to_pandas").DataFrame(rows, index=index)
+        columns = ["log_evidence", "effective_sample_size", "is_resampled", "alive", "finished"]
+        table = import_required("pandas", "to_pandas").DataFrame(rows, index, columns)
         return table.rename_axis("step")
 
     def plot(self) -> Figure:
@@ -235,9 +236,11 @@ class Particles:
         for text, weight in zip(self.texts, self._shares().tolist(), strict=True):
             shares.setdefault(text, []).append(weight)
         heaviest = sorted(shares.items(), key=lambda item: -sum(item[1]))
-        finished = int(self.population.finished.sum())
+        dead = np.isneginf(self.log_weights)
+        finished = int((self.population.finished.numpy() & ~dead).sum())
+        state = f"{finished} finished" + (f", {int(dead.sum())} dead" if dead.any() else "")
         lines = [
-            f"{len(self)} particles after {len(self.history)} steps, {finished} finished: "
+            f"{len(self)} particles after {len(self.history)} steps, {state}: "
             f"log-evidence {self.log_evidence:.4f}, effective sample size "
             f"{self.effective_sample_size:.1f}",
             "weight  particles  text",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ class TinyEngine(genlm.BatchEngine):
         return torch.stack([row(query.token_ids) for query in queries])
 
 
+@functools.cache
 def row(token_ids: tuple[int, ...]) -> torch.Tensor:
     """Peaked rows, so that weights differ and resampling happens."""
     logits = np.random.default_rng((1, *token_ids)).normal(scale=2.0, size=len(TOKENS))
@@ -97,18 +99,31 @@ class TableConstraint(Constraint):
         return TableConstraint(self.table, self.states[ancestors])
 
 
-def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any]:
+def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], *, seed: int, **options: Any) -> list[Any]:
     """Texts, weights (None without any) and log-evidence after each step."""
-    size, steps = options.pop("size"), options.pop("steps", STEPS)
+    [history] = run_all(llm, prompt, [seed], **options)
+    return history
+
+
+def run_all(
+    llm: genlm.AsyncLM,
+    prompt: tuple[int, ...],
+    seeds: Iterable[int],
+    *,
+    size: int,
+    steps: int = STEPS,
+    table: np.ndarray | None = None,
+) -> list[list[Any]]:
+    """What `run` returns, for each of these seeds."""
     text = b"".join(TOKENS[token_id] for token_id in prompt)
     rule: Constraint = smc.max_word_length(LIMIT).start(llm, size, text=text)
-    if "table" in options:
-        rule = TableConstraint(options.pop("table"), np.zeros(size, np.int64))
+    if table is not None:
+        rule = TableConstraint(table, np.zeros(size, np.int64))
 
-    async def collect() -> list[Any]:
+    async def collect(seed: int) -> list[Any]:
         history = []
         async for particles in genlm.smc.steer(
-            llm, list(prompt), size, max_tokens=steps, constraint=rule, **options
+            llm, list(prompt), size, max_tokens=steps, constraint=rule, seed=seed
         ):
             texts = [context.token_ids for context in particles.population]
             has_weight = np.isfinite(particles.log_weights).any()
@@ -117,7 +132,10 @@ def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any
             )
         return history
 
-    return asyncio.run(collect())
+    async def collect_all() -> list[list[Any]]:
+        return await asyncio.gather(*map(collect, seeds))
+
+    return asyncio.run(collect_all())
 
 
 @given(st.binary(max_size=12), st.integers(0, 4))
@@ -142,8 +160,8 @@ def test_the_evidence_is_unbiased(
     monkeypatch.setattr(steering, "systematic_resampling", resample)
     allowed = {x: p for x, p in outcomes(prompt).items() if obeys(x)}
     evidence, masses = [], []
-    for seed in range(600):
-        particles, weights, log_evidence = run(llm, prompt, size=6, seed=seed)[-1]
+    for history in run_all(llm, prompt, range(600), size=6):
+        particles, weights, log_evidence = history[-1]
         estimate = math.exp(log_evidence)
         evidence.append(estimate)
         mass = dict.fromkeys(allowed, 0.0)
@@ -166,8 +184,7 @@ def test_the_evidence_is_unbiased(
 @pytest.mark.parametrize("size", [1, 2, 30])
 def test_every_particle_obeys_and_weights_sum_to_one(llm: genlm.AsyncLM, size: int) -> None:
     prompt = (3, 1)
-    for seed in range(10):
-        populations = run(llm, prompt, size=size, seed=seed)
+    for populations in run_all(llm, prompt, range(10), size=size):
         assert 1 <= len(populations) <= STEPS
         for step, (particles, weights, log_evidence) in enumerate(populations, start=1):
             assert len(particles) == len(weights) == size
@@ -184,8 +201,8 @@ def test_every_particle_obeys_and_weights_sum_to_one(llm: genlm.AsyncLM, size: i
 
 
 def test_one_particle_has_the_product_of_the_masses_it_was_left(llm: genlm.AsyncLM) -> None:
-    for seed in range(20):
-        [particle], weights, log_evidence = run(llm, (3,), size=1, seed=seed)[-1]
+    for history in run_all(llm, (3,), range(20), size=1):
+        [particle], weights, log_evidence = history[-1]
         expected = 0.0
         for position in range(1, len(particle)):
             before = particle[:position]
@@ -218,10 +235,8 @@ def test_a_dead_end_costs_its_weight_and_keeps_the_evidence_unbiased(
             state = table[state, token_id]
         exact += p * (state != dead)
     evidence, trapped = [], 0
-    for seed in range(400):
-        particles, weights, log_evidence = run(
-            llm, (3,), size=4, seed=seed, table=table, steps=2
-        )[-1]
+    for history in run_all(llm, (3,), range(400), size=4, table=table, steps=2):
+        particles, weights, log_evidence = history[-1]
         evidence.append(math.exp(log_evidence))
         if weights is None:  # every particle went into the trap
             assert log_evidence == -math.inf

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 from genlm.testing import QUICK, Case, all_checks, run_case
 
 from .baselines import NO_FAILURE, correct_targets
-from .mutant import SEEDS, all_core_faults, all_mutants, quiet
+from .mutant import SEEDS, all_core_faults, all_mutants, quiet, statuses_of_hanging
 
 
 def main() -> int:
@@ -44,8 +45,8 @@ def failures_of_correct_targets() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # the name of a fault whose test hangs
-        [fault] = [each for each in all_core_faults() if each.name == sys.argv[1]]
-        sys.exit(fault.test("thread"))
+    if sys.argv[1:] == ["--hanging"]:  # for `found_hanging`
+        print(json.dumps(statuses_of_hanging()))
+        sys.exit()
     with quiet():
         sys.exit(main())

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
+import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -131,7 +134,7 @@ class CoreFault:
         found_by: The test that must fail: its file in `core/tests` and its name.
         patched: Attribute of the core that is replaced during the test: owner, name, value.
         hangs: Whether the test waits for ever. It is then run in a process of its own, whose
-            time limit counts as a failure.
+            time limit counts as a failure (`found_hanging`).
     """
 
     name: str
@@ -143,9 +146,7 @@ class CoreFault:
     def is_found(self) -> bool:
         """Whether the test fails with the fault, for one of five seeds of its examples."""
         if self.hangs:
-            command = [sys.executable, "-m", "tests.mutants", self.name]
-            status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
-            return status == pytest.ExitCode.TESTS_FAILED
+            return self.name in found_hanging()
         return any(
             self.test("signal", seed) == pytest.ExitCode.TESTS_FAILED for seed in range(5)
         )
@@ -157,11 +158,37 @@ class CoreFault:
         options += [f"--timeout-method={timeout_method}"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         if self.hangs:
-            options += ["--timeout=3"]
+            options += ["--timeout=5"]
         # The option would hold for the tests that follow in this process, too.
         own_seed = mock.patch.object(hypothesis.core, "global_force_seed", None)
         with own_seed, mock.patch.object(*self.patched):
             return int(pytest.main([*options, f"core/tests/{self.found_by}"]))
+
+
+@functools.cache
+def found_hanging() -> frozenset[str]:
+    """Names of the faults whose tests hang and fail; all are run at once."""
+    command = [sys.executable, "-m", "tests.mutants", "--hanging"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    statuses = json.loads(done.stdout)
+    return frozenset(
+        name for name, status in statuses.items() if status == pytest.ExitCode.TESTS_FAILED
+    )
+
+
+def statuses_of_hanging() -> dict[str, int]:
+    """Run the tests that hang, each with its fault in a fork of this process."""
+    children = {}
+    for fault in all_core_faults():
+        if fault.hangs:
+            children[fault.name] = os.fork()
+            if not children[fault.name]:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                os._exit(fault.test("thread"))
+    return {
+        name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for name, child in children.items()
+    }
 
 
 _mutants: list[Mutant] = []

@@ -208,21 +208,25 @@ def test_a_cache_that_was_asked_for_is_not_changed(llama):
         engine.close()
 
 
-def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch):
-    """Without memory for parts it is shared; without any, queries fail until there is."""
+@pytest.mark.parametrize("method", ["_create", "_check_context"])
+def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch, method):
+    """Without memory for parts it is shared; without any, queries fail until there is.
+
+    The same holds for a context that has other parameters than requested.
+    """
     distinct = [[i, *range(20)] for i in range(4)]
     queries = [Query(i, ids) for i, ids in enumerate(distinct)]
     expected = torch.stack([llama.logprobs(ids) for ids in distinct])
-    created = LlamaContext._create
+    called = getattr(LlamaContext, method)
     engine = llama.engine(n_ctx=1024)
     refused = {True, False}
 
-    def without_memory(self, options):
-        if options.kv_unified in refused:
+    def without_memory(self, *arguments):
+        if arguments[-1].kv_unified in refused:
             raise ModelLoadError("no memory")
-        return created(self, options)
+        return called(self, *arguments)
 
-    monkeypatch.setattr(LlamaContext, "_create", without_memory)
+    monkeypatch.setattr(LlamaContext, method, without_memory)
     try:
         with pytest.raises(EvaluationError, match="no memory"):
             engine.evaluate(queries)

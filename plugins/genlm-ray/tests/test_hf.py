@@ -14,6 +14,7 @@ import torch
 
 import genlm
 from genlm.testing import TinyModel
+from genlm_ray import serving
 
 README = Path(__file__).parents[1] / "README.md"
 OPTIONS = {"device": "cpu", "dtype": "float32"}
@@ -90,7 +91,7 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
     while pids(llm)[0] == killed or llm.statistics().engine["replica 0: state"] != "up":
         llm.next_token_logprobs_sync(prompts[0])
         time.sleep(0.05)
-    os.kill(pids(llm)[1], signal.SIGKILL)  # only the restarted replica is left
+    serving.kill(llm.engine.driver.links[1].actor)  # only the restarted replica is left
     torch.testing.assert_close(
         llm.batch_next_token_logprobs_sync(prompts, lora_name="red"),
         hf.batch_next_token_logprobs_sync(prompts, lora_name="red"),

@@ -158,7 +158,7 @@ class LlamaContext:
     def divide(self, parts: int) -> None:
         """Create the context again, empty, with a part of the cells for each sequence.
 
-        If there is no memory for the parts, the sequences share all cells.
+        If llama.cpp cannot create the parts, the sequences share all cells.
 
         Args:
             parts: Number of sequences, 0 to share all cells.
@@ -170,20 +170,24 @@ class LlamaContext:
         if parts:
             part = self._shared_cells // parts // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
             options = replace(options, n_ctx=part * parts, n_seq_max=parts, kv_unified=False)
-        if self._context:  # before creation: both may not fit into memory
-            self._llama.llama_free(self._context)
-        self._context = self._active = None
+        self._free_context()  # before creation: both may not fit into memory
         self.parts, self.is_unified = 0, True
         try:
             self._context = self._create(options)
+            self._check_context(self._file, options)
         except ModelLoadError as error:
+            self._free_context()
             if parts:
                 self.divide(0)
                 return
             raise EvaluationError(str(error)) from error
-        self._check_context(self._file, options)
         self.parts, self.is_unified = parts, not parts
         self._memory = self._llama.llama_get_memory(self._context)
+
+    def _free_context(self) -> None:
+        if self._context:
+            self._llama.llama_free(self._context)
+        self._context = self._active = None
 
     # -- computation ------------------------------------------------------------------
 
@@ -266,10 +270,9 @@ class LlamaContext:
 
     def close(self) -> None:
         """Free the context and the weights, adapters included."""
-        if self._context:
-            self._llama.llama_free(self._context)
+        self._free_context()
         self._llama.llama_model_free(self._model)
-        self._context = self._model = None
+        self._model = None
 
     # -- facts ------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from genlm.plugin import (
 )
 from genlm_ray import wire
 from genlm_ray.replica import Replica, ReplicaSpec, ServingLimits
+from genlm_ray.wire import ReplicaRequest
 
 SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
 
@@ -236,3 +237,26 @@ def test_contexts_are_released_although_the_queries_of_the_message_are_refused(m
         assert released == [(None, context.key)]
 
     _run(main, limits=ServingLimits(pending_queries=1))
+
+
+def test_an_abort_may_overtake_its_query():
+    """Ray starts a small message before a large one that was sent earlier."""
+
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+        overtaking = ReplicaRequest()
+        overtaking.aborted, overtaking.dropped = [0, 9], [5]
+        await served.notify("session", overtaking)
+        generation = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
+        places = np.arange(1)
+        group = GroupQuery(9, generation, places, places, Rows())
+        message = _request([1], [2])
+        message.groups = [wire.pack_group(group, 5, None, -1)]
+        await served.notify("session", message)
+        session = served._sessions["session"]
+        assert session.generations.sequences == 0
+        assert [*session.waiting, *session.running] == [1]
+        response = await served.exchange("session", ReplicaRequest())
+        assert [query_id for query_id, _, _ in _answers(response)] == [1]
+
+    _run(main)

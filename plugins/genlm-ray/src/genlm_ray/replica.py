@@ -3,7 +3,8 @@
 Its methods run on the actor's event loop, not on the engine's thread, so that the replica
 responds while the engine steps. Its process ends when a step takes too long or the engine's
 thread has ended, and Ray starts a new process. Ray starts the calls of an asynchronous actor in
-any order; therefore messages refer only to state that the replica has acknowledged.
+any order; therefore messages refer only to state that the replica has acknowledged, except that
+they may abort queries that arrive later.
 """
 
 from __future__ import annotations
@@ -452,9 +453,12 @@ class Replica:
             if query.adapter is None
             else query.replace(adapter=self._engine_adapter_name(state, query.adapter))
             for query in unpack_queries(message)
+            if not state.was_aborted(query.query_id)
         ]
         lease = functools.partial(_ContextLease, self._shared.scheduler.release)
         for group in groups:
+            if state.was_aborted(group.query_id):
+                continue
             adapter = self._engine_adapter_name(state, group.adapter)
             queries.append(state.generations.group(group, adapter, lease))
         return queries

@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,9 @@ logger = logging.getLogger("genlm.ray")
 
 Prefix = tuple[tuple[int, ...], str | None]
 """Token ids and the driver's name of the adapter."""
+
+_MAX_EARLY_ABORTS = 2**14
+"""Maximum number of aborted queries that a session remembers because they may arrive later."""
 
 Running = dict[int, Callable[[], None]]
 """Functions that abort queries, by the driver's query ids."""
@@ -133,6 +137,7 @@ class Session:
         self.waiting: dict[int, AnyQuery] = {}
         self.running: Running = {}
         self.tokens = 0.0
+        self._aborted_early: OrderedDict[int, None] = OrderedDict()
         self._shared = shared
         self._reduction_s = reduction_s
         self._reducer: Scheduler[Any] | None = None  # of user-defined reductions
@@ -154,15 +159,24 @@ class Session:
         self._shared.submit_waiting(self)
 
     def abort(self, query_ids: Sequence[int]) -> None:
-        """Drop queries."""
+        """Drop queries, also those that arrive later: Ray may start calls in another order."""
         for query_id in query_ids:
             self.generations.finish(query_id)
-            if self.waiting.pop(query_id, None) is None:
-                for running in (self.running, self._running_reductions):
-                    if query_id in running:
-                        running.pop(query_id)()
+            for running in (self.running, self._running_reductions):
+                if query_id in running:
+                    running.pop(query_id)()
+                    break
+            else:
+                if self.waiting.pop(query_id, None) is None:
+                    self._aborted_early[query_id] = None
+        while len(self._aborted_early) > _MAX_EARLY_ABORTS:
+            self._aborted_early.popitem(last=False)
         self._shared.submit_waiting(self)
         self.changed.set()  # otherwise a poll without queries would wait for ever
+
+    def was_aborted(self, query_id: int) -> bool:
+        """Whether a query that arrives was aborted by an earlier message."""
+        return self._aborted_early.pop(query_id, self) is None
 
     def end(self) -> None:
         """Drop all queries and end the session's task and thread."""

@@ -480,7 +480,7 @@ class Population(Members):
             has_no_token = active & rows.is_empty
             log_mass[has_no_token] = -math.inf
             active &= ~has_no_token
-        members = np.flatnonzero(active)
+        [members] = active.nonzero()
         weights = RowWeights((count, size), rows, **options)
         if len(members) < count:
             weights = weights.of(members)

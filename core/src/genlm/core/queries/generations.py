@@ -297,7 +297,7 @@ def distinct_sequences(
             raise_member_errors({1: error}, too_long, members, len(places))
     is_wanted = np.zeros(len(lineage), bool)
     is_wanted[member_places] = True
-    wanted = np.flatnonzero(is_wanted)
+    [wanted] = is_wanted.nonzero()
     if len(wanted) == len(lineage):
         return wanted, member_places
     return wanted, np.searchsorted(wanted, member_places)

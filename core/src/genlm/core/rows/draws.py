@@ -267,9 +267,9 @@ def _divide_by_temperature(
     scores: torch.Tensor, temperatures: npt.NDArray[np.float64]
 ) -> torch.Tensor:
     """Return scores minus the largest, divided by temperatures; 0 counts as 1."""
-    largest = scores.amax(-1, keepdim=True)
-    # Rows without a possible token would become NaN.
-    shifted = scores - largest.masked_fill(largest.isneginf(), 0.0)
+    # The bound is for rows without a possible token, which would become NaN.
+    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    shifted = scores - largest
     # Before the division the largest is 0; otherwise all scores could become -inf.
     divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _MIN_TEMPERATURE))
     device_divisors = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
@@ -343,8 +343,8 @@ def _drawn_tokens(
 ) -> DrawnTokens:
     """Return draws, with token -1 and `-inf` for rows without a possible token."""
     if row_of is None:
-        columns = token_ids if token_ids.ndim == 2 else token_ids[:, None]
-        logprobs = rows.gather(1, columns.clamp(min=0)).view_as(token_ids)
+        columns = token_ids.clamp(min=0) if token_ids.ndim == 2 else token_ids[:, None]
+        logprobs = rows.gather(1, columns).view_as(token_ids)
     else:
         logprobs, log_mass = rows[row_of, token_ids], log_mass[row_of]
     mass = log_mass if token_ids.ndim == 1 else log_mass[:, None]

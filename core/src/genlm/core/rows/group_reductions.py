@@ -140,7 +140,7 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
 
 def _is_identity(indices: torch.Tensor, count: int) -> bool:
     """Whether indices below `count` are all of them, in order."""
-    return len(indices) == count and is_ascending(indices.numpy())
+    return indices.shape[0] == count and is_ascending(indices.numpy())
 
 
 class _WeightedReduction(GroupReduction):

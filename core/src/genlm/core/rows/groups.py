@@ -73,10 +73,11 @@ class Columns:
                 f"{type(self._reduction).__name__}.compute returned {type(result).__name__}; "
                 f"expected a tuple of tensors"
             )
+        count = len(members)
         for part in columns:
-            if len(part) != len(members):
-                raise ValueError(f"{len(part)} results for {len(members)} members")
-        if len(members) == self._count and is_ascending(members):  # all, in order
+            if part.shape[:1] != (count,):
+                raise ValueError(f"{len(part)} results for {count} members")
+        if count == self._count and is_ascending(members):  # all, in order
             self._columns = columns
             return
         if not self._columns:
@@ -166,7 +167,7 @@ class GroupWork:
                 is_on_cpu = rows.device.type == "cpu"
                 shape = len(rows), self._vocabulary.size
                 memory = scratch_memory("rows", *shape) if is_on_cpu else None
-                rows = rows_from_logits(rows, self._vocabulary, out=memory)
+                rows = rows_from_logits(logits, self._vocabulary, out=memory)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
             if invalid:
                 self.errors |= {int(places[i]): error for i, error in invalid.items()}

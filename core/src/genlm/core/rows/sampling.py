@@ -83,7 +83,7 @@ def stream_uniforms(
     seeds: Sequence[int] | npt.NDArray[Any], positions: Sequence[int] | npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
     """Return `stream_uniform` of each seed and position, or one position: shape `(n,)`."""
-    return _unit_floats(_outputs(_words(seeds), _words(positions)))
+    return _unit_floats(_outputs(_words(seeds), positions))
 
 
 def uniforms(
@@ -106,11 +106,11 @@ def uniforms(
             `count`. The result then has shape `(n, count)`, without `count` `(n,)`.
     """
     seeds = _member_seeds(_key(seed), members)
-    outputs = _outputs(seeds, _words(steps))
+    outputs = _outputs(seeds, steps)
     if count is None:
         return _unit_floats(outputs)
     # The output of a step is its first number, and the seed of its further numbers.
-    further = _outputs(outputs[:, None], np.arange(max(0, count - 1), dtype=np.uint64))
+    further = _outputs(outputs[:, None], np.arange(max(0, count - 1)))
     return _unit_floats(np.concatenate([outputs[:, None], further], axis=1)[:, :count])
 
 
@@ -125,7 +125,7 @@ def _key(seed: int) -> int:
 
 
 def _member_seeds(key: int, members: npt.NDArray[np.integer]) -> _Words:
-    seeds = _outputs(np.uint64(key), _words(members))
+    seeds = _outputs(np.uint64(key), members)
     return seeds >> np.uint64(1)  # engines take signed 64 bits
 
 
@@ -136,9 +136,13 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _outputs(seeds: Any, positions: _Words) -> _Words:
+def _outputs(seeds: Any, positions: Any) -> _Words:
     """Return the outputs of SplitMix64 at positions of streams; arrays wrap at 2**64."""
-    words: _Words = seeds + (positions + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
+    if isinstance(positions, int):
+        offsets: Any = np.uint64((positions + 1) * _GOLDEN_GAMMA & _MASK)
+    else:
+        offsets = (_words(positions) + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
+    words: _Words = seeds + offsets
     words ^= words >> np.uint64(30)
     words *= np.uint64(_FACTORS[0])
     words ^= words >> np.uint64(27)
@@ -154,10 +158,7 @@ def _unit_floats(outputs: _Words) -> npt.NDArray[np.float64]:
 
 def _words(values: Any) -> _Words:
     if not isinstance(values, np.ndarray):
-        values = (
-            [values] if isinstance(values, int) else [int(value) & _MASK for value in values]
-        )
-        return np.array(values, np.uint64)
+        return np.array([int(value) & _MASK for value in values], np.uint64)
     return values.astype(np.uint64)
 
 

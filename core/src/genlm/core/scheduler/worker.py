@@ -324,7 +324,8 @@ class Worker:
         with self._lock:
             aborts, self._aborts = self._aborts, []
             evaluations = self._take()
-        self._abort(engine, aborts)
+        if aborts:
+            self._abort(engine, aborts)
         self._run_calls(engine)
         rejected = self._submit(engine, evaluations)
         if rejected:

@@ -20,6 +20,7 @@ __path__ = extend_path(__path__, __name__)
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.byte_reader import ByteReader as ByteReader
     from genlm.core.base.errors import AdapterError as AdapterError
+    from genlm.core.base.errors import AdapterLimitError as AdapterLimitError
     from genlm.core.base.errors import ContextLengthError as ContextLengthError
     from genlm.core.base.errors import EmptySequenceError as EmptySequenceError
     from genlm.core.base.errors import EngineClosedError as EngineClosedError

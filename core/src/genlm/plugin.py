@@ -31,6 +31,7 @@ from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.base.errors import AdapterError as AdapterError
+    from genlm.core.base.errors import AdapterLimitError as AdapterLimitError
     from genlm.core.base.errors import AmbiguousBackendError as AmbiguousBackendError
     from genlm.core.base.errors import BrokenPluginError as BrokenPluginError
     from genlm.core.base.errors import ContextLengthError as ContextLengthError

@@ -52,6 +52,7 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
         ["2 of 8 members", "member 3, 5", "too long"],
     ),
     (errors.AdapterError("no folder"), {}, ["no folder"]),
+    (errors.AdapterLimitError("4 are loaded"), {}, ["4 are loaded"]),
     (
         errors.UnsupportedCapabilityError("lora", "toy"),
         {"capability": "lora", "engine": "toy"},

@@ -16,13 +16,14 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm.core.base.errors import (
     AdapterError,
+    AdapterLimitError,
     EngineClosedError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
 )
 from genlm.core.engine.engine import Capability
 from genlm.core.model.lm import AsyncLM
-from genlm.core.queries.query import Query
+from genlm.core.queries.query import Completion, Query
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -352,6 +353,59 @@ def test_an_adapter_that_is_removed_while_it_is_replaced_is_freed_once(
     llm.load_lora("folder/new", "a", replace=True)
     assert engine_adapters(llm) == {"a@2": "folder/new"}
     assert removed == ["a"]
+
+
+class FullEngine(RemovingEngine):
+    """Has room for one adapter and cannot load from the folder "bad"."""
+
+    def add_adapter(self, name: str, path: str) -> None:
+        if self.adapters:
+            raise AdapterLimitError("1 adapter is loaded")
+        if path == "bad":
+            raise AdapterError("cannot be loaded")
+        super().add_adapter(name, path)
+
+
+def test_an_adapter_is_replaced_in_an_engine_without_room(make_model: MakeModel) -> None:
+    llm = make_model(FullEngine(VOCAB_SIZE))
+    llm.load_lora("folder/a", "a")
+    before = llm.next_token_logprobs_sync([1], lora_name="a")
+    with pytest.raises(AdapterLimitError):
+        llm.load_lora("folder/b", "b", replace=True)
+    llm.load_lora("folder/new", "a", replace=True)
+    assert engine_adapters(llm) == {"a@2": "folder/new"}
+    assert llm.lora_names == ("a",)
+    assert not torch.equal(llm.next_token_logprobs_sync([1], lora_name="a"), before)
+    with pytest.raises(AdapterError, match="cannot be loaded"):
+        llm.load_lora("bad", "a", replace=True)
+    assert llm.lora_names == ()
+    llm.load_lora("folder/a", "a")
+
+
+def test_an_adapter_in_use_is_not_replaced_in_an_engine_without_room(
+    make_model: MakeModel,
+) -> None:
+    class Waiting(FullEngine):
+        submitted, may_go_on = threading.Event(), threading.Event()
+
+        def submit(self, query: Query) -> None:
+            super().submit(query)
+            self.submitted.set()
+
+        def step(self) -> list[Completion]:
+            return super().step() if self.may_go_on.is_set() else []
+
+    engine = Waiting(VOCAB_SIZE)
+    llm = make_model(engine)
+    llm.load_lora("folder/a", "a")
+    with ThreadPoolExecutor(1) as threads:
+        row = threads.submit(llm.next_token_logprobs_sync, [1], lora_name="a")
+        assert engine.submitted.wait(TIMEOUT_S)
+        with pytest.raises(AdapterLimitError):
+            llm.load_lora("folder/new", "a", replace=True)
+        engine.may_go_on.set()
+        row.result(TIMEOUT_S)
+    assert engine_adapters(llm) == {"a": "folder/a"}
 
 
 def test_a_context_of_a_replaced_adapter_says_so(removing: AsyncLM) -> None:

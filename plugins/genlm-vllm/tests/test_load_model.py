@@ -96,6 +96,19 @@ def test_closing_in_the_middle_ends_every_request(
     assert largest_error(tiny, [row], sequences[:1]) <= 1e-4
 
 
+def test_an_adapter_is_replaced_if_there_is_no_room_for_another(tiny: TinyLlama) -> None:
+    options = OPTIONS | {"enable_lora": True, "max_loras": 1}
+    cache = genlm.OutputCache(0)
+    [ids] = prompts(40)
+    with genlm.load_model(tiny.path, "vllm", engine_opts=options, output_cache=cache) as lm:
+        for adapter in ("red", "blue"):
+            lm.load_lora(tiny.adapters[adapter], "only", replace=True)
+            row = lm.next_token_logprobs_sync(ids, lora_name="only")
+            assert largest_error(tiny, [row], [ids], adapter) <= 1e-4
+        with pytest.raises(genlm.AdapterLimitError, match="1 adapters are loaded"):
+            lm.load_lora(tiny.adapters["red"], "other")
+
+
 def test_batches_are_as_large_as_those_of_vllms_own_llm(tiny: TinyLlama) -> None:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext

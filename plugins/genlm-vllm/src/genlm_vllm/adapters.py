@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import AdapterError, AdapterTable, EvaluationError, read_lora_config
+from genlm.plugin import (
+    AdapterError,
+    AdapterLimitError,
+    AdapterTable,
+    EvaluationError,
+    read_lora_config,
+)
 from genlm_vllm.worker import call_workers
 
 __all__ = ["Adapters"]
@@ -48,14 +54,15 @@ class Adapters(AdapterTable[Any]):
     def _load(self, name: str, path: Path) -> Any:
         from vllm.lora.request import LoRARequest
 
-        if len(self.loaded) == self._capacity:
-            raise AdapterError(
-                f"cannot load adapter {name!r}: {self._capacity} adapters are loaded, the "
-                f"maximum of this model; load it with a larger engine_opts['max_loras']"
-            )
         folder = os.path.realpath(path)
         read_lora_config(name, folder, engine="vLLM", supported=_SUPPORTED)
         problem = _weight_mismatch(self._engine.vllm_config.model_config.hf_config, folder)
+        if problem is None and len(self.loaded) == self._capacity:
+            raise AdapterLimitError(
+                f"cannot load adapter {name!r}: {self._capacity} adapters are loaded, the "
+                f"maximum of this model; unload one, or load the model with a larger "
+                f"engine_opts['max_loras']"
+            )
         number = next(self._numbers)
         # The number makes the name unique: vLLM's prefix cache uses it as a key.
         request = LoRARequest(f"{number}-{name}", number, folder)

@@ -9,6 +9,7 @@
     │   ├── UnknownAdapterError (LookupError)
     │   └── PopulationError                 members of a population that failed
     ├── AdapterError (ValueError)           an adapter that could not be loaded
+    │   └── AdapterLimitError               the engine has no room for another one
     ├── UnsupportedCapabilityError (NotImplementedError)
     ├── EngineError (RuntimeError)          the engine returned no result
     │   ├── EvaluationError                 it raised for this request; see __cause__
@@ -39,6 +40,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "AdapterError",
+    "AdapterLimitError",
     "AmbiguousBackendError",
     "BrokenPluginError",
     "ContextLengthError",
@@ -236,6 +238,10 @@ class PopulationError(QueryError):
 
 class AdapterError(GenlmError, ValueError):
     """An adapter could not be loaded or conflicts with a loaded adapter."""
+
+
+class AdapterLimitError(AdapterError):
+    """The engine has loaded its maximum number of adapters."""
 
 
 class UnsupportedCapabilityError(GenlmError, NotImplementedError):

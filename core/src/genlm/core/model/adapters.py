@@ -11,7 +11,12 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from genlm.core.base.errors import AdapterError, UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.base.errors import (
+    AdapterError,
+    AdapterLimitError,
+    UnknownAdapterError,
+    UnsupportedCapabilityError,
+)
 from genlm.core.engine.engine import Capability, Engine, require_capability
 from genlm.core.scheduler import Scheduler
 
@@ -86,7 +91,15 @@ class Adapters:
                     f"from {loaded.folder!r}; choose another name, or pass replace=True"
                 )
             engine_name = self._unused_engine_name(name)
-            cast("LoraEngine", engine).add_adapter(engine_name, path)
+            lora_engine = cast("LoraEngine", engine)
+            try:
+                lora_engine.add_adapter(engine_name, path)
+            except AdapterLimitError:
+                if loaded is None or not self._can_be_removed(engine, loaded):
+                    raise
+                del self._by_name[name]
+                self._remove_from(engine, loaded)
+                lora_engine.add_adapter(engine_name, path)
             self._engine_names.add(engine_name)
             replaced = self._by_name.get(name)  # it may have been removed in the meantime
             self._by_name[name] = _Adapter(engine_name, folder)
@@ -128,15 +141,27 @@ class Adapters:
 
     def _free(self, adapter: _Adapter) -> None:
         """Free a removed adapter once the requests that use it have ended."""
-        if adapter.folder == _PRELOADED:
-            return
+        if adapter.folder != _PRELOADED:
+            self._scheduler.run_after(
+                lambda query: query.adapter == adapter.engine_name,
+                lambda engine: self._remove_from(engine, adapter),
+            )
 
-        def remove(engine: Engine) -> None:
-            self._drop_rows(adapter.engine_name)
-            if hasattr(engine, "remove_adapter"):
-                engine.remove_adapter(adapter.engine_name)
+    def _can_be_removed(self, engine: Engine, adapter: _Adapter) -> bool:
+        """Whether the engine can remove an adapter now: no request uses it."""
+        return (
+            adapter.folder != _PRELOADED
+            and hasattr(engine, "remove_adapter")
+            and not self._scheduler.has_query(
+                lambda query: query.adapter == adapter.engine_name
+            )
+        )
 
-        self._scheduler.run_after(lambda query: query.adapter == adapter.engine_name, remove)
+    def _remove_from(self, engine: Engine, adapter: _Adapter) -> None:
+        """Remove an adapter from the engine, and its rows from the output cache."""
+        self._drop_rows(adapter.engine_name)
+        if hasattr(engine, "remove_adapter"):
+            engine.remove_adapter(adapter.engine_name)
 
 
 def _check_name(name: object) -> None:

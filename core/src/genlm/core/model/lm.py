@@ -444,11 +444,14 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             lora_path: Adapter folder.
             lora_name: Adapter name for requests.
             replace: Whether the new adapter replaces a loaded adapter of this name, as if
-                `unload_lora` had been called for the loaded one.
+                `unload_lora` had been called for the loaded one. If the engine has its maximum
+                number of adapters and no request uses the loaded one, that is unloaded first,
+                and remains unloaded if the new one cannot be loaded.
 
         Raises:
             UnsupportedCapabilityError: The engine serves no adapters.
-            AdapterError: The adapter cannot be loaded, or its name belongs to another folder.
+            AdapterError: The adapter cannot be loaded, or its name belongs to another folder;
+                `AdapterLimitError` if the engine has no room for it.
             TypeError: The name is not a string, or the folder is not a path.
         """
         await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)

@@ -214,6 +214,10 @@ class Scheduler(Generic[EngineT]):
         result: T = self._worker.call(function).result()
         return result
 
+    def has_query(self, matches: Callable[[Any], bool]) -> bool:
+        """Whether an unfinished query satisfies a predicate, which is called under a lock."""
+        return self._worker.has_query(matches)
+
     def run_after(
         self, wait_for: Callable[[Any], bool], function: Callable[[EngineT], object]
     ) -> None:

@@ -194,6 +194,11 @@ class Worker:
             self._notify()
         return call.future
 
+    def has_query(self, matches: Callable[[Any], bool]) -> bool:
+        """Whether `matches` is true for an unfinished query; called under the lock."""
+        with self._lock:
+            return self._table.has_query(matches)
+
     def release(self, item: Any) -> None:
         """Schedule the release of an item between two steps; safe in finalizers.
 

@@ -70,6 +70,7 @@ def pair(_pair: genlm.AsyncLM) -> genlm.AsyncLM:
     """Two replicas of the reference engine, which all tests share and may kill."""
 
     def is_up(link: Any) -> bool:
+        assert not link.is_dead
         try:
             drivers = ray.get(link.actor.describe.remote(), timeout=60)["drivers"]
         except RayError:

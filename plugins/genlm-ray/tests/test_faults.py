@@ -19,7 +19,6 @@ import torch
 import genlm
 from genlm import AdapterError, EngineDiedError, ModelLoadError
 from genlm_ray import cluster, replica, serving
-from genlm_ray.driver import ReplicaLink
 from genlm_ray.engine import RayEngine
 from genlm_ray.replica import Replica
 from genlm_ray.wire import ReplicaRequest
@@ -361,16 +360,15 @@ def test_a_replica_that_ends_or_hangs_before_it_is_used_is_an_error(
 
     monkeypatch.setattr(Replica, "attach", attach)
     if problem == "it ends":
-        error = ray.exceptions.ActorDiedError()
-        monkeypatch.setattr(ReplicaLink, "call", lambda *_: _raise(error))
+
+        async def answer(*_):
+            raise ray.exceptions.ActorDiedError
+
+        monkeypatch.setattr(Actor, "_answer", answer)
     options = {"engine": "reference", "replicas": 1, "load_timeout_s": 0.5}
     error = _ended(lambda: in_process(**options))
     assert isinstance(error, ModelLoadError)
     assert "a replica did not accept this program within 0.5 s" in str(error)
-
-
-def _raise(error):
-    raise error
 
 
 def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):

@@ -11,13 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from programs import run_program
 
 import genlm
 from genlm.core.rows.reductions import TopK
@@ -213,50 +213,77 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
 
 
 PROGRAM = """
+import logging
 import os
 import sys
 import psutil
 from genlm_vllm.engine import VLLMEngine
 
-class Late:
-    def __del__(self, create_file=os.mknod):
-        create_file({finalized!r})
-
-late = Late()  # in the worker too, which imports this program
 if __name__ == "__main__":
     options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
     VLLMEngine({model!r}, engine_opts=options).close()
     engine = VLLMEngine({model!r}, engine_opts=options, multiprocess=True)
+    print(engine._failures.first())
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
+else:  # a worker imports this program first, and vLLM after this package
+    import vllm.logger
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    print("checked:", hasattr(ALL_ATTENTION_FUNCTIONS["vllm"], "__wrapped__"), flush=True)
+    vllm.logger._configure_vllm_root_logger()
+    log = logging.getLogger("vllm.v1.test")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        log.exception("failed")
+
+    class Late:
+        def __del__(self, create_file=os.mknod):
+            create_file({finalized!r})
+
+    late = Late()
 """
 
 
-def test_a_program_has_an_empty_log_and_its_workers_end_at_once_when_it_is_killed(
-    tiny: Any, tmp_path: Path
-) -> None:
+@pytest.fixture
+def program(tiny: Any, tmp_path: Path) -> Iterator[Any]:
+    """A program with an engine in its process and one with a worker, its output and its log."""
     script, log = tmp_path / "program.py", tmp_path / "log"
-    finalized = tmp_path / "finalized"
-    script.write_text(PROGRAM.format(model=str(tiny.path), finalized=str(finalized)))
+    finalized = str(tmp_path / "finalized")
+    script.write_text(PROGRAM.format(model=str(tiny.path), finalized=finalized))
     variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with tempfile.TemporaryDirectory() as files, log.open("w") as stderr:
         options |= {"env": variables | {"TMPDIR": files}}  # sockets need a short path
         command = [sys.executable, "-W", "ignore", script]
-        with subprocess.Popen(command, stderr=stderr, **options) as client:
+        with subprocess.Popen(command, stderr=stderr, text=True, **options) as client:
             assert client.stdout is not None
-            children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
-            assert len(children) >= 2, log.read_text()  # a worker and a tracker of resources
-            # Torch and, before it configures its log, vLLM warn on a CPU.
-            expected = re.compile(r"\[?W\d|Triton is installed, but")
-            lines = log.read_text().splitlines()
-            assert not [line for line in lines if not expected.match(line)]
+            output = [client.stdout.readline().strip() for _ in range(3)]
+            yield SimpleNamespace(
+                client=client, output=output, log=log, files=Path(files), finalized=finalized
+            )
             client.kill()
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert not alive
-        assert not finalized.exists(), "a worker has finalised its interpreter"
-        left = [file.name for file in Path(files).iterdir()]
-        assert not [name for name in left if name.startswith("genlm")]
+
+
+def test_a_program_with_a_spawned_worker(program: Any) -> None:
+    """One program for four properties, because it takes half a minute."""
+    checked, failure, children = program.output
+    assert checked == "checked: True", program.log.read_text()
+    assert failure == "ZeroDivisionError: division by zero"
+    # Torch and, before it configures its log, vLLM warn on a CPU.
+    expected = re.compile(r"\[?W\d|Triton is installed, but")
+    lines = program.log.read_text().splitlines()
+    assert not [line for line in lines if not expected.match(line)]
+    processes = [psutil.Process(int(pid)) for pid in children.split()]
+    assert len(processes) >= 2  # a worker and a tracker of resources
+    program.client.kill()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+    assert not Path(program.finalized).exists(), "a worker has finalised its interpreter"
+    assert not [file for file in program.files.iterdir() if file.name.startswith("genlm")]
 
 
 @pytest.fixture
@@ -312,22 +339,3 @@ def test_a_log_has_no_name_in_the_file_system_and_keeps_the_first_exception(
     finally:
         log.close()
     assert log.first() is None
-
-
-def test_a_process_that_imports_this_package_before_vllm_is_checked_and_recorded(
-    tmp_path: Path,
-) -> None:
-    """Processes that a program spawns import the engine first if the program imports it."""
-    log = tmp_path / "failures.log"
-    log.touch()
-    code = (
-        "import logging, genlm_vllm.worker, vllm.logger\n"
-        "vllm.logger._configure_vllm_root_logger()\n"
-        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS\n"
-        "try: 1 / 0\n"
-        "except ZeroDivisionError: logging.getLogger('vllm.v1').exception('failed')\n"
-        "print('checked:', hasattr(ALL_ATTENTION_FUNCTIONS['vllm'], '__wrapped__'))"
-    )
-    done = run_program(sys.executable, "-c", code, env=os.environ | {VARIABLE: str(log)})
-    assert "checked: True" in done.stdout
-    assert log.read_text() == "ZeroDivisionError: division by zero\n"

@@ -418,7 +418,7 @@ class Residents:
                 names = [resident.name for resident in pending.residents if resident]
                 ended += [name for name in names if name not in self._busy]
             if completion.result is None and completion.error is None:
-                # The prefix cache had some of the score_ids positions, which were not computed.
+                # The prefix cache had some of the scored positions, which were not computed.
                 pending.remaining, pending.is_sent = 1, False
                 self._begin_scores(pending, reads_cache=False)
                 continue

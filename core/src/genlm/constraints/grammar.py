@@ -45,7 +45,9 @@ class Grammar(Language):
 
     A population has one matcher of the library for each distinct history of its members. After
     each step, matchers are forked and accept their tokens, and one call of the library, on
-    another thread, fills all masks.
+    another thread, fills all masks. The libraries allow every token that begins a text of the
+    language in bytes; unlike `Automaton`, they do not test whether the tokens of the vocabulary
+    can complete it. A particle may die if the vocabulary lacks bytes, or a stop token has them.
     """
 
     def __init__(

@@ -394,12 +394,7 @@ def _invert(
     """Draw an id from rows in proportion to their weights.
 
     The search has two levels: only the sums of blocks and one block of each row are in float64.
-
-    Args:
-        weights: Shape `(n, vocab_size)`.
-        sums: `block_sums` of the weights; None to compute them if needed.
-        uniforms: Random numbers in [0, 1), float64, one per draw.
-        row_of: The row of each draw; by default draw i is from row i.
+    The sums are computed if they are None and rows have several blocks.
     """
     first = block = None
     if weights.shape[1] <= SUM_BLOCK:

@@ -158,7 +158,7 @@ class CoreFault:
         options += [f"--timeout-method={timeout_method}"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         if self.hangs:
-            options += ["--timeout=5"]
+            options += ["--timeout=10"]  # eight tests at once
         # The option would hold for the tests that follow in this process, too.
         own_seed = mock.patch.object(hypothesis.core, "global_force_seed", None)
         with own_seed, mock.patch.object(*self.patched):

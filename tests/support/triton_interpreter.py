@@ -13,13 +13,23 @@ __all__ = ["passed_in_the_interpreter"]
 
 ROOT = Path(__file__).parents[2]
 
+# Python stores frames in chunks of 16 KiB, and maps and unmaps one at each call that crosses the
+# end of a chunk. The chunk of `main`, a large frame, has room for all frames of the interpreter.
+PYTEST = """
+import sys, pytest
+def main():
+    return pytest.main(sys.argv[1:])
+main.__code__ = main.__code__.replace(co_stacksize=2**15)
+sys.exit(main())
+"""
+
 
 def passed_in_the_interpreter(tests: Path) -> int:
     """Run the tests of a file that are marked `gpu`; return how many passed, if all did.
 
     Triton decides at its import whether it interprets, so that needs a process of its own.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", PYTEST, "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     # numpy stands in for the GPU there, and warns of infinities and nan.
     numpy_warns = ["-W", "ignore::RuntimeWarning:triton.runtime.interpreter"]
     done = run_program(

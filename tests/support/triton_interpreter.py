@@ -13,8 +13,8 @@ __all__ = ["passed_in_the_interpreter"]
 
 ROOT = Path(__file__).parents[2]
 
-# Python stores frames in chunks of 16 KiB, and maps and unmaps one at each call that crosses the
-# end of a chunk. The chunk of `main`, a large frame, has room for all frames of the interpreter.
+# Python stores frames in chunks of 16 KiB, and maps and unmaps one at each call that crosses
+# the end of a chunk. The chunk of `main`, a large frame, has room for the interpreter's frames.
 PYTEST = """
 import sys, pytest
 def main():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tomllib
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "clients"
+EXAMPLE = REPOSITORY / "examples" / "scored_potential.py"
 OURS = ["core", "plugins/genlm-hf", "plugins/genlm-trie-cuda", "plugins/genlm-backend"]
 CLIENTS = ["genlm-control==0.4.1", "genlm-bytes==0.2.0", "genlm-grammar==0.2.0"]
 
@@ -38,39 +38,38 @@ import json, runpy, sys
 from importlib.metadata import version
 import genlm.backend, genlm.bytes, genlm.control
 where = {"ours": genlm.backend.__file__, "theirs": genlm.control.__file__}
-print(json.dumps({"program": "", "version": version("genlm-backend"), **where}))
-sys.path.insert(0, sys.argv[1])
-for name in sys.argv[2:]:
-    print(json.dumps({"program": name}))
-    runpy.run_path(f"{sys.argv[1]}/{name}.py", run_name="__main__")
+print(json.dumps({"program": ""}))
+print(json.dumps({"version": version("genlm-backend"), **where}))
+sys.path[:0] = sys.argv[1:3]
+for path in sys.argv[3:]:
+    print(json.dumps({"program": path}))
+    runpy.run_path(path, run_name="__main__")
 """
 
 
-def run(environment, program: str, *arguments: str):
-    """Run a program and return the objects that it printed."""
-    printed = environment.run(
-        environment.python,
-        PROGRAMS / f"{program}.py",
-        *arguments,
-        PYTHONWARNINGS="default",
-        HF_HUB_OFFLINE="1",
-    )
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+@pytest.fixture(scope="module")
+def output(environment):
+    """The lines that each program printed; one process runs all programs, most on one model."""
+    names = ["constrained", "sets", "beam", "documented", "potential"]
+    paths = [*(PROGRAMS / f"{name}.py" for name in names), EXAMPLE]
+    options = {"PYTHONWARNINGS": "default", "HF_HUB_OFFLINE": "1"}
+    command = [environment.python, "-c", RUN, PROGRAMS, EXAMPLE.parent, *paths]
+    lines: dict[str, list[str]] = {}
+    for line in environment.run(*command, **options).splitlines():
+        if line.startswith('{"program": '):
+            of_program = lines.setdefault(Path(json.loads(line).pop("program")).stem, [])
+        else:
+            of_program.append(line)
+    return lines
 
 
 @pytest.fixture(scope="module")
-def printed(environment):
-    """The objects that each program printed; one process runs all on one model."""
-    names = ["constrained", "sets", "beam", "documented"]
-    options = {"PYTHONWARNINGS": "default", "HF_HUB_OFFLINE": "1"}
-    output = environment.run(environment.python, "-c", RUN, PROGRAMS, *names, **options)
-    found: dict[str, list[dict]] = {}
-    for each in map(json.loads, filter(re.compile("{").match, output.splitlines())):
-        if "program" in each:
-            of_program = found.setdefault(each.pop("program"), [])
-        if each:
-            of_program.append(each)
-    return found
+def printed(output):
+    """The objects that each program printed."""
+    return {
+        name: [json.loads(line) for line in lines if line.startswith("{")]
+        for name, lines in output.items()
+    }
 
 
 def test_pip_keeps_ours(environment, printed):
@@ -117,11 +116,8 @@ def test_what_the_clients_document_runs(printed):
     assert found["byte"].isascii()
 
 
-def test_the_scored_potential_has_the_sums_of_unbatched_rows(environment):
-    [found] = run(environment, "potential", str(REPOSITORY / "examples"))
+def test_the_scored_potential_has_the_sums_of_unbatched_rows(printed, output):
+    [found] = printed["potential"]
     assert found["tokens"] >= 10
-    example = REPOSITORY / "examples" / "scored_potential.py"
-    printed = environment.run(
-        environment.python, example, PYTHONWARNINGS="default", HF_HUB_OFFLINE="1"
-    )
-    assert len([line for line in printed.splitlines() if " b'" in line or ' b"' in line]) == 10
+    lines = output["scored_potential"]
+    assert len([line for line in lines if " b'" in line or ' b"' in line]) == 10

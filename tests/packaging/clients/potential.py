@@ -3,16 +3,13 @@
 import asyncio
 import json
 import math
-import sys
 
 import torch
 from genlm.control import PromptedLLM
 from scored import ENDS, PROMPT, TOKENS, logprob, model
+from scored_potential import ScoredLLM
 
 import genlm
-
-sys.path.insert(0, sys.argv[1])
-from scored_potential import ScoredLLM
 
 TEXT = " the class method returns a new list of the items in the first"
 
@@ -33,6 +30,7 @@ async def main():
     context = [TOKENS[token_id] for token_id in ids]
     found = [await llm.prefix(context), await llm.complete(context), await llm.complete([])]
     assert not rows
+    genlm.AsyncLM.batch_next_token_logprobs = request
     exact = [logprob(ids, ends=False), logprob(ids, ends=True), logprob([], ends=True)]
     for value, expected in zip(found, exact, strict=True):
         assert math.isclose(value, expected, abs_tol=1e-3), (found, exact)

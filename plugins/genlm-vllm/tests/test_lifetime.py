@@ -145,14 +145,21 @@ def test_closing_gives_the_memory_back(serve: Any) -> None:
     assert model() is None
 
 
-def test_closing_an_engine_in_other_processes_leaves_the_one_of_this_process(
-    serve: Any, tiny: Any
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # not closed
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_engine_in_other_processes_ends_without_the_one_of_this_process(
+    serve: Any, tiny: Any, is_closed: bool
 ) -> None:
-    engine, other = serve(), serve(multiprocess=True)
+    engine, other = serve(), tiny.engine(multiprocess=True, lora=False)
+    client = weakref.ref(other.llm_engine.engine_core)
     sequences = prompts(5, 40)
     for each in (engine, other):
         assert largest_error(tiny, rows(each, sequences), sequences) <= 1e-4
-    other.close()
+    if is_closed:
+        other.close()
+    del each, other
+    gc.collect()
+    assert client() is None
     sequences = prompts(6, 41)
     assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
 

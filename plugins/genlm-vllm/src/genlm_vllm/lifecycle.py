@@ -10,6 +10,7 @@ import gc
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,6 +138,12 @@ def _build_engine(
         )
     if multiprocess:
         _sleep_while_waiting(engine.model_executor)
+        # vLLM's shutdown also destroys the process groups of an engine in this process.
+        client = engine.engine_core
+        client._finalizer.detach()  # noqa: SLF001
+        client._finalizer = weakref.finalize(  # noqa: SLF001
+            client, client.engine_core.model_executor.shutdown
+        )
     return engine, facts
 
 
@@ -171,14 +178,10 @@ def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
 
 def shut_down(engine: Any, *, multiprocess: bool) -> None:
     """Shut a vLLM engine down and free its memory."""
-    client = engine.engine_core
     if multiprocess:
-        # `client.shutdown` would also destroy the process groups of an engine in this process.
-        client._finalizer.detach()  # noqa: SLF001
-        client.engine_core.model_executor.shutdown()
-        client.engine_core.scheduler.shutdown()
+        engine.engine_core._finalizer()  # noqa: SLF001 - see `_build_engine`
     else:
-        client.shutdown()
+        engine.engine_core.shutdown()
     engine.renderer.shutdown()
     _clean_up(multiprocess=multiprocess)
 

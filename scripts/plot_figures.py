@@ -72,7 +72,7 @@ def serving_particles() -> Plot:
     """Speed of particles as a fraction of the engine's own generation, by the newest runs."""
     plot: Plot = {}
     for run in runs("serving_particles"):
-        if run.get("model") == "tiny":
+        if run.get("model") == "tiny" or run.get("second_runner"):
             continue
         panel = plot.setdefault({"vllm": "vLLM", "sgl": "SGLang"}[run["engine"]], {})
         for contestant in ("population", "contexts", "blocks"):

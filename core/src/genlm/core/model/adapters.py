@@ -97,7 +97,8 @@ class Adapters:
             except AdapterLimitError:
                 if loaded is None or not self._can_be_removed(engine, loaded):
                     raise
-                del self._by_name[name]
+                if self._by_name.pop(name, None) is None:  # another thread has removed it
+                    raise
                 self._remove_from(engine, loaded)
                 lora_engine.add_adapter(engine_name, path)
             self._engine_names.add(engine_name)

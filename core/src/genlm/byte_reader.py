@@ -133,8 +133,9 @@ class ByteReader:
         total = mass[:_SPECIAL].sum()
         if total == 0:
             raise ValueError(
-                "the text has no next byte and no end: the model predicts only special tokens "
-                "that are not in stop after all tokenizations in the beam"
+                "the probabilities of the next byte and of the end are 0: after all "
+                "tokenizations in the beam, the model predicts only special tokens that are "
+                "not in stop"
             )
         probabilities: Floats = mass[:_SPECIAL] / total
         return probabilities

@@ -7,7 +7,7 @@
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`,
   `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
-  runs an engine on its thread
+  runs an engine on its thread, `call_each`
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
   `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; the interface `Tokenizer`
@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.engine import Engine as Engine
     from genlm.core.engine.engine import LoraEngine as LoraEngine
     from genlm.core.engine.engine import PrefixCacheEngine as PrefixCacheEngine
+    from genlm.core.engine.engine import call_each as call_each
     from genlm.core.engine.group_engine import with_groups as with_groups
     from genlm.core.engine.group_sampling import GroupSampling as GroupSampling
     from genlm.core.engine.group_sampling import SampledGroup as SampledGroup

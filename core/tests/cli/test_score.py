@@ -115,7 +115,7 @@ def test_long_files_are_shown_in_part() -> None:
         ("a\n", ["--options", "[]"], "not a JSON object"),
         ("a\n", ["--options", '{"backend": "hf"}'], "'backend' is an argument of the command"),
         ("a\n", ["--output", "/no/such/folder/x"], "No such file"),
-        ("a\n", ["--tokens"], "the table has no tokens; name a file"),
+        ("a\n", ["--tokens"], "the table has one line for each text; pass a file"),
     ],
 )
 def test_errors_name_the_line(content: str | bytes, options: list[str], message: str) -> None:

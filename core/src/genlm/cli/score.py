@@ -110,7 +110,8 @@ def score(
     load_options = checked_options(options)
     if tokens and output is None:
         raise typer.BadParameter(
-            "the table has no tokens; name a file, or - for standard output, with --output",
+            "the table has one line for each text; pass a file, or - for standard output, "
+            "as --output",
             param_hint="--tokens",
         )
     texts = texts_of(file, form)

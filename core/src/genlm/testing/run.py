@@ -270,7 +270,7 @@ def targets_of(
     Raises:
         LookupError: The backend has no target, and `model` is None.
         TypeError: `BackendSpec.conformance` names something other than a target.
-        ValueError: `dtype` has no tolerance.
+        ValueError: There is no tolerance for `dtype`.
     """
     if model is not None:
         if info.kind == "trie":

@@ -13,7 +13,6 @@ import dataclasses
 import faulthandler
 import functools
 import itertools
-import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from genlm.plugin import (
     Query,
     Reduced,
     Scheduler,
+    call_each,
     with_groups,
 )
 from genlm_ray.client_reductions import SHARED_ROWS, ClientEngine, has_client_code
@@ -37,8 +37,6 @@ from genlm_ray.router import AnyQuery
 from genlm_ray.wire import Generations
 
 __all__ = ["Prefix", "Session", "SharedEngine"]
-
-logger = logging.getLogger("genlm.ray")
 
 Prefix = tuple[tuple[int, ...], str | None]
 """Token ids and the driver's name of the adapter."""
@@ -280,11 +278,7 @@ def _token_cost(query: AnyQuery) -> int:
 
 def _release(engine: Any, contexts: list[tuple[str | None, bytes]]) -> None:
     if hasattr(engine, "release_context"):
-        for adapter, key in contexts:
-            try:
-                engine.release_context(adapter, key)
-            except Exception:  # the engine keeps the state
-                logger.exception("release_context of the engine raised")
+        call_each(engine.release_context, contexts)
 
 
 class _StepWatchdog:

@@ -9,7 +9,7 @@
     │   ├── UnknownAdapterError (LookupError)
     │   └── PopulationError                 members of a population that failed
     ├── AdapterError (ValueError)           an adapter that could not be loaded
-    │   └── AdapterLimitError               the engine has no room for another one
+    │   └── AdapterLimitError               the maximum number of adapters is loaded
     ├── UnsupportedCapabilityError (NotImplementedError)
     ├── EngineError (RuntimeError)          the engine returned no result
     │   ├── EvaluationError                 it raised for this request; see __cause__

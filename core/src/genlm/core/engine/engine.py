@@ -156,7 +156,7 @@ def call_each(method: Callable[..., object], calls: Iterable[tuple[Any, ...]]) -
         try:
             method(*arguments)
         except Exception:
-            logger.exception("%s%r raised", getattr(method, "__qualname__", method), arguments)
+            logger.exception("%s raised", getattr(method, "__qualname__", method))
 
 
 @runtime_checkable

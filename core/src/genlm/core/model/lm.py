@@ -451,7 +451,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Raises:
             UnsupportedCapabilityError: The engine serves no adapters.
             AdapterError: The adapter cannot be loaded, or its name belongs to another folder;
-                `AdapterLimitError` if the engine has no room for it.
+                `AdapterLimitError` if the engine has loaded its maximum number of adapters.
             TypeError: The name is not a string, or the folder is not a path.
         """
         await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from genlm.cli import app
+from genlm.cli import app, env
 from genlm.cli import tested_versions as versions
 
 
@@ -28,6 +28,20 @@ def test_versions_are_those_of_the_installation() -> None:
     assert report["genlm"]["genlm-core"] == importlib.metadata.version("genlm-core")
     assert platform.python_version() in report["system"]["python"]
     assert report["devices"]["torch built for"] == (torch.version.cuda or "the CPU only")
+
+
+def test_libraries_with_tested_versions_are_listed_if_they_are_installed() -> None:
+    report = read_report()
+    installed = {each.name for each in importlib.metadata.distributions()}
+    tested = {name for info in report["plugins"] for name in info["tested"]}  # type: ignore[index]
+    assert tested & installed <= report["libraries"].keys()
+
+
+def test_distributions_without_a_plugin_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"genlm-core": "1.0", "genlm-backend": "1.1", "genlm-lm-eval": "1.2"}
+    monkeypatch.setattr(env, "installed_version", installed.get)
+    monkeypatch.setattr(env, "list_backends", list)
+    assert env.environment()["genlm"] == installed
 
 
 def test_plugins_are_listed_with_their_status(monkeypatch: pytest.MonkeyPatch) -> None:

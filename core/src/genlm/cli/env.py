@@ -19,6 +19,8 @@ from genlm.core.plugins.lookup import list_backends
 
 __all__ = ["env", "environment"]
 
+_WITHOUT_PLUGINS = ("genlm-core", "genlm-backend", "genlm-lm-eval")
+
 _LIBRARIES = (
     "torch",
     "numpy",
@@ -33,6 +35,12 @@ _LIBRARIES = (
     "sglang",
     "mlx",
     "mlx-lm",
+    "xllamacpp",
+    "ray",
+    "lm_eval",
+    "xgrammar",
+    "llguidance",
+    "outlines-core",
     "triton",
     "numba",
     "typer",
@@ -81,7 +89,7 @@ def environment() -> dict[str, Any]:
         plugins = [dataclasses.asdict(info) for info in list_backends()]
     except GenlmError as error:  # one of GENLM_PLUGINS or GENLM_STRICT
         plugins, failure = [], {"plugin error": str(error)}
-    distributions = sorted({"genlm-core", *(info["distribution"] for info in plugins)})
+    distributions = sorted({*_WITHOUT_PLUGINS, *(info["distribution"] for info in plugins)})
     fields = (
         "name", "kind", "provider", "version", "status", "reason", "capabilities", "tested",
     )  # fmt: skip

@@ -1,15 +1,17 @@
 """Run the tests with the newest releases of the libraries that the packages depend on.
 
-    python scripts/newest.py run      # .venv-newest, the tests, build/newest/report.md
+    python scripts/newest.py run      # .venv-newest, then `test` in it
+    python scripts/newest.py test     # the tests, build/newest/report.md
     python scripts/newest.py issue    # an issue with that report, or a comment on the open one
 
 `run` installs every requirement without its upper bound. It exits with status 1 if a suite
-fails or an engine has a release that its plugin was not tested with. vLLM, SGLang, llama.cpp
-and Ray are not installed; for these it compares the newest release with the tested ones.
+fails, if a bound excludes an installed version, or if vLLM or SGLang has a release that its
+plugin was not tested with. These two are not installed.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -23,15 +25,15 @@ ENVIRONMENT = ROOT / ".venv-newest"
 REPORT = ROOT / "build" / "newest" / "report.md"
 TITLE = "The newest releases fail"
 
-PACKAGES = ("core", "plugins/genlm-hf", "plugins/genlm-mlx", "plugins/genlm-backend")
-LISTED_ONLY = tuple(f"plugins/genlm-{name}" for name in ("vllm", "sgl", "llamacpp", "ray"))
+_PLUGINS = ("hf", "trie-cuda", "mlx", "llamacpp", "ray", "backend", "lm-eval")
+PACKAGES = ("core", *(f"plugins/genlm-{name}" for name in _PLUGINS))
+LISTED_ONLY = ("plugins/genlm-vllm", "plugins/genlm-sgl")
 """Installed without their engines, so that `genlm plugins` says what they were tested with."""
 
-TOOLS = (
-    "editables", "hatchling", "hypothesis", "mlx[cpu]; sys_platform == 'linux'", "packaging",
-    "psutil", "pytest", "pytest-timeout", "pyyaml", "scipy", "tiktoken",
-)  # fmt: skip
-SUITES = ("core/tests", *(f"{package}/tests" for package in PACKAGES[1:]))
+TOOLS = ("requirements.txt", "requirements-dev.txt", "requirements-site.txt")
+"""What `make` installs for the tests."""
+
+SUITES = (*(f"{package}/tests" for package in PACKAGES), "tests")
 
 _UPPER_BOUND = re.compile(r",?\s*(?:<=?|==|~=)\s*[^,;\s]+")
 
@@ -46,19 +48,55 @@ def unbounded(requirement: str) -> str:
 def requirements(projects: Sequence[Mapping[str, object]]) -> Iterator[str]:
     """Yield what distributions of other projects the packages and their extras need."""
     for project in projects:
-        extras: Mapping[str, Sequence[str]] = project.get("optional-dependencies", {})  # type: ignore[assignment]
-        groups: list[Sequence[str]] = [project["dependencies"], *extras.values()]  # type: ignore[list-item]
-        for requirement in {each for group in groups for each in group}:
-            if not requirement.startswith("genlm"):
+        yield from map(unbounded, _stated(project))
+
+
+def tools() -> Iterator[str]:
+    """Yield the requirements of the tests."""
+    for file in TOOLS:
+        for line in (ROOT / file).read_text("utf-8").splitlines():
+            requirement = line.partition("#")[0].strip()
+            if requirement and not requirement.startswith("-r "):
                 yield unbounded(requirement)
+
+
+def _stated(project: Mapping[str, object]) -> list[str]:
+    """Return the requirements of a package and of its extras on other projects."""
+    extras: Mapping[str, Sequence[str]] = project.get("optional-dependencies", {})  # type: ignore[assignment]
+    groups: list[Sequence[str]] = [project["dependencies"], *extras.values()]  # type: ignore[list-item]
+    stated = {requirement for group in groups for requirement in group}
+    return sorted(each for each in stated if not each.startswith("genlm"))
 
 
 def untested(tested: Mapping[str, Sequence[str]], newest: Mapping[str, str]) -> list[str]:
     """Return a line for each library whose newest release was not tested."""
     return [
-        f"{name} {newest[name]} is released; the newest tested version is {versions[-1]}"
+        f"{name}: the newest release is {newest[name] or 'unknown'}, "
+        f"the newest tested version {versions[-1]}"
         for name, versions in tested.items()
-        if newest.get(name) and newest[name] not in versions
+        if newest[name] not in versions
+    ]
+
+
+def excluded(
+    projects: Sequence[Mapping[str, object]], installed: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each requirement of a package whose bounds exclude what is installed.
+
+    Args:
+        projects: The `project` tables of the packages.
+        installed: Versions by distribution.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    versions = {canonicalize_name(name): version for name, version in installed.items()}
+    return [
+        f"{project['name']} excludes {requirement.name} {version} ({requirement.specifier})"
+        for project in projects
+        for requirement in map(Requirement, _stated(project))
+        if (version := versions.get(canonicalize_name(requirement.name)))
+        and not requirement.specifier.contains(version, prereleases=True)
     ]
 
 
@@ -76,26 +114,35 @@ def report(
 
 
 def run() -> int:
-    """Build the environment, run the suites, write the report."""
+    """Build the environment, run the suites in it, write the report."""
     python = _environment()
+    return subprocess.run([python, __file__, "test"], check=False).returncode
+
+
+def test() -> int:
+    """Run the suites in the environment of this interpreter, write the report."""
     failures = {}
     for suite in SUITES:
         done = subprocess.run(
-            [python, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider"],
+            [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider"],
             cwd=ROOT, check=False, capture_output=True, text=True,
         )  # fmt: skip
         print(done.stdout[-2000:], done.stderr[-2000:])
         if done.returncode:
             named = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
             failures[suite] = "\n".join(named[:100]) or done.stdout[-3000:]
-    found = json.loads(_output(python, "-m", "genlm", "env", "--json"))
+    found = json.loads(_output(sys.executable, "-m", "genlm", "env", "--json"))
     tested = {
         name: versions
         for info in found["plugins"]
         for name, versions in info["tested"].items()
         if name not in found["libraries"]  # the suites ran with those
     }
-    releases = untested(tested, {name: _newest(python, name) for name in tested})
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    releases = [
+        *untested(tested, {name: _newest(name) for name in tested}),
+        *excluded(_projects(), installed),
+    ]
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(report(found["libraries"], failures, releases), "utf-8")
     print(REPORT.read_text("utf-8"))
@@ -105,20 +152,24 @@ def run() -> int:
 def _environment() -> str:
     python = str(ENVIRONMENT / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-    projects = [
-        tomllib.loads((ROOT / package / "pyproject.toml").read_text("utf-8"))["project"]
-        for package in PACKAGES
-    ]
     install = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*install, *TOOLS, *sorted(set(requirements(projects)))], check=True)
+    needed = sorted({*tools(), *requirements(_projects())})
+    subprocess.run([*install, *needed], check=True)
     paths = [word for each in (*PACKAGES, *LISTED_ONLY) for word in ("-e", str(ROOT / each))]
     subprocess.run([*install, "--no-deps", "--no-build-isolation", *paths], check=True)
     return python
 
 
-def _newest(python: str, distribution: str) -> str:
-    """Return the newest release of a distribution, "" if the index does not have it."""
-    command = [python, "-m", "pip", "index", "versions", distribution]
+def _projects() -> list[Mapping[str, object]]:
+    return [
+        tomllib.loads((ROOT / package / "pyproject.toml").read_text("utf-8"))["project"]
+        for package in PACKAGES
+    ]
+
+
+def _newest(distribution: str) -> str:
+    """Return the newest release of a distribution, "" if the index shows none."""
+    command = [sys.executable, "-m", "pip", "index", "versions", distribution]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     found = re.search(r"\(([^)]+)\)", done.stdout)
     return found[1].partition("+")[0] if found else ""
@@ -141,4 +192,4 @@ def issue() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"run": run, "issue": issue}[sys.argv[1]]())
+    sys.exit({"run": run, "test": test, "issue": issue}[sys.argv[1]]())

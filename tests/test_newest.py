@@ -23,6 +23,7 @@ newest = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
         ("vllm>=0.28,<0.34; sys_platform == 'linux'", "vllm>=0.28; sys_platform == 'linux'"),
         ("genlm-core~=1.0.0", "genlm-core"),
         ("mlx[cpu]>=0.32.2,<0.33", "mlx[cpu]>=0.32.2"),
+        ("mlx[cpu]==0.32.4; sys_platform == 'linux'", "mlx[cpu]; sys_platform == 'linux'"),
         ("protobuf", "protobuf"),
     ],
 )
@@ -38,11 +39,33 @@ def test_requirements_of_extras_are_installed_and_own_packages_are_not():
     assert sorted(newest.requirements([project])) == ["peft>=0.21", "torch>=2.7"]
 
 
+def test_what_the_tests_need_is_installed_in_its_newest_release():
+    needed = list(newest.tools())
+    assert {"hypothesis>=6.130", "numba>=0.61", "peft>=0.21", "ray", "ruff", "torch"} <= {
+        *needed
+    }
+    assert not [each for each in needed if "<" in each.partition(";")[0] or "#" in each]
+
+
 def test_releases_that_were_not_tested_are_named():
     tested = {"vllm": ["0.28.0", "0.32.0"], "sglang": ["0.5.23"], "private": ["1.0"]}
     index = {"vllm": "0.34.0", "sglang": "0.5.23", "private": ""}
     assert newest.untested(tested, index) == [
-        "vllm 0.34.0 is released; the newest tested version is 0.32.0"
+        "vllm: the newest release is 0.34.0, the newest tested version 0.32.0",
+        "private: the newest release is unknown, the newest tested version 1.0",
+    ]
+
+
+def test_bounds_that_exclude_an_installed_version_are_named():
+    project = {
+        "name": "genlm-x",
+        "dependencies": ["genlm-core~=1.0", "torch>=2.7,<2.16", "outlines-core<0.3", "ray<3"],
+        "optional-dependencies": {"lora": ["peft>=0.21,<0.22"]},
+    }
+    installed = {"torch": "2.15.0+cpu", "peft": "0.22.1", "outlines_core": "0.3.0"}
+    assert newest.excluded([project], installed) == [
+        "genlm-x excludes outlines-core 0.3.0 (<0.3)",
+        "genlm-x excludes peft 0.22.1 (<0.22,>=0.21)",
     ]
 
 
@@ -71,6 +94,9 @@ def test_one_issue_is_open_at_a_time(monkeypatch, open_issues):
     assert told[-2:] == ("--body-file", str(REPOSITORY / "build/newest/report.md"))
 
 
-def test_every_suite_exists():
-    for suite in newest.SUITES:
-        assert (REPOSITORY / suite).is_dir()
+def test_every_suite_is_run_except_those_of_vllm_and_sglang():
+    """Each suite compares the list of private names of its package with what is installed."""
+    folders = [*REPOSITORY.glob("core/tests"), *REPOSITORY.glob("plugins/*/tests")]
+    suites = {str(folder.relative_to(REPOSITORY)) for folder in folders}
+    engines = {f"{folder}/tests" for folder in newest.LISTED_ONLY}
+    assert suites - engines == {*newest.SUITES} - {"tests"}

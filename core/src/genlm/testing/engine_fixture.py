@@ -162,6 +162,17 @@ class EngineFixture(Fixture):
         """The oracle's row: shape `(vocab_size,)`, float64, on the CPU; do not modify."""
         return self._expected(tuple(token_ids), adapter)
 
+    def expected_rows(
+        self, token_ids: Sequence[int], start: int = 1, adapter: str | None = None
+    ) -> torch.Tensor:
+        """The oracle's rows after each prefix of at least `start` tokens, one row each.
+
+        The longest prefix comes first: `TinyModel` computes the others in the same pass.
+        """
+        ends = range(len(token_ids), start - 1, -1)
+        rows = [self.expected(token_ids[:end], adapter) for end in ends]
+        return torch.stack(rows[::-1]) if rows else torch.empty(0, self.lm.vocab_size)
+
     def concurrent_rows(
         self, token_sequences: Sequence[TokenTuple], lm: AsyncLM
     ) -> list[torch.Tensor]:

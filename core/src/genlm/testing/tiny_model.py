@@ -93,6 +93,7 @@ class TinyModel:
         self._settings = settings
         self._model_type = model_type
         self._lora = lora or {"target_modules": ["q_proj", "down_proj"]}
+        self._last_pass: dict[str | None, tuple[tuple[int, ...], torch.Tensor]] = {}
         if importlib.util.find_spec("peft") is None:
             adapters = ()
         self.adapters = {name: str(folder / name) for name in adapters}
@@ -131,7 +132,10 @@ class TinyModel:
         return len(transformers.AutoTokenizer.from_pretrained(self.path))
 
     def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        """Compute the row of one sequence without batching or KV cache; float64."""
+        """Compute the row of one sequence without batching or KV cache; float64.
+
+        A prefix of the sequence of the previous call needs no further forward pass.
+        """
         row: torch.Tensor = self._logits(token_ids, adapter)[-1].double().log_softmax(-1)
         return row
 
@@ -142,13 +146,20 @@ class TinyModel:
         return self._logits(token_ids, adapter).double().log_softmax(-1)
 
     def _logits(self, token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
-        ids = torch.tensor([list(token_ids)])
+        sequence = tuple(token_ids)
+        if adapter in self._last_pass:
+            previous, of_previous = self._last_pass[adapter]
+            if previous[: len(sequence)] == sequence:
+                return of_previous[: len(sequence)]
+        ids = torch.tensor([sequence])
         model = self._model_of(adapter)
-        if ModelFacts.of(model.config).rope_by_longest:
+        if rope_by_longest := ModelFacts.of(model.config).rope_by_longest:
             model = copy.deepcopy(model)  # it stores the length of the longest sequence so far
         with torch.no_grad():
             outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         logits: torch.Tensor = outputs.logits[0, :, : self.vocab_size]
+        if not rope_by_longest:  # otherwise, rows of prefixes are those of shorter sequences
+            self._last_pass[adapter] = sequence, logits
         return logits
 
     def _save_adapter(self, path: str) -> None:

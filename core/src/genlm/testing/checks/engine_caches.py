@@ -52,6 +52,7 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
     def holds(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
         fixture.lm.clear_output_cache()
         prefixes = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
+        fixture.expected_rows(token_ids)
         for prefix in prefixes:
             _check_uncached(fixture, prefix, "extended")
         fixture.saw("extended", len(prefixes) > 1)
@@ -85,6 +86,8 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
             raise Skipped("the target names no tight_options for its prefix cache")
         raise NotApplicable("the target names no tight_options, so the engine has no caches")
     roots = fixture.some_sequences(4)
+    for root in roots:
+        fixture.expected_rows(root)
     for options in variants:
         lm = fixture.load(engine_options=options, output_cache=OutputCache(1))
         for length in [*range(1, fixture.max_length + 1), 1, fixture.max_length]:

@@ -246,7 +246,8 @@ def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
             fixture.saw("whole text", start == 1 < len(text))
             fixture.saw("after a prompt", 1 < start < len(text))
             fixture.saw("nothing to score", start == len(text))
-        _check_logprobs(fixture, largest, _expected_rows(fixture, texts[0], starts[0]).amax(-1))
+        expected = fixture.expected_rows(texts[0][:-1], starts[0]).amax(-1)
+        _check_logprobs(fixture, largest, expected)
 
     fixture.for_all(holds, texts=fixture.batches(4), data=st.data())
     # Random texts hardly contain a token that is the most likely one.
@@ -273,12 +274,6 @@ def _likely_text(fixture: EngineFixture) -> TokenTuple:
     return text
 
 
-def _expected_rows(fixture: EngineFixture, text: TokenTuple, start: int) -> torch.Tensor:
-    """The expected rows before the tokens of a text from a position on."""
-    rows = [fixture.expected(text[:end]) for end in range(start, len(text))]
-    return torch.stack(rows) if rows else torch.empty(0, fixture.lm.vocab_size)
-
-
 def _gather_tokens(rows: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
     """The log-probability of one token of each row."""
     return rows.gather(1, torch.tensor(token_ids, dtype=torch.long)[:, None])[:, 0]
@@ -298,7 +293,7 @@ def _check_logprobs(
 
 
 def _check_scores(fixture: EngineFixture, text: TokenTuple, start: int, scores: Any) -> None:
-    rows = _expected_rows(fixture, text, start)
+    rows = fixture.expected_rows(text[:-1], start)
     expected = _gather_tokens(rows, text[start:])
     _check_logprobs(fixture, scores.logprobs, expected, text=text, start=start)
     best, second = rows.topk(2).values.unbind(-1)
@@ -311,7 +306,7 @@ def _check_scores(fixture: EngineFixture, text: TokenTuple, start: int, scores: 
 
 def _check_columns(fixture: EngineFixture, text: TokenTuple, start: int, columns: Any) -> None:
     """Compare the columns of `TokenAndMaxLogprobs` of a text's tokens, the last one first."""
-    rows = _expected_rows(fixture, text, start)
+    rows = fixture.expected_rows(text[:-1], start)
     expected = _gather_tokens(rows, text[start:][::-1]), rows.amax(-1)
     for column, expected_column in zip(columns, expected, strict=True):
         _check_logprobs(fixture, column, expected_column, text=text, start=start)
@@ -369,7 +364,8 @@ def reductions_use_the_adapter(fixture: EngineFixture) -> None:
             expected = float(fixture.expected(text, name)[:3].logsumexp(-1))
             expect(_is_close(fixture, mass, expected), f"{expected:.6g}", mass, adapter=name)
         for name, scores in zip(names, results[len(names) :], strict=True):
-            for position, score in enumerate(scores.tolist(), 1):
-                expected = float(fixture.expected(text[:position], name)[text[position]])
+            rows = fixture.expected_rows(text[:-1], adapter=name)
+            targets = _gather_tokens(rows, text[1:]).tolist()
+            for score, expected in zip(scores.tolist(), targets, strict=True):
                 is_close = _is_close(fixture, score, expected)
                 expect(is_close, f"{expected:.6g}", score, adapter=name, text=text)

@@ -34,6 +34,7 @@ def samples_are_those_of_the_seed(fixture: EngineFixture) -> None:
         )
         for prompt, seed, continuation in zip(prompts, seeds, drawn, strict=False):
             expect(len(continuation) == length, f"{length} tokens", continuation, prompt=prompt)
+            fixture.expected_rows((*prompt, *continuation[:-1]), len(prompt))
             for position, token_id in enumerate(continuation):
                 before = (*prompt, *continuation[:position])
                 uniform = stream_uniform(seed, position)

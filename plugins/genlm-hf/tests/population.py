@@ -32,6 +32,14 @@ class Oracle:
         return float(torch.stack(errors).max())  # NaN if one is
 
 
+def bytes_per_token(model: Any, tokenizer: Any, path: str) -> int:
+    """Size of the keys and values of a token."""
+    engine = HFEngine.from_model(model, tokenizer, execution_path=path, self_test=False)
+    size = engine._choice.path.forward.storage.bytes_per_token
+    assert isinstance(size, int)
+    return size
+
+
 def particles(steps: int, count: int, prompt: list[int]) -> Iterator[list[list[int]]]:
     """Contexts of a population that grows by one to three tokens and is resampled."""
     population = [list(prompt) for _ in range(count)]

@@ -15,7 +15,7 @@ from genlm_hf.engine import HFEngine
 from genlm_hf.packed import attention, device_plan, plan
 
 from .families import FAMILIES, family
-from .population import Oracle, particles, unique, used
+from .population import Oracle, bytes_per_token, particles, unique, used
 from .test_adapters import make_adapter
 from .tiny import VOCAB_SIZE, alone, answers, build_model, ids_of_lengths
 
@@ -59,11 +59,10 @@ def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
 ) -> None:
     model = build_model(model_type, **settings)
     oracle = Oracle(model)
-    size = HFEngine.from_model(
-        model, tokenizer, execution_path=path
-    )._choice.path.forward.storage.bytes_per_token
-    budget = None if slots is None else slots * size
-    engine = HFEngine.from_model(model, tokenizer, execution_path=path, kv_budget_bytes=budget)
+    budget = None if slots is None else slots * bytes_per_token(model, tokenizer, path)
+    engine = HFEngine.from_model(
+        model, tokenizer, execution_path=path, kv_budget_bytes=budget, self_test=False
+    )
     prompt = ids_of_lengths(20)[0]
     for contexts in particles(5, 6, prompt):
         batch = unique([*contexts, *ids_of_lengths(3, 50, 11)[: random.randrange(4)]])
@@ -233,16 +232,14 @@ def test_no_pass_has_more_tokens_than_allowed_however_long_a_prompt(
         sizes.append(kwargs["input_ids"].numel())
 
     oracle = Oracle(model)
-    size = HFEngine.from_model(
-        model, tokenizer, execution_path=path
-    )._choice.path.forward.storage.bytes_per_token
-    budget = None if slots is None else slots * size
+    budget = None if slots is None else slots * bytes_per_token(model, tokenizer, path)
     engine = HFEngine.from_model(
         model,
         tokenizer,
         execution_path=path,
         max_tokens_per_batch=max_tokens,
         kv_budget_bytes=budget,
+        self_test=False,
     )
     model.register_forward_pre_hook(note, with_kwargs=True)
     prompt, other = ids_of_lengths(300, 90)

@@ -21,7 +21,7 @@ from genlm_hf.engine import HFEngine
 from genlm_hf.packed import kernel_steps, step_attention, work_items
 
 from .families import FAMILIES
-from .population import Oracle, particles, unique, used
+from .population import Oracle, bytes_per_token, particles, unique, used
 from .test_adapters import oracles_of
 from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
@@ -212,8 +212,8 @@ def test_several_prompts_are_several_shared_prefixes(long_llama: Any, tokenizer:
 def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
     random.seed(11)
     oracle = Oracle(llama)
-    size = HFEngine.from_model(llama, tokenizer)._choice.path.forward.storage.bytes_per_token
-    engine = captured(llama, tokenizer, kv_budget_bytes=55 * size)
+    budget = 55 * bytes_per_token(llama, tokenizer, "packed")
+    engine = captured(llama, tokenizer, kv_budget_bytes=budget)
     populations = [
         [[*prompt, 3 + number] for number in range(3)] for prompt in ids_of_lengths(20, 22)
     ]

@@ -15,7 +15,7 @@ from genlm_hf.engine import HFEngine
 from genlm_hf.packed import plan
 
 from .families import FAMILIES
-from .population import Oracle, used
+from .population import Oracle, bytes_per_token, used
 from .test_adapters import make_adapter
 from .test_cached import MODELS
 from .tiny import build_model, ids_of_lengths
@@ -29,12 +29,11 @@ def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(model: Any, tokenizer: Any, slots: int | None = None, **options: Any) -> HFEngine:
-    engine = HFEngine.from_model(model, tokenizer, execution_path="packed", **options)
     if slots is not None:
-        size = engine._choice.path.forward.storage.bytes_per_token
-        options = {**options, "kv_budget_bytes": slots * size}
-        engine = HFEngine.from_model(model, tokenizer, execution_path="packed", **options)
-    return engine
+        budget = slots * bytes_per_token(model, tokenizer, "packed")
+        options = {**options, "kv_budget_bytes": budget}
+    options = {"execution_path": "packed", "self_test": False, **options}
+    return HFEngine.from_model(model, tokenizer, **options)
 
 
 async def run(oracle: Oracle, populations: list[Population], steps: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm import Completion, Query
+from genlm import Completion, ModelFacts, Query
 from genlm.testing import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY, random_model
 from genlm_hf.engine import HFEngine
 
@@ -28,9 +28,10 @@ def llama_settings(**changes: Any) -> dict[str, Any]:
 
 def alone(model: Any, token_ids: Sequence[int], size: int = VOCAB_SIZE) -> torch.Tensor:
     """The oracle: the row of one sequence, unbatched, by a model without a past."""
-    fresh = copy.deepcopy(model).eval()
+    if model.training or ModelFacts.of(model.config).rope_by_longest:
+        model = copy.deepcopy(model).eval()
     with torch.no_grad():
-        logits = fresh(torch.tensor([list(token_ids)]), use_cache=False).logits
+        logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits
     return logits[0, -1, :size].float().log_softmax(-1)
 
 

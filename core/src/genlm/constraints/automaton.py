@@ -35,6 +35,7 @@ from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols
+from genlm.engines.memory import free_memory_bytes
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -87,13 +88,17 @@ class Automaton(Language):
     def regex(cls, pattern: str) -> Automaton:
         r"""Return the language of the texts that fully match a regular expression.
 
+        The time to compile an expression that is ambiguous before a counted repetition, such as
+        `[ab]*a[ab]{n}` or `.{0,n}a.{0,n}`, may be exponential in `n`.
+
         Args:
             pattern: Expression in the syntax of Rust's `regex`: Python's `re` without
                 look-around and backreferences. Classes such as `\w` and `\d` are those of
                 Unicode; `.` is any character except a newline.
 
         Raises:
-            ValueError: The syntax of the pattern is invalid.
+            ValueError: The syntax of the pattern is invalid, or its counted repetitions have
+                too many states.
             MissingRequirementError: The compiler, outlines-core, is not installed.
         """
         return cls(*regex_table(pattern))
@@ -172,6 +177,7 @@ class _TokenTable:
     """
 
     def __init__(self, table: ByteTable, tokens: TextTokens) -> None:
+        _check_memory(LIVE + len(table.accepting), len(tokens.texts))
         accepting = np.append([False] * LIVE, table.accepting)
         successors = _token_successors(table.successors, tokens.texts)
         is_live = live_states(successors, accepting)
@@ -188,6 +194,18 @@ class _TokenTable:
         self.row_masks = RowMasks(self.masks, len(states), successors.shape[1])
         successors[FINISHED] = FINISHED
         self.successors = np.column_stack([successors, states])
+
+
+def _check_memory(states: int, vocab_size: int) -> None:
+    # Two copies of the successors, one of booleans.
+    needed = states * vocab_size * (2 * np.min_scalar_type(states).itemsize + 1)
+    free = free_memory_bytes()
+    if needed > free:
+        raise MemoryError(
+            f"the table of an automaton of {states:,} states and {vocab_size:,} tokens needs "
+            f"about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free. Use a language "
+            f"of fewer states, or check the texts with `Python`"
+        )
 
 
 def _token_successors(successors: Integers64, texts: list[bytes]) -> States:

@@ -31,13 +31,25 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 States: TypeAlias = npt.NDArray[np.int64]
 
 NO_STATE = -1
-_BEGINNING = re.compile(
+_MAX_STATES = 30_000
+"""Maximum size of a regular expression, estimated before it is compiled."""
+
+_IGNORED = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^]\\])*\])|\s|#[^\n]*", re.DOTALL)
+_ELEMENT = re.compile(
     r"""
-    ^(?: \\[^A] | \[ \^? \]? (?: \\. | [^]\\] )* \] | [^\\^[] )*  # escapes, classes, others
-    (?: \^ | \\A )
+    \{ \s* (?P<least>\d{1,10}) \s* (?: , \s* (?P<most>\d{0,10}) \s* )? \}
+    | (?P<open> \( (?: \? (?: P?<\w+> | [a-zA-Z-]*:? ) )? )
+    | (?P<repeated> [*+?|] )
+    | \\ [pPxuU] \{ [^}]* \} | \\. | \[ \^? \]? (?: \\. | [^]\\] )* \] | .
 """,
     re.VERBOSE | re.DOTALL,
 )
+_STATES = [  # approximate numbers of states of elements, for UTF-8
+    (re.compile(r"(\[.*)?\\[wWpP]", re.DOTALL), 300),
+    (re.compile(r"(\[.*)?\\[dDsS]", re.DOTALL), 30),
+    (re.compile(r"\.|\[\^|\[.*[^\x00-\x7F]", re.DOTALL), 8),
+    (re.compile(r"\[|\\"), 1),
+]
 
 
 class ByteTable(NamedTuple):
@@ -68,24 +80,25 @@ def regex_table(pattern: str) -> ByteTable:
     outlines = import_required(
         "outlines_core", "regular expressions", "'genlm-core[constraints]'"
     )
-    if _BEGINNING.match(pattern):
-        raise ValueError(
-            f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "
-            f"remove it, because the whole text is matched"
-        )
+    _check_elements(pattern)
     letters = outlines.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
-        outlines.Index(pattern, letters)  # errors then refer to the unchanged pattern
-        # \z makes the whole text match: else "a|ab" would end at its first alternative.
-        # Expressions that match the empty text need the byte before it.
-        index = outlines.Index(rf"\x00(?:{pattern})\z", letters)
+        outlines.Index(f"|{pattern}", letters)  # matches the empty text, so errors are syntax
+        # \z makes the whole text match: else "a|ab" would end at its first alternative. A
+        # comment of the pattern ends at the newline, which (?x) ignores. Three bytes precede
+        # each text: after the first, the expression matches already, so that regex-automata
+        # does not also follow matches that begin later; expressions that match the empty text
+        # need the byte before it, and the second separates both.
+        index = outlines.Index(rf"\x00(?:\x00(?:\x00(?:{pattern}(?x){chr(10)}))?\z)?", letters)
     except Exception as error:
         raise ValueError(
-            f"cannot compile the regular expression {pattern!r}: {error}. Lookaround "
-            f"and backreferences are not supported"
+            f"cannot compile the regular expression {pattern!r}: {error}. The syntax is that "
+            f"of Rust's regex. Lookaround and backreferences are not supported"
         ) from error
     edges = index.get_transitions()
-    first = edges[index.get_initial_state()][0]
+    first = index.get_initial_state()
+    for _ in range(3):
+        first = edges[first][0]
     accepting = index.get_final_states()
     names = [first, *sorted({*edges, *accepting} - {first})]
     number = {name: place for place, name in enumerate(names)}
@@ -94,7 +107,47 @@ def regex_table(pattern: str) -> ByteTable:
         for byte, target in row.items():
             if byte < 256 and target in number:
                 successors[number[name], byte] = number[target]
-    return minimise(ByteTable(successors, np.array([name in accepting for name in names])))
+    return ByteTable(successors, np.array([name in accepting for name in names]))
+
+
+def _check_elements(pattern: str) -> None:
+    r"""Refuse anchors of the beginning, and counted repetitions with too many states.
+
+    Raises:
+        ValueError: The pattern has `^` or `\A`, or more than `_MAX_STATES` states.
+    """
+    is_verbose = re.match(r"\(\?[a-wyzA-Z]*x", pattern) is not None
+    sizes, last = [0], [0]  # of the groups around an element, and of the element before it
+    for element in _ELEMENT.finditer(_IGNORED.sub(r"\1", pattern) if is_verbose else pattern):
+        text = element[0]
+        if text in ("^", r"\A"):
+            raise ValueError(
+                f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "
+                f"remove it, because the whole text is matched"
+            )
+        if element["open"]:
+            sizes.append(0)
+            last.append(0)
+        elif element["least"]:
+            times = max(int(element["least"]), int(element["most"] or 0))
+            sizes[-1] += last[-1] * (times - 1)
+            last[-1] *= times
+        elif not element["repeated"]:
+            if text == ")" and len(sizes) > 1:
+                last.pop()
+                size = sizes.pop()
+            else:
+                states = (states for kind, states in _STATES if kind.match(text))
+                size = next(states, len(text.encode()))
+            sizes[-1] += size
+            last[-1] = size
+    if sum(sizes) > _MAX_STATES:
+        shown = pattern if len(pattern) <= 80 else f"{pattern[:80]}..."
+        raise ValueError(
+            f"the regular expression {shown!r} has about {sum(sizes):,} states; the maximum is "
+            f"{_MAX_STATES:,}. Use *, + or fewer repetitions, and classes of fewer characters, "
+            f"such as [a-z] in place of \\w"
+        )
 
 
 @cache
@@ -163,36 +216,64 @@ def product(
     number = np.empty(len(is_reached), np.int64)
     number[pairs] = np.arange(len(pairs))
     accepting = accepts(flags[0][pairs // width], flags[1][pairs % width])
-    return minimise(ByteTable(number[np.concatenate(rows)], accepting))
+    return ByteTable(number[np.concatenate(rows)], accepting)
 
 
 def minimise(table: ByteTable) -> ByteTable:
-    """Return the smallest automaton of the same language, by Moore's algorithm.
+    """Return the smallest automaton of the same language, by Hopcroft's algorithm.
 
     States from which no accepting state can be reached become -1; state 0 always remains.
     """
     dead = len(table.accepting)
+    accepting = np.append(table.accepting, [False])
     successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
     successors[successors == NO_STATE] = dead
-    successors[~live_states(successors, np.append(table.accepting, [False]))] = dead
+    is_live = live_states(successors, accepting)
+    successors[~is_live[successors]] = dead
+    classes = _equivalent_states(successors, accepting, is_live)
+    return _merge_states(successors, accepting, classes)
+
+
+def _equivalent_states(successors: States, accepting: Flags, is_live: Flags) -> States:
+    """Return the class of each state; all states that are not live are in class 0."""
     # Bytes with equal successors have one column.
     columns = {column.tobytes(): column for column in successors.T.copy()}
-    classes = np.append(table.accepting, [False]).astype(np.int64)
-    count = 0
-    while classes.max() + 1 > count:
-        count = int(classes.max()) + 1
-        refined = classes
-        for column in columns.values():
-            keys = refined * count + classes[column]
-            _, refined = np.unique(keys, return_inverse=True)
-        classes = refined
-    return _merge_states(successors, np.append(table.accepting, [False]), classes)
+    sources: list[dict[int, list[int]]] = []  # of each live state, by column
+    for column in columns.values():
+        sources.append({})
+        for source in np.flatnonzero(is_live[column]).tolist():
+            sources[-1].setdefault(int(column[source]), []).append(source)
+    classes = np.where(accepting, 2, is_live).tolist()
+    members = [
+        set(np.flatnonzero(kind).tolist())
+        for kind in (~is_live, is_live & ~accepting, accepting)
+    ]
+    pending = {1, 2}  # classes whose sources have not been separated from other states
+    while pending:
+        targets = list(members[pending.pop()])
+        for sources_of in sources:
+            parts: dict[int, set[int]] = {}
+            for target in targets:
+                for source in sources_of.get(target, ()):
+                    parts.setdefault(classes[source], set()).add(source)
+            for name, part in parts.items():
+                halves = [members[name] - part, part]
+                if not halves[0]:
+                    continue
+                if name not in pending and len(part) > len(halves[0]):
+                    halves.reverse()
+                members[name], new = halves
+                for state in new:
+                    classes[state] = len(members)
+                pending.add(len(members))
+                members.append(new)
+    return np.array(classes)
 
 
 def _merge_states(successors: States, accepting: Flags, classes: States) -> ByteTable:
     """Return the automaton of the classes of states that are reachable from the start."""
+    _, members, classes = np.unique(classes, return_index=True, return_inverse=True)
     dead = classes[-1]
-    _, members = np.unique(classes, return_index=True)
     table, flags = classes[successors[members]], accepting[members]
     order, is_reached = [int(classes[0])], np.zeros(len(members), np.bool_)
     is_reached[[classes[0], dead]] = True
@@ -219,11 +300,10 @@ def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> F
     states = len(accepting)
     leads_to = np.zeros((states, states), np.bool_)
     leads_to[np.arange(states)[:, None], successors] = True
-    sources, targets = np.nonzero(leads_to)
     live = accepting.copy()
-    while True:
-        extended = live.copy()
-        extended[sources[live[targets]]] = True
-        if (extended == live).all():
-            return live
-        live = extended
+    reached = np.flatnonzero(live).tolist()
+    for state in reached:  # grows
+        sources = np.flatnonzero(leads_to[:, state] & ~live)
+        live[sources] = True
+        reached.extend(sources.tolist())
+    return live

@@ -51,6 +51,7 @@ class Language(ABC):
         Raises:
             ValueError: No text of the language begins with `text`.
             MissingRequirementError: A library that the language needs is not installed.
+            MemoryError: A table of the language needs more memory than is free.
         """
 
 

@@ -125,6 +125,15 @@ def test_no_text_has_the_log_probability_zero(lm):
     assert lm.loglikelihood([]) == lm.loglikelihood_rolling([]) == lm.generate_until([]) == []
 
 
+def test_texts_without_tokens_are_scored(lm):
+    pairs = [("", ""), ("", "a"), ("a", ""), ("", ""), (" ", "a"), ("\n", "")]
+    found = lm.loglikelihood(requests("loglikelihood", *pairs))
+    moved = [lm.llm.score_sync([1, *lm.tok_encode(text)]).sum().item() for text in (" a", "\n")]
+    assert found[0] == found[2] == found[3] == (0.0, True)
+    assert found[1] == lm.loglikelihood(requests("loglikelihood", ("<s>", "a")))[0]
+    assert [total for total, _ in found[4:]] == pytest.approx(moved, abs=1e-5)
+
+
 def test_a_smaller_max_length_makes_smaller_windows(folder, lm):
     text = "the fox ran through the woods and the hills"
     short = GenlmLM(lm.llm, max_length=4)

@@ -6,9 +6,9 @@ both compute the same numbers. Engines batch the requests.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -238,6 +238,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     ) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation and whether it is the greedy one.
 
+        A context without tokens, which the harness's model `hf` refuses, is replaced by the
+        prefix token. A continuation without tokens has log-probability 0.
+
         Raises:
             ValueError: The model was loaded with `enable_thinking`.
         """
@@ -245,10 +248,17 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             raise ValueError(
                 "enable_thinking=True requires tasks that generate; this one scores"
             )
-        results: list[tuple[float, bool]] = super().loglikelihood(
-            requests, disable_tqdm=disable_tqdm
+        # The harness raises IndexError if both texts have no tokens.
+        has_tokens = [
+            bool(context or self.tok_encode(continuation, add_special_tokens=False))
+            for context, continuation in (request.args for request in requests)
+        ]
+        results = iter(
+            super().loglikelihood(
+                [*itertools.compress(requests, has_tokens)], disable_tqdm=disable_tqdm
+            )
         )
-        return results
+        return [next(results) if has else (0.0, True) for has in has_tokens]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -281,7 +291,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         self, requests: Sequence[ScoredRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations, sorted so that common prefixes are in one call."""
-        texts = [(context + continuation) for _, context, continuation in requests]
+        # The harness moves spaces at the end of a context to the continuation.
+        prefix: list[Any] = [self.prefix_token_id]
+        texts = [(context or prefix) + continuation for _, context, continuation in requests]
         _warn_of_truncation(texts, self.max_length + 1)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = self._bar(len(requests), "Running loglikelihood requests", disable_tqdm)
@@ -322,7 +334,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         pending.sort(key=lambda continuation: repr(continuation.options.sampling))
         texts = [""] * len(requests)
         with self._bar(len(requests), "Running generate_until requests", disable_tqdm) as bar:
-            for _, group in groupby(
+            for _, group in itertools.groupby(
                 pending, lambda continuation: continuation.options.sampling
             ):
                 for done in continue_all(

@@ -19,6 +19,7 @@ import torch
 import genlm
 from genlm import AdapterError, EngineDiedError, ModelLoadError
 from genlm_ray import cluster, replica, serving
+from genlm_ray.driver import ReplicaLink
 from genlm_ray.engine import RayEngine
 from genlm_ray.replica import Replica
 from genlm_ray.wire import ReplicaRequest
@@ -212,6 +213,37 @@ def test_a_reduction_that_cannot_be_sent_costs_no_other_request(in_process):
     for i in range(10):  # more than the maximum number of unanswered messages
         asyncio.run(asyncio.wait_for(request(i), 60))
     assert engine.driver.links[0].calls == 0
+
+
+@pytest.mark.parametrize("what", ["ObjectStoreFullError", "OutOfDiskError"])
+def test_a_query_for_which_the_object_store_is_full_costs_no_other_request(
+    in_process, reference, monkeypatch, what
+):
+    llm, engine, _ = in_process(replicas=1)
+    call, refused = ReplicaLink.call, []
+
+    def call_with_room_for_short_queries(link, method, *arguments):
+        if method == "exchange" and len(arguments[1].queries) > 20_000:
+            refused.append(arguments[1].count)
+            raise getattr(ray.exceptions, what)("full")
+        return call(link, method, *arguments)
+
+    monkeypatch.setattr(ReplicaLink, "call", call_with_room_for_short_queries)
+
+    async def request():
+        texts = [1, 2], [3] * 10_000, [4, 5]
+        requests = map(llm.next_token_logprobs, texts)
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    first, error, last = asyncio.run(asyncio.wait_for(request(), 60))
+    torch.testing.assert_close(first, reference.next_token_logprobs_sync([1, 2]))
+    torch.testing.assert_close(last, reference.next_token_logprobs_sync([4, 5]))
+    assert isinstance(error, genlm.EvaluationError)
+    assert "object store is full. `ray memory` lists its objects" in str(error)
+    assert f"{what}: full" in str(error)
+    assert refused == [3, 1]
+    assert torch.is_tensor(llm.next_token_logprobs_sync([6, 7]))
+    assert engine.statistics()["replica 0: restarts"] == engine.driver.links[0].calls == 0
 
 
 def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_process):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -18,7 +19,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayError,
+    RayTaskError,
+)
 
 from genlm import EngineDiedError, EngineError
 from genlm.plugin import (
@@ -310,7 +317,6 @@ class Driver:
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
         """Send queries, or none, and receive completions."""
-        session = link.session
         request = link.pack_request(
             [item.query for item in routed if isinstance(item.query, Query)]
         )
@@ -319,13 +325,38 @@ class Driver:
             for item in routed
             if isinstance(item.query, GroupQuery)
         ]
+        session = link.session
         link.calls += 1
         try:
-            call = link.call("exchange", session, request)
+            try:
+                call = link.call("exchange", session, request)
+            except (ObjectStoreFullError, OutOfDiskError) as error:  # Ray has retried
+                self._send_separately(link, routed, error)
+                routed = []
+                request = dataclasses.replace(request, queries=b"", count=0, groups=[])
+                call = link.call("exchange", session, request)
         except Exception as error:  # noqa: BLE001 - Ray was shut down or refuses the call
             link.mark_lost(error)
             return
         call.add_done_callback(functools.partial(self._receive, link, session, routed))
+
+    def _send_separately(
+        self, link: ReplicaLink, routed: list[RoutedQuery], error: RayError
+    ) -> None:
+        """Send queries that Ray cannot store in one message; fail a single one."""
+        for item in routed:
+            if len(routed) > 1:
+                self._exchange(link, [item])
+                continue
+            refusal = EvaluationError(
+                f"a query cannot be sent to a replica, because Ray's object store is full. "
+                f"`ray memory` lists its objects. Delete some, or start Ray with a larger "
+                f"object_store_memory. {_format_error(error)}"
+            )
+            completion = self._complete(
+                Completion(item.query.query_id, error=refusal), link.number
+            )
+            self._on_finished([] if completion is None else [completion])
 
     def _pack_group(self, link: ReplicaLink, routed: RoutedQuery) -> PackedGroup:
         """Pack a group query. A replica that has responded has the query's generations."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -273,6 +274,7 @@ def test_rows_are_results_of_the_default_stream(llama: Any, tokenizer: Any) -> N
 def test_a_model_is_loaded_onto_the_gpu_and_its_memory_is_given_back(
     folder: Path, llama: Any
 ) -> None:
+    gc.collect()  # else memory of earlier tests is given back meanwhile
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with AsyncLM(lambda: HFEngine(folder, dtype="float32", kv_budget_bytes=2**26)) as lm:

@@ -26,8 +26,9 @@ take 112 us with 16, 120 with 8 and 147 with 4, as a CUDA graph."""
 TILE = 1024
 """Number of values of a tile, unless it has many rows."""
 
-MIN_SLOTS = 64
-"""Minimum number of slots of a tile, so that rows are written 256 bytes at a time."""
+MIN_SLOTS = 128
+"""Minimum number of slots of a tile, so that rows are written 512 bytes at a time. With 64 slots,
+sums of 32 rows of 128,000 float32 take 7 % longer on an H100."""
 
 _OPTIONS = {"enable_fp_fusion": True}
 """Explicit because Triton warns that the default will change."""

@@ -287,7 +287,8 @@ class GroupReduction(abc.ABC):
         """Reduce logits, for reductions that do not need normalised rows.
 
         Args:
-            logits: As `rows` of `compute`, but not normalised and not checked.
+            logits: As `rows` of `compute`, but neither normalised nor checked, in the floating
+                dtype in which the engine computed them.
             row_of: As `compute`.
             members: As `compute`.
 

@@ -2,7 +2,8 @@
 
 A draw inverts the cumulative distribution at a uniform number, in the order of the ids. It
 depends on its row, its number and its settings alone, not on the other rows of the batch.
-Rows are computed in parts: the additional memory is bounded, whatever the number of rows.
+Rows are computed in parts: the additional memory is bounded, whatever the number of rows. On a
+GPU, `device_rows` computes the draws that have kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.logits import moved, scratch_memory
-from genlm.core.rows.row_weights import RowPart, RowWeights
+from genlm.core.rows.row_weights import MIN_TEMPERATURE, RowPart, RowWeights
 from genlm.core.rows.selection import (
     SUM_BLOCK,
     block_sums,
@@ -38,9 +40,6 @@ __all__ = [
 
 _UNDERFLOW = 1e-20
 """A sum of weights below this bound has underflowed in float32."""
-
-_MIN_TEMPERATURE = 1e-30
-"""Lower temperatures are raised to this one: only the most likely id has a weight above 0."""
 
 _LARGEST_SHARE = 1 - 2.0**-52
 """A sum times this share is below the sum, also after rounding."""
@@ -91,6 +90,11 @@ def batch_draw(
     """
     weights = weights or RowWeights(rows.shape)
     numbers = _uniform_tensor(uniforms, len(rows) if row_of is None else len(row_of), 1)
+    if has_kernels(rows, weights):
+        drawn = DrawnTokens(*draw_on_device(rows, numbers, weights, row_of=row_of))
+        places = torch.arange(len(rows)) if row_of is None else row_of
+        logprobs = rows[moved(places, rows.device), drawn.token_ids.clamp(min=0)]
+        return drawn._replace(logprobs=logprobs.masked_fill_(drawn.token_ids < 0, -_INF))
     parts = []
     for part in weights.parts(rows):
         draws, part_rows = part.places, None
@@ -108,11 +112,11 @@ def draw_from_logits(
     """Draw as `batch_draw` does without weights; NaN for a row that is not a distribution.
 
     Args:
-        logits: Shape `(n, vocab_size)`, float32; all rows are computed at once.
+        logits: Shape `(n, vocab_size)`, any floating dtype; all rows are computed at once.
         uniforms: Random numbers in [0, 1), float64, one per draw.
         row_of: The row of each draw, int64, in main memory.
     """
-    memory = None
+    memory, logits = None, logits.float()
     if logits.device.type == "cpu":
         memory = scratch_memory("weights", *logits.shape)
     weights = torch.softmax(logits, -1, out=memory)
@@ -160,6 +164,8 @@ def batch_log_mass(rows: torch.Tensor, weights: RowWeights | None = None) -> tor
     without mask and bias. Temperatures do not matter.
     """
     weights = weights or RowWeights(rows.shape)
+    if has_kernels(rows, weights):
+        return draw_on_device(rows, torch.zeros(len(rows)).double(), weights)[2]
     parts = [_compute_weights(part).log_mass for part in weights.parts(rows)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
 
@@ -271,7 +277,7 @@ def _divide_by_temperature(
     largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     shifted = scores - largest
     # Before the division the largest is 0; otherwise all scores could become -inf.
-    divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _MIN_TEMPERATURE))
+    divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, MIN_TEMPERATURE))
     device_divisors = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
     return shifted.div_(device_divisors[:, None])
 

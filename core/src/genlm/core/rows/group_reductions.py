@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,15 @@ import torch
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import is_ascending
 from genlm.core.queries.query import GroupReduction, Reduction
+from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.draws import (
+    DrawnTokens,
     batch_draw,
     batch_draw_without_replacement,
     batch_log_mass,
     draw_from_logits,
 )
-from genlm.core.rows.logits import moved
+from genlm.core.rows.logits import main_memory, moved
 from genlm.core.rows.reductions import result_count_error
 from genlm.core.rows.selection import batch_top_k
 
@@ -143,30 +145,58 @@ def _is_identity(indices: torch.Tensor, count: int) -> bool:
     return indices.shape[0] == count and is_ascending(indices.numpy())
 
 
+class _WeightSets(NamedTuple):
+    """The distinct sets of weights of some members."""
+
+    weights: RowWeights
+    """A row for each distinct set."""
+    sources: torch.Tensor | None
+    """The row of log-probabilities or logits of each set; None if set i has row i."""
+    set_of: torch.Tensor | None
+    """The set of each member; None if member i has set i."""
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the row of each set."""
+        return rows if self.sources is None else rows[moved(self.sources, rows.device)]
+
+
 class _WeightedReduction(GroupReduction):
     """A reduction of weights: rows under masks, temperature and bias."""
 
     def __init__(self, weights: RowWeights) -> None:
         self.weights = weights
 
-    def _distinct_weights(
-        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, RowWeights, torch.Tensor | None]:
-        """Return a row for each distinct set of weights, and the place of each member's set.
-
-        The place is None if row i is that of member i.
-        """
+    def _weight_sets(
+        self, count: int, row_of: torch.Tensor, members: torch.Tensor
+    ) -> _WeightSets:
+        """Return the distinct sets of weights of members of `count` rows."""
         weights = self.weights
         if not _is_identity(members, weights.count):
             weights = weights.of(members.numpy())
-        if _is_identity(row_of, len(rows)):
-            return rows, weights, None
-        places = row_of.numpy()
-        first, weights_of = weights.distinct(places)
-        indices = row_of[torch.from_numpy(first)]
-        if not _is_identity(indices, len(rows)):
-            rows = rows[moved(indices, rows.device)]
-        return rows, weights.of(first), torch.from_numpy(weights_of)
+        if _is_identity(row_of, count):
+            return _WeightSets(weights, None, None)
+        first, set_of = weights.distinct(row_of.numpy())
+        sources = row_of[torch.from_numpy(first)]
+        return _WeightSets(
+            weights.of(first),
+            None if _is_identity(sources, count) else sources,
+            torch.from_numpy(set_of),
+        )
+
+    def _draw_on_device(
+        self,
+        logits: torch.Tensor,
+        row_of: torch.Tensor,
+        members: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> DrawnTokens | None:
+        """Draw for each member by kernels, into main memory; None if a row is invalid."""
+        sets = self._weight_sets(len(logits), row_of, members)
+        columns = draw_on_device(
+            logits, uniforms, sets.weights, row_of=sets.set_of, sources=sets.sources
+        )
+        drawn = DrawnTokens(*main_memory(columns))
+        return None if drawn.log_mass.isnan().any() else drawn
 
 
 class MassColumns(_WeightedReduction):
@@ -176,11 +206,21 @@ class MassColumns(_WeightedReduction):
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Sum each distinct set of weights once."""
-        rows, weights, weights_of = self._distinct_weights(rows, row_of, members)
-        log_mass = batch_log_mass(rows, weights)
-        if weights_of is None:
+        sets = self._weight_sets(len(rows), row_of, members)
+        log_mass = batch_log_mass(sets.rows(rows), sets.weights)
+        if sets.set_of is None:
             return (log_mass,)
-        return (log_mass[moved(weights_of, rows.device)],)
+        return (log_mass[moved(sets.set_of, rows.device)],)
+
+    def compute_from_logits(
+        self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Sum weights on a GPU."""
+        if not has_kernels(logits, self.weights):
+            return None
+        zeros = torch.zeros(len(members)).double()
+        drawn = self._draw_on_device(logits, row_of, members, zeros)
+        return None if drawn is None else (drawn.log_mass,)
 
 
 class DrawColumns(_WeightedReduction):
@@ -206,20 +246,25 @@ class DrawColumns(_WeightedReduction):
             if not _is_identity(row_of, len(rows)):
                 rows = rows[moved(row_of, rows.device)]
             return batch_draw_without_replacement(rows, uniforms, weights)
-        rows, weights, weights_of = self._distinct_weights(rows, row_of, members)
-        if weights_of is None or (weights_of[1:] >= weights_of[:-1]).all():
-            return batch_draw(rows, uniforms, weights, row_of=weights_of)
-        weights_of, order = weights_of.sort()
-        drawn = batch_draw(rows, uniforms[order], weights, row_of=weights_of)
+        sets = self._weight_sets(len(rows), row_of, members)
+        rows, weights, set_of = sets.rows(rows), sets.weights, sets.set_of
+        if set_of is None or (set_of[1:] >= set_of[:-1]).all():
+            return batch_draw(rows, uniforms, weights, row_of=set_of)
+        set_of, order = set_of.sort()
+        drawn = batch_draw(rows, uniforms[order], weights, row_of=set_of)
         places = order.argsort().to(rows.device)
         return tuple(column[places] for column in drawn)
 
     def compute_from_logits(
         self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...] | None:
-        """Draw a token with unchanged probabilities, which needs one softmax."""
-        if self.uniforms.ndim > 1 or not self.weights.are_probabilities(logits.shape[1]):
+        """Draw a token: on a GPU with any weights that have kernels, else by one softmax."""
+        if self.uniforms.ndim > 1:
             return None
         uniforms = self.uniforms.index_select(0, members)
+        if has_kernels(logits, self.weights):
+            return self._draw_on_device(logits, row_of, members, uniforms)
+        if not self.weights.are_probabilities(logits.shape[1]):
+            return None
         drawn = draw_from_logits(logits, uniforms, row_of)
         return None if drawn.logprobs.isnan().any() else drawn

@@ -18,6 +18,7 @@ from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, Gr
 from genlm.core.rows.logits import (
     invalid_rows,
     known_logits,
+    main_memory,
     moved,
     row_parts,
     rows_from_logits,
@@ -92,7 +93,7 @@ class Columns:
         """Return the columns, in main memory unless the reduction leaves them on the device."""
         if self._reduction.stays_on_device:
             return self._columns
-        return tuple(column.cpu() for column in self._columns)
+        return main_memory(self._columns)
 
 
 class GroupWork:

@@ -23,6 +23,7 @@ __all__ = [
     "invalid_computation",
     "invalid_rows",
     "known_logits",
+    "main_memory",
     "moved",
     "row_parts",
     "rows_from_logits",
@@ -75,7 +76,7 @@ def rows_from_logits(
             f"logits of shape {tuple(logits.shape)}; expected rows, shape (n, width)"
         )
     size = vocabulary.size
-    known = known_logits(logits, vocabulary)
+    known = known_logits(logits, vocabulary).float()
     if known.shape[1] == size:
         return torch.log_softmax(known, -1, out=out)
     rows = torch.log_softmax(known, -1)
@@ -87,11 +88,11 @@ def rows_from_logits(
 def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Return the logits of the vocabulary's ids, `-inf` for ids that no token has.
 
-    The result has shape `(n, min(width, vocabulary.size))`, float32, and may share memory with
-    `logits`.
+    The result has shape `(n, min(width, vocabulary.size))`, the dtype of `logits`, and may
+    share memory with `logits`.
     """
     size = vocabulary.size
-    known = (logits if logits.shape[1] <= size else logits[:, :size]).float()
+    known = logits if logits.shape[1] <= size else logits[:, :size]
     if vocabulary.missing_ids:
         index = _missing_index(vocabulary, known.shape[1], known.device)
         known = known.index_fill(1, index, float("-inf"))
@@ -134,6 +135,15 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if is_copied and torch.cuda.is_available():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def main_memory(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return tensors of one device in main memory, after one wait for all of them."""
+    if not tensors or tensors[0].device.type != "cuda":
+        return tuple(tensor.cpu() for tensor in tensors)
+    copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
 
 
 def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:

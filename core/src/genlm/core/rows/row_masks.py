@@ -15,6 +15,7 @@ import torch
 
 from genlm.core.base.errors import map_batch
 from genlm.core.base.validation import is_sequence_like
+from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask
 
 if TYPE_CHECKING:
@@ -119,6 +120,23 @@ class RowMasks:
         empty: npt.NDArray[np.bool_] = self._computed[0].is_empty[self.places.numpy()]
         return empty
 
+    def bits(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Return the masks on a device.
+
+        Returns:
+            The masks, shape `(m, bytes)`, uint8; the place of each row's mask, shape
+            `(count,)`, int64; and whether a byte has the bits of 8 ids, the lowest first,
+            instead of one id.
+        """
+        table, index = self._computed
+        places = self.places
+        if index is None or table.is_shared or len(table.rows) <= len(places):
+            rows = table.on(device)
+        else:
+            rows = table.rows[places.to(table.rows.device)].to(device)
+            places = torch.arange(len(places))
+        return rows, moved(places, device), table.is_packed
+
     def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
         """Return 1 for the allowed tokens of rows, 0 for others.
 
@@ -145,6 +163,7 @@ class _MaskTable:
         unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if no mask
             does.
         is_shared: Whether several requests use the masks.
+        is_packed: Whether rows are bits.
     """
 
     def __init__(
@@ -159,7 +178,7 @@ class _MaskTable:
         self.unrestricted = unrestricted
         self.is_shared = False
         self._size = size
-        self._is_packed = is_packed
+        self.is_packed = is_packed
         self._copies: dict[torch.device, torch.Tensor] = {}
         self._single: dict[torch.device, torch.Tensor] = {}
 
@@ -167,13 +186,13 @@ class _MaskTable:
         """Return some of the masks."""
         full = None if self.unrestricted is None else self.unrestricted[places]
         rows = self.rows[places.to(self.rows.device)]
-        return _MaskTable(rows, self._size, is_packed=self._is_packed, unrestricted=full)
+        return _MaskTable(rows, self._size, is_packed=self.is_packed, unrestricted=full)
 
     @functools.cached_property
     def is_empty(self) -> npt.NDArray[np.bool_]:
         """Return whether each mask is empty, shape `(m,)`."""
         rows = self.rows
-        if self._is_packed:
+        if self.is_packed:
             whole, remainder = divmod(self._size, 8)
             # Without bits beyond the vocabulary.
             last = rows[:, whole : whole + 1] & (2**remainder - 1)
@@ -196,7 +215,7 @@ class _MaskTable:
 
     def unpacked(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows of the table as bytes, on their device."""
-        if not self._is_packed:
+        if not self.is_packed:
             return rows
         if rows.device.type == "cpu":
             bits = np.unpackbits(rows.numpy(), axis=1, count=self._size, bitorder="little")

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["RowPart", "RowWeights"]
+__all__ = ["MIN_TEMPERATURE", "RowPart", "RowWeights"]
+
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures are raised to this one: only the most likely id has a weight above 0."""
 
 
 class RowPart(NamedTuple):
@@ -66,6 +69,7 @@ class RowWeights:
 
     Attributes:
         count: Number of rows.
+        masks: The masks of the rows; None if no row has a mask.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class RowWeights:
         if masks is not None and not isinstance(masks, RowMasks):
             masks = RowMasks(masks, count, vocab_size, mask_index)
         self.count = count
-        self._masks: RowMasks | None = masks
+        self.masks: RowMasks | None = masks
         self._temperature = _checked_numbers("temperature", temperature).astype(np.float64)
         if self._temperature.shape not in {(), (count,)}:
             raise ValueError(
@@ -101,13 +105,30 @@ class RowWeights:
         """Whether some row has temperature 0."""
         return not self._temperature.all()
 
+    def is_truncated(self, vocab_size: int) -> bool:
+        """Whether the draws of some row are limited by top-k or top-p."""
+        return bool((self.top_k < vocab_size).any() or (self.top_p < 1).any())
+
     def are_probabilities(self, vocab_size: int) -> bool:
         """Whether the weights of all tokens are known to be their unchanged probabilities."""
-        if self._masks is not None or self._bias is not None or self._offset is not None:
+        if self.masks is not None or self._bias is not None or self._offset is not None:
             return False
-        if self._temperature.ndim or self.top_k.ndim or self.top_p.ndim:
-            return False
-        return bool(self._temperature == 1 and self.top_k >= vocab_size and self.top_p >= 1)
+        return bool((self._temperature == 1).all()) and not self.is_truncated(vocab_size)
+
+    def device_bias(self, device: torch.device) -> torch.Tensor | None:
+        """Return the bias of each token, shape `(1 or n, vocab_size)`, float32, or None."""
+        return _part_values(self._bias, 0, self.count, device)
+
+    def device_offset(self, device: torch.device) -> torch.Tensor | None:
+        """Return the bias of all tokens of each row, shape `(1 or n,)`, float32, or None."""
+        return _part_values(self._offset, 0, self.count, device)
+
+    def device_temperatures(self, device: torch.device) -> torch.Tensor | None:
+        """Return the temperature of each row, shape `(n,)`, float32; None if all are 1."""
+        if (self._temperature == 1).all():
+            return None
+        temperatures = np.maximum(self.temperatures, MIN_TEMPERATURE).astype(np.float32)
+        return moved(torch.from_numpy(temperatures), device)
 
     @property
     def temperatures(self) -> npt.NDArray[np.float64]:
@@ -119,7 +140,7 @@ class RowWeights:
         weights = object.__new__(RowWeights)
         bias, offset = self._bias, self._offset
         weights.count = len(rows)
-        weights._masks = None if self._masks is None else self._masks.of(rows)
+        weights.masks = None if self.masks is None else self.masks.of(rows)
         weights._temperature, weights.top_k, weights.top_p = (
             setting[rows] if setting.ndim else setting
             for setting in (self._temperature, self.top_k, self.top_p)
@@ -144,11 +165,11 @@ class RowWeights:
         has_row_limits = self.top_k.ndim or self.top_p.ndim
         if is_first.all() or self._offset is not None or has_row_biases or has_row_limits:
             return members, members
-        if self._masks is None and not self._temperature.ndim:
+        if self.masks is None and not self._temperature.ndim:
             return np.flatnonzero(is_first), np.cumsum(is_first) - 1
         keys = row_of
-        if self._masks is not None:
-            places = self._masks.places.numpy()
+        if self.masks is not None:
+            places = self.masks.places.numpy()
             keys = keys * (int(places.max(initial=0)) + 1) + places
         if self._temperature.ndim:
             _, numbers = np.unique(self._temperature, return_inverse=True)
@@ -158,7 +179,7 @@ class RowWeights:
 
     def parts(self, rows: torch.Tensor) -> Iterator[RowPart]:
         """Yield the parts of the rows that are computed at once, with their weights."""
-        masks, device = self._masks, rows.device
+        masks, device = self.masks, rows.device
         free = None if masks is None else masks.unrestricted
         temperatures = self.temperatures
         top_k, top_p = _per_row(self.top_k, self.count), _per_row(self.top_p, self.count)

@@ -18,6 +18,7 @@ from genlm.core.base.errors import EvaluationError, describe_error
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.device_rows import has_kernels, log_sums_on_device
 from genlm.core.rows.groups import Columns
 from genlm.core.rows.logits import (
     invalid_computation,
@@ -183,12 +184,14 @@ class PieceScores:
 
     def _normalisers(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logsumexp and the maximum of each row, a few rows at a time on a CPU."""
+        if has_kernels(logits):
+            return log_sums_on_device(known_logits(logits, self._vocabulary))
         step = len(logits)
         if logits.device.type == "cpu":
             step = max(1, _VALUES_AT_ONCE // logits.shape[1])
         totals, highest = [], []
         for part in torch.split(logits, step):
-            known = known_logits(part, self._vocabulary)
+            known = known_logits(part, self._vocabulary).float()
             totals.append(known.logsumexp(-1))
             highest.append(known.amax(-1))
         return torch.cat(totals), torch.cat(highest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from genlm.plugin import moved
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
 from genlm_hf.packed.plan import Integers
 from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
@@ -51,8 +50,10 @@ class StepMemory:
 
     def write(self, numbers: Integers) -> None:
         """Copy numbers to the device, without waiting for it."""
-        source = moved(torch.from_numpy(numbers), self._numbers.device)
-        self._numbers[: len(source)] = source
+        source = torch.from_numpy(numbers)
+        if self._numbers.is_cuda:
+            source = source.pin_memory()  # torch keeps it until the copy is complete
+        self._numbers[: len(source)].copy_(source, non_blocking=True)
 
     def parts(self, size: StepSize) -> Sections[torch.Tensor]:
         """Return the parts of the memory that belong to a step of a size."""

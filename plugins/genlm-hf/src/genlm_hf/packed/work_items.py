@@ -207,9 +207,12 @@ def _partial_results(items: WorkItems, size: StepSize) -> tuple[Integers, Intege
     return np.concatenate([[0], ends]), rows[np.argsort(tokens, kind="stable")]
 
 
-def _stack_fields(*fields: Integers | int) -> Integers:
+def _stack_fields(first: Integers, *fields: Integers | int) -> Integers:
     """Return work items from their fields; an integer is the same for all items."""
-    return np.stack(np.broadcast_arrays(*fields), axis=1)
+    items = np.empty((len(first), FIELDS), np.int64)
+    for number, field in enumerate((first, *fields)):
+        items[:, number] = field
+    return items
 
 
 def _split_items(parts: list[Integers]) -> Integers:
@@ -217,8 +220,10 @@ def _split_items(parts: list[Integers]) -> Integers:
     if not parts:
         return np.empty((0, FIELDS), np.int64)
     items = np.concatenate(parts)
+    cuts = _TARGET_ITEMS // len(items)
+    if cuts <= 1:
+        return items
     lengths = items[:, 3]
-    cuts = max(1, _TARGET_ITEMS // len(items))
     max_length = -(-int(lengths.max()) // (cuts * _KEYS)) * _KEYS
     pieces = -(-lengths // max_length)
     skipped = _count_up(pieces) * max_length

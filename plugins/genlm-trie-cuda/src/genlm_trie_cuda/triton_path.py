@@ -27,7 +27,7 @@ TILE = 1024
 """Number of values of a tile, unless it has many rows."""
 
 MIN_SLOTS = 128
-"""Minimum number of slots of a tile, so that rows are written 512 bytes at a time. With 64 slots,
+"""Minimum number of slots of a tile, so that rows are written 512 bytes at a time. With 64,
 sums of 32 rows of 128,000 float32 take 7 % longer on an H100."""
 
 _OPTIONS = {"enable_fp_fusion": True}

@@ -401,7 +401,8 @@ def test_an_adapter_in_use_is_not_replaced_in_an_engine_without_room(
     with ThreadPoolExecutor(1) as threads:
         row = threads.submit(llm.next_token_logprobs_sync, [1], lora_name="a")
         assert engine.submitted.wait(TIMEOUT_S)
-        with pytest.raises(AdapterLimitError):
+        message = "'a' cannot be replaced while requests use it.*wait.*The engine: 1 adapter is"
+        with pytest.raises(AdapterLimitError, match=message):
             llm.load_lora("folder/new", "a", replace=True)
         engine.may_go_on.set()
         row.result(TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ import torch
 import genlm
 from genlm.core.rows.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.processes import VARIABLE, FailureLog, record_failures
+from genlm_vllm.processes import VARIABLE, FailureLog, engine_died, record_failures
 from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 
@@ -246,6 +247,26 @@ else:  # a worker imports this program first, and vLLM after this package
 
     late = Late()
 """
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "ends"),
+    [
+        ([0], "failed (worker 0 ended with exit status 0); see"),
+        (
+            [None, -9, 3],
+            "failed (worker 1 was ended by SIGKILL, worker 2 ended with exit status 3)",
+        ),
+        ([-42], "failed (worker 0 was ended by signal 42)"),
+        ([None], "failed; see its log"),
+    ],
+)
+def test_the_error_says_how_workers_ended(exit_codes: list[int | None], ends: str) -> None:
+    handles = [SimpleNamespace(proc=SimpleNamespace(exitcode=code)) for code in exit_codes]
+    executor = SimpleNamespace(workers=[*handles, SimpleNamespace()])  # the last one is Ray's
+    with contextlib.closing(FailureLog()) as failures:
+        error = engine_died(SimpleNamespace(model_executor=executor), failures)
+    assert f"a worker of vLLM {ends}" in str(error)
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ class Adapters(AdapterTable[Any]):
         problem = _weight_mismatch(self._engine.vllm_config.model_config.hf_config, folder)
         if problem is None and len(self.loaded) == self._capacity:
             raise AdapterLimitError(
-                f"cannot load adapter {name!r}: {self._capacity} adapters are loaded, the "
-                f"maximum of this model; unload one, or load the model with a larger "
-                f"engine_opts['max_loras']"
+                f"cannot load adapter {name!r}: {self._capacity} adapters are loaded or still "
+                f"in use, the maximum of this model; unload one and wait for its requests, or "
+                f"load the model with a larger engine_opts['max_loras']"
             )
         number = next(self._numbers)
         # The number makes the name unique: vLLM's prefix cache uses it as a key.

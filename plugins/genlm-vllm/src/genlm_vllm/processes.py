@@ -12,6 +12,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 from typing import Any
 
@@ -143,12 +144,25 @@ def engine_died(engine: Any, failures: FailureLog) -> EngineDiedError:
         engine: The `vllm.LLMEngine`.
         failures: Log of its workers.
     """
-    handles = getattr(engine.model_executor, "workers", ())
     # Handles of Ray's workers have no `proc`.
-    exit_codes = {handle.proc.exitcode for handle in handles if hasattr(handle, "proc")} - {
-        None
-    }
-    status = f" (exit code {', '.join(map(str, exit_codes))})" if exit_codes else ""
+    handles = getattr(engine.model_executor, "workers", ())
+    exit_codes = [
+        getattr(getattr(handle, "proc", None), "exitcode", None) for handle in handles
+    ]
+    ends = [
+        f"worker {rank} {_describe_end(exit_code)}"
+        for rank, exit_code in enumerate(exit_codes)
+        if exit_code is not None
+    ]
+    status = f" ({', '.join(ends)})" if ends else ""
     first = failures.first()
     reason = "see its log" if first is None else f"the first failure was {first}"
     return EngineDiedError(f"a worker of vLLM failed{status}; {reason}. Load the model again")
+
+
+def _describe_end(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit status {exit_code}"
+    with contextlib.suppress(ValueError):  # a real-time signal has no name
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"was ended by signal {-exit_code}"

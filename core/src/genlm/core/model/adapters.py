@@ -94,9 +94,15 @@ class Adapters:
             lora_engine = cast("LoraEngine", engine)
             try:
                 lora_engine.add_adapter(engine_name, path)
-            except AdapterLimitError:
-                if loaded is None or not self._can_be_removed(engine, loaded):
+            except AdapterLimitError as error:
+                if loaded is None or not self._is_removable(engine, loaded):
                     raise
+                if self._is_in_use(loaded):
+                    raise AdapterLimitError(
+                        f"adapter {name!r} cannot be replaced while requests use it, because "
+                        f"the engine has no room for a second one; wait for them or cancel "
+                        f"them first. The engine: {error}"
+                    ) from error
                 if self._by_name.pop(name, None) is None:  # another thread has removed it
                     raise
                 self._remove_from(engine, loaded)
@@ -148,15 +154,12 @@ class Adapters:
                 lambda engine: self._remove_from(engine, adapter),
             )
 
-    def _can_be_removed(self, engine: Engine, adapter: _Adapter) -> bool:
-        """Whether the engine can remove an adapter now: no request uses it."""
-        return (
-            adapter.folder != _PRELOADED
-            and hasattr(engine, "remove_adapter")
-            and not self._scheduler.has_query(
-                lambda query: query.adapter == adapter.engine_name
-            )
-        )
+    @staticmethod
+    def _is_removable(engine: Engine, adapter: _Adapter) -> bool:
+        return adapter.folder != _PRELOADED and hasattr(engine, "remove_adapter")
+
+    def _is_in_use(self, adapter: _Adapter) -> bool:
+        return self._scheduler.has_query(lambda query: query.adapter == adapter.engine_name)
 
     def _remove_from(self, engine: Engine, adapter: _Adapter) -> None:
         """Remove an adapter from the engine, and its rows from the output cache."""

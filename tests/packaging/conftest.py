@@ -8,20 +8,32 @@ import functools
 import os
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import distributions as distributions_in
 from pathlib import Path
 
 import pytest
 from documents import REPOSITORY
 from programs import run_program
 
-# What a build frontend does, each hook in a process of its own.
+# What a build frontend does, for several projects in one process.
 BUILD = """
-import importlib, sys
-backend, hook, folder = sys.argv[1:]
-getattr(importlib.import_module(backend), hook)(folder)
+import importlib, os, sys
+backend, hooks, folder, *projects = sys.argv[1:]
+for project in projects:
+    os.chdir(project)
+    for hook in hooks.split(","):
+        getattr(importlib.import_module(backend), hook)(folder)
+"""
+
+COMMAND = """#!{python}
+import sys
+from {module} import {attr}
+sys.exit({attr}())
 """
 
 
@@ -48,8 +60,23 @@ class Environment:
     def run_code(self, code: str, *arguments: str) -> str:
         return self.run(self.python, "-c", code, *arguments)
 
+    @property
+    def packages(self) -> Path:
+        """The folder of installed packages."""
+        (folder,) = self.folder.glob("lib/python*/site-packages")
+        return folder
+
     def install(self, *wheels: Path) -> None:
-        self.pip_install("--no-deps", *wheels)
+        """Unpack pure wheels and write their commands, as pip does in several seconds."""
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as opened:
+                opened.extractall(self.packages)
+        for found in distributions_in(path=[str(self.packages)]):
+            for entry in found.entry_points.select(group="console_scripts"):
+                command = self.folder / "bin" / entry.name
+                values = {"module": entry.module, "attr": entry.attr}
+                command.write_text(COMMAND.format(python=self.python, **values))
+                command.chmod(0o755)
 
     def pip_install(self, *arguments: str | Path) -> str:
         """Run `pip install` without an index; what is missing is an error."""
@@ -80,22 +107,37 @@ def new_environment(
     def create(*wheels: Path) -> Environment:
         folder = tmp_path_factory.mktemp("environment")
         venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
-        (site,) = folder.glob("lib/python*/site-packages")
-        (site / "third_party.pth").write_text(f"{third_party}\n")
         environment = Environment(folder)
-        if wheels:
-            environment.install(*wheels)
+        (environment.packages / "third_party.pth").write_text(f"{third_party}\n")
+        environment.install(*wheels)
         return environment
 
     return create
 
 
+def run_build(
+    folder: Path, *projects: Path, hooks: str = "build_wheel", backend: str = "hatchling.build"
+) -> None:
+    run_program(sys.executable, "-c", BUILD, backend, hooks, folder, *projects)
+
+
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist of every distribution, built as by `make dist`."""
+    """A folder with the wheel and the sdist of every distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    for project in (REPOSITORY / "core", *sorted(REPOSITORY.glob("plugins/*"))):
-        run_program(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=project)
+    projects = REPOSITORY / "core", *sorted(REPOSITORY.glob("plugins/*"))
+    run_build(folder, *projects, hooks="build_sdist,build_wheel")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheels_of_sdists(tmp_path_factory: pytest.TempPathFactory, distributions: Path) -> Path:
+    """A folder with the wheel that each of these sdists gives."""
+    folder, sources = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("sources")
+    for path in distributions.glob("*.tar.gz"):
+        with tarfile.open(path) as sdist:
+            sdist.extractall(sources, filter="data")
+    run_build(folder, *sources.iterdir())
     return folder
 
 
@@ -109,8 +151,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ) -> Path:
         folder = tmp_path_factory.mktemp("wheel")
         hook = "build_editable" if editable else "build_wheel"
-        command = [sys.executable, "-c", BUILD, backend, hook, str(folder)]
-        run_program(*command, cwd=project)
+        run_build(folder, project, hooks=hook, backend=backend)
         (wheel,) = folder.glob("*.whl")
         return wheel
 

@@ -185,13 +185,14 @@ def exact_row(documents: Sequence[bytes], context: Sequence[int], order: int) ->
     lower = exact_row(documents, context, order - 1)
     if len(context) < order - 1:
         return lower
-    history = tuple(context[len(context) - (order - 1) :])
-    counts = np.zeros(SYMBOLS)
-    for document in documents:
-        symbols = (END_OF_TEXT, *document, END_OF_TEXT)
-        for end in range(max(1, order - 1), len(symbols)):
-            if symbols[end - (order - 1) : end] == history:
-                counts[symbols[end]] += 1
+    no_symbol = -1  # before each document, so that no history extends across documents
+    text = np.concatenate(
+        [[no_symbol, END_OF_TEXT, *document, END_OF_TEXT] for document in documents]
+    )
+    follows = (text != no_symbol) & (np.roll(text, 1) != no_symbol)
+    for age, symbol in enumerate(reversed(context[len(context) - (order - 1) :]), start=1):
+        follows &= np.roll(text, age) == symbol
+    counts = np.bincount(text[follows], minlength=SYMBOLS)
     total, distinct = counts.sum(), np.count_nonzero(counts)
     if total == 0:
         return lower

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from programs import run_program
 
 import genlm
 from genlm.backend import AsyncVirtualLM, load_model_by_name
 from genlm.backend.llm import AsyncLM, AsyncMlxLM, AsyncSGLTransformer
-
-from .tiny import assert_right, make_model
-
-VIRTUAL_LM = Path(__file__).parent / "programs" / "virtual_lm.py"
 
 
 @pytest.fixture
@@ -73,17 +64,3 @@ def test_an_engine_that_exists_is_refused(model_class):
         TypeError, match=r"got a dict; .*\.from_name\(name, engine_opts=\.\.\.\)"
     ):
         model_class({})
-
-
-def test_a_vllm_model_gives_the_unbatched_rows(tokenizer, tmp_path):
-    model = make_model(head_dim=32)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    done = run_program(sys.executable, VIRTUAL_LM, tmp_path)
-    [found] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    sequences = [[3, 4, 5], [3, 4, 5, 6], [200]]
-    assert_right(torch.tensor(found["rows"]), model, *sequences)
-    assert_right(torch.tensor(found["again"]), model, sequences[2])
-    assert (found["hits"], found["entries"]) == (1, 2)
-    assert found["model"] == "LlamaForCausalLM"
-    assert found["distinct"] > 1

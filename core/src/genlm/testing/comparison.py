@@ -39,6 +39,9 @@ _OFFSETS = (-1, 0, 1, 2, 9)
 _STEM_LENGTH, _FORKS = 40, 8
 _CUTS = 4
 
+_ROWS_AT_ONCE = 32
+"""Rows compared at once, so that their float64 copies fit into memory for any vocabulary."""
+
 
 # -- sequences and requests -----------------------------------------------------------
 
@@ -154,18 +157,28 @@ def differences(
     Raises:
         ValueError: The lengths of a row and its expected row differ.
     """
-    errors, variations, greedy, draws, repeats = [], [], [], [], [0.0]
+    errors: list[float] = []
+    variations: list[float] = []
+    greedy: list[bool] = []
+    draws: list[bool] = []
+    repeats: list[float] = []
     first_rows: dict[TokenIds, torch.Tensor] = {}
-    for number, (ids, answer) in enumerate(answers):
-        row, expected_row = answer.cpu().double(), expected(ids).cpu().double()
-        if row.shape != expected_row.shape:
-            raise ValueError(f"a row of {len(row)} ids; expected {len(expected_row)}")
-        errors.append(largest_difference(row, expected_row))
-        variations.append(float((row.exp() - expected_row.exp()).abs().sum() / 2))
-        pair, uniform = torch.stack([row, expected_row]).float(), stream_uniform(seed, number)
-        greedy.append(len(set(pair.argmax(-1).tolist())) == 1)
-        draws.append(len(set(draw_tokens(pair, [1.0] * 2, [uniform] * 2).tolist())) == 1)
-        repeats.append(largest_difference(row, first_rows.setdefault(ids, row)))
+    for start in range(0, len(answers), _ROWS_AT_ONCE):
+        part = answers[start : start + _ROWS_AT_ONCE]
+        for ids, row in part:
+            if row.shape != expected(ids).shape:
+                raise ValueError(f"a row of {len(row)} ids; expected {len(expected(ids))}")
+        rows = torch.stack([row.detach().cpu() for _, row in part]).double()
+        expected_rows = torch.stack([expected(ids).cpu() for ids, _ in part]).double()
+        earlier = [first_rows.setdefault(ids, row.detach().cpu()) for ids, row in part]
+        errors += entry_differences(rows, expected_rows).amax(1).tolist()
+        repeats += entry_differences(rows, torch.stack(earlier)).amax(1).tolist()
+        variations += ((rows.exp() - expected_rows.exp()).abs().sum(1) / 2).tolist()
+        greedy += (rows.float().argmax(1) == expected_rows.float().argmax(1)).tolist()
+        uniforms = [stream_uniform(seed, start + number) for number in range(len(part))]
+        pairs = torch.cat([rows, expected_rows]).float()
+        drawn, drawn_expected = draw_tokens(pairs, [1.0] * len(pairs), uniforms * 2).chunk(2)
+        draws += (drawn == drawn_expected).tolist()
     worst = max(range(len(errors)), key=errors.__getitem__)
     ids = answers[worst][0]
     kind = (kinds or {}).get(ids)

@@ -11,7 +11,8 @@ def logprobs(token_ids, adapter):
     weights = [1.0] * 256
     for age, byte in enumerate(reversed(token_ids), start=1):
         weights[byte] += 1 / age
-    return [log(weight / sum(weights)) for weight in weights]
+    total = sum(weights)
+    return [log(weight / total) for weight in weights]
 
 
 target = EngineTarget(model="bytes", build=lambda: ToyEngine("any"), oracle=logprobs)

@@ -134,7 +134,8 @@ def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) 
     assert used(engine, "graphs_replayed") >= 2
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# The interpreter runs the same kernels for the test above, with other padding.
+@pytest.mark.parametrize("name", ["gpt_oss"] if INTERPRETED else SETTINGS)
 def test_rows_of_kernels_without_graphs_are_those_of_single_sequences(
     name: str, tokenizer: Any
 ) -> None:

@@ -103,8 +103,11 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
 
 
 def test_the_readme_runs():
+    """With replicas of `reference`: those of hf start slowly and are compared above."""
     program = README.read_text(encoding="utf-8").split("```python\n")[1].partition("```")[0]
     program = program.replace("replicas=2)", "replicas=2, resources={'num_cpus': 0.1})")
+    assert 'engine="hf"' in program
+    program = program.replace('engine="hf"', 'engine="reference"')
     names: dict[str, object] = {}
     exec(program, names)
     assert names["rows"].shape == (2, names["llm"].vocab_size)

@@ -149,6 +149,9 @@ class CachedEngine(BatchEngine):
     def clear_prefix_cache(self) -> None:
         self.prefixes.clear()
 
+    def wake(self) -> None:
+        """No effect: `step` waits for nobody."""
+
     def statistics(self) -> Mapping[str, int | float | str]:
         return {"tokens_computed": self.tokens_computed}
 

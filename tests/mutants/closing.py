@@ -1,13 +1,33 @@
-"""Faults of the core when `close` or `cancel_all` end requests."""
+"""Faults of the core when `close` or `cancel_all` end requests, and of `wake`."""
 
 from __future__ import annotations
+
+import threading
 
 from genlm import AsyncLM, EngineClosedError
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.scheduler.worker import Worker
 
-from .mutant import core_fault, core_mutant
+from .cached_engine import CachedEngine
+from .mutant import core_fault, core_mutant, engine_mutant
+
+
+@engine_mutant(killed_by="waking-does-not-wait-for-the-engine", shows_as="lost request")
+class WakeWaitsForTheStep(CachedEngine):
+    """Takes the lock of `step` in `wake`."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._lock = threading.Lock()
+
+    def step(self):
+        with self._lock:
+            return super().step()
+
+    def wake(self):
+        with self._lock:
+            super().wake()
 
 
 @core_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")

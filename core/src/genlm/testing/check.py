@@ -42,7 +42,7 @@ class Check:
         function: Takes a fixture; raises if the property is violated.
         kind: `"engine"` or `"trie"`.
         needs: A capability without which the check does not apply.
-        member: A method of the trie without which the check does not apply.
+        member: A method of the engine or trie without which the check does not apply.
         oracle: Whether the check needs an oracle that is independent of the engine.
         cases: Cases that the check must cover. The function reports each with
             `fixture.saw`; the check fails if one never occurred.
@@ -70,13 +70,14 @@ class Check:
 def engine_check(
     *,
     needs: Capability | None = None,
+    member: str | None = None,
     oracle: bool = False,
     cases: tuple[str, ...] = (),
 ) -> Callable[[Callable[[EngineFixture], None]], Check]:
     """Create a check from a function of an `EngineFixture`; `Check` describes the arguments."""
 
     def decorate(function: Callable[[EngineFixture], None]) -> Check:
-        return Check(function, "engine", needs, oracle, cases)
+        return Check(function, "engine", needs, oracle, cases, member)
 
     return decorate
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any
 
 from genlm import Capability, Completion, Engine, Query, Vocabulary
+from genlm.plugin import TokenSequence
 from genlm.testing.check import CheckTimeout
 from genlm.testing.fixture import on_thread
 
@@ -56,6 +57,42 @@ class StepGate:
                 raise CheckTimeout(wait, self._timeout_s)
 
 
+class GatedQuery(Query):
+    """A query whose sequence can be read when a gate is open.
+
+    An engine that reads it waits inside its methods, in contrast to a held step of the probe.
+    """
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, query: Query, gate: StepGate) -> None:
+        super().__init__(
+            query.query_id,
+            query.sequence,
+            query.adapter,
+            outputs=query.outputs,
+            targets=query.targets,
+        )
+        self._gate = gate
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids, once the gate is open."""
+        self._gate.enter()
+        return super().token_ids
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The sequence, once the gate is open."""
+        self._gate.enter()
+        return super().sequence
+
+    def __len__(self) -> int:
+        """Number of token ids, once the gate is open."""
+        self._gate.enter()
+        return super().__len__()
+
+
 class EngineProbe(StepGate):
     """A wrapper around an engine that records its calls and can pause its steps.
 
@@ -69,6 +106,7 @@ class EngineProbe(StepGate):
         finished: Number of queries that each step completed.
         closed: Number of calls of `close`.
         engine: The wrapped engine, once it is built.
+        query_gate: A gate for reading the sequences of later queries; None for no gate.
     """
 
     vocabulary: Vocabulary
@@ -81,6 +119,7 @@ class EngineProbe(StepGate):
         self.in_step: list[int] = []
         self.finished: list[int] = []
         self.closed = 0
+        self.query_gate: StepGate | None = None
         self._unanswered: set[int] = set()
 
     def __call__(self, engine: Engine) -> EngineProbe:
@@ -102,7 +141,8 @@ class EngineProbe(StepGate):
 
     def submit(self, query: Query) -> None:
         """Record and forward a query."""
-        self.engine.submit(query)
+        gate = self.query_gate
+        self.engine.submit(query if gate is None else GatedQuery(query, gate))
         self._unanswered.add(query.query_id)
 
     def step(self) -> Iterable[Completion]:

@@ -192,9 +192,13 @@ def _fixture_of(case: Case, profile: Profile, seed: int) -> EngineFixture | Trie
 
 def _require_applicable(check: Check, fixture: EngineFixture | TrieFixture) -> None:
     """Raise why a check cannot or need not run."""
+    if check.member is not None:
+        owner: object = (
+            fixture.build([b"a"]) if isinstance(fixture, TrieFixture) else fixture.lm.engine
+        )
+        if not hasattr(owner, check.member):
+            raise NotApplicable(f"the {check.kind} has no {check.member}")
     if isinstance(fixture, TrieFixture):
-        if check.member is not None and not hasattr(fixture.build([b"a"]), check.member):
-            raise NotApplicable(f"the trie has no {check.member}")
         return
     if check.needs is not None and check.needs not in fixture.lm.capabilities:
         raise NotApplicable(f"{check.needs} is not declared")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import torch
+
 from genlm import AsyncLM, EngineClosedError
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
-from genlm.testing.probes import EngineProbe
+from genlm.testing.probes import EngineProbe, StepGate
 from genlm.testing.strategies import TokenTuple
 
 SCENES = (([0, 1, 2], [1]), ([0, 0], [0]), ([0, 0], [1]), ([0, 0, 1], [0, 1]))
@@ -107,3 +109,23 @@ def closing_ends_every_request(fixture: EngineFixture) -> None:
     for error in fixture.run(close_during_a_step()):
         fixture.expect_raised(EngineClosedError, error)
     expect(probe.closed == 1, "the engine to be closed once", probe.closed)
+
+
+@engine_check(member="wake")
+def waking_does_not_wait_for_the_engine(fixture: EngineFixture) -> None:
+    """`wake` returns at once, also while the engine computes a query."""
+    lm, probe = fixture.load_probed()
+    [token_ids] = fixture.some_sequences(1)
+    gate = probe.query_gate = StepGate(fixture.timeout_s)
+
+    async def wake_during_a_request() -> torch.Tensor:
+        gate.hold()
+        try:
+            row = asyncio.ensure_future(lm.next_token_logprobs(token_ids))
+            await on_thread(gate.wait_until_entered)
+            await on_thread(probe.wake)
+        finally:
+            gate.release()
+        return await row
+
+    fixture.check_rows([fixture.run(wake_during_a_request())], [token_ids])

@@ -94,7 +94,7 @@ def draw_on_device(
     device, count = logits.device, len(uniforms)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         blocks = _sum_blocks(logits, weights, sources)
-        places = moved(torch.arange(count) if row_of is None else row_of, device)
+        places = _device_indices(row_of, count, device)
         token_ids = torch.empty(count, dtype=torch.int64, device=device)
         columns = torch.empty((3, count), dtype=torch.float32, device=device)
         if count:
@@ -106,9 +106,13 @@ def draw_on_device(
                 **blocks.constants, BLOCKS=1 << (n_blocks - 1).bit_length(),
             )  # fmt: skip
     logprobs, log_mass, draw_logprob = columns
-    offset = None if weights is None else weights.device_offset(device)
-    if offset is not None:
-        log_mass += offset if len(offset) == 1 else offset[places]
+    if weights is not None:
+        unrestricted = None if weights.masks is None else weights.masks.unrestricted
+        if unrestricted is not None and not blocks.constants["BIASED"]:
+            log_mass.masked_fill_(moved(unrestricted, device)[places], 0.0)
+        offset = weights.device_offset(device)
+        if offset is not None:
+            log_mass += offset if len(offset) == 1 else offset[places]
     return token_ids, logprobs, log_mass, draw_logprob
 
 
@@ -140,7 +144,7 @@ def _sum_blocks(
     tensors = (bias, mask, mask_rows, temperatures)
     arguments = (
         logits, *(sums if tensor is None else tensor for tensor in tensors),
-        moved(torch.arange(count) if sources is None else sources, device), tops, sums,
+        _device_indices(sources, count, device), tops, sums,
         n_ids, n_blocks, logits.stride(0), 0 if bias is None or len(bias) == 1 else n_ids,
         0 if mask is None else mask.shape[1], count * n_blocks,
     )  # fmt: skip
@@ -156,3 +160,10 @@ def _sum_blocks(
         programs = count * -(-n_blocks // _BLOCKS)
         row_kernels.sum_blocks[(programs,)](*arguments, **constants, BLOCKS=_BLOCKS)
     return _BlockSums(tops, sums, arguments, constants)
+
+
+def _device_indices(
+    indices: torch.Tensor | None, count: int, device: torch.device
+) -> torch.Tensor:
+    """Return indices on a device; None stands for `0 ... count - 1`."""
+    return torch.arange(count, device=device) if indices is None else moved(indices, device)

@@ -196,7 +196,7 @@ class _WeightedReduction(GroupReduction):
             logits, uniforms, sets.weights, row_of=sets.set_of, sources=sets.sources
         )
         drawn = DrawnTokens(*main_memory(columns))
-        return None if drawn.log_mass.isnan().any() else drawn
+        return None if drawn.logprobs.isnan().any() else drawn
 
 
 class MassColumns(_WeightedReduction):

@@ -126,7 +126,7 @@ def scratch_memory(use: str, count: int, size: int) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor, such as indices or random numbers, on a device.
+    """Return a tensor, such as indices, random numbers or masks, on a device.
 
     A copy from pageable memory to a GPU waits for all operations that were launched before. On
     CUDA the tensor is therefore copied from pinned memory, without waiting.

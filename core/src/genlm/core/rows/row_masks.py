@@ -133,7 +133,7 @@ class RowMasks:
         if index is None or table.is_shared or len(table.rows) <= len(places):
             rows = table.on(device)
         else:
-            rows = table.rows[places.to(table.rows.device)].to(device)
+            rows = moved(table.rows[places.to(table.rows.device)], device)
             places = torch.arange(len(places))
         return rows, moved(places, device), table.is_packed
 
@@ -148,7 +148,7 @@ class RowMasks:
         if len(table.rows) == 1:
             return table.single_factors(device)
         if index is None:
-            return table.unpacked(table.rows[begin:end].to(device))
+            return table.unpacked(moved(table.rows[begin:end], device))
         places = index[begin:end]
         is_copied = table.is_shared or len(table.rows) < end - begin
         rows = table.on(device) if is_copied else table.rows
@@ -203,14 +203,14 @@ class _MaskTable:
     def on(self, device: torch.device) -> torch.Tensor:
         """Return all masks on a device, to which they are copied once."""
         if device not in self._copies:
-            self._copies[device] = self.rows.to(device)
+            self._copies[device] = moved(self.rows, device)
         return self._copies[device]
 
     def single_factors(self, device: torch.device) -> torch.Tensor:
         """Return the factors of the only mask, float32."""
         if device not in self._single:
             # torch multiplies by floats nearly twice as fast as by bytes.
-            self._single[device] = self.unpacked(self.rows.to(device)).float()
+            self._single[device] = self.unpacked(moved(self.rows, device)).float()
         return self._single[device]
 
     def unpacked(self, rows: torch.Tensor) -> torch.Tensor:

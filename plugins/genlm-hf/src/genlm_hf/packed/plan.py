@@ -232,12 +232,14 @@ def _clusters(  # noqa: PLR0917 - the state of `_groups`
     candidates = members[lengths[members] > shared + 1]  # the last slot is the query token's
     longest = int(lengths[members].max()) - shared
     min_saved = (_GROUP_COST + trunk + shared) // _GATHER_COST  # in slots
-    if len(candidates) * longest <= min_saved:
+    if not len(candidates) or len(candidates) * longest <= min_saved:
         return
     keys = slots[rows[candidates], shared]
     order = np.argsort(keys, kind="stable")
-    bounds = np.flatnonzero(np.diff(keys[order], prepend=-1, append=-1))
-    counts = np.diff(bounds)
+    keys = keys[order]
+    bounds = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+    bounds = np.concatenate([[0], bounds, [len(keys)]])
+    counts = bounds[1:] - bounds[:-1]
     for index in np.flatnonzero(counts * longest > min_saved).tolist():
         cluster = candidates[order[bounds[index] : bounds[index + 1]]]
         end = int(lengths[cluster].min()) - 1

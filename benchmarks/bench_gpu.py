@@ -50,7 +50,7 @@ from bench_populations import decode
 from bench_programs import generated, program
 from bench_trie_cuda import captured
 from gpu_model import SHAPES, device_clock, random_llama
-from particle_model import prompt_of, tokenizer
+from particle_model import cache_argument, prompt_of, tokenizer
 from particle_population import Clock, Particles, Population
 from peer import Peer
 from trie_traffic import floor_bytes
@@ -166,15 +166,16 @@ class StaticLockstep:
         count, device = population.count, model.device
         dynamic = transformers.DynamicCache(config=model.config)
         prompt = torch.tensor([population.prompt], device=device)
-        model(prompt, past_key_values=dynamic, use_cache=True, logits_to_keep=1)
+        model(prompt, **cache_argument(model, dynamic), use_cache=True, logits_to_keep=1)
         length = population.prompt_length + population.steps
         self._past = transformers.StaticCache(config=model.config, max_cache_len=length)
         self._ids = torch.zeros((count, 1), dtype=torch.long, device=device)
         self._place = torch.zeros((1, 1), dtype=torch.long, device=device)
-        self._forward = functools.partial(model, past_key_values=self._past, use_cache=True)
+        past = cache_argument(model, self._past)
+        self._forward = functools.partial(model, **past, use_cache=True)
         if way == "compile":
             compiled = torch.compile(model.forward, mode="reduce-overhead")
-            self._forward = functools.partial(compiled, past_key_values=self._past)
+            self._forward = functools.partial(compiled, **past)
         self.rows = self._step()  # makes the cache's tensors
         self._replay: Callable[[], object] | None = None
         if way == "graph":

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from particle_model import llama, tokenizer
+from particle_model import cache_argument, llama, tokenizer
 from particle_population import CLOCKS, Clock, Population, population_arguments
 from peer import Peer, peer_python
 from report import print_report
@@ -80,13 +80,14 @@ def lockstep(model: Any, population: Population, clock: Clock, *, preallocated: 
     """Milliseconds a step of `[N, 1]` decoding."""
     particles = population.start()
     past = transformers.DynamicCache(config=model.config)
+    cache = cache_argument(model, past)
     prompt = torch.tensor([population.prompt], device=model.device)
-    model(prompt, past_key_values=past, use_cache=True, logits_to_keep=1)
+    model(prompt, **cache, use_cache=True, logits_to_keep=1)
     past.batch_repeat_interleave(population.count)
     if population.tail_length:
         tails = torch.tensor(particles.contexts, device=model.device)
         tails = tails[:, population.prompt_length :]
-        model(tails, past_key_values=past, use_cache=True, logits_to_keep=1)
+        model(tails, **cache, use_cache=True, logits_to_keep=1)
     if preallocated:
         for layer in past.layers:
             layer.__class__ = PreallocatedLayer
@@ -96,9 +97,7 @@ def lockstep(model: Any, population: Population, clock: Clock, *, preallocated: 
         particles.grow()
         last = torch.tensor([context[-1:] for context in particles.contexts])
         start = clock()
-        logits = model(last.to(model.device), past_key_values=past, use_cache=True).logits[
-            :, -1
-        ]
+        logits = model(last.to(model.device), **cache, use_cache=True).logits[:, -1]
         rows = logits.float().log_softmax(-1)
         assert rows.shape == (population.count, model.config.vocab_size)
         particles.resample(step)

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 import transformers
 from bench_scores import resident_bytes
-from particle_model import llama, prompt_of, tokenizer
+from particle_model import cache_argument, llama, prompt_of, tokenizer
 from particle_population import CLOCKS, Clock
 from report import in_turn, print_cases
 
@@ -130,7 +130,9 @@ class Lockstep:
     def __init__(self, model: Any, prompt: list[int]) -> None:
         self._model = model
         self._past = transformers.DynamicCache(config=model.config)
-        logits = model(torch.tensor([prompt]), past_key_values=self._past).logits[:, -1]
+        logits = model(torch.tensor([prompt]), **cache_argument(model, self._past)).logits[
+            :, -1
+        ]
         self._past.batch_repeat_interleave(PARTICLES)
         self._rows: torch.Tensor | None = logits.float().log_softmax(-1).expand(PARTICLES, -1)
         self._new = torch.empty(0)
@@ -139,8 +141,8 @@ class Lockstep:
     def rows(self) -> torch.Tensor:
         """The log-probabilities of the next tokens, computed when they are needed."""
         if self._rows is None:
-            options = {"past_key_values": self._past, "use_cache": True}
-            logits = self._model(self._new, **options).logits[:, -1]
+            cache = cache_argument(self._model, self._past)
+            logits = self._model(self._new, **cache, use_cache=True).logits[:, -1]
             self._rows = logits.float().log_softmax(-1)
         return self._rows
 
@@ -268,7 +270,7 @@ def reward_from_scratch(model: Any, judge: list[int], blocks: int) -> np.ndarray
         past = transformers.DynamicCache(config=model.config)
         new = torch.cat([prompt, text], 1)
         for _ in range(BLOCK):
-            logits = model(new, past_key_values=past, logits_to_keep=1).logits[:, -1]
+            logits = model(new, **cache_argument(model, past), logits_to_keep=1).logits[:, -1]
             new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             text = torch.cat([text, new], 1)
         whole = torch.cat([judged, text], 1)

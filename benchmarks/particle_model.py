@@ -5,6 +5,7 @@ Imported also where only the peer's packages are installed.
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def save_model(folder: Path, vocab_size: int, *, tiny: bool = False) -> None:
     """Save the Llama with as many ids as wanted, and the tokenizer for them."""
     llama(vocab_size, tiny=tiny).save_pretrained(folder)
     tokenizer(vocab_size).save_pretrained(folder)
+
+
+def cache_argument(model: Any, cache: transformers.Cache) -> dict[str, Any]:
+    """Return a cache as the argument of `forward` that transformers 5.24 has renamed."""
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
 
 
 def prompt_of(length: int) -> list[int]:

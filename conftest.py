@@ -7,7 +7,8 @@ import gc
 from collections.abc import Generator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 settings.register_profile("genlm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("genlm")
@@ -15,6 +16,9 @@ settings.load_profile("genlm")
 
 def pytest_collection_finish() -> None:
     """Freeze what the tests import."""
+    # Hypothesis looks for the references to its random generator when it makes it, at the
+    # first example. It would not find them among frozen objects and would warn.
+    settings(max_examples=1, database=None)(given(st.none())(lambda _: None))()
     _freeze()
 
 

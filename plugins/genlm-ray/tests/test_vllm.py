@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 
 import genlm
@@ -10,6 +13,7 @@ from genlm_vllm.conformance import TinyLlama
 VLLM = {"dtype": "float32", "kv_cache_memory_bytes": 2**24, "max_num_seqs": 8}
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_replica_of_vllm_draws_as_every_engine_does(load, tmp_path):
     model = TinyLlama(tmp_path / "model")
     engine_opts = {"multiprocess": False, "engine_opts": VLLM}

@@ -58,13 +58,16 @@ class SlotReferences:
             The slots without references: some of `slots`, and ancestors without other
             references.
         """
-        freed = []
+        freed = [np.empty(0, np.int64)]
         while len(slots):
             np.subtract.at(self.counts, slots, _ONE)
             self.counts[SCRATCH_SLOT] = _PERMANENT
-            freed.append(np.unique(slots[self.counts[slots] == 0]))
+            unused = slots[self.counts[slots] == 0]
+            if not len(unused):  # most often: the next token continues the slots
+                break
+            freed.append(np.unique(unused))
             slots = self.parents[freed[-1]]
-        return np.concatenate([np.empty(0, np.int64), *freed])
+        return np.concatenate(freed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -245,6 +245,8 @@ class Populations:
     def _free(self, table: BlockTable) -> None:
         """Release the slots of a table; those of first sequences return to the tree."""
         freed = self._references.release(table.last)
+        if not len(freed):
+            return
         roots = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
         pinned = [slot for slot in roots if slot in self._pinned]
         for slot in pinned:

@@ -34,26 +34,41 @@ _INITIAL_NUMBERS = 2**18
 class StepMemory:
     """Memory of a device for the numbers of one step, which graphs read at one address.
 
+    Numbers are written to main memory and copied without waiting for the device. The memory is
+    pinned, because a copy from other memory waits for the operations before it.
+
     Args:
         device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.zeros(_INITIAL_NUMBERS, dtype=torch.int64, device=device)
+        self._device = device
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._allocate(_INITIAL_NUMBERS)
 
     def reserve(self, count: int) -> bool:
         """Make room for `count` numbers; return whether memory was reallocated."""
         if count <= len(self._numbers):
             return False
-        self._numbers = self._numbers.new_zeros(power_of_two(count))
+        self._allocate(power_of_two(count))
         return True
 
     def write(self, numbers: Integers) -> None:
         """Copy numbers to the device, without waiting for it."""
-        source = torch.from_numpy(numbers)
-        if self._numbers.is_cuda:
-            source = source.pin_memory()  # torch keeps it until the copy is complete
-        self._numbers[: len(source)].copy_(source, non_blocking=True)
+        count = len(numbers)
+        if self._copied is not None:
+            self._copied.synchronize()  # the previous numbers were copied long ago
+        self._source.numpy()[:count] = numbers
+        self._numbers[:count].copy_(self._source[:count], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _allocate(self, count: int) -> None:
+        on_cuda = self._device.type == "cuda"
+        self._source = torch.zeros(count, dtype=torch.int64, pin_memory=on_cuda)
+        self._numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
 
     def parts(self, size: StepSize) -> Sections[torch.Tensor]:
         """Return the parts of the memory that belong to a step of a size."""

@@ -193,6 +193,7 @@ def test_wrong_extensions_name_the_members_and_change_nothing(tiny: genlm.AsyncL
     with pytest.raises(ValueError, match="no populations"):
         genlm.Population.cat([])
     assert members(population) == [(1,)] * 3
+    assert len(population[:0].finish([])) == 0
 
 
 # -- rows and reductions --------------------------------------------------------------

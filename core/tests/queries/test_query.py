@@ -28,3 +28,8 @@ def test_completions_cannot_be_changed_or_extended() -> None:
 
 def test_a_query_crosses_process_boundaries() -> None:
     assert pickle.loads(pickle.dumps(QUERY)) == QUERY
+
+
+def test_the_representation_of_a_long_query_is_short() -> None:
+    assert repr(Query(3, (1, 2))) == "Query(query_id=3, token_ids=(1, 2), adapter=None)"
+    assert len(repr(Query(3, tuple(range(100_000))))) < 200

@@ -468,16 +468,18 @@ def test_draws_without_replacement_are_draws_from_what_is_left(
 
 
 def test_without_replacement_a_row_runs_out_of_tokens_and_tiny_ones_are_drawn_too() -> None:
-    row = torch.full((SIZE,), -INF)
-    row[[3, 700, 1299]] = torch.tensor([0.0, -90.0, -300.0])
-    numbers = np.full((2, 5), 0.7)
-    masks = [[3, 5, 700, 1299], []]
-    sequences = batch_draw_without_replacement(row.expand(2, -1), numbers, masks)
-    assert sequences.token_ids.tolist() == [[3, 700, 1299, -1, -1], [-1] * 5]
-    assert sequences.logprobs.tolist() == [[0, -90, -300, -INF, -INF], [-INF] * 5]
-    assert sequences.draw_logprob[0].tolist() == pytest.approx([0, 0, 0, -INF, -INF])
-    assert sequences.draw_logprob[1].tolist() == [-INF] * 5
-    assert sequences.log_mass.tolist() == [0.0, -INF]
+    for first in (0, 3):  # an entry of -1 does not stand for token 0
+        row = torch.full((SIZE,), -INF)
+        row[[first, 700, 1299]] = torch.tensor([0.0, -90.0, -300.0])
+        numbers = np.full((2, 6), 0.7)
+        masks = [[first, 5, 700, 1299], []]
+        sequences = batch_draw_without_replacement(row.expand(2, -1), numbers, masks)
+        assert sequences.token_ids.tolist() == [[first, 700, 1299, -1, -1, -1], [-1] * 6]
+        assert sequences.logprobs.tolist() == [[0, -90, -300, *[-INF] * 3], [-INF] * 6]
+        expected = [0, 0, 0, *[-INF] * 3]
+        assert sequences.draw_logprob[0].tolist() == pytest.approx(expected)
+        assert sequences.draw_logprob[1].tolist() == [-INF] * 6
+        assert sequences.log_mass.tolist() == [0.0, -INF]
 
 
 def test_draws_without_replacement_need_a_temperature() -> None:

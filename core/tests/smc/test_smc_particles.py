@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,18 +102,27 @@ def test_tables_have_a_row_for_each_particle_and_each_step(states):
 
 
 def test_what_is_printed_fits_a_screen(states, llm):
-    title, head, *lines = repr(states[-1]).splitlines()
+    title, head, *lines = str(states[-1]).splitlines()
     assert title.startswith(f"{SIZE} particles after {len(states)} steps, ")
     assert head.split() == ["weight", "particles", "text"]
     assert sum(float(line.split()[0]) for line in lines[:10]) <= 1.001
     assert len(repr(states[-1].history).splitlines()) == 1 + len(states)
     assert "resampled" in repr(states[-1].history)
     many = [*steer_sync(llm, PROMPT, 200, max_tokens=4, seed=0)][-1]
-    assert len(repr(many).splitlines()) == 13
-    assert repr(many).splitlines()[-1].endswith(" more texts")
+    assert len(str(many).splitlines()) == 13
+    assert str(many).splitlines()[-1].endswith(" more texts")
     [dead] = steer_sync(llm, PROMPT, 3, max_tokens=4, potential=lambda _: [-np.inf] * 3)
-    assert "0 finished, 3 dead: log-evidence -inf, effective sample size 0.0" in repr(dead)
+    assert "0 finished, 3 dead: log-evidence -inf, effective sample size 0.0" in str(dead)
     assert [*dead.history[:0].to_pandas()] == [*dead.history.to_pandas()]
+
+
+def test_the_representation_decodes_no_text(states, monkeypatch):
+    """Python 3.11's `asyncio.run` formats the result of its coroutine."""
+    table, shown = str(states[-1]), []
+    states[-1]._repr_pretty_(SimpleNamespace(text=shown.append), False)  # of notebooks
+    assert shown == [table]
+    monkeypatch.setattr(type(states[-1].llm), "decode", None)
+    assert repr(states[-1]) == f"<Particles: {table.splitlines()[0]}>"
 
 
 def test_a_picture_has_the_genealogy_and_the_effective_sample_sizes(states, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -231,20 +231,29 @@ class Particles:
     def __len__(self) -> int:
         return len(self.log_weights)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # without texts: `asyncio.run` formats results
+        return f"<Particles: {self._summary()}>"
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """Show the texts in notebooks."""
+        printer.text(str(self))
+
+    def _summary(self) -> str:
+        dead = np.isneginf(self.log_weights)
+        finished = int((self.population.finished.numpy() & ~dead).sum())
+        state = f"{finished} finished" + (f", {int(dead.sum())} dead" if dead.any() else "")
+        return (
+            f"{len(self)} particles after {len(self.history)} steps, {state}: "
+            f"log-evidence {self.log_evidence:.4f}, effective sample size "
+            f"{self.effective_sample_size:.1f}"
+        )
+
+    def __str__(self) -> str:
         shares: dict[str, list[float]] = {}
         for text, weight in zip(self.texts, self._shares().tolist(), strict=True):
             shares.setdefault(text, []).append(weight)
         heaviest = sorted(shares.items(), key=lambda item: -sum(item[1]))
-        dead = np.isneginf(self.log_weights)
-        finished = int((self.population.finished.numpy() & ~dead).sum())
-        state = f"{finished} finished" + (f", {int(dead.sum())} dead" if dead.any() else "")
-        lines = [
-            f"{len(self)} particles after {len(self.history)} steps, {state}: "
-            f"log-evidence {self.log_evidence:.4f}, effective sample size "
-            f"{self.effective_sample_size:.1f}",
-            "weight  particles  text",
-        ]
+        lines = [self._summary(), "weight  particles  text"]
         for text, weights in heaviest[:_MAX_PRINTED]:
             lines.append(f"{sum(weights):6.4f}  {len(weights):9}  {_truncate(text)!r}")
         if len(heaviest) > _MAX_PRINTED:

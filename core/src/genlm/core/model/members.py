@@ -259,6 +259,7 @@ def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
 def _flags(values: ArrayLike, count: int) -> Flags:
     array = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
     flags = np.asarray(array)
+    flags = flags if flags.size else flags.astype(bool)  # an empty list
     if flags.dtype != bool or flags.shape != (count,):
         raise ValueError(
             f"members has shape {flags.shape} and type {flags.dtype}; expected a boolean for "

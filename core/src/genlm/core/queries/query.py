@@ -47,6 +47,9 @@ Outputs: TypeAlias = "tuple[Reduction | GroupReduction | None, ...]"
 ROW_ONLY: tuple[None] = (None,)
 """The outputs of a query that requests only the row."""
 
+_MAX_PRINTED = 64
+"""Maximum number of ids that the `repr` of a query contains."""
+
 
 class Query:
     """One request to an engine, validated against its vocabulary and context size.
@@ -147,9 +150,9 @@ class Query:
     def __repr__(self) -> str:
         more = "" if self.outputs == ROW_ONLY else f", outputs={self.outputs!r}"
         more += f", targets={self.targets}" if self.targets else ""
+        ids = self.token_ids if len(self) <= _MAX_PRINTED else self.sequence
         return (
-            f"Query(query_id={self.query_id}, token_ids={self.token_ids}, "
-            f"adapter={self.adapter!r}{more})"
+            f"Query(query_id={self.query_id}, token_ids={ids}, adapter={self.adapter!r}{more})"
         )
 
 

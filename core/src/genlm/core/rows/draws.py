@@ -331,11 +331,10 @@ def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> Dra
         underflown = (sums.sum(-1) < _UNDERFLOW).nonzero()[:, 0]
         if len(underflown):
             places = underflown.to(rows.device)
-            possible = _masked_scores(scores, part.factors, places)
             earlier = token_ids[places, : turn + 1]
-            is_drawn = torch.zeros_like(possible, dtype=torch.bool)
-            is_drawn.scatter_(1, earlier.clamp(min=0), earlier >= 0)
-            possible = possible.masked_fill(is_drawn, -_INF)
+            # If -1 was drawn, no token is left.
+            earlier = torch.where(earlier < 0, earlier[:, :1], earlier).clamp(min=0)
+            possible = _masked_scores(scores, part.factors, places).scatter(1, earlier, -_INF)
             _reweight(weights, sums, possible, part.temperatures, underflown)
     return _drawn_tokens(rows, token_ids, log_mass, draw_logprob)
 

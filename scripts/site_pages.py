@@ -28,6 +28,7 @@ from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
+CORE = REPOSITORY / "core" / "src"
 HOST = "https://github.com/genlm/genlm"
 PAGES = (
     *("*.md", "core/README.md", "docs/**/*.md", "examples/genlm-toy/README.md"),
@@ -254,12 +255,18 @@ def _reference() -> dict[str, str]:
 
 def _exports(module: str) -> list[str]:
     """Return a module's `__all__`; only modules that derive theirs are run."""
-    sources = REPOSITORY / "core" / "src"
-    found = griffe.load(module, search_paths=[sources], allow_inspection=False)
+    place = module.partition(".")[2]
+    found = _core()[place] if place else _core()
     if written := [str(name) for name in found.exports or ()]:
         return written
-    sys.path.insert(0, str(sources))
+    sys.path.insert(0, str(CORE))
     return list(import_module(module).__all__)
+
+
+@functools.cache
+def _core() -> Any:
+    """The sources of the package `genlm`, which griffe reads whole."""
+    return griffe.load("genlm", search_paths=[CORE], allow_inspection=False)
 
 
 def _block(path: str) -> str:

@@ -271,6 +271,28 @@ def test_masks_of_several_requests_are_copied_to_the_device_once() -> None:
     assert torch.equal(bits[places], expected)
 
 
+def test_a_bias_in_any_memory_layout_is_read() -> None:
+    logits, numbers = some_logits(), random().random(COUNT)
+    bias = torch.from_numpy(random(4).normal(0, 3, (SIZE, COUNT))).float().T
+    for layout in (bias, bias.to(DEVICE), bias[2].expand(COUNT, SIZE)):
+        drawn = draw(logits, numbers, RowWeights(logits.shape, bias=layout))
+        check(drawn, logits, numbers, bias=layout.cpu().numpy())
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_a_bias_that_is_not_finite_is_found(value: float) -> None:
+    logits, numbers = some_logits(), random().random(COUNT)
+    bias = np.zeros((COUNT, SIZE))
+    bias[1, 600] = value
+    weights = RowWeights(logits.shape, bias=bias)
+    drawn = draw(logits, numbers, weights)
+    assert drawn.token_ids[1] == -1
+    for column in drawn[1:]:
+        assert column.isnan().tolist() == [False, True, False, False, False]
+    columns = columns_of(DrawColumns(weights, numbers), logits, np.arange(COUNT)).columns
+    assert not columns[2][1].isfinite()
+
+
 def test_no_rows_are_no_draws() -> None:
     logits = some_logits()[:0]
     assert [len(column) for column in draw(logits, [])] == [0, 0, 0, 0]

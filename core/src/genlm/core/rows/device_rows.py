@@ -81,8 +81,8 @@ def draw_on_device(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw tokens in proportion to the weights of rows; return the columns of `DrawnTokens`.
 
-    A row without a possible token has token -1 and `-inf`, one that is not a distribution has
-    token -1 and nan.
+    A row without a possible token has token -1 and `-inf`. One that is not a distribution, or
+    has a bias of nan or infinity, has token -1 and nan.
 
     Args:
         logits: Logits or log-probabilities, shape `(m, vocab_size)`, any floating dtype.

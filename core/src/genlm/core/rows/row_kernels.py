@@ -159,8 +159,8 @@ def draw_tokens(
 ):
     """Invert the cumulative distribution of a row at a uniform number.
 
-    A row without a possible token has token -1 and `-inf`, one that is not a distribution
-    has token -1 and nan.
+    A row without a possible token has token -1 and `-inf`. One that is not a distribution, or
+    has an infinite or nan sum, has token -1 and nan.
     """
     draw = tl.program_id(0)
     row = tl.load(row_of + draw)
@@ -211,9 +211,10 @@ def draw_tokens(
     value = tl.max(tl.where(place == drawn, values, float("-inf")), 0)
     score = tl.max(tl.where(place == drawn, scores, float("-inf")), 0)
 
-    is_distribution = tl.abs(log_total) < float("inf")
-    has_token = is_distribution & (log_allowed > float("-inf"))
-    absent = tl.where(is_distribution, float("-inf"), float("nan"))
+    # False also for nan, of logits or of the bias.
+    is_finite = (tl.abs(log_total) < float("inf")) & (log_allowed < float("inf"))
+    has_token = is_finite & (log_allowed > float("-inf"))
+    absent = tl.where(is_finite, float("-inf"), float("nan"))
     logprob = (score - finite_shift(largest)).to(tl.float64) / temperature - tl.log(total)
     token_id = tl.where(has_token, drawn_block * SIZE + drawn, -1)
     tl.store(token_ids + draw, token_id.to(tl.int64))

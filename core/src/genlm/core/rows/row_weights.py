@@ -116,8 +116,9 @@ class RowWeights:
         return bool((self._temperature == 1).all()) and not self.is_truncated(vocab_size)
 
     def device_bias(self, device: torch.device) -> torch.Tensor | None:
-        """Return the bias of each token, shape `(1 or n, vocab_size)`, float32, or None."""
-        return _part_values(self._bias, 0, self.count, device)
+        """Return the bias of each token, `(1 or n, vocab_size)`, contiguous, or None."""
+        bias = _part_values(self._bias, 0, self.count, device)
+        return None if bias is None else bias.contiguous()
 
     def device_offset(self, device: torch.device) -> torch.Tensor | None:
         """Return the bias of all tokens of each row, shape `(1 or n,)`, float32, or None."""

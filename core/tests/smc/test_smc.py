@@ -449,6 +449,11 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "temperature=.*; expected a number": (TypeError, {"temperature": np.ones(2)}),
         "resample_below='a'; expected a number": (TypeError, {"resample_below": "a"}),
         "potential=1.0; expected a function": (TypeError, {"potential": 1.0}),
+        "booleans; expected log-factors: 0": (TypeError, {"potential": lambda _: [True] * 2}),
+        "the potential returned booleans": (
+            TypeError,
+            {"potential": lambda _: torch.ones(2, dtype=torch.bool)},
+        ),
         "the potential returned NoneType": (TypeError, {"potential": lambda _: None}),
         "the potential returned str": (TypeError, {"potential": lambda _: "ab"}),
     }

@@ -178,3 +178,8 @@ def test_from_vocab_builds_the_backend_asked_for(backend, monkeypatch) -> None:
 def test_from_vocab_names_an_unknown_backend() -> None:
     with pytest.raises(genlm.UnknownBackendError, match="no trie named 'sequentiel'"):
         AsyncTokenCharacterTrie.from_vocab(VOCAB, backend="sequentiel")
+
+
+def test_a_vocabulary_in_place_of_a_trie_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes a trie; found list\. .*from_vocab takes a"):
+        AsyncTokenCharacterTrie(VOCAB)

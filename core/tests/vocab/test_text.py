@@ -207,6 +207,8 @@ def test_arguments_of_another_kind_name_the_method_that_takes_them() -> None:
         TypeError, match=r"encode takes a string; found list\. encode_chat takes"
     ):
         encode(vocabulary, messages)
+    with pytest.raises(ValueError, match=r"found the surrogate '\\ud83d' at position 1"):
+        encode(vocabulary, "a\ud83d")
     for wrong in ("Hi", messages[0], ["Hi"]):
         with pytest.raises(TypeError, match="encode_chat takes messages, such as"):
             encode_chat(vocabulary, wrong)

@@ -252,7 +252,15 @@ class _Filter:
 
 def _checked_potential(values: LogWeights, live: npt.NDArray[np.bool_]) -> Floats:
     """Return the values of a potential, of which those of live particles are log-factors."""
-    if not isinstance(values, torch.Tensor) and np.asarray(values).dtype.kind not in "biuf":
+    if isinstance(values, torch.Tensor):
+        kind = "b" if values.dtype == torch.bool else "f"
+    else:
+        kind = np.asarray(values).dtype.kind
+    if kind == "b":
+        raise TypeError(
+            "the potential returned booleans; expected log-factors: 0 for True, -inf for False"
+        )
+    if kind not in "iuf":
         raise TypeError(
             f"the potential returned {type(values).__name__}; expected one number for each of "
             f"{len(live)} particles"

@@ -240,6 +240,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Raises:
             TokenizerError: The engine's tokenizer has no `encode`.
             TypeError: `text` is not a string.
+            ValueError: `text` has a surrogate, which is not a character.
         """
         return encode(self.vocabulary, text, begin=begin)
 

@@ -91,9 +91,17 @@ class AsyncTokenCharacterTrie:
 
     Attributes:
         trie: As above.
+
+    Raises:
+        TypeError: `trie` is not a trie.
     """
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
+        if not hasattr(trie, "batch_weight_sum"):
+            raise TypeError(
+                f"{type(self).__name__} takes a trie; found {type(trie).__name__}. "
+                f"{type(self).__name__}.from_vocab takes a vocabulary"
+            )
         self.trie = trie
         self._ids = itertools.count()
         self._lock = threading.Lock()

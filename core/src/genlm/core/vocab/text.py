@@ -44,6 +44,14 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
             f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
             f"decode takes token ids"
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # tokenizers raise errors about types
+        raise ValueError(
+            f"encode takes valid Unicode; found the surrogate {text[error.start]!r} at "
+            f"position {error.start}. text.encode('utf-16', 'surrogatepass').decode('utf-16', "
+            f"'replace') joins pairs and replaces others"
+        ) from error
     method = _method(vocabulary, "encode")
     ids = _ids(vocabulary, method(text), "encode")
     if _takes(method, "add_special_tokens"):

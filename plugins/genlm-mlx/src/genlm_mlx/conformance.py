@@ -6,6 +6,7 @@ the oracle: an independent implementation of each model.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,14 @@ LORA: Mapping[str, Mapping[str, Any]] = {
 """Settings of the adapters of each family: grouped-query attention, a window shorter than the
 sequences, a recurrent state."""
 
+_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+}
+"""Changed settings of families: one layer of each kind instead of six layers."""
+
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
     """Yield a target per architecture; its model is built when it is first used.
@@ -34,9 +43,10 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
     """
     for name, lora in LORA.items():
         # The width is 64: mlx-lm rounds the root of other widths to bfloat16 in Gemma models.
-        model = TinyModel.of(
-            folder / name, families()[name], adapters=("red", "blue"), lora=lora
-        )
+        family = families()[name]
+        settings = {**family.settings, **_CHANGES.get(name, {})}
+        family = dataclasses.replace(family, settings=settings)
+        model = TinyModel.of(folder / name, family, adapters=("red", "blue"), lora=lora)
         yield EngineTarget(
             model=name,
             build=functools.partial(_engine, model),

@@ -13,6 +13,9 @@ from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple, near_misses
 
+_FORKS = 6
+"""Siblings from each of two sequences; each of them needs a pass of the oracle."""
+
 
 @engine_check()
 def near_misses_are_told_apart(fixture: EngineFixture) -> None:
@@ -57,7 +60,8 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
             _check_uncached(fixture, prefix, "extended")
         fixture.saw("extended", len(prefixes) > 1)
         stem = token_ids[: fork % len(token_ids)]
-        forks = [(*stem, token_id) for token_id in (*other, *token_ids)][: fixture.max_length]
+        siblings = [*other[:_FORKS], *token_ids[:_FORKS]]
+        forks = [(*stem, token_id) for token_id in siblings]
         rows = fixture.run(fixture.lm.batch_next_token_logprobs(forks))
         fixture.check_rows(rows, forks, how="forked", grown_from=token_ids)
         fixture.saw("forked", len(stem) > 0 and len(set(forks)) > 1)

@@ -62,7 +62,6 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
     part = st.lists(call, min_size=1, max_size=10)  # a list of lists is longer than a list
     fixture.for_all(
         holds,
-        examples=3 * fixture.profile.examples // 2,
         sequences=st.lists(fixture.sequences(shorter_by=1), min_size=1, max_size=SEQUENCES),
         parts=st.lists(part, min_size=1, max_size=6),
     )

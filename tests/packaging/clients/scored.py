@@ -1,5 +1,7 @@
 """Shared by the programs here: the packaged model and its unbatched rows."""
 
+import functools
+
 import torch
 from genlm.control import PromptedLLM
 
@@ -19,6 +21,11 @@ llm.set_prompt_from_str(PROMPT)
 
 def row(token_ids):
     """The oracle: transformers' forward pass of one sequence, in float32, without a past."""
+    return _row(tuple(token_ids))
+
+
+@functools.cache
+def _row(token_ids):
     with torch.no_grad():
         logits = model.model(torch.tensor([token_ids]), use_cache=False).logits
     return logits[0, -1, : len(TOKENS)].float().log_softmax(-1).double()

@@ -298,12 +298,12 @@ def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> F
         accepting: Whether each state accepts, shape `(states,)`.
     """
     states = len(accepting)
-    leads_to = np.zeros((states, states), np.bool_)
-    leads_to[np.arange(states)[:, None], successors] = True
+    comes_from = np.zeros((states, states), np.bool_)
+    comes_from[successors, np.arange(states)[:, None]] = True
     live = accepting.copy()
     reached = np.flatnonzero(live).tolist()
     for state in reached:  # grows
-        sources = np.flatnonzero(leads_to[:, state] & ~live)
+        sources = np.flatnonzero(comes_from[state] & ~live)
         live[sources] = True
         reached.extend(sources.tolist())
     return live

@@ -166,11 +166,19 @@ class CoreFault:
 
 
 @functools.cache
-def found_hanging() -> frozenset[str]:
-    """Names of the faults whose tests hang and fail; all are run at once."""
+def start_hanging() -> subprocess.Popen[str]:
+    """Start a program that runs the tests that hang, all at once."""
     command = [sys.executable, "-m", "tests.mutants", "--hanging"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    statuses = json.loads(done.stdout)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@functools.cache
+def found_hanging() -> frozenset[str]:
+    """Names of the faults whose tests hang and fail."""
+    program = start_hanging()
+    printed, _ = program.communicate()
+    assert program.returncode == 0
+    statuses = json.loads(printed)
     return frozenset(
         name for name, status in statuses.items() if status == pytest.ExitCode.TESTS_FAILED
     )

@@ -9,11 +9,28 @@ import pytest
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
 
 from .baselines import NO_FAILURE, correct_targets
-from .mutant import SEEDS, CoreFault, Mutant, all_core_faults, all_mutants, quiet
+from .mutant import (
+    SEEDS,
+    CoreFault,
+    Mutant,
+    all_core_faults,
+    all_mutants,
+    quiet,
+    start_hanging,
+)
 
 MUTANTS = all_mutants()
 CHECKS = [check for kind in ("engine", "trie") for check in all_checks(kind)]
 CORRECT = correct_targets()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hanging_tests_wait_beside_others(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        fault = None if callspec is None else callspec.params.get("fault")
+        if fault is not None and fault.hangs:
+            start_hanging()  # once
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

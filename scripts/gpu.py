@@ -286,7 +286,7 @@ def load(path: Path, machine: Mapping[str, Any], *, fresh: bool) -> dict[str, An
                 f"{path} holds results with another {key}: {found['machine'].get(key)}; "
                 f"--fresh replaces them, --out names another file"
             )
-    return found
+    return {**found, "machine": machine}
 
 
 def absent(step: Step, packages: Mapping[str, str]) -> dict[str, Any] | None:
@@ -332,7 +332,8 @@ def run(
 
     def record(step: Step, result: dict[str, Any]) -> None:
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-        results["steps"][step.name] = {**result, "date": date}
+        commit = results["machine"].get("commit")
+        results["steps"][step.name] = {**result, "date": date, "commit": commit}
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(results, indent=1) + "\n")

@@ -179,7 +179,7 @@ def page(results: Mapping[str, Any] | None) -> str:
     # A run on a CPU tests the programs and measures nothing.
     on_gpu = machine.get("device", "cpu") != "cpu"
     found: Mapping[str, Any] = (results or {}).get("steps", {})
-    parts = [_HEAD.format(state=_state(machine, on_gpu=on_gpu)), "## Tests and checks\n"]
+    parts = [_HEAD.format(state=_state(machine, found, on_gpu=on_gpu)), "## Tests and checks\n"]
     parts += [_row("What", "Result"), _row("---", "---")]
     for name, what in STEPS.items():
         parts.append(_row(what, _outcome(found.get(name), on_gpu=on_gpu)))
@@ -198,7 +198,7 @@ def page(results: Mapping[str, Any] | None) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _state(machine: Mapping[str, Any], *, on_gpu: bool) -> str:
+def _state(machine: Mapping[str, Any], steps: Mapping[str, Any], *, on_gpu: bool) -> str:
     if not on_gpu:
         return (
             "Nothing of genlm was measured on a GPU yet, and none of the tests that need one "
@@ -207,11 +207,18 @@ def _state(machine: Mapping[str, Any], *, on_gpu: bool) -> str:
     packages = machine["packages"]
     names = ("torch", "triton", "transformers", "peft", "bitsandbytes", "vllm", "sglang")
     versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
+    commit = machine.get("commit", "unknown")
+    earlier = [
+        f"{name} (commit {step['commit']})"
+        for name, step in steps.items()
+        if step.get("commit", commit) != commit
+    ]
+    again = f" Not measured again: {', '.join(earlier)}." if earlier else ""
     return (
         f"Measured on {machine['devices']} x {machine['device']} "
         f"({machine['memory_bytes'] / 2**30:.0f} GiB, CUDA {machine['cuda']}, driver "
         f"{machine.get('driver', 'unknown')}), Python {machine['python']}, {versions}, commit "
-        f"{machine.get('commit', 'unknown')}.\nOne command repeats it:"
+        f"{commit}.{again}\nOne command repeats it:"
     )
 
 
@@ -236,8 +243,10 @@ def _figure(goal: Goal, step: Mapping[str, Any] | None, *, on_gpu: bool) -> tupl
     result = step.get("result", {})
     if (figure := result.get("values", {}).get(goal.value)) is not None:
         return f"{figure:.2f}{goal.unit}", goal.verdict(figure)
-    notes = {row: note for row, note in result.get("notes", {}).items() if row == goal.value}
-    reason = next(map(str, notes.values()), step.get("reason") or step["status"])
+    notes = result.get("notes", {})
+    # A peer is measured once for runs with graphs and without.
+    note = notes.get(goal.value, notes.get(goal.value.replace(" graphs ", " ")))
+    reason = str(note).split(". ")[0] if note else step.get("reason") or step["status"]
     return f"{UNMEASURED}: {reason}".replace("|", "/").replace("\n", " "), ""
 
 

@@ -119,6 +119,19 @@ def test_results_of_another_machine_are_not_continued(tmp_path):
     assert script.load(path, other, fresh=True) == {"machine": other, "steps": {}}
 
 
+def test_each_step_has_the_commit_that_it_ran_at(tmp_path):
+    path = tmp_path / "gpu.json"
+    for name, commit in (("one", "aaaa"), ("two", "bbbb")):
+        results = script.load(path, {**GPU, "commit": commit}, fresh=False)
+        script.run([bench(name, "print('{}')")], path, results, VARIABLES, 60)
+    results = json.loads(path.read_text())
+    assert {name: step["commit"] for name, step in results["steps"].items()} == {
+        "one": "aaaa",
+        "two": "bbbb",
+    }
+    assert "commit bbbb. Not measured again: one (commit aaaa)." in gpu_page.page(results)
+
+
 def test_steps_are_those_of_the_page_and_name_what_exists():
     steps = {step.name: step for step in script.steps("cuda", tiny=False)}
     assert {*gpu_page.STEPS, *(goal.step for goal in gpu_page.GOALS)} == steps.keys()

@@ -150,7 +150,7 @@ class CachedEngine(BatchEngine):
         self.prefixes.clear()
 
     def wake(self) -> None:
-        """No effect: `step` waits for nobody."""
+        """Do nothing, because `step` never waits."""
 
     def statistics(self) -> Mapping[str, int | float | str]:
         return {"tokens_computed": self.tokens_computed}

@@ -80,7 +80,7 @@ def checked_dtype(text: str | None) -> str | None:
     if name not in TOLERANCE_CAPS:
         expected = ", ".join(TOLERANCE_CAPS)
         raise typer.BadParameter(
-            f"there is no tolerance for {name!r}; pass the dtype of the model: {expected}"
+            f"no tolerance is defined for {name!r}; pass the dtype of the model: {expected}"
         )
     return name
 

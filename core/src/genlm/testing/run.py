@@ -274,7 +274,7 @@ def targets_of(
     Raises:
         LookupError: The backend has no target, and `model` is None.
         TypeError: `BackendSpec.conformance` names something other than a target.
-        ValueError: There is no tolerance for `dtype`.
+        ValueError: No tolerance is defined for `dtype`.
     """
     if model is not None:
         if info.kind == "trie":

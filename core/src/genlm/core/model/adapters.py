@@ -100,8 +100,8 @@ class Adapters:
                 if self._is_in_use(loaded):
                     raise AdapterLimitError(
                         f"adapter {name!r} cannot be replaced while requests use it, because "
-                        f"the engine has no room for a second one; wait for them or cancel "
-                        f"them first. The engine: {error}"
+                        f"the engine has loaded its maximum number of adapters; wait for "
+                        f"these requests or cancel them first. The engine: {error}"
                     ) from error
                 if self._by_name.pop(name, None) is None:  # another thread has removed it
                     raise

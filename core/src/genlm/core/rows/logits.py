@@ -138,11 +138,10 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def main_memory(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return tensors of one device in main memory, after one wait for all of them."""
-    if not tensors or tensors[0].device.type != "cuda":
-        return tuple(tensor.cpu() for tensor in tensors)
-    copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
-    torch.cuda.current_stream(tensors[0].device).synchronize()
+    """Return tensors in main memory, after one wait for each CUDA device."""
+    copies = tuple(tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors)
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
     return copies
 
 

@@ -211,7 +211,10 @@ def test_given_ids_are_requested_twice() -> None:
         (["--backends", "reference,reference"], "two or more"),
         (["--backends", "reference,nosuch"], "no engine named 'nosuch'"),
         (["--backends", "reference,hf", "--dtype", "int8"], "no dtype 'int8'"),
-        (["--backends", "reference,hf", "--dtype", "auto"], "no tolerance for 'auto'"),
+        (
+            ["--backends", "reference,hf", "--dtype", "auto"],
+            "no tolerance is defined for 'auto'",
+        ),
         (["--backends", "reference,hf", "--bound", "0"], "expected a positive"),
         (["--backends", "reference,hf", "--bound", "nan"], "expected a positive"),
         (["--backends", "reference,hf", "--timeout", "0"], "expected a positive"),

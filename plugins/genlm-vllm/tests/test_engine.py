@@ -22,10 +22,18 @@ from genlm import (
 )
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
-from .traffic import drawn, expected_draws, finish, largest_error, prompts, rows, submit
+from .traffic import (
+    drawn,
+    expected_draws,
+    finish,
+    largest_error,
+    prompts,
+    rows,
+    submit,
+    unfetched,
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +156,7 @@ def test_rows_of_aborted_requests_go_although_none_is_answered(engine: Any) -> N
         assert engine.step() == []  # a chunk
         engine.abort(query.query_id)
     engine.step()
-    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
 
 
 def test_rows_belong_to_the_caller(engine: Any) -> None:
@@ -208,7 +216,7 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     }
     for _ in range(2):  # computed, then from the prefix cache
         assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
-    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
 
 
 def test_the_prefix_cache_is_cleared_after_the_queries_that_run(engine: Any, tiny: Any) -> None:
@@ -265,7 +273,7 @@ def test_a_finished_request_without_a_row_is_an_error(
 def test_many_requests_leave_no_growth(engine: Any) -> None:
     for _ in range(10):
         rows(engine, prompts(2, 3, 4, 5, 6, 7))
-    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
     assert not engine._residents.unanswered
     assert not engine._ready
     engine.keeps_contexts = False

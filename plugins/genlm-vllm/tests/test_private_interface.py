@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import genlm
@@ -30,16 +30,17 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Scheduler, "get_request_counts")
     monkeypatch.delattr(Scheduler.__mro__[1], "get_request_counts")
     attributes = dict.fromkeys(private_interface._ATTRIBUTES, "")
-    attributes["vllm.v1.core.sched.output.NewRequestData"] = "block_ids req_id"
     attributes["vllm.v1.request.Request"] = "block_hashes nothing"
     monkeypatch.setattr(private_interface, "_ATTRIBUTES", attributes)
-    fields = {k: v for k, v in NewRequestData.__dataclass_fields__.items() if k != "block_ids"}
-    monkeypatch.setattr(NewRequestData, "__dataclass_fields__", fields)
+    attributes["vllm.v1.core.sched.output.SchedulerOutput"] = "new_block_ids_to_zero"
+    fields = SchedulerOutput.__dataclass_fields__.copy()
+    del fields["new_block_ids_to_zero"]
+    monkeypatch.setattr(SchedulerOutput, "__dataclass_fields__", fields)
     scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
     assert list(changes()) == [
         f"{scheduler}.get_request_counts is gone",
         f"{scheduler}.add_request has the parameters (self, request, wave)",
-        "vllm.v1.core.sched.output.NewRequestData has no attribute block_ids",
+        "vllm.v1.core.sched.output.SchedulerOutput has no attribute new_block_ids_to_zero",
         "vllm.v1.request.Request has no attribute nothing",
     ]
 

@@ -27,7 +27,7 @@ from genlm_vllm.processes import VARIABLE, FailureLog, engine_died, record_failu
 from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 
-from .traffic import finish, largest_error, prompts, rows, submit
+from .traffic import finish, largest_error, prompts, rows, submit, unfetched
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_rows_of_aborted_requests_do_not_gather(engine: Any) -> None:
         engine.step()
         engine.abort(query.query_id)
     engine.step()
-    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
 
 
 def test_two_ranks_reduce_and_score_as_one(
@@ -112,7 +112,7 @@ def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
         assert largest_error(tiny, finish(engine, queries[2:]), sequences[2:]) <= 1e-4
     rows(engine, sequences[:1])
     engine.step()
-    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
 
 
 def test_two_ranks_compute_populations(engine: Any, tiny: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,11 @@ from genlm.core.rows.reductions import Draw, LogMass, TopK
 from genlm.plugin import PackedCompletions, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.processes import TRANSPORT, Outputs
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
-from .traffic import finish, prompts, rows, submit
+from .traffic import finish, prompts, rows, submit, unfetched
 
 sys.path.insert(0, str(Path(__file__).parent))  # as for a program's modules
 
@@ -62,7 +63,7 @@ def either(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
     yield engine
     engine.keeps_contexts = True
     engine.step()
-    assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
 
 
 def is_local(engine: Any) -> bool:
@@ -278,5 +279,5 @@ def test_only_results_travel(engine: Any, monkeypatch: pytest.MonkeyPatch) -> No
     for count, packed in zip(counts, replies, strict=True):
         # Four numbers each, the name of their class once.
         assert len(packed.data) <= 300 + 100 * count
-    outputs = engine._workers.pack_outputs(drawing[0].outputs)
-    assert len(outputs) <= 350 + TINY_VOCABULARY // 8  # the mask is packed
+    outputs = pickle.dumps(Outputs(drawing[0].outputs))
+    assert len(outputs) <= 450 + TINY_VOCABULARY // 8  # the mask is packed

@@ -22,10 +22,9 @@ from genlm import (
 from genlm.plugin import Completion, TokenSequence
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
-from .traffic import Ids, largest_error, prompts, submit
+from .traffic import Ids, largest_error, prompts, submit, unfetched
 
 BLOCK_BYTES = 2**15
 FEW_BLOCKS = {"kv_cache_memory_bytes": 10 * BLOCK_BYTES}  # nine, of which one context needs 8
@@ -252,7 +251,7 @@ def test_cancelled_requests_end_whatever_they_do(engine: Any, tiny: Any) -> None
             [*sequences, *[(*ids, 8) for ids in sequences], *[(*ids, 9) for ids in sequences]],
         )
     assert engine.step() == []
-    assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
 
 
 def test_contexts_of_adapters_do_not_mix(engine: Any, tiny: Any) -> None:

@@ -16,7 +16,7 @@ from recorded_streams import RecordedStreams
 
 from genlm.core.rows.reductions import TopK
 from genlm.plugin import Completion, EvaluationError, Reduced
-from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.processes import TRANSPORT, Outputs
 from genlm_vllm.row_sampler import REQUEST_PREFIX, replace_sampler
 from genlm_vllm.scores import ScoreStore
 from genlm_vllm.worker import RowWorker
@@ -67,7 +67,7 @@ def expected(logits: torch.Tensor) -> torch.Tensor:
 
 
 def row(query_id: int, name: str, *outputs: Any) -> RowPart:
-    return RowPart(query_id, name, outputs or (None,))
+    return RowPart(query_id, name, Outputs(outputs or (None,)))
 
 
 def test_rows_are_those_of_the_logits_and_others_are_sampled_by_vllm() -> None:
@@ -86,7 +86,6 @@ def test_rows_are_those_of_the_logits_and_others_are_sampled_by_vllm() -> None:
     top, whole = completions[1].result.values
     assert torch.allclose(whole, expected(logits[0]))
     assert torch.allclose(top.logprobs, expected(logits[0]).topk(2).values)
-    assert len(rows) == 0
     [missing] = rows.collect(StepResults(rows=[row(3, NAMES[1])]))
     assert isinstance(missing.error, EvaluationError)
 
@@ -103,7 +102,7 @@ def test_a_fed_token_is_written_where_the_runner_keeps_its_own() -> None:
     runner = Runner1(NAMES)
     absent = f"{REQUEST_PREFIX}absent"
     runner.requests[absent] = SimpleNamespace(output_token_ids=[])
-    rows_of(runner).prepare(StepInputs([NAMES[0], absent], [6, 7]))
+    rows_of(runner).prepare(StepInputs({NAMES[0]: 6, absent: 7}))
     assert runner.requests[NAMES[0]].output_token_ids == [6]
     assert runner.requests[absent].output_token_ids == [7]
     assert runner.input_batch.token_ids_cpu[0, 4] == 6
@@ -149,7 +148,6 @@ def test_out_of_memory_fails_the_queries_and_not_vllm(monkeypatch: pytest.Monkey
     [completion] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
     assert isinstance(completion.error, torch.OutOfMemoryError)
     assert completion.error.__traceback__ is None  # whose frames have the logits
-    assert len(rows) == 0
 
 
 # -- the second model runner ----------------------------------------------------------
@@ -172,7 +170,7 @@ class Runner2:
 def test_the_second_runner_hides_own_requests() -> None:
     runner = Runner2(NAMES)
     rows = rows_of(runner)
-    rows.prepare(StepInputs([NAMES[0]], [6]))
+    rows.prepare(StepInputs({NAMES[0]: 6}))
     assert runner.req_states.last_sampled_tokens[:, 0].tolist() == [6] + [0] * 5
     logits = torch.randn(3, WIDTH)
     output = runner.sampler(logits.clone(), SimpleNamespace(req_ids=NAMES))

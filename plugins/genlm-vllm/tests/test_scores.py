@@ -22,10 +22,18 @@ from genlm import (
 from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.scores import ScoreStore
-from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
-from .traffic import Ids, expected_draws, finish, largest_error, prompts, rows, submit
+from .traffic import (
+    Ids,
+    expected_draws,
+    finish,
+    largest_error,
+    prompts,
+    rows,
+    submit,
+    unfetched,
+)
 
 BLOCK_BYTES = 2**15
 ENGINES: dict[str, dict[str, Any]] = {
@@ -61,7 +69,7 @@ def fresh(engine: Any) -> Iterator[None]:
     yield
     rows(engine, [(5,)])  # fetches, and drops what was abandoned
     engine.step()
-    assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
+    assert unfetched(engine) == 0
     assert not engine._residents.unanswered
 
 

@@ -67,6 +67,16 @@ def drawn(
     return [list(ids[-length:]) for ids in sequences]
 
 
+def unfetched(engine: Any) -> int:
+    """Return the number of texts and groups whose results the workers still have."""
+
+    def count(worker: Any) -> int:
+        rows = worker._rows
+        return 0 if rows is None else len(rows._group_works) + len(rows._scores.texts)
+
+    return sum(engine.llm_engine.collective_rpc(count))
+
+
 def largest_error(
     model: TinyLlama, rows: Sequence[Any], sequences: Sequence[Ids], adapter: str | None = None
 ) -> float:

@@ -5,13 +5,14 @@ any size when the group has read many files. `CPUWorker` measures free memory wi
 
 vLLM's attention reads whole KV blocks and multiplies entries beyond the context by 0. NaN times
 0 is NaN, so NaN of one request would reach later requests that reuse its blocks. `CPUWorker`
-zeroes blocks before they are reused.
+zeroes blocks before they are reused. vLLM's scheduler lists them (`lifecycle`), as it does
+for recurrent models, for which vLLM zeroes them itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm.v1.worker import cpu_worker
 from genlm.plugin import free_memory_bytes
 from genlm_vllm.worker import RowWorker
 
-__all__ = ["CPUWorker", "newly_written_blocks"]
+__all__ = ["CPUWorker"]
 
 
 class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
@@ -46,21 +47,13 @@ class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Zero the blocks that this step is the first to write, and run the model."""
-        config = self.model_runner.kv_cache_config
-        if not getattr(config, "needs_kv_cache_zeroing", False):  # otherwise vLLM zeroes them
-            sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
-            self._zero(newly_written_blocks(scheduler_output, sizes))
+        blocks = scheduler_output.new_block_ids_to_zero
+        if blocks and not self.model_runner.kv_cache_config.needs_kv_cache_zeroing:
+            for layer in self.vllm_config.compilation_config.static_forward_context.values():
+                if isinstance(layer, Attention) and isinstance(layer.kv_cache, torch.Tensor):
+                    layer.kv_cache[blocks] = 0  # the first dimension is the block
+            scheduler_output.new_block_ids_to_zero = None
         return super().execute_model(scheduler_output)
-
-    def _caches(self) -> Iterator[torch.Tensor]:
-        """Yield the KV cache of each layer; its first dimension is the block."""
-        for layer in self.vllm_config.compilation_config.static_forward_context.values():
-            if isinstance(layer, Attention) and isinstance(layer.kv_cache, torch.Tensor):
-                yield layer.kv_cache
-
-    def _zero(self, blocks: list[int]) -> None:
-        for cache in self._caches() if blocks else ():
-            cache[blocks] = 0
 
 
 @contextmanager
@@ -77,32 +70,3 @@ def _core_memory_figures() -> Iterator[None]:
         yield
     finally:
         cpu_worker.get_memory_node_info = original
-
-
-def newly_written_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> list[int]:
-    """Return the KV blocks that a step is the first to write.
-
-    Args:
-        scheduler_output: vLLM's plan of the step.
-        block_sizes: Tokens in a block, for each group of layers.
-
-    Returns:
-        Ids of blocks, without those of cached prefixes.
-    """
-    begun = [
-        (new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
-    ]
-    cached = scheduler_output.scheduled_cached_reqs
-    for name, groups, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        # A preempted request gets new blocks for all its tokens, others for further tokens.
-        if groups is not None:
-            begun.append((groups, computed if name in cached.resumed_req_ids else 0))
-    return [
-        block
-        for groups, computed in begun
-        for blocks, size in zip(groups, block_sizes, strict=True)
-        for block in blocks[-(-computed // size) :]
-        if block != 0  # vLLM's placeholder for freed blocks
-    ]

@@ -22,7 +22,7 @@ from genlm.plugin import (
     preserve_process_state,
 )
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.loading import engine_arguments, format_options
+from genlm_vllm.loading import CPU_WORKER, engine_arguments, format_options
 from genlm_vllm.model_checks import required_arguments
 from genlm_vllm.private_interface import check_private_interface
 from genlm_vllm.process_state import keep_transformers_classes, log_variables
@@ -136,6 +136,8 @@ def _build_engine(
         engine = vllm.LLMEngine.from_vllm_config(
             config, disable_log_stats=arguments["disable_log_stats"]
         )
+    if arguments.get("worker_cls") == CPU_WORKER:
+        _list_new_blocks(engine.engine_core.engine_core.scheduler)
     if multiprocess:
         _sleep_while_waiting(engine.model_executor)
         # vLLM's shutdown also destroys the process groups of an engine in this process.
@@ -145,6 +147,13 @@ def _build_engine(
             client, client.engine_core.model_executor.shutdown
         )
     return engine, facts
+
+
+def _list_new_blocks(scheduler: Any) -> None:
+    """Make a scheduler list the KV blocks of a step, which `CPUWorker` zeroes."""
+    scheduler.needs_kv_cache_zeroing = True
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        manager._record_new_block_ids = True  # noqa: SLF001
 
 
 def _sleep_while_waiting(executor: Any) -> None:

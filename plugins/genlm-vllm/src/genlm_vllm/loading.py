@@ -16,6 +16,7 @@ from typing import Any
 from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
 
 __all__ = [
+    "CPU_WORKER",
     "adapter_capacity",
     "checked_options",
     "engine_arguments",
@@ -26,6 +27,8 @@ __all__ = [
 CPU_BLOCK_SIZE = 32
 """Tokens in a KV block on the CPU, the smallest size that vLLM supports there. With vLLM's
 default of 128, prefixes of fewer tokens would not be cached."""
+
+CPU_WORKER = "genlm_vllm.cpu_worker.CPUWorker"
 
 CPU_KV_SHARE = 0.25
 """Default share of the free memory for the KV blocks of all workers on the CPU. vLLM's default
@@ -178,7 +181,7 @@ def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "block_size": CPU_BLOCK_SIZE,
-        "worker_cls": "genlm_vllm.cpu_worker.CPUWorker",
+        "worker_cls": CPU_WORKER,
     }
     if engine_opts.get("pipeline_parallel_size", 1) > 1:
         # Pipelines need vLLM's warm-up, which vLLM omits for models that are not traced.

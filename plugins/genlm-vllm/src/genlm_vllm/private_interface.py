@@ -20,7 +20,6 @@ from genlm_vllm.versions import TESTED, check_version
 
 __all__ = ["changes", "check_private_interface"]
 
-_SCHEDULED = "vllm.v1.core.sched.output"
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 
 _PARAMETERS: Mapping[str, str] = {
@@ -45,11 +44,7 @@ _PARAMETERS: Mapping[str, str] = {
 """Parameters of functions. Further parameters with defaults are accepted."""
 
 _ATTRIBUTES: Mapping[str, str] = {
-    f"{_SCHEDULED}.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs "
-    "num_scheduled_tokens",
-    f"{_SCHEDULED}.NewRequestData": "req_id block_ids num_computed_tokens",
-    f"{_SCHEDULED}.CachedRequestData": "req_ids resumed_req_ids new_block_ids "
-    "num_computed_tokens",
+    "vllm.v1.core.sched.output.SchedulerOutput": "new_block_ids_to_zero",
     "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
     "num_scheduled_tokens num_computed_prefill_tokens_np",
     "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
@@ -57,10 +52,11 @@ _ATTRIBUTES: Mapping[str, str] = {
     "num_nans num_sampled num_rejected",
     "vllm.v1.engine.core.EngineCore": "scheduler step_fn request_block_hasher",
     "vllm.v1.core.sched.scheduler.Scheduler": "running waiting kv_holding_waiting "
-    "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size",
+    "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size "
+    "needs_kv_cache_zeroing",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers block_pool",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "req_to_blocks "
-    "num_cached_block _pending_cow_copies block_size",
+    "num_cached_block _pending_cow_copies block_size _record_new_block_ids",
     "vllm.v1.request.Request": "num_computed_tokens num_in_flight_tokens block_hashes "
     "_block_hasher prefill_stats",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch "

@@ -27,7 +27,6 @@ __all__ = [
     "engine_died",
     "record_failures",
     "skip_finalization",
-    "unpack_outputs",
     "without_frames",
 ]
 
@@ -37,11 +36,21 @@ VARIABLE = "GENLM_VLLM_FAILURES"
 TRANSPORT = Transport("vLLM's process")
 """Packs requested outputs and results for other processes."""
 
-Outputs = tuple[Reduction | GroupReduction | None, ...]
-"""Requested outputs of a row or a text; see `genlm.plugin.Query`."""
-
 _MAX_BYTES = 2**12
 """Maximum number of bytes of a line, and of all lines of a process."""
+
+
+class Outputs(tuple[Reduction | GroupReduction | None, ...]):
+    """Requested outputs of a query. One that another process cannot load fails alone."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return _load_outputs, (TRANSPORT.pack_outputs(self),)
+
+
+def _load_outputs(packed: bytes) -> Outputs:
+    return Outputs(TRANSPORT.unpack_outputs(packed))
 
 
 class FailureLog:
@@ -124,11 +133,6 @@ def _exit() -> None:
         with contextlib.suppress(Exception):  # closed, or None
             stream.flush()
     os._exit(0)
-
-
-def unpack_outputs(outputs: Outputs | bytes) -> Outputs:
-    """Return requested outputs; another process receives them as bytes."""
-    return tuple(TRANSPORT.unpack_outputs(outputs)) if isinstance(outputs, bytes) else outputs
 
 
 def without_frames(error: Exception) -> Exception:

@@ -31,7 +31,7 @@ from genlm.plugin import (
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable, Parent
-from genlm_vllm.processes import without_frames
+from genlm_vllm.processes import Outputs, without_frames
 from genlm_vllm.running_requests import ResidentRequest, RunningRequests
 from genlm_vllm.scores import TextPart
 from genlm_vllm.worker_rows import GroupPart, RowPart
@@ -209,7 +209,7 @@ class Residents:
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = len(query) - len(query.targets)
         resident = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
-        outputs = self._workers.pack_outputs(query.outputs)
+        outputs = Outputs(query.outputs)
         text = TextPart(query.query_id, resident.name, first, query.targets, outputs)
         self._workers.inputs.texts.append(text)
         self._wait_for(resident, pending)
@@ -372,13 +372,10 @@ class Residents:
         is_first, pending.is_sent = not pending.is_sent, True
         pending.remaining -= len(places)
         if isinstance(query, GroupQuery):
-            reduction: Any = query.reduction
-            outputs: Any = self._workers.pack_outputs((reduction,)) if is_first else ()
-            row_of = query.row_of if is_first else None
             part = GroupPart(
                 query.query_id,
-                row_of,
-                outputs,
+                query.row_of if is_first else None,
+                Outputs((query.reduction,) if is_first else ()),
                 len(query.wanted),
                 names,
                 places,
@@ -388,7 +385,7 @@ class Residents:
         elif query.targets:
             results.score_ids.append(query.query_id)
         else:
-            outputs = self._workers.pack_outputs(query.outputs)
+            outputs = Outputs(query.outputs)
             results.rows.append(RowPart(query.query_id, names[0], outputs))
 
     def finish(self, results: dict[int, Completion]) -> list[Completion]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,8 +97,11 @@ class RowSampler(abc.ABC):
         """Make the runner ignore the sampled tokens of some rows."""
 
     @abc.abstractmethod
-    def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Write a token for each request into the runner's sampled tokens."""
+    def feed(self, tokens: Mapping[str, int]) -> None:
+        """Write the next tokens of requests, by their ids, into the runner's sampled tokens.
+
+        A request that is not in the runner's batch is added to it later with all its tokens.
+        """
 
 
 class _FirstRunnerSampler(RowSampler):
@@ -117,20 +120,15 @@ class _FirstRunnerSampler(RowSampler):
         del output
         self._runner.discard_request_mask.np[rows] = True  # rebuilt for each batch
 
-    def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Write a token for each request into the runner's sampled tokens."""
+    def feed(self, tokens: Mapping[str, int]) -> None:
         input_batch, requests = self._runner.input_batch, self._runner.requests
-        index = input_batch.req_id_to_index
-        for name, token_id in zip(names, token_ids, strict=True):
+        for name, token_id in tokens.items():
             requests[name].output_token_ids.append(token_id)
-        rows = [index.get(name, -1) for name in names]
-        # A request that was not in the last batch is added to the next with all its tokens.
-        present = [place for place, row in enumerate(rows) if row >= 0]
-        present_rows = [rows[place] for place in present]
-        ends = input_batch.num_tokens_no_spec[present_rows]
-        input_batch.token_ids_cpu[present_rows, ends] = [token_ids[place] for place in present]
-        input_batch.is_token_ids[present_rows, ends] = True
-        input_batch.num_tokens_no_spec[present_rows] = ends + 1
+        rows, token_ids = _present(input_batch.req_id_to_index, tokens)
+        ends = input_batch.num_tokens_no_spec[rows]
+        input_batch.token_ids_cpu[rows, ends] = token_ids
+        input_batch.is_token_ids[rows, ends] = True
+        input_batch.num_tokens_no_spec[rows] = ends + 1
 
 
 class _SecondRunnerSampler(RowSampler):
@@ -152,13 +150,18 @@ class _SecondRunnerSampler(RowSampler):
             index = device_index(rows, output.num_sampled.device)
             output.num_sampled.index_fill_(0, index, 0)
 
-    def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Write a token for each request into the runner's sampled tokens."""
+    def feed(self, tokens: Mapping[str, int]) -> None:
         req_states = self._runner.req_states
-        rows = [req_states.req_id_to_index.get(name, -1) for name in names]
-        # A request that was preempted is added again with all its tokens.
-        present = [place for place, row in enumerate(rows) if row >= 0]
+        rows, token_ids = _present(req_states.req_id_to_index, tokens)
         last = req_states.last_sampled_tokens
-        index = device_index([rows[place] for place in present], last.device)
-        fed_ids = device_index([token_ids[place] for place in present], last.device)
-        last[:, 0].index_copy_(0, index, fed_ids.to(last.dtype))
+        index = device_index(rows, last.device)
+        values = device_index(token_ids, last.device)
+        last[:, 0].index_copy_(0, index, values.to(last.dtype))
+
+
+def _present(
+    index: Mapping[str, int], tokens: Mapping[str, int]
+) -> tuple[list[int], list[int]]:
+    """Return the rows of the requests that a runner has in its batch, and their tokens."""
+    rows = {index[name]: token_id for name, token_id in tokens.items() if name in index}
+    return list(rows), list(rows.values())

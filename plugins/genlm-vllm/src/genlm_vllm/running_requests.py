@@ -193,9 +193,8 @@ class RunningRequests:
 
     def feed(self, resident: ResidentRequest, token_id: int) -> None:
         """Append a token to a computed request."""
-        inputs, name = self._workers.inputs, resident.name
-        inputs.fed_names.append(name)
-        inputs.token_ids.append(token_id)
+        name = resident.name
+        self._workers.inputs.tokens[name] = token_id
         self.by_name[name] = self.by_name.pop(name)  # the most recently used ones are last
         resident.request.append_output_token_ids(token_id)
         resident.added = 1

@@ -17,7 +17,7 @@ import torch
 
 from genlm.plugin import EvaluationError, TokenSequence, device_index
 from genlm.prefix import PieceScores, ScoredText, TextResult
-from genlm_vllm.processes import Outputs, unpack_outputs, without_frames
+from genlm_vllm.processes import Outputs, without_frames
 
 if TYPE_CHECKING:
     from genlm.plugin import GroupReduction, Vocabulary
@@ -42,18 +42,18 @@ class TextPart(NamedTuple):
         first: Position of the token that the first target follows.
         targets: Token ids; target i follows position `first + i`.
         outputs: One element: the reduction of the rows that predict the targets, or None for
-            the scores. In another process, bytes that `Transport.pack_outputs` returned.
+            the scores.
     """
 
     query_id: int
     name: str
     first: int
     targets: tuple[int, ...]
-    outputs: Outputs | bytes = (None,)
+    outputs: Outputs
 
     def pieces(self, vocabulary: Vocabulary) -> PieceScores:
         """Return an object that scores the targets or reduces their rows."""
-        [reduction] = cast("tuple[GroupReduction | None]", unpack_outputs(self.outputs))
+        [reduction] = cast("tuple[GroupReduction | None]", self.outputs)
         text = ScoredText(TokenSequence(b""), self.targets, reduction)
         return PieceScores([text], vocabulary)
 

@@ -87,6 +87,14 @@ class RowWorker:
     _rows: WorkerRows | None = None
     _shared: SharedRows | None = None
 
+    # Members of vLLM's worker.
+    device: torch.device
+    model_runner: Any
+    vllm_config: Any
+    add_lora: Callable[[Any], bool]
+    remove_lora: Callable[[int], bool]
+    list_loras: Callable[[], set[int]]
+
     @_returns_errors
     def genlm_start(
         self, ids: VocabularyIds, batches: int, shared_rows: tuple[str, bytes] | None
@@ -109,7 +117,6 @@ class RowWorker:
             get_tensor_model_parallel_world_size,
         )
 
-        worker: Any = self  # vLLM's worker, once this class is mixed in
         if not get_pp_group().is_last_rank:
             return True
         scores = ScoreStore(
@@ -117,11 +124,11 @@ class RowWorker:
             is_active=get_tensor_model_parallel_rank() == 0,
             is_alone=get_tensor_model_parallel_world_size() == 1,
         )
-        self._rows = WorkerRows(replace_sampler(worker.model_runner, batches), scores)
+        self._rows = WorkerRows(replace_sampler(self.model_runner, batches), scores)
         if shared_rows is not None and scores.is_active:
             with contextlib.suppress(OSError):  # raised on another machine
                 self._shared = SharedRows(shared_rows)
-        return start_scores(worker.model_runner, scores)
+        return start_scores(self.model_runner, scores)
 
     @_returns_errors
     def genlm_prepare(self, inputs: StepInputs) -> None:
@@ -139,20 +146,14 @@ class RowWorker:
             wanted: Queries whose rows the step computed.
             is_packed: Whether the results are sent to another process.
         """
-        worker: Any = self
         if self._rows is None:
             return []
-        with _default_stream(worker.device):
+        with _default_stream(self.device):
             completions = self._rows.collect(wanted)
         if is_packed and completions:
             packed = TRANSPORT.pack_completions(completions, self._rows.vocab_size)
             return PackedResults.of(packed, self._shared)
         return completions
-
-    @_returns_errors
-    def genlm_count_results(self) -> int:
-        """Return the number of results that were not fetched."""
-        return 0 if self._rows is None else len(self._rows)
 
     @_returns_errors
     def genlm_describe_model(self) -> dict[str, Any]:
@@ -166,12 +167,11 @@ class RowWorker:
         """
         from vllm.model_executor.layers.attention import Attention
 
-        worker: Any = self  # vLLM's worker, once this class is mixed in
-        context = worker.vllm_config.compilation_config.static_forward_context
+        context = self.vllm_config.compilation_config.static_forward_context
         layers = {
             name: layer for name, layer in context.items() if isinstance(layer, Attention)
         }
-        model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
+        model, config = self.model_runner.get_model(), self.vllm_config.model_config
         max_eps = math.inf if config.quantization else torch.finfo(config.dtype).eps
         return {
             "model": type(model).__name__,
@@ -197,12 +197,10 @@ class RowWorker:
         """Load a LoRA adapter; return whether vLLM loaded it."""
         from vllm.lora.request import LoRARequest
 
-        worker: Any = self  # vLLM's worker, once this class is mixed in
-        return bool(worker.add_lora(LoRARequest(name, number, folder)))
+        return bool(self.add_lora(LoRARequest(name, number, folder)))
 
     @_returns_errors
     def genlm_remove_adapter(self, number: int) -> None:
         """Remove an adapter; it may be loaded on some workers only."""
-        worker: Any = self
-        if number in worker.list_loras():
-            worker.remove_lora(number)
+        if number in self.list_loras():
+            self.remove_lora(number)

@@ -22,7 +22,7 @@ from genlm.plugin import (
     device_index,
     reduce_logits,
 )
-from genlm_vllm.processes import Outputs, unpack_outputs, without_frames
+from genlm_vllm.processes import Outputs, without_frames
 from genlm_vllm.row_sampler import RowSampler
 from genlm_vllm.scores import ScoreStore, TextPart
 
@@ -44,19 +44,17 @@ class StepInputs:
     """Inputs of the workers for a step.
 
     Attributes:
-        fed_names: Ids of the requests with a new token.
-        token_ids: The new tokens of these requests.
+        tokens: The new token of requests, by the request's id.
         texts: New queries for scores and their requests.
         dropped: Ids of cancelled queries.
     """
 
-    fed_names: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
     texts: list[TextPart] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.fed_names or self.texts or self.dropped)
+        return bool(self.tokens or self.texts or self.dropped)
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,12 @@ class RowPart(NamedTuple):
     Attributes:
         query_id: Id of the query.
         name: Id of the request that computed it.
-        outputs: The requested outputs, or bytes that `Transport.pack_outputs` returned.
+        outputs: The requested outputs.
     """
 
     query_id: int
     name: str
-    outputs: Outputs | bytes
+    outputs: Outputs
 
 
 class GroupPart(NamedTuple):
@@ -92,7 +90,7 @@ class GroupPart(NamedTuple):
     Attributes:
         query_id: Id of the query.
         row_of: `GroupQuery.row_of`; None after the query's first part.
-        outputs: The query's reduction, or bytes that `Transport.pack_outputs` returned.
+        outputs: The query's reduction; empty after the query's first part.
         total: Number of sequences of the query.
         names: The requests that computed the sequences.
         places: Places of the sequences in the query.
@@ -101,7 +99,7 @@ class GroupPart(NamedTuple):
 
     query_id: int
     row_of: np.ndarray[Any, np.dtype[np.int64]] | None
-    outputs: Outputs | bytes
+    outputs: Outputs
     total: int
     names: list[str]
     places: list[int]
@@ -151,12 +149,8 @@ class WorkerRows:
         for query_id in inputs.dropped:
             self._group_works.pop(query_id, None)
             self._scores.take(query_id)
-        if inputs.fed_names:
-            self.sampler.feed(inputs.fed_names, inputs.token_ids)
-
-    def __len__(self) -> int:
-        """Number of results that were not fetched."""
-        return len(self._group_works) + len(self._scores.texts)
+        if inputs.tokens:
+            self.sampler.feed(inputs.tokens)
 
     def collect(self, wanted: StepResults) -> list[Completion]:
         """Return the results of complete queries.
@@ -187,18 +181,17 @@ class WorkerRows:
         results: Sequence[Reduced | Exception]
         try:
             logits, rows = self.sampler.take([part.name for part in parts])
-            outputs = [unpack_outputs(part.outputs) for part in parts]
             if rows != list(range(len(logits))):
                 logits = logits[device_index(rows, logits.device)]
+            outputs = [part.outputs for part in parts]
             results = reduce_logits(logits, self._vocabulary, outputs)
         except Exception as error:  # noqa: BLE001 - such as out of memory; vLLM continues
             results = [without_frames(error)] * len(parts)
-            outputs = [()] * len(parts)
-        for part, result, requested in zip(parts, results, outputs, strict=True):
+        for part, result in zip(parts, results, strict=True):
             if isinstance(result, Exception):
                 yield Completion(part.query_id, error=result)
             else:
-                only_row = requested == (None,)
+                only_row = part.outputs == (None,)
                 yield Completion(part.query_id, result.values[0] if only_row else result)
 
     def _reduce_part(self, part: GroupPart) -> None:
@@ -216,7 +209,7 @@ class WorkerRows:
 
     def _group_work(self, part: GroupPart) -> GroupWork:
         if part.row_of is not None:
-            [reduction] = unpack_outputs(part.outputs)
+            [reduction] = part.outputs
             query = GroupQuery(
                 part.query_id,
                 cast("Any", None),  # the generation stays in the engine's process

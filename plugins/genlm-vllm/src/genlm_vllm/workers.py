@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from genlm.plugin import Completion, Vocabulary
-from genlm_vllm.processes import TRANSPORT, Outputs
+from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker import call_workers
 from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds
@@ -44,10 +44,6 @@ class Workers:
             None if shared_rows is None else shared_rows.address,
         )
         self.have_scores = all(scores)
-
-    def pack_outputs(self, outputs: Outputs) -> Outputs | bytes:
-        """Return the requested outputs of a row in the form that the workers receive."""
-        return outputs if self._shared is None else TRANSPORT.pack_outputs(outputs)
 
     def prepare(self) -> None:
         """Send the inputs of a step."""

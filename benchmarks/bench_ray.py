@@ -40,7 +40,7 @@ from report import print_report
 import genlm
 from genlm.plugin import refresh
 from genlm_ray.engine import RayEngine
-from genlm_ray.router import RoutedQuery, Router
+from genlm_ray.router import RoutedQuery, Router, row_count
 
 POPULATION, PROMPT, STEPS, EVERY = 64, 256, 32, 4
 CONCURRENT = 1000
@@ -72,8 +72,8 @@ class RoundRobin(Router):
 
     def _choose(self, routed: RoutedQuery, siblings: int, room: Mapping[int, int]) -> int:
         del siblings, room
-        routed.cost = routed.tokens
-        return self.replicas[routed.order % len(self.replicas)]
+        routed.cost = row_count(routed.query)
+        return list(self.work)[routed.order % len(self.work)]
 
 
 class RoundRobinEngine(RayEngine):

@@ -167,7 +167,7 @@ class Simulation:
     def _send(self) -> None:
         began = time.thread_time()
         in_flight = self.router.in_flight
-        room = {one: MOST_IN_FLIGHT - in_flight(one) for one in range(len(self.replicas))}
+        room = {one: MOST_IN_FLIGHT - in_flight[one] for one in range(len(self.replicas))}
         taken = self.router.take(room)
         self._spend(time.thread_time() - began, 0)
         for number, routed in taken.items():

@@ -9,7 +9,8 @@
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, `call_each`
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
-  `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
+  `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `ContextLease`,
+  `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; the interface `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.group_sampling import GroupSampling as GroupSampling
     from genlm.core.engine.group_sampling import SampledGroup as SampledGroup
     from genlm.core.engine.group_sampling import SamplingRun as SamplingRun
+    from genlm.core.model.leases import ContextLease as ContextLease
     from genlm.core.plugins.lookup import find_backend as find_backend
     from genlm.core.plugins.lookup import get_backend as get_backend
     from genlm.core.plugins.lookup import get_trie as get_trie

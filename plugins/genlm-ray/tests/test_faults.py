@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -19,10 +20,10 @@ import torch
 import genlm
 from genlm import AdapterError, EngineDiedError, ModelLoadError
 from genlm_ray import cluster, replica, serving
-from genlm_ray.driver import ReplicaLink
 from genlm_ray.engine import RayEngine
+from genlm_ray.link import ReplicaLink
 from genlm_ray.replica import Replica
-from genlm_ray.wire import ReplicaRequest
+from genlm_ray.wire import ReplicaRequest, pack_queries
 
 PROMPTS = [[first, second, 32] for first in range(20) for second in range(15)]
 
@@ -223,8 +224,9 @@ def test_a_query_for_which_the_object_store_is_full_costs_no_other_request(
     call, refused = ReplicaLink.call, []
 
     def call_with_room_for_short_queries(link, method, *arguments):
-        if method == "exchange" and len(arguments[1].queries) > 20_000:
-            refused.append(arguments[1].count)
+        queries = arguments[1].queries if method == "exchange" else pack_queries([])
+        if len(pickle.dumps(queries)) > 20_000:
+            refused.append(len(queries.query_ids))
             raise getattr(ray.exceptions, what)("full")
         return call(link, method, *arguments)
 
@@ -443,7 +445,7 @@ def test_replicas_have_room_for_a_query():
 
 def test_a_message_that_fails_does_not_hold_up_the_next(pair, reference):
     for link in pair.engine.driver.links:
-        broken = ReplicaRequest(b"no pickle", count=1)
+        broken = ReplicaRequest(pack_queries([])._replace(query_ids=[1]))
         with pytest.raises(ray.exceptions.RayTaskError):
             ray.get(link.actor.exchange.remote(link.session, broken), timeout=60)
     rows = _rows_in_time(pair, PROMPTS)

@@ -26,7 +26,8 @@ from genlm.plugin import (
     SampledGroup,
     TokenSequence,
 )
-from genlm_ray.driver import Driver, ReplicaLink
+from genlm_ray.driver import Driver
+from genlm_ray.link import ReplicaLink
 from genlm_ray.router import Router
 from genlm_ray.session import Session, SharedEngine
 from genlm_ray.wire import Generations, PlacedGeneration, pack_group, place_sample
@@ -66,8 +67,10 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list]]:
     call = ReplicaLink.call
 
     def noted(self, method, *arguments):
-        if method == "exchange" and (arguments[1].count or arguments[1].groups):
-            messages.append((arguments[1].count, arguments[1].groups))
+        if method == "exchange":
+            count, groups = len(arguments[1].queries.query_ids), arguments[1].groups
+            if count or groups:
+                messages.append((count, groups))
         return call(self, method, *arguments)
 
     monkeypatch.setattr(ReplicaLink, "call", noted)
@@ -98,7 +101,7 @@ def test_a_population_is_one_message_of_new_columns(pair, reference, messages):
         population = population.extend(generator.integers(0, 200, width))
     drawn = population.draw_sync(np.arange(257) < 100, seed=3)
     [(_, [group])] = messages
-    assert group.number > group.base >= 0
+    assert group.number == group.query_id != group.base is not None
     again = population.draw_sync(np.arange(257) < 100, seed=3)
     assert messages[-1][1][0].steps == []
     local = reference.population([context.token_ids for context in population])
@@ -165,15 +168,14 @@ def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
         nothing = torch.zeros(4, 2)
         sample = SampledGroup(ids, nothing, nothing, generation, order, np.ones(4, bool))
         generations = Generations()
-        generations._sampling[group.query_id] = 4, group
+        generations._sampling[group.query_id] = group
         sent = generations.finish(group.query_id, sample)
         assert (sent.generation, sent.places) == (None, None)
-        placed = place_sample(group, sent, PlacedGeneration(0, 4, deque()))
+        placed = place_sample(group, sent, PlacedGeneration(0, ~group.query_id, deque()))
         assert placed.places.tolist() == places.tolist()
         stored = generations.group(
             pack_group(
-                _group(1, placed.generation, LastColumn(torch.zeros(3))), 4,
-                placed.generation.state, -1,
+                _group(1, placed.generation, LastColumn(torch.zeros(3))), placed.generation
             ),
             None, lambda _: None,
         ).generation.lineage  # fmt: skip
@@ -204,7 +206,7 @@ def test_a_continuation_is_one_message_and_stays_with_its_replica(pair, referenc
         for result in (sample, expected)
     )
     [packed] = messages[-1][1]
-    assert packed.base == group.sampled
+    assert packed.base == ~group.query_id
     assert packed.steps == []
     assert torch.equal(longer.token_ids, also.token_ids)
     _assert_rows(longer.population, reference)
@@ -227,7 +229,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
     def packed(query_id, generation, link):
         driver.router.submit([_group(query_id, generation, rows)])
         [[routed]] = driver.router.take({link.number: 9}).values()
-        return driver._pack_group(link, routed)
+        return link._pack_group(routed)
 
     def arrived(message):
         return generations.group(message, None, lambda _: None).generation.lineage
@@ -261,7 +263,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
     assert packed(5, unanswered, link).size == 0
     driver.router.reassign_from(0)  # it was lost with its generations
     [[routed]] = driver.router.take({1: 9}).values()
-    assert (routed.query.query_id, driver._pack_group(other, routed).size) == (5, 5)
+    assert (routed.query.query_id, other._pack_group(routed).size) == (5, 5)
     assert finish(5, number=0) is None
     assert finish(5, number=1).query_id == 5
     assert len(driver.router) == 0

@@ -23,7 +23,8 @@ from genlm.plugin import (
     pack_sequences,
 )
 from genlm_ray import wire
-from genlm_ray.replica import Replica, ReplicaSpec, ServingLimits
+from genlm_ray.replica import Replica
+from genlm_ray.spec import ReplicaSpec, ServingLimits
 from genlm_ray.wire import ReplicaRequest
 
 SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
@@ -45,7 +46,8 @@ def _run(main, **changes):
 
 
 def _request(*prompts, first=0):
-    return wire.pack_queries([Query(first + i, ids) for i, ids in enumerate(prompts)])
+    queries = [Query(first + i, ids) for i, ids in enumerate(prompts)]
+    return ReplicaRequest(wire.pack_queries(queries))
 
 
 def _answers(response):
@@ -115,7 +117,7 @@ def test_a_program_may_have_so_many_sequences_of_populations():
 
         async def answered(number):
             group = GroupQuery(number, Generation(lineage), places, places, Rows())
-            request = wire.ReplicaRequest(groups=[wire.pack_group(group, number, None, -1)])
+            request = wire.ReplicaRequest(groups=[wire.pack_group(group, None)])
             [completion] = _answers(await served.exchange("session", request))
             return completion.error
 
@@ -198,6 +200,19 @@ def test_prefixes_of_an_adapter_that_was_freed_are_not_computed_again(tmp_path):
     _run(main)
 
 
+def test_prefixes_of_an_adapter_of_the_engine_are_freed():
+    async def main(served, engine):
+        recorded = RecordedPrefixes(engine)
+        engine.adapters = ("poet",)
+        description = await served.attach("one", "first", {}, [((1, 2), "poet")])
+        assert description["adapters"] == ("poet",)
+        assert recorded.prefixes == [((1, 2), "poet")]
+        await served.configure("first", {}, [])
+        assert recorded.prefixes == []
+
+    _run(main)
+
+
 def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(monkeypatch):
     may_load = threading.Event()
     build = Replica._build
@@ -234,7 +249,7 @@ def test_contexts_are_released_although_the_queries_of_the_message_are_refused(m
         message.released = [None], pack_sequences([context])
         with pytest.raises(EvaluationError, match="at most 1 pending queries"):
             await served.exchange("session", message)
-        assert released == [(None, context.key)]
+        assert released == [[(None, context.key)]]
 
     _run(main, limits=ServingLimits(pending_queries=1))
 
@@ -245,13 +260,13 @@ def test_an_abort_may_overtake_its_query():
     async def main(served, _engine):
         await served.attach("driver", "session", {}, [])
         overtaking = ReplicaRequest()
-        overtaking.aborted, overtaking.dropped = [0, 9], [5]
+        overtaking.aborted = overtaking.dropped = [0, 9]
         await served.notify("session", overtaking)
         generation = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
         places = np.arange(1)
         group = GroupQuery(9, generation, places, places, Rows())
         message = _request([1], [2])
-        message.groups = [wire.pack_group(group, 5, None, -1)]
+        message.groups = [wire.pack_group(group, None)]
         await served.notify("session", message)
         session = served._sessions["session"]
         assert session.generations.sequences == 0

@@ -42,7 +42,7 @@ class Client:
         return [replicas[query.query_id] for query in queries]
 
     def take_all(self):
-        return self.router.take(dict.fromkeys(self.router.replicas, 10**6))
+        return self.router.take(dict.fromkeys(self.router.work, 10**6))
 
 
 def extended(sequences: list[TokenSequence], token: int = 7) -> list[TokenSequence]:
@@ -213,10 +213,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.known += sequences
         self.unanswered += [query.query_id for query in queries]
 
-    @precondition(lambda self: self.router.replicas)
+    @precondition(lambda self: self.router.work)
     @rule(which=st.integers(0, 9), most=st.integers(0, 20))
     def take(self, which, most):
-        room = {replica: (replica + which) % (most + 1) for replica in self.router.replicas}
+        room = {replica: (replica + which) % (most + 1) for replica in self.router.work}
         for replica, taken in self.router.take(room).items():
             assert 0 < len(taken) <= room[replica]
             for routed in taken:
@@ -248,10 +248,10 @@ class RouterMachine(RuleBasedStateMachine):
     def add(self):
         self.router.add(next(self.numbers))
 
-    @precondition(lambda self: self.router.replicas)
+    @precondition(lambda self: self.router.work)
     @rule(which=st.integers(0, 9))
     def lose(self, which):
-        replica = self.router.replicas[which % len(self.router.replicas)]
+        replica = list(self.router.work)[which % len(self.router.work)]
         self.router.reassign_from(replica)
         self.sent = {query_id: at for query_id, at in self.sent.items() if at != replica}
 
@@ -263,7 +263,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert {query_id: sent.replica for query_id, sent in router._sent.items()} == self.sent
         for replica, work in router.work.items():
             sent = [routed for routed in router._sent.values() if routed.replica == replica]
-            assert router.in_flight(replica) == len(sent)
+            assert router.in_flight[replica] == len(sent)
             assert work == pytest.approx(sum(routed.cost for routed in sent), abs=1e-6)
 
 

@@ -25,7 +25,7 @@ from genlm.plugin import Query
 from genlm.testing import TinyModel
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
-from genlm_ray.replica import ReplicaSpec, ServingLimits
+from genlm_ray.spec import ReplicaSpec, ServingLimits, version_of, versions
 from genlm_ray.wire import ReplicaRequest, pack_queries
 
 DRIVER = """
@@ -147,7 +147,7 @@ class Endless(genlm.Reduction):
 def test_pings_are_answered_beside_the_long_polls_of_150_drivers(chat, by_value):
     actor = serving.actors_of("chat")[0]
     ray.get(actor.attach.remote("driver", "session", {}, []))
-    endless = pack_queries([Query(0, (1, 2), outputs=(Endless(),))])
+    endless = ReplicaRequest(pack_queries([Query(0, (1, 2), outputs=(Endless(),))]))
     polls = [actor.exchange.remote("session", endless)]
     polls += [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
     ray.get(actor.notify.remote("session", ReplicaRequest()), timeout=120)
@@ -175,7 +175,7 @@ def test_a_replica_whose_step_hangs_ends_its_own_process(address, by_value):
     actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10)
     hanging = [actor.remote(spec, library) for library in ("CDLL", "PyDLL")]
     ray.get([each.attach.remote("driver", "session", {}, []) for each in hanging])
-    queries = pack_queries([Query(0, (1, 2))])
+    queries = ReplicaRequest(pack_queries([Query(0, (1, 2))]))
     for each in hanging:
         with pytest.raises(ray.exceptions.ActorDiedError):
             ray.get(each.exchange.remote("session", queries), timeout=300)
@@ -303,7 +303,7 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
 
 
 def test_another_version_is_refused(chat, monkeypatch):
-    installed = replica.version_of
+    installed = version_of
     for name in ("genlm-core", "torch", "numpy"):
         monkeypatch.setattr(
             serving,
@@ -383,11 +383,11 @@ def test_what_is_left_of_a_served_model_is_ended(address):
 
 def test_what_is_pickled_is_among_the_versions():
     """The versions include those of messages, tensors, arrays and the engine's plugin."""
-    assert {"genlm-ray", "genlm-hf", "torch", "numpy"} <= replica.versions("hf").keys()
+    assert {"genlm-ray", "genlm-hf", "torch", "numpy"} <= versions("hf").keys()
 
 
 def test_a_program_needs_the_version_of_the_engines_plugin_but_not_the_plugin(monkeypatch):
-    remote = replica.versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
+    remote = versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
     monkeypatch.setattr(serving, "_call_all", lambda *_: [remote])
     with pytest.raises(ModelLoadError, match=r"versions: genlm-hf 0\.1 there, \S+ here;"):
         serving.wait_until_loaded([], 60)
@@ -398,7 +398,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main():
-        spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
+        spec = ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
         served = replica.Replica(spec)
         engine = (await served._wait_until_loaded()).engine.engine
 
@@ -426,7 +426,7 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
     path = str(tmp_path)
 
     async def main():
-        served = replica.Replica(replica.ReplicaSpec("reference", "demo", {}, "", 1, 60.0))
+        served = replica.Replica(ReplicaSpec("reference", "demo", {}, "", 1, 60.0))
         await served.attach("driver", "first", {}, [])
         call, begun = served._call_engine, asyncio.Event()
 
@@ -452,7 +452,7 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main():
-        spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.1)
+        spec = ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.1)
         served = replica.Replica(spec)
         call = served._call_engine
 

@@ -174,7 +174,7 @@ def test_contexts_are_released_without_queries_and_although_the_engine_raises():
 
         engine.release_context = release_context
         for key in (b"one", b"two"):
-            shared.scheduler.release(("poet", key))
+            shared.scheduler.release([("poet", key)])
         for key in (b"one", b"two"):
             assert await asyncio.to_thread(released.get, timeout=TIMEOUT_S) == ("poet", key)
         session = _session(shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -20,7 +21,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genlm.plugin import ModelLoadError
-from genlm_ray.replica import Replica, ReplicaSpec
+from genlm_ray.replica import Replica
+from genlm_ray.spec import ReplicaSpec
 
 __all__ = [
     "NAMESPACE",
@@ -126,18 +128,19 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
     if not starts:
         _check_head(target)
     for remaining in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
-        error = _init_ray(arguments)
-        if error is None:
+        try:
+            _init_ray(arguments)
             return
-        if isinstance(error, (TypeError, ValueError)):  # an argument that Ray refuses
-            break
-        if remaining:
-            logger.warning("starting a Ray cluster failed, trying again: %s", error)
-    action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
-    raise ModelLoadError(
-        f"cannot {action}: {type(error).__name__}: {error}. `ray start --head` starts a "
-        f"cluster on this machine; address='host:port' joins another one"
-    ) from error
+        except Exception as error:
+            is_refused = isinstance(error, (TypeError, ValueError))  # an argument
+            if remaining and not is_refused:
+                logger.warning("starting a Ray cluster failed, trying again: %s", error)
+                continue
+            action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
+            raise ModelLoadError(
+                f"cannot {action}: {type(error).__name__}: {error}. `ray start --head` starts "
+                f"a cluster on this machine; address='host:port' joins another one"
+            ) from error
 
 
 def _check_head(target: str) -> None:
@@ -241,28 +244,25 @@ def _is_same(address: str, joined: str) -> bool:
     return resolved == joined_host or {resolved, joined_host} <= _local_hosts()
 
 
-def _init_ray(arguments: dict[str, Any]) -> BaseException | None:
-    """Call `ray.init` on a thread that lives as long as the process; return its exception.
+def _init_ray(arguments: dict[str, Any]) -> None:
+    """Call `ray.init` on a thread that lives as long as the process.
 
     When the thread that started the processes of a local cluster ends, Linux ends them.
     """
-    done = threading.Event()
-    errors: list[BaseException] = []
+    started: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             ray.init(**arguments)
         except BaseException as error:  # noqa: BLE001 - raised by `connect`
             _end_processes(error)
-            errors.append(error)
+            started.set_exception(error)
             return
-        finally:
-            done.set()
+        started.set_result(None)
         threading.Event().wait()
 
     threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
-    done.wait()
-    return errors[0] if errors else None
+    started.result()
 
 
 def _end_processes(error: BaseException) -> None:
@@ -311,13 +311,17 @@ def reserve_resources(
     Raises:
         ModelLoadError: The cluster does not have enough resources, or they are in use.
     """
-    needed = _sum_bundles(bundles * count)
+    amounts: dict[str, float] = {}
+    for bundle in bundles:
+        for key, amount in bundle.items():
+            amounts[key] = amounts.get(key, 0.0) + amount
+    needed = {key: count * amount for key, amount in amounts.items()}
     total = ray.cluster_resources()
     lacking = {key: amount for key, amount in needed.items() if total.get(key, 0.0) < amount}
-    amounts = _format_amounts(_sum_bundles(bundles))
+    request = f"{count} replicas need {_format_amounts(amounts)} each"
     if lacking:
         raise ModelLoadError(
-            f"{count} replicas need {amounts} each, in total {_format_amounts(needed)}; the "
+            f"{request}, in total {_format_amounts(needed)}; the "
             f"cluster has {_format_amounts(total, lacking)}. Load fewer replicas, reduce "
             f"resources=, or add nodes"
         )
@@ -331,7 +335,7 @@ def reserve_resources(
         if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in groups):
             free = ray.available_resources()
             raise ModelLoadError(
-                f"{count} replicas need {amounts} each; after {timeout_s:g} s other programs "
+                f"{request}; after {timeout_s:g} s other programs "
                 f"still use the resources: of {_format_amounts(total, needed)}, "
                 f"{_format_amounts(free, needed)} is free"
             )
@@ -421,14 +425,6 @@ def _bundles(resources: Resources | None) -> list[dict[str, float]]:
             raise ValueError(f"resources={resources!r}: expected amounts such as num_cpus=1")
         bundles.append({name: amount for name, amount in bundle.items() if amount})
     return bundles
-
-
-def _sum_bundles(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
 
 
 def _format_amounts(amounts: Mapping[str, float], names: Iterable[str] | None = None) -> str:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
 import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import (
@@ -33,26 +31,15 @@ from genlm.plugin import (
     EvaluationError,
     GroupQuery,
     ModelLoadError,
-    Query,
     SampledGroup,
     TokenSequence,
-    pack_sequences,
 )
 from genlm_ray import cluster, serving
+from genlm_ray.link import Configuration, ReplicaLink
 from genlm_ray.router import AnyQuery, RoutedQuery, Router
-from genlm_ray.session import Prefix
-from genlm_ray.wire import (
-    TRANSPORT,
-    PackedGroup,
-    PlacedGeneration,
-    ReplicaRequest,
-    ReplicaResponse,
-    pack_group,
-    pack_queries,
-    place_sample,
-)
+from genlm_ray.wire import TRANSPORT, ReplicaResponse, pack_queries, place_sample
 
-__all__ = ["COUNTERS", "Configuration", "Driver", "ReplicaLink"]
+__all__ = ["Driver"]
 
 logger = logging.getLogger("genlm.ray")
 
@@ -64,119 +51,6 @@ _RETRY_S = 0.2
 
 _MAX_CALLS = 8
 """Maximum number of unanswered messages to a replica."""
-
-COUNTERS = frozenset({"tokens_evaluated", "tokens_computed"})
-"""Counters that continue when a replica is restarted."""
-
-
-class Configuration(NamedTuple):
-    """Adapters and prefixes that all replicas have.
-
-    Attributes:
-        adapters: Paths by name.
-        prefixes: Cached prefixes.
-    """
-
-    adapters: dict[str, str]
-    prefixes: list[Prefix]
-
-
-class ReplicaLink:
-    """An actor and this driver's session with it.
-
-    Attributes:
-        index: Index of the replica.
-        number: The router's number of this incarnation of the replica.
-        session: Session name, None without a session.
-        configuration: Adapters and prefixes of the session.
-        lost: Future that receives the reason when the session is lost.
-        calls: Number of unanswered messages of the session.
-        pending_queries: Maximum number of queries that the replica accepts at a time.
-        aborted: Ids of aborted queries that the replica still has.
-        dropped: Numbers of generations that programs have dropped; any thread may append.
-        released: Contexts that the program has dropped.
-        is_dead: Whether the replica cannot be restarted.
-        restarts: Number of ended incarnations.
-        pid: Process id.
-        counts: Counters of all incarnations.
-    """
-
-    session: str | None = None
-    number: int
-    configuration: Configuration
-    lost: asyncio.Future[BaseException]
-    calls: int
-    pending_queries: int
-    aborted: list[int]
-    dropped: deque[int]
-    released: list[tuple[str | None, TokenSequence]]
-
-    def __init__(self, index: int, actor: Any) -> None:
-        self.index, self.actor = index, actor
-        self.is_dead, self.restarts, self.pid = False, 0, 0
-        self.counts: dict[str, float] = {}
-        self._statistics: dict[str, Any] = {}
-
-    def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
-        """Store the description of a session that the replica has begun."""
-        self.number, self.calls = number, 0
-        self.lost = asyncio.get_running_loop().create_future()
-        self.aborted, self.dropped, self.released = [], deque(), []
-        self.pid = description["pid"]
-        self.pending_queries = description["pending_queries"]
-        self.store(description["statistics"])
-        self.session = session
-
-    def pack_request(self, queries: Sequence[Query]) -> ReplicaRequest:
-        """Pack queries, aborts, dropped generations and released contexts into a message."""
-        request = pack_queries(queries)
-        request.aborted, self.aborted = self.aborted, []
-        request.dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-        if self.released:
-            adapters, sequences = zip(*self.released, strict=True)
-            request.released = list(adapters), pack_sequences(sequences)
-            self.released = []
-        return request
-
-    def mark_lost(self, error: BaseException) -> None:
-        """Make the replica's task end the session."""
-        if not self.lost.done():
-            self.lost.set_result(error)
-
-    def end(self) -> None:
-        """Remove a lost session."""
-        self._statistics = {}
-        self.session = None
-        self.restarts += 1
-
-    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Call a method of the actor.
-
-        Raises:
-            Exception: Ray was shut down or refuses the call.
-        """
-        if not ray.is_initialized():  # otherwise Ray would start another cluster
-            raise ConnectionError("Ray was shut down in this process")
-        return asyncio.wrap_future(getattr(self.actor, method).remote(*arguments).future())
-
-    # -- any thread -------------------------------------------------------------------
-
-    def store(self, statistics: dict[str, Any]) -> None:
-        """Store the latest statistics of the engine and update the counters."""
-        before, self._statistics = self._statistics, statistics
-        for name in COUNTERS & statistics.keys():
-            added = statistics[name] - before.get(name, 0)
-            self.counts[name] = self.counts.get(name, 0) + added
-
-    def statistics(self) -> dict[str, int | float | str]:
-        """Return the engine's statistics and the replica's state."""
-        state = "dead" if self.is_dead else "up" if self.session else "starting"
-        statistics: dict[str, Any] = {
-            "state": state,
-            "restarts": self.restarts,
-            "pid": self.pid,
-        }
-        return statistics | self._statistics | self.counts
 
 
 class Driver:
@@ -194,6 +68,7 @@ class Driver:
 
     Attributes:
         links: The replicas.
+        configuration: Adapters and prefixes that all replicas have.
         died: The error of later requests when all replicas have ended.
         is_head_lost: Whether the cluster does not respond, so that calls of Ray would block.
     """
@@ -214,7 +89,7 @@ class Driver:
         self.links = [ReplicaLink(index, actor) for index, actor in enumerate(actors)]
         self.router = router
         self.died: EngineDiedError | None = None
-        self._configuration = Configuration({}, [])
+        self.configuration = Configuration({}, [])
         self._on_finished = on_finished
         self._is_private = is_private
         self._ping_timeout_s, self._load_timeout_s = ping_timeout_s, load_timeout_s
@@ -236,24 +111,6 @@ class Driver:
         self._loop.close()
 
     # -- any thread -------------------------------------------------------------------
-
-    def start(self) -> dict[str, Any]:
-        """Attach the loaded replicas and return the description of one of them.
-
-        Raises:
-            GenlmError: A replica refuses this program, or has ended, or does not respond.
-        """
-        starting = asyncio.wait_for(self._start(), self._load_timeout_s)
-        try:
-            description: dict[str, Any] = self.run(starting)
-        except RayTaskError as error:
-            raise unwrap_error(error) from None
-        except (RayError, TimeoutError) as error:
-            raise ModelLoadError(
-                f"a replica did not accept this program within {self._load_timeout_s:g} s: "
-                f"{_format_error(error)}"
-            ) from error
-        return description
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the event loop and wait for its result."""
@@ -306,26 +163,18 @@ class Driver:
         free = {n: link for n, link in self._up.items() if link.calls < _MAX_CALLS}
         taken = self.router.take(
             {
-                n: min(self._max_in_flight, link.pending_queries) - self.router.in_flight(n)
+                n: min(self._max_in_flight, link.pending_queries) - self.router.in_flight[n]
                 for n, link in free.items()
             }
         )
         for number, link in free.items():
             routed = taken.get(number, [])
-            if routed or link.aborted or (not link.calls and self.router.in_flight(number)):
+            if routed or link.aborted or (not link.calls and self.router.in_flight[number]):
                 self._exchange(link, routed)
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
         """Send queries, or none, and receive completions."""
-        request = link.pack_request(
-            [item.query for item in routed if isinstance(item.query, Query)]
-        )
-        request.groups = [
-            self._pack_group(link, item)
-            for item in routed
-            if isinstance(item.query, GroupQuery)
-        ]
-        session = link.session
+        session, request = link.session, link.pack_request(routed)
         link.calls += 1
         try:
             try:
@@ -333,7 +182,7 @@ class Driver:
             except (ObjectStoreFullError, OutOfDiskError) as error:  # Ray has retried
                 self._send_separately(link, routed, error)
                 routed = []
-                request = dataclasses.replace(request, queries=b"", count=0, groups=[])
+                request.queries, request.groups = pack_queries(()), []
                 call = link.call("exchange", session, request)
         except Exception as error:  # noqa: BLE001 - Ray was shut down or refuses the call
             link.mark_lost(error)
@@ -344,36 +193,16 @@ class Driver:
         self, link: ReplicaLink, routed: list[RoutedQuery], error: RayError
     ) -> None:
         """Send queries that Ray cannot store in one message; fail a single one."""
-        for item in routed:
-            if len(routed) > 1:
+        if len(routed) > 1:
+            for item in routed:
                 self._exchange(link, [item])
-                continue
-            refusal = EvaluationError(
-                f"a query cannot be sent to a replica, because Ray's object store is full. "
-                f"`ray memory` lists its objects. Delete some, or start Ray with a larger "
-                f"object_store_memory. {_format_error(error)}"
-            )
-            completion = self._complete(
-                Completion(item.query.query_id, error=refusal), link.number
-            )
-            self._on_finished([] if completion is None else [completion])
-
-    def _pack_group(self, link: ReplicaLink, routed: RoutedQuery) -> PackedGroup:
-        """Pack a group query. A replica that has responded has the query's generations."""
-        group, number = routed.query, link.number
-        assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
-        base = group.generation.with_state()
-        base_state = None if base is None else base.state
-        if not isinstance(base_state, PlacedGeneration) or base_state.replica != number:
-            base_state = None
-        if base_state is None or base is not group.generation:
-            routed.placed = PlacedGeneration(number, next(self._numbers), link.dropped)
-        if group.sampling is not None:
-            routed.sampled = PlacedGeneration(number, next(self._numbers), link.dropped)
-        placed = routed.placed or base_state
-        assert placed is not None  # noqa: S101 - `routed.placed` is set without `base_state`
-        sampled_number = -1 if routed.sampled is None else routed.sampled.number
-        return pack_group(group, placed.number, base_state, sampled_number)
+            return
+        refusal = EvaluationError(
+            f"a query cannot be sent to a replica, because Ray's object store is full. "
+            f"`ray memory` lists its objects. Delete some, or start Ray with a larger "
+            f"object_store_memory. {_format_error(error)}"
+        )
+        self._finish(link, [Completion(item.query.query_id, error=refusal) for item in routed])
 
     def _receive(
         self,
@@ -397,14 +226,18 @@ class Driver:
         elif (response := call.result()) is None:
             link.mark_lost(EngineError("the replica ended the session"))
         else:
-            link.store(response.statistics)
+            link.engine_statistics = response.statistics
             finished = TRANSPORT.unpack_completions(response.packed)
-            in_flight = self.router.in_flight(link.number)
+            in_flight = self.router.in_flight[link.number]
             if not (finished or link.calls) and in_flight:  # all messages were answered
                 link.mark_lost(EngineError("the replica has lost queries of the session"))
-        completions = [self._complete(completion, link.number) for completion in finished]
-        self._on_finished([item for item in completions if item is not None])
+        self._finish(link, finished)
         self._send()
+
+    def _finish(self, link: ReplicaLink, completions: Sequence[Completion]) -> None:
+        """Pass on the completions of queries that no other replica has."""
+        finished = [self._complete(completion, link.number) for completion in completions]
+        self._on_finished([completion for completion in finished if completion is not None])
 
     def _complete(self, completion: Completion, number: int) -> Completion | None:
         """Remove a query and return its completion, None if another replica has the query."""
@@ -422,11 +255,6 @@ class Driver:
 
     # -- adapters and prefixes --------------------------------------------------------
 
-    @property
-    def configuration(self) -> Configuration:
-        """Adapters and prefixes that all replicas have."""
-        return self._configuration
-
     async def configure(self, configuration: Configuration) -> None:
         """Make all replicas load these adapters and prefixes, and free others.
 
@@ -442,9 +270,9 @@ class Driver:
             raise
         except Exception:
             with contextlib.suppress(Exception):
-                await self._configure_all(self._configuration)
+                await self._configure_all(self.configuration)
             raise
-        self._configuration = configuration
+        self.configuration = configuration
         for token_ids, adapter in configuration.prefixes:
             self.router.computed_everywhere(adapter, TokenSequence.of(token_ids))
 
@@ -459,29 +287,23 @@ class Driver:
                 await self._has_changed.wait()
                 self.raise_if_dead()
                 continue
-            errors = await asyncio.gather(
-                *(self._configure(link, configuration) for link in stale)
-            )
-            for error in errors:
+            calls = [self._configure(link, configuration) for link in stale]
+            for error in await asyncio.gather(*calls, return_exceptions=True):
                 if error is not None:
                     raise error
 
-    async def _configure(
-        self, link: ReplicaLink, configuration: Configuration
-    ) -> Exception | None:
-        """Configure a replica and return the engine's error; stop if the replica is lost."""
+    async def _configure(self, link: ReplicaLink, configuration: Configuration) -> None:
+        """Configure a replica and raise the engine's error; stop if the replica is lost."""
         call = asyncio.ensure_future(link.call("configure", link.session, *configuration))
         await asyncio.wait([call, link.lost], return_when=asyncio.FIRST_COMPLETED)
         if link.lost.done():
             call.cancel()
         elif isinstance(error := call.exception(), RayTaskError):
-            cause = unwrap_error(error)
-            return cause if isinstance(cause, Exception) else error
+            raise unwrap_error(error)
         elif error is not None or call.result() is False:
             link.mark_lost(error or EngineError("the replica ended the session"))
         else:
             link.configuration = configuration
-        return None
 
     # -- replicas ---------------------------------------------------------------------
 
@@ -490,7 +312,12 @@ class Driver:
         if self.died is not None:
             raise EngineDiedError(*self.died.args) from self.died.__cause__
 
-    async def _start(self) -> dict[str, Any]:
+    async def start(self) -> dict[str, Any]:
+        """Attach the loaded replicas and return the description of one of them.
+
+        Raises:
+            GenlmError: A replica refuses this program, or has ended, or does not respond.
+        """
         descriptions = await asyncio.gather(*map(self._attach, self.links))
         self._tasks = [asyncio.create_task(self._keep_attached(link)) for link in self.links]
         self._tasks.append(asyncio.create_task(self._watch_head()))
@@ -501,19 +328,27 @@ class Driver:
 
         A configuration that the replicas are loading is current when all have loaded it.
         """
-        while True:
-            session, configuration = uuid.uuid4().hex, self._configuration
-            try:
-                description: dict[str, Any] = await link.call(
-                    "attach", self._name, session, *configuration
-                )
-            except ActorUnavailableError:  # Ray is restarting it
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if configuration is self._configuration:
-                break
-        link.configuration = configuration
-        link.begin(session, next(self._numbers), description)
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                while True:
+                    session, configuration = uuid.uuid4().hex, self.configuration
+                    try:
+                        description: dict[str, Any] = await link.call(
+                            "attach", self._name, session, *configuration
+                        )
+                    except ActorUnavailableError:  # Ray is restarting it
+                        await asyncio.sleep(_RETRY_S)
+                        continue
+                    if configuration is self.configuration:
+                        break
+        except RayTaskError as error:
+            raise unwrap_error(error) from None
+        except (RayError, TimeoutError) as error:
+            raise ModelLoadError(
+                f"a replica did not accept this program within {self._load_timeout_s:g} s: "
+                f"{_format_error(error)}"
+            ) from error
+        link.begin(session, next(self._numbers), configuration, description)
         self._up[link.number] = link
         self.router.add(link.number)
         self._has_changed.set()
@@ -525,12 +360,9 @@ class Driver:
         try:
             while True:
                 self._handle_loss(link, await self._until_lost(link))
-                await asyncio.wait_for(self._attach(link), self._load_timeout_s)
+                await self._attach(link)
         except Exception as error:  # noqa: BLE001 - Ray cannot restart it
-            cause: Exception = error
-            if isinstance(error, TimeoutError) and not isinstance(error, RayTaskError):
-                cause = TimeoutError(f"not loaded again in {self._load_timeout_s:g} s")
-            self._mark_dead(link, cause)
+            self._mark_dead(link, error)
 
     async def _until_lost(self, link: ReplicaLink) -> BaseException:
         """Ping a replica until its session is lost; return the reason."""
@@ -578,11 +410,10 @@ class Driver:
             self._handle_loss(link, error)
         if not all(link.is_dead for link in self.links) or self.died is not None:
             return
-        cause = unwrap_error(error)
         self.died = EngineDiedError(
-            f"all {len(self.links)} replicas have ended; the last one: {_format_error(cause)}"
+            f"all {len(self.links)} replicas have ended; the last one: {_format_error(error)}"
         )
-        self.died.__cause__ = cause
+        self.died.__cause__ = error
         self._has_changed.set()
         self._on_finished([])
 
@@ -599,9 +430,7 @@ class Driver:
 
 def unwrap_error(error: BaseException) -> BaseException:
     """Return the error that a replica raised, without Ray's wrapper."""
-    if isinstance(error, RayTaskError):
-        return error.cause if isinstance(error.cause, BaseException) else error
-    return error
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def _format_error(error: BaseException) -> str:

@@ -21,8 +21,8 @@ from genlm.plugin import (
     Vocabulary,
 )
 from genlm_ray import cluster, serving
-from genlm_ray.driver import COUNTERS, Configuration, Driver
-from genlm_ray.replica import ReplicaSpec
+from genlm_ray.driver import Driver
+from genlm_ray.link import COUNTERS, Configuration
 from genlm_ray.router import AnyQuery, Router
 
 __all__ = ["RayEngine"]
@@ -99,9 +99,8 @@ class RayEngine:
         self._groups: list[Any] = []
         self._submitted: list[AnyQuery] = []
         self._finished: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
-        is_private = engine is not None
-        cluster.connect(address, ray_opts, default="local" if is_private else "auto")
-        loading = {
+        cluster.connect(address, ray_opts, default="auto" if engine is None else "local")
+        loading: dict[str, Any] = {
             "replicas": replicas,
             "engine_opts": engine_opts,
             "resources": resources,
@@ -109,42 +108,34 @@ class RayEngine:
             "step_timeout_s": step_timeout_s,
             "place_timeout_s": place_timeout_s,
         }
-        loading_options = [option for option, value in loading.items() if value is not None]
+        loading = {option: value for option, value in loading.items() if value is not None}
         if engine is not None:
-            spec = ReplicaSpec(
-                engine,
+            actors, self._groups, _ = serving.load_replicas(
                 model,
-                dict(engine_opts or {}),
-                name="",
-                replicas=2 if replicas is None else replicas,
+                engine,
                 driver_timeout_s=4 * ping_timeout_s,
-                step_timeout_s=3600.0 if step_timeout_s is None else step_timeout_s,
+                load_timeout_s=load_timeout_s,
+                **loading,
             )
-            actors, self._groups = cluster.start_replicas(
-                spec,
-                resources,
-                max_restarts=3 if max_restarts is None else max_restarts,
-                place_timeout_s=60.0 if place_timeout_s is None else place_timeout_s,
-            )
-        elif loading_options:
+        elif loading:
             raise TypeError(
-                f"{', '.join(loading_options)}= for the served model {model!r}, which is "
+                f"{', '.join(loading)}= for the served model {model!r}, which is "
                 f"loaded already; to load private replicas, also pass engine="
             )
         else:
             actors = serving.actors_of(model)
+            serving.wait_until_loaded(actors, load_timeout_s)
         self.driver = Driver(
             actors,
             self.make_router(),
             self._finished.put,
-            is_private=is_private,
+            is_private=engine is not None,
             ping_timeout_s=ping_timeout_s,
             load_timeout_s=load_timeout_s,
             max_in_flight=max_in_flight,
         )
         try:
-            serving.wait_until_loaded(actors, load_timeout_s)
-            self._describe(self.driver.start())
+            self._describe(self.driver.run(self.driver.start()))
         except BaseException:
             self.close()
             raise
@@ -158,10 +149,8 @@ class RayEngine:
                 f"{error}; install the library of its tokenizer in the replicas' version"
             ) from error
         self.max_context: int | None = description["max_context"]
-        self.capabilities = frozenset(map(Capability, description["capabilities"]))
-        self.capability_hints = {
-            Capability(name): hint for name, hint in description["hints"].items()
-        }
+        self.capabilities: frozenset[Capability] = description["capabilities"]
+        self.capability_hints: dict[Capability, str] = description["capability_hints"]
         self.adapters: tuple[str, ...] = description["adapters"]
 
     # -- the protocol of engines ------------------------------------------------------
@@ -221,15 +210,14 @@ class RayEngine:
 
     def statistics(self) -> dict[str, int | float | str]:
         """Return the total token counts, and the statistics of each replica by its index."""
-        links = self.driver.links
-        statistics: dict[str, int | float | str] = {"replicas": len(links)}
+        replicas = [link.statistics() for link in self.driver.links]
+        statistics: dict[str, Any] = {"replicas": len(replicas)}
         for name in COUNTERS:
-            if any(name in link.counts for link in links):
-                statistics[name] = sum(link.counts.get(name, 0) for link in links)
+            if counts := [replica[name] for replica in replicas if name in replica]:
+                statistics[name] = sum(counts)
         statistics["tokens_recomputed"] = self.driver.router.tokens_recomputed
-        for link in links:
-            for name, value in link.statistics().items():
-                statistics[f"replica {link.index}: {name}"] = value
+        for index, replica in enumerate(replicas):
+            statistics |= {f"replica {index}: {name}": replica[name] for name in replica}
         return statistics
 
     # -- adapters and prefixes --------------------------------------------------------

@@ -11,17 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import gc
-import importlib.metadata
 import logging
-import math
 import os
-import platform
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -34,131 +28,17 @@ from genlm.plugin import (
     EvaluationError,
     GenlmError,
     ModelLoadError,
-    find_backend,
     get_backend,
     picklable_error,
 )
 from genlm_ray.router import AnyQuery
 from genlm_ray.session import Prefix, Session, SharedEngine
+from genlm_ray.spec import ReplicaSpec, versions
 from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpack_queries
 
-__all__ = [
-    "UNLIMITED",
-    "Replica",
-    "ReplicaSpec",
-    "ServingLimits",
-    "version_of",
-    "versions",
-]
+__all__ = ["Replica"]
 
 logger = logging.getLogger("genlm.ray")
-
-
-_COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
-
-_MINOR_VERSIONS = frozenset({"python", "torch", "numpy"})
-"""Distributions of which only the major and minor version must be equal."""
-
-
-def version_of(name: str) -> str | None:
-    """Return the version of a distribution that a driver must have in common with its replicas.
-
-    Returns:
-        None if the distribution is not installed.
-    """
-    if name == "python":
-        version = platform.python_version()
-    else:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-    return ".".join(version.split(".")[:2]) if name in _MINOR_VERSIONS else version
-
-
-def versions(engine: str) -> dict[str, str | None]:
-    """Return the versions that drivers and replicas of an engine must have in common."""
-    names = dict.fromkeys((*_COMPARED_DISTRIBUTIONS, find_backend(engine).distribution))
-    return {name: version_of(name) for name in names}
-
-
-@dataclass(frozen=True)
-class ServingLimits:
-    """Resource limits of the programs that share a replica.
-
-    Attributes:
-        clients: Maximum number of concurrent programs.
-        pending_queries: Maximum number of unanswered queries of a program.
-        sequences: Maximum number of sequences in the populations of a program.
-        prefix_tokens: Maximum number of tokens in the cached prefixes of a program.
-        adapters: Maximum number of loaded adapters of a program.
-        reduction_s: Maximum time in seconds of a program's user-defined reductions of a batch
-            of rows or of a part of a text.
-    """
-
-    clients: int = 128
-    pending_queries: int = 8192
-    sequences: int = 2**17
-    prefix_tokens: int = 2**15
-    adapters: int = 8
-    reduction_s: float = 60.0
-
-    def check(self, error: type[Exception], **amounts: int) -> None:
-        """Raise an error of this type if an amount exceeds its limit."""
-        for name, amount in amounts.items():
-            limit = getattr(self, name)
-            if amount > limit:
-                raise error(
-                    f"the served model allows at most {limit} {name.replace('_', ' ')} in a "
-                    f"replica (ServingLimits.{name}), and {amount} are needed"
-                )
-
-
-_NO_LIMIT = sys.maxsize
-
-UNLIMITED = ServingLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT, math.inf)
-"""Limits of a private replica, which has only one program."""
-
-
-@dataclass(frozen=True)
-class ReplicaSpec:
-    """Load options of a replica.
-
-    Attributes:
-        engine: Name of a backend.
-        model: Model id or path for the backend.
-        options: Further options of the backend.
-        name: Name of a served model; `""` for a private replica.
-        replicas: Number of replicas of the model.
-        driver_timeout_s: Time without a message after which a driver is considered dead.
-        step_timeout_s: Maximum duration of an engine step, after which the process ends.
-        limits: Resource limits of each driver.
-
-    Raises:
-        TypeError: The model is an object, which cannot be sent.
-        ValueError: `replicas` is less than 1.
-        PluginError: The backend is not installed.
-    """
-
-    engine: str
-    model: str
-    options: Mapping[str, Any]
-    name: str
-    replicas: int
-    driver_timeout_s: float
-    step_timeout_s: float = 3600.0
-    limits: ServingLimits = UNLIMITED
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str):
-            raise TypeError(
-                f"model is a {type(self.model).__name__}; replicas load models themselves: "
-                f"pass a folder or a name"
-            )
-        if self.replicas < 1:
-            raise ValueError(f"replicas={self.replicas}: expected at least 1")
-        if find_backend(self.engine).name == "ray":
-            raise ModelLoadError("engine='ray' has no replicas; name the engine to replicate")
 
 
 class Replica:
@@ -174,7 +54,6 @@ class Replica:
         self._started_s = time.time()
         self._answered = 0
         self._last_statistics: dict[str, Any] = {}
-        self._engine_adapters: tuple[str, ...] = ()
         self._supervisor: asyncio.Task[None] | None = None
         # Held while adapters and prefixes are loaded and freed: the next session of a driver
         # waits until those of its last session are freed.
@@ -218,7 +97,6 @@ class Replica:
         for name in earlier:
             await self._end_session(name)
         self._spec.limits.check(ModelLoadError, clients=len(self._sessions) + 1)
-        self._engine_adapters = tuple(getattr(engine, "adapters", ()))
         state = Session(driver, shared, self._spec.limits.reduction_s)
         self._sessions[session] = state
         if self._supervisor is None:
@@ -229,13 +107,12 @@ class Replica:
             await self._end_session(session)
             raise
         state.seen_s = time.monotonic()
-        hints = getattr(engine, "capability_hints", {})
         return {
             "vocabulary": ray.cloudpickle.dumps(engine.vocabulary),
             "max_context": engine.max_context,
-            "capabilities": [str(capability) for capability in engine.capabilities],
-            "hints": {str(capability): hint for capability, hint in hints.items()},
-            "adapters": self._engine_adapters,
+            "capabilities": engine.capabilities,
+            "capability_hints": dict(getattr(engine, "capability_hints", {})),
+            "adapters": tuple(getattr(engine, "adapters", ())),
             "statistics": self._statistics(),
             "pid": os.getpid(),
             "pending_queries": self._spec.limits.pending_queries,
@@ -300,16 +177,7 @@ class Replica:
             state = self._sessions.get(session)
             if state is None:
                 return False
-            await self._load_adapters(state, adapters)
-            freed = [prefix for prefix in state.prefixes if prefix not in distinct]
-            for prefix in freed:
-                del state.prefixes[prefix]
-            if any(adapter in {None, *adapters} for _, adapter in freed):
-                await self._recompute_prefixes()
-            for prefix in distinct:
-                if prefix not in state.prefixes:
-                    await self._cache_prefix(state, prefix)
-                    state.prefixes[prefix] = None
+            await self._load(state, adapters, distinct)
             return session in self._sessions  # otherwise `_end_session` waits to free them
 
     async def describe(self) -> dict[str, Any]:
@@ -374,25 +242,32 @@ class Replica:
             logger.exception("the engine's statistics raised")
         return self._last_statistics
 
-    async def _load_adapters(self, state: Session, adapters: Mapping[str, str]) -> None:
+    async def _load(
+        self, state: Session, adapters: Mapping[str, str], prefixes: Collection[Prefix]
+    ) -> None:
+        """Load the missing adapters and prefixes of a session, and free the others."""
         for name in [name for name in state.adapters if name not in adapters]:
             del state.adapters[name]
-            await self._remove_adapter(state, name)
+            engine_name = self._engine_adapter_name(state, name)
+            try:
+                if hasattr(self._shared.engine, "remove_adapter"):
+                    await self._call_engine("remove_adapter", engine_name)
+            except Exception:  # the adapter stays loaded; others are freed
+                logger.exception("freeing the adapter %r raised", name)
         for name, path in adapters.items():
             if name not in state.adapters:
-                await self._call_engine(
-                    "add_adapter", self._engine_adapter_name(state, name), path
-                )
+                engine_name = self._engine_adapter_name(state, name)
+                await self._call_engine("add_adapter", engine_name, path)
                 state.adapters[name] = path
-
-    async def _remove_adapter(self, state: Session, name: str) -> None:
-        try:
-            if hasattr(self._shared.engine, "remove_adapter"):
-                await self._call_engine(
-                    "remove_adapter", self._engine_adapter_name(state, name)
-                )
-        except Exception:  # the adapter stays loaded; others are freed
-            logger.exception("freeing the adapter %r raised", name)
+        freed = [prefix for prefix in state.prefixes if prefix not in prefixes]
+        for prefix in freed:
+            del state.prefixes[prefix]
+        if freed:
+            await self._recompute_prefixes()
+        for prefix in prefixes:
+            if prefix not in state.prefixes:
+                await self._cache_prefix(state, prefix)
+                state.prefixes[prefix] = None
 
     async def _cache_prefix(self, state: Session, prefix: Prefix) -> None:
         token_ids, adapter = prefix
@@ -412,7 +287,7 @@ class Replica:
 
     def _engine_adapter_name(self, state: Session, name: str | None) -> str | None:
         """Return the engine's name of a driver's adapter, which is unique among drivers."""
-        if name is None or name in self._engine_adapters:
+        if name is None or name in getattr(self._shared.engine, "adapters", ()):
             return name
         return f"{name}-{state.driver}"
 
@@ -433,14 +308,16 @@ class Replica:
         finally:
             if message.released is not None:
                 names, sequences = message.released
-                for name, sequence in zip(names, sequences.unpack(), strict=True):
-                    self._shared.scheduler.release(
+                self._shared.scheduler.release(
+                    [
                         (self._engine_adapter_name(state, name), sequence.key)
-                    )
+                        for name, sequence in zip(names, sequences.unpack(), strict=True)
+                    ]
+                )
 
     def _unpack(self, state: Session, message: ReplicaRequest) -> list[AnyQuery]:
         """Return the queries of a message, if they are within the driver's limits."""
-        groups, added = message.groups, message.count + len(message.groups)
+        groups, added = message.groups, len(message.queries.query_ids) + len(message.groups)
         sequences = sum(group.size for group in groups)
         pending = state.unanswered + len(state.finished)
         self._spec.limits.check(
@@ -452,15 +329,14 @@ class Replica:
             query
             if query.adapter is None
             else query.replace(adapter=self._engine_adapter_name(state, query.adapter))
-            for query in unpack_queries(message)
+            for query in unpack_queries(message.queries)
             if not state.was_aborted(query.query_id)
         ]
-        lease = functools.partial(_ContextLease, self._shared.scheduler.release)
         for group in groups:
             if state.was_aborted(group.query_id):
                 continue
             adapter = self._engine_adapter_name(state, group.adapter)
-            queries.append(state.generations.group(group, adapter, lease))
+            queries.append(state.generations.group(group, adapter, self._shared.lease))
         return queries
 
     async def _end_session(self, session: str) -> None:
@@ -469,13 +345,10 @@ class Replica:
             return
         state.end()
         async with self._loading:
-            for name in state.adapters:
-                await self._remove_adapter(state, name)
-            if state.prefixes:
-                try:
-                    await self._recompute_prefixes()
-                except Exception:  # prefixes stay cached; other sessions are not affected
-                    logger.exception("freeing the prefixes of a program raised")
+            try:
+                await self._load(state, {}, ())
+            except Exception:  # prefixes stay cached; other sessions are not affected
+                logger.exception("freeing the prefixes of a program raised")
 
     async def _supervise(self) -> None:
         """End sessions of silent drivers, and the process if the engine has ended."""
@@ -492,19 +365,6 @@ class Replica:
         """End the process if the engine's thread has ended; Ray starts a new process."""
         if self._shared.scheduler.closed:
             _exit(EngineDiedError("the engine's thread has ended"))
-
-
-class _ContextLease:
-    """Releases the engine's state of a population's contexts when it is deleted."""
-
-    def __init__(
-        self, release: Callable[[Any], None], contexts: list[tuple[str | None, bytes]]
-    ) -> None:
-        self._release, self._contexts = release, contexts
-
-    def __del__(self) -> None:
-        for context in self._contexts:
-            self._release(context)
 
 
 def _exit(cause: BaseException) -> None:

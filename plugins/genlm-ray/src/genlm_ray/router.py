@@ -16,6 +16,7 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from genlm.plugin import GroupQuery, Query, TokenSequence
 from genlm_ray.wire import PlacedGeneration
 
-__all__ = ["AnyQuery", "Context", "RoutedQuery", "Router"]
+__all__ = ["AnyQuery", "Context", "RoutedQuery", "Router", "row_count"]
 
 AnyQuery = Query | GroupQuery
 
@@ -80,6 +81,7 @@ class Context:
         return self.length
 
 
+@dataclass(slots=True, eq=False)
 class RoutedQuery:
     """A query, its context, the context that it continues, and its replica.
 
@@ -88,34 +90,28 @@ class RoutedQuery:
         order: Number of earlier queries.
         context: The query's context; None for a population.
         parent: The longest known prefix of the context; None if there is none.
-        tokens: Number of rows that are computed for the query, without those of its context.
         replica: The assigned replica, -1 while the query waits.
         cost: The query's share of the replica's work.
         placed: State of the population's generation after the query.
         sampled: State of the generation of the result.
     """
 
-    __slots__ = (
-        *("context", "cost", "order", "parent", "placed", "query", "replica"),
-        *("sampled", "tokens"),
-    )
+    query: AnyQuery
+    order: int
+    context: Context | None
+    parent: Context | None
+    replica: int = -1
+    cost: float = 0.0
+    placed: PlacedGeneration | None = None
+    sampled: PlacedGeneration | None = None
 
-    def __init__(
-        self, query: AnyQuery, order: int, context: Context | None, parent: Context | None
-    ) -> None:
-        self.query = query
-        self.order = order
-        self.context = context
-        self.parent = parent
-        self.tokens = 1
-        if isinstance(query, GroupQuery):
-            self.tokens = len(query.wanted)
-            if query.sampling is not None:
-                self.tokens *= int(np.max(query.sampling.max_tokens))
-        self.replica = -1
-        self.cost = 0.0
-        self.placed: PlacedGeneration | None = None
-        self.sampled: PlacedGeneration | None = None
+
+def row_count(query: AnyQuery) -> int:
+    """Return the number of rows that are computed for a query, without those of its context."""
+    if isinstance(query, GroupQuery):
+        length = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
+        return len(query.wanted) * length
+    return 1 + len(query.targets)
 
 
 class Router:
@@ -125,6 +121,8 @@ class Router:
         max_contexts: Maximum number of contexts; the least recently used are evicted.
 
     Attributes:
+        work: Pending work in rows, by replica.
+        in_flight: Number of sent queries, by replica.
         tokens_requested: Number of tokens that queries added to known contexts.
         tokens_recomputed: Number of tokens that a further replica was assigned to compute.
     """
@@ -135,23 +133,13 @@ class Router:
         self._order = itertools.count()
         self._waiting: dict[int, RoutedQuery] = {}  # by query id, oldest first
         self._sent: dict[int, RoutedQuery] = {}
-        self._in_flight: Counter[int] = Counter()  # sent queries by replica
-        self._work: dict[int, float] = {}
+        self.in_flight: Counter[int] = Counter()
+        self.work: dict[int, float] = {}
         self._work_heap: list[tuple[float, int]] = []  # may contain outdated items
         self._budget_used = 0
         self.tokens_requested = self.tokens_recomputed = 0
 
     # -- replicas ---------------------------------------------------------------------
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """Replicas to which queries are assigned."""
-        return tuple(self._work)
-
-    @property
-    def work(self) -> dict[int, float]:
-        """Pending work in rows by replica."""
-        return dict(self._work)
 
     def add(self, replica: int) -> None:
         """Add a replica that has computed nothing. Numbers of replicas are never reused."""
@@ -159,7 +147,7 @@ class Router:
 
     def reassign_from(self, replica: int) -> None:
         """Remove a replica; its queries wait again, in the order of submission."""
-        del self._work[replica], self._in_flight[replica]
+        del self.work[replica], self.in_flight[replica]
         requeued = [routed for routed in self._sent.values() if routed.replica == replica]
         for routed in requeued:
             routed.replica, routed.placed, routed.sampled = -1, None, None
@@ -224,13 +212,9 @@ class Router:
         if routed is None or (replica is not None and routed.replica != replica):
             return None
         del self._sent[query_id]
-        self._in_flight[routed.replica] -= 1
-        self._set_work(routed.replica, self._work[routed.replica] - routed.cost)
+        self.in_flight[routed.replica] -= 1
+        self._set_work(routed.replica, self.work[routed.replica] - routed.cost)
         return routed
-
-    def in_flight(self, replica: int) -> int:
-        """Return the number of queries that were sent to a replica."""
-        return self._in_flight[replica]
 
     def __len__(self) -> int:
         """Number of unanswered queries."""
@@ -241,7 +225,7 @@ class Router:
     def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Record that every replica has computed a prefix."""
         context = self._get_or_add_context(adapter, sequence, (adapter, sequence.key), None)
-        context.replicas |= dict.fromkeys(self._work)
+        context.replicas |= dict.fromkeys(self.work)
 
     def release(self, adapter: str | None, key: bytes) -> Context | None:
         """Remove and return a context that the program dropped, if it is known."""
@@ -307,12 +291,12 @@ class Router:
         """
         idlest = self._least_loaded()
         if idlest not in room:
-            idlest = min(room, key=self._work.__getitem__)
-        routed.cost = routed.tokens
+            idlest = min(room, key=self.work.__getitem__)
+        rows = routed.cost = row_count(routed.query)
         if isinstance(routed.query, GroupQuery):
             base = routed.query.generation.with_state()
             state = None if base is None else base.state
-            is_placed = isinstance(state, PlacedGeneration) and state.replica in self._work
+            is_placed = isinstance(state, PlacedGeneration) and state.replica in self.work
             return state.replica if is_placed and state is not None else idlest
         context, parent = routed.context, routed.parent
         assert context is not None  # noqa: S101 - only populations have none
@@ -323,8 +307,8 @@ class Router:
             return idlest
         missing = parent.missing_in(idlest)
         # Balancing the work of two replicas saves half of the difference.
-        difference = self._work[holder] - self._work[idlest]
-        if difference <= routed.tokens + 2 * TOKEN_COST * missing / siblings:
+        difference = self.work[holder] - self.work[idlest]
+        if difference <= rows + 2 * TOKEN_COST * missing / siblings:
             return holder
         if missing and siblings < MIN_SHARED_QUERIES:
             if self._budget_used + missing > MAX_RECOMPUTED * self.tokens_requested:
@@ -343,19 +327,19 @@ class Router:
             if preferred in context.replicas:
                 return preferred
             holders = itertools.islice(
-                (replica for replica in context.replicas if replica in self._work), MAX_HOLDERS
+                (replica for replica in context.replicas if replica in self.work), MAX_HOLDERS
             )
-            holder = min(holders, key=self._work.__getitem__, default=None)
+            holder = min(holders, key=self.work.__getitem__, default=None)
             if holder is not None:
                 return holder
             context = context.fork
         return None
 
     def _least_loaded(self) -> int:
-        if len(self._work_heap) > 16 * len(self._work) + 64:
-            self._work_heap = [(work, replica) for replica, work in self._work.items()]
+        if len(self._work_heap) > 16 * len(self.work) + 64:
+            self._work_heap = [(work, replica) for replica, work in self.work.items()]
             heapq.heapify(self._work_heap)
-        while self._work.get(self._work_heap[0][1]) != self._work_heap[0][0]:
+        while self.work.get(self._work_heap[0][1]) != self._work_heap[0][0]:
             heapq.heappop(self._work_heap)
         return self._work_heap[0][1]
 
@@ -369,9 +353,9 @@ class Router:
             parent.replicas[replica] = None
         del self._waiting[routed.query.query_id]
         self._sent[routed.query.query_id] = routed
-        self._in_flight[replica] += 1
-        self._set_work(replica, self._work[replica] + routed.cost)
+        self.in_flight[replica] += 1
+        self._set_work(replica, self.work[replica] + routed.cost)
 
     def _set_work(self, replica: int, work: float) -> None:
-        self._work[replica] = max(0.0, work)
-        heapq.heappush(self._work_heap, (self._work[replica], replica))
+        self.work[replica] = max(0.0, work)
+        heapq.heappush(self._work_heap, (self.work[replica], replica))

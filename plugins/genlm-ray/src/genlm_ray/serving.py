@@ -8,15 +8,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
 
 from genlm.plugin import GenlmError, ModelLoadError
 from genlm_ray import cluster
-from genlm_ray.replica import ReplicaSpec, ServingLimits, version_of
+from genlm_ray.spec import UNLIMITED, ReplicaSpec, ServingLimits, version_of
 
 __all__ = [
     "ServingLimits",
     "actors_of",
     "kill",
+    "load_replicas",
     "serve",
     "served",
     "stop",
@@ -71,32 +73,63 @@ def serve(
         ModelLoadError: No cluster was named, the name exists, the cluster lacks the
             resources, or the model cannot be loaded; no replica remains.
     """
-    _check_name(name)
-    spec = ReplicaSpec(
-        engine,
-        model,
-        dict(engine_opts or {}),
-        name,
-        replicas,
-        driver_timeout_s,
-        step_timeout_s,
-        limits or ServingLimits(),
-    )
+    if not name or "/" in name:
+        raise ValueError(f"name={name!r}: expected a name without '/'")
     cluster.connect(address, ray_opts, default=None)
     if name in _served_indices() or cluster.reservations(name):
         raise ModelLoadError(
             f"this cluster already serves {name!r}, or its replicas have died and are not "
             f"removed; choose another name, or end it: genlm serve --stop --name {name}"
         )
+    _, _, descriptions = load_replicas(
+        model,
+        engine,
+        name=name,
+        replicas=replicas,
+        engine_opts=engine_opts,
+        resources=resources,
+        max_restarts=max_restarts,
+        limits=limits or ServingLimits(),
+        driver_timeout_s=driver_timeout_s,
+        step_timeout_s=step_timeout_s,
+        load_timeout_s=load_timeout_s,
+        place_timeout_s=place_timeout_s,
+    )
+    return [
+        {**description, "state": "up", "replica": index}
+        for index, description in enumerate(descriptions)
+    ]
+
+
+def load_replicas(
+    model: str,
+    engine: str,
+    *,
+    driver_timeout_s: float,
+    load_timeout_s: float,
+    name: str = "",
+    replicas: int = 2,
+    engine_opts: Mapping[str, Any] | None = None,
+    resources: cluster.Resources | None = None,
+    max_restarts: int = 3,
+    limits: ServingLimits = UNLIMITED,
+    step_timeout_s: float = 3600.0,
+    place_timeout_s: float = 60.0,
+) -> tuple[list[Any], list[PlacementGroup], list[dict[str, Any]]]:
+    """Load private replicas, or those of a served model, or raise and leave none.
+
+    Returns:
+        The actors, their reservations and their descriptions.
+    """
+    options = dict(engine_opts or {})
+    spec = ReplicaSpec(
+        *(engine, model, options, name, replicas, driver_timeout_s, step_timeout_s, limits)
+    )
     actors, groups = cluster.start_replicas(
         spec, resources, max_restarts=max_restarts, place_timeout_s=place_timeout_s
     )
     try:
-        descriptions = wait_until_loaded(actors, load_timeout_s)
-        return [
-            {**description, "state": "up", "replica": index}
-            for index, description in enumerate(descriptions)
-        ]
+        return actors, groups, wait_until_loaded(actors, load_timeout_s)
     except BaseException:
         for actor in actors:
             kill(actor)
@@ -236,8 +269,3 @@ def _actors(name: str, indices: Iterable[int]) -> dict[int, Any]:
         with contextlib.suppress(ValueError):
             actors[index] = ray.get_actor(f"{name}/{index}", cluster.NAMESPACE)
     return actors
-
-
-def _check_name(name: str) -> None:
-    if not name or "/" in name:
-        raise ValueError(f"name={name!r}: expected a name without '/'")

@@ -1,8 +1,8 @@
 """`Session`: the queries, adapters and prefixes of one driver in a replica.
 
 `SharedEngine` is the replica's engine on the core's scheduler. Sessions share it by requested
-tokens: while several sessions have queries, few queries are in the engine at a time, and the
-next query is that of the session with the fewest tokens so far. Sessions run on the replica's
+rows: while several sessions have queries, few queries are in the engine at a time, and the
+next query is that of the session with the fewest rows so far. Sessions run on the replica's
 event loop.
 """
 
@@ -18,11 +18,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from genlm import EngineError
 from genlm.plugin import (
     Completion,
+    ContextLease,
     Engine,
     EvaluationError,
     GroupQuery,
@@ -33,7 +32,7 @@ from genlm.plugin import (
     with_groups,
 )
 from genlm_ray.client_reductions import SHARED_ROWS, ClientEngine, has_client_code
-from genlm_ray.router import AnyQuery
+from genlm_ray.router import AnyQuery, row_count
 from genlm_ray.wire import Generations
 
 __all__ = ["Prefix", "Session", "SharedEngine"]
@@ -55,6 +54,10 @@ class SharedEngine:
         build: Function that builds the engine; called on the engine's thread.
         step_timeout_s: Maximum duration of a step, after which the process ends; None for no
             limit.
+
+    Attributes:
+        scheduler: Scheduler of the engine.
+        lease: `GroupQuery.lease` of the populations of all sessions.
     """
 
     def __init__(self, build: Callable[[], Engine], step_timeout_s: float | None) -> None:
@@ -65,6 +68,7 @@ class SharedEngine:
         self.scheduler: Scheduler[Any] = Scheduler(
             build_engine, release=_release, name="genlm-replica"
         )
+        self.lease = functools.partial(ContextLease, on_drop=self.scheduler.release)
         self._query_ids = itertools.count()
         self._busy: dict[Session, None] = {}  # sessions with queries
 
@@ -88,15 +92,15 @@ class SharedEngine:
         if not session.unanswered:
             self._busy.pop(session, None)
         elif session not in self._busy:  # idle sessions accumulate no share
-            least = min((other.tokens for other in self._busy), default=0.0)
-            session.tokens = max(session.tokens, least)
+            least = min((other.rows for other in self._busy), default=0)
+            session.rows = max(session.rows, least)
             self._busy[session] = None
         room = math.inf
         if len(self._busy) > 1:
             room = SHARED_ROWS - sum(len(other.running) for other in self._busy)
         waiting_sessions = [other for other in self._busy if other.waiting]
         while waiting_sessions and room > 0:
-            first = min(waiting_sessions, key=lambda other: other.tokens)
+            first = min(waiting_sessions, key=lambda other: other.rows)
             first.submit_next()
             room -= 1
             if not first.waiting:
@@ -120,7 +124,7 @@ class Session:
         seen_s: `time.monotonic()` of the driver's last call; infinite while it attaches.
         waiting: Queries that were not submitted to the engine's scheduler, by id.
         running: Queries that were submitted.
-        tokens: Number of tokens computed for the session; at least the minimum of the other
+        rows: Number of rows computed for the session; at least the minimum of the other
             sessions when it became busy.
     """
 
@@ -134,7 +138,7 @@ class Session:
         self.seen_s = math.inf
         self.waiting: dict[int, AnyQuery] = {}
         self.running: Running = {}
-        self.tokens = 0.0
+        self.rows = 0
         self._aborted_early: OrderedDict[int, None] = OrderedDict()
         self._shared = shared
         self._reduction_s = reduction_s
@@ -192,7 +196,7 @@ class Session:
         self, query: AnyQuery, scheduler: Scheduler[Any], scheduler_id: int, running: Running
     ) -> None:
         """Submit a query to a scheduler under the scheduler's id of it."""
-        self.tokens += _token_cost(query)
+        self.rows += row_count(query)
         try:
             request = scheduler.submit(_submissions(query, scheduler_id))
         except EngineError as error:  # the engine's thread has ended
@@ -268,17 +272,9 @@ def _submissions(query: AnyQuery, query_id: int) -> list[tuple[AnyQuery, Any, An
     return [(renumbered, query_id, output) for output in query.outputs]
 
 
-def _token_cost(query: AnyQuery) -> int:
-    """Return the cost of a query in tokens: rows, targets or tokens of continuations."""
-    if isinstance(query, GroupQuery):
-        length = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
-        return len(query.wanted) * length
-    return 1 + len(query.targets)
-
-
-def _release(engine: Any, contexts: list[tuple[str | None, bytes]]) -> None:
+def _release(engine: Any, leases: list[Sequence[tuple[str | None, bytes]]]) -> None:
     if hasattr(engine, "release_context"):
-        call_each(engine.release_context, contexts)
+        call_each(engine.release_context, itertools.chain.from_iterable(leases))
 
 
 class _StepWatchdog:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ from genlm.plugin import (
 __all__ = [
     "TRANSPORT",
     "Generations",
-    "Lease",
     "PackedGroup",
+    "PackedQueries",
     "PlacedGeneration",
     "ReplicaRequest",
     "ReplicaResponse",
@@ -46,12 +47,64 @@ __all__ = [
 TRANSPORT = Transport("a replica", ray.cloudpickle.dumps)
 """Packs reductions and results; classes of a program's main module are sent by value."""
 
-_ROW_ONLY = (None,)
-
 _Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
-Lease = Callable[[list[tuple[str | None, bytes]]], object]
-"""Type of `GroupQuery.lease`."""
+
+# -- single queries -------------------------------------------------------------------
+
+
+class PackedQueries(NamedTuple):
+    """Columns of queries for single sequences.
+
+    Attributes:
+        query_ids: Ids of the queries.
+        sequences: Their sequences.
+        adapters: `Query.adapter`.
+        targets: `Query.targets`.
+        counts: Number of outputs of each query.
+        outputs: The packed outputs of all queries.
+    """
+
+    query_ids: list[int]
+    sequences: PackedSequences
+    adapters: list[str | None]
+    targets: list[tuple[int, ...]]
+    counts: list[int]
+    outputs: bytes
+
+
+def pack_queries(queries: Sequence[Query]) -> PackedQueries:
+    """Pack queries for single sequences."""
+    outputs = [query.outputs for query in queries]
+    return PackedQueries(
+        [query.query_id for query in queries],
+        pack_sequences(query.sequence for query in queries),
+        [query.adapter for query in queries],
+        [query.targets for query in queries],
+        list(map(len, outputs)),
+        TRANSPORT.pack_outputs(list(itertools.chain(*outputs))),
+    )
+
+
+def unpack_queries(packed: PackedQueries) -> list[Query]:
+    """Unpack queries for single sequences."""
+    query_ids, sequences, adapters, targets, counts, outputs = packed
+    unpacked = iter(TRANSPORT.unpack_outputs(outputs))
+    return [
+        Query(
+            query_id,
+            sequence,
+            adapter,
+            outputs=tuple(itertools.islice(unpacked, count)),
+            targets=query_targets,
+        )
+        for query_id, sequence, adapter, query_targets, count in zip(
+            query_ids, sequences.unpack(), adapters, targets, counts, strict=True
+        )
+    ]
+
+
+# -- populations ----------------------------------------------------------------------
 
 
 class PackedGroup(NamedTuple):
@@ -61,27 +114,26 @@ class PackedGroup(NamedTuple):
         query_id: Id of the query.
         number: Number of the query's generation, under which the replica stores it.
         base: Number of a generation that the replica has and that the query's generation equals
-            or extends; -1 if there is none.
-        first: Sequences of the first lineage if `base` is -1.
+            or extends; None if there is none.
+        first: Sequences of the first lineage if `base` is None.
         steps: Ancestors and token ids of each lineage after that of `base` or the first, int32.
         wanted: `GroupQuery.wanted`, int32.
         row_of: `GroupQuery.row_of`, int32.
-        output: The packed reduction, or the pickled `GroupQuery.sampling`.
+        reduction: The packed `GroupQuery.reduction`, None with `sampling`.
         adapter: `GroupQuery.adapter`.
-        sampled: Number of the generation of the result, under which the replica stores it; -1
-            without `sampling`.
+        sampling: `GroupQuery.sampling`.
     """
 
     query_id: int
     number: int
-    base: int
+    base: int | None
     first: PackedSequences
     steps: list[tuple[_Int32Array, _Int32Array]]
     wanted: _Int32Array
     row_of: _Int32Array
-    output: bytes
+    reduction: bytes
     adapter: str | None
-    sampled: int
+    sampling: GroupSampling | None
 
     @property
     def size(self) -> int:
@@ -89,139 +141,52 @@ class PackedGroup(NamedTuple):
         return len(self.first.tails) + sum(len(tokens) for _, tokens in self.steps)
 
 
-@dataclass
-class ReplicaRequest:
-    """A message to a replica.
-
-    Attributes:
-        queries: Pickled columns of single queries: ids, sequences, numbers of outputs, the
-            packed outputs of all queries, and by place the adapter and targets of the queries
-            that have either.
-        count: Number of single queries.
-        groups: Queries of populations.
-        aborted: Ids of queries to drop.
-        dropped: Numbers of generations that later messages do not use.
-        released: Sequences whose state the engine may drop, and their adapters.
-    """
-
-    queries: bytes = b""
-    count: int = 0
-    groups: list[PackedGroup] = field(default_factory=list)
-    aborted: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    released: tuple[list[str | None], PackedSequences] | None = None
-
-
-class ReplicaResponse(NamedTuple):
-    """A message from a replica.
-
-    Attributes:
-        packed: Completions of finished queries.
-        statistics: Statistics of the engine.
-    """
-
-    packed: PackedCompletions
-    statistics: dict[str, Any]
-
-
-# -- single queries -------------------------------------------------------------------
-
-
-def pack_queries(queries: Sequence[Query]) -> ReplicaRequest:
-    """Pack queries for single sequences."""
-    counts: list[int] = []
-    packed = b""
-    outputs = [query.outputs for query in queries]
-    if any(query_outputs != _ROW_ONLY for query_outputs in outputs):
-        counts = list(map(len, outputs))
-        packed = TRANSPORT.pack_outputs(list(itertools.chain(*outputs)))
-    extras = {
-        place: (query.adapter, query.targets)
-        for place, query in enumerate(queries)
-        if query.adapter is not None or query.targets
-    }
-    sequences = pack_sequences(query.sequence for query in queries)
-    # Pickling few objects is faster than pickling many.
-    columns = [query.query_id for query in queries], sequences, counts, packed, extras
-    return ReplicaRequest(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL), len(queries))
-
-
-def unpack_queries(message: ReplicaRequest) -> list[Query]:
-    """Unpack the queries for single sequences."""
-    if not message.queries:
-        return []
-    query_ids, sequences, counts, packed, extras = pickle.loads(message.queries)  # noqa: S301 - Ray pickles messages too
-    outputs: list[Any] = [_ROW_ONLY] * len(query_ids)
-    if counts:
-        flat = iter(TRANSPORT.unpack_outputs(packed))
-        outputs = [tuple(itertools.islice(flat, count)) for count in counts]
-    queries = []
-    rows = zip(query_ids, sequences.unpack(), outputs, strict=True)
-    for place, (query_id, sequence, query_outputs) in enumerate(rows):
-        adapter, targets = extras.get(place, (None, ()))
-        queries.append(
-            Query(query_id, sequence, adapter, outputs=query_outputs, targets=targets)
-        )
-    return queries
-
-
-# -- populations ----------------------------------------------------------------------
-
-
 class PlacedGeneration:
     """State of a generation in the driver: its replica, and its number in that replica.
 
-    It is deleted on any thread, with the last population that refers to it. The number is then
-    appended to `dropped`, whose `append` is atomic.
+    The number is the id of the query with which the generation was sent, or `~id` for the
+    generation of the result of a query with `sampling`. The state is deleted on any thread,
+    with the last population that refers to it. The number is then appended to `dropped`, whose
+    `append` is atomic.
     """
 
     __slots__ = ("_dropped", "number", "replica")
 
-    def __init__(self, replica: int, number: int, dropped: Any) -> None:
+    def __init__(self, replica: int, number: int, dropped: deque[int]) -> None:
         self.replica, self.number, self._dropped = replica, number, dropped
 
     def __del__(self) -> None:
         self._dropped.append(self.number)
 
 
-def pack_group(
-    group: GroupQuery, number: int, base_state: PlacedGeneration | None, sampled: int
-) -> PackedGroup:
+def pack_group(group: GroupQuery, base: Generation | None) -> PackedGroup:
     """Pack the query of a population.
 
     Args:
         group: The query.
-        number: Number of the query's generation in later messages.
-        base_state: State of the nearest earlier generation that the replica has, or of the
-            query's generation; None if there is none.
-        sampled: Number of the generation of the result if the query has `sampling`.
+        base: The query's generation or an earlier one, if the replica has it: its state is a
+            `PlacedGeneration`.
     """
-    base_lineage: Lineage | None = None
-    if base_state is not None:
-        base = group.generation.with_state()
-        base_lineage = None if base is None else base.lineage
     steps: list[tuple[_Int32Array, _Int32Array]] = []
+    base_number: Any = None if base is None else base.state.number
+    base_lineage = None if base is None else base.lineage
     lineage = group.generation.lineage
     while lineage is not base_lineage and lineage.parent is not None:
         steps.append((lineage.ancestors.astype(np.int32), lineage.token_ids.astype(np.int32)))
         lineage = lineage.parent
     first = range(0 if lineage is base_lineage else len(lineage))
     steps.reverse()
-    if group.sampling is None:
-        output = TRANSPORT.pack_outputs([group.reduction])
-    else:
-        output = pickle.dumps(group.sampling, pickle.HIGHEST_PROTOCOL)
     return PackedGroup(
         group.query_id,
-        number,
-        -1 if base_state is None else base_state.number,
+        base_number if base is group.generation else group.query_id,
+        base_number,
         pack_sequences(map(lineage.sequence, first)),
         steps,
         group.wanted.astype(np.int32),
         group.row_of.astype(np.int32),
-        output,
+        TRANSPORT.pack_outputs([group.reduction if group.sampling is None else None]),
         group.adapter,
-        sampled,
+        group.sampling,
     )
 
 
@@ -245,10 +210,10 @@ class Generations:
 
     def __init__(self) -> None:
         self._by_number: dict[int, tuple[Generation, int]] = {}
-        self._sampling: dict[int, tuple[int, GroupQuery]] = {}  # by query id
+        self._sampling: dict[int, GroupQuery] = {}  # by query id
         self.sequences = 0
 
-    def group(self, packed: PackedGroup, adapter: str | None, lease: Lease) -> GroupQuery:
+    def group(self, packed: PackedGroup, adapter: str | None, lease: Any) -> GroupQuery:
         """Unpack the query of a population.
 
         Args:
@@ -261,12 +226,7 @@ class Generations:
         """
         if packed.number != packed.base:
             self._add(packed.number, self._unpack_generation(packed), packed.size)
-        reduction: Any = None
-        sampling: GroupSampling | None = None
-        if packed.sampled >= 0:
-            sampling = pickle.loads(packed.output)  # noqa: S301 - see `unpack_queries`
-        else:
-            [reduction] = TRANSPORT.unpack_outputs(packed.output)
+        [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
         group = GroupQuery(
             packed.query_id,
             self._by_number[packed.number][0],
@@ -275,15 +235,15 @@ class Generations:
             reduction,
             adapter,
             lease,
-            sampling,
+            packed.sampling,
         )
-        if packed.sampled >= 0:
-            self._sampling[packed.query_id] = packed.sampled, group
+        if packed.sampling is not None:
+            self._sampling[packed.query_id] = group
         return group
 
     def finish(self, query_id: int, result: Any = None) -> Any:
         """Store the generation of a sample; return a query's result without it."""
-        number, group = self._sampling.pop(query_id, (0, None))
+        group = self._sampling.pop(query_id, None)
         if group is None or not isinstance(result, SampledGroup):
             return result
         generation, lineage = result.generation, result.generation.lineage
@@ -293,7 +253,7 @@ class Generations:
             assert group.sampling is not None  # noqa: S101 - the result is a sample
             ids = result.token_ids.numpy()
             generation, _ = group.generation.extended(group.sampling.places, ids)
-        self._add(number, generation, result.token_ids.numel())
+        self._add(~query_id, generation, result.token_ids.numel())
         unset: Any = None  # the driver extends its generation in the same way
         return result._replace(generation=unset, places=unset)
 
@@ -308,7 +268,7 @@ class Generations:
 
     def _unpack_generation(self, packed: PackedGroup) -> Generation:
         base: Generation | None = None
-        if packed.base >= 0:
+        if packed.base is not None:
             base, _ = self._by_number[packed.base]
             lineage = base.lineage
         else:
@@ -318,3 +278,46 @@ class Generations:
             lengths = lineage.lengths[parents] + (token_ids >= 0)
             lineage = Lineage(lineage, parents, token_ids.astype(np.int64), lengths)
         return Generation(lineage, base)
+
+
+# -- messages -------------------------------------------------------------------------
+
+
+@dataclass
+class ReplicaRequest:
+    """A message to a replica.
+
+    Attributes:
+        queries: Queries for single sequences.
+        groups: Queries of populations.
+        aborted: Ids of queries to drop.
+        dropped: Numbers of generations that later messages do not use.
+        released: Sequences whose state the engine may drop, and their adapters.
+    """
+
+    queries: PackedQueries = field(default_factory=lambda: pack_queries(()))
+    groups: list[PackedGroup] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    released: tuple[list[str | None], PackedSequences] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray's pickler calls Python code for each object of a class, `pickle` does not.
+        columns = pickle.dumps(tuple(vars(self).values()), pickle.HIGHEST_PROTOCOL)
+        return _load_request, (columns,)
+
+
+def _load_request(columns: bytes) -> ReplicaRequest:
+    return ReplicaRequest(*pickle.loads(columns))  # noqa: S301 - Ray pickles messages too
+
+
+class ReplicaResponse(NamedTuple):
+    """A message from a replica.
+
+    Attributes:
+        packed: Completions of finished queries.
+        statistics: Statistics of the engine.
+    """
+
+    packed: PackedCompletions
+    statistics: dict[str, Any]

@@ -1,0 +1,158 @@
+"""`ReplicaLink`: an actor, and this driver's session with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from genlm.plugin import GroupQuery, Query, TokenSequence, pack_sequences
+from genlm_ray.router import RoutedQuery
+from genlm_ray.session import Prefix
+from genlm_ray.wire import (
+    PackedGroup,
+    PlacedGeneration,
+    ReplicaRequest,
+    pack_group,
+    pack_queries,
+)
+
+__all__ = ["COUNTERS", "Configuration", "ReplicaLink"]
+
+COUNTERS = frozenset({"tokens_evaluated", "tokens_computed"})
+"""Counters that continue when a replica is restarted."""
+
+
+class Configuration(NamedTuple):
+    """Adapters and prefixes that all replicas have.
+
+    Attributes:
+        adapters: Paths by name.
+        prefixes: Cached prefixes.
+    """
+
+    adapters: dict[str, str]
+    prefixes: list[Prefix]
+
+
+class ReplicaLink:
+    """An actor and this driver's session with it.
+
+    Attributes:
+        index: Index of the replica.
+        number: The router's number of this incarnation of the replica.
+        session: Session name, None without a session.
+        configuration: Adapters and prefixes of the session.
+        lost: Future that receives the reason when the session is lost.
+        calls: Number of unanswered messages of the session.
+        pending_queries: Maximum number of queries that the replica accepts at a time.
+        aborted: Ids of aborted queries that the replica still has.
+        dropped: Numbers of generations that programs have dropped; any thread may append.
+        released: Contexts that the program has dropped.
+        is_dead: Whether the replica cannot be restarted.
+        restarts: Number of ended incarnations.
+        pid: Process id.
+        engine_statistics: The latest statistics of the engine in this incarnation.
+        ended: Counters of the ended incarnations.
+    """
+
+    session: str | None = None
+    number: int
+    configuration: Configuration
+    lost: asyncio.Future[BaseException]
+    calls: int
+    pending_queries: int
+    aborted: list[int]
+    dropped: deque[int]
+    released: list[tuple[str | None, TokenSequence]]
+
+    def __init__(self, index: int, actor: Any) -> None:
+        self.index, self.actor = index, actor
+        self.is_dead, self.restarts, self.pid = False, 0, 0
+        self.engine_statistics: dict[str, Any] = {}
+        self.ended: Counter[str] = Counter()
+
+    def begin(
+        self,
+        session: str,
+        number: int,
+        configuration: Configuration,
+        description: dict[str, Any],
+    ) -> None:
+        """Store the description of a session that the replica has begun."""
+        self.number, self.configuration, self.calls = number, configuration, 0
+        self.lost = asyncio.get_running_loop().create_future()
+        self.aborted, self.dropped, self.released = [], deque(), []
+        self.pid = description["pid"]
+        self.pending_queries = description["pending_queries"]
+        self.engine_statistics = description["statistics"]
+        self.session = session
+
+    def pack_request(self, queries: Sequence[RoutedQuery]) -> ReplicaRequest:
+        """Pack queries, aborts, dropped generations and released contexts into a message."""
+        request = ReplicaRequest(
+            pack_queries([item.query for item in queries if isinstance(item.query, Query)]),
+            [self._pack_group(item) for item in queries if isinstance(item.query, GroupQuery)],
+            self.aborted,
+            [self.dropped.popleft() for _ in range(len(self.dropped))],
+        )
+        self.aborted = []
+        if self.released:
+            adapters, sequences = zip(*self.released, strict=True)
+            request.released = list(adapters), pack_sequences(sequences)
+            self.released = []
+        return request
+
+    def _pack_group(self, routed: RoutedQuery) -> PackedGroup:
+        """Pack a group query. A replica that has responded has the query's generations."""
+        group = routed.query
+        assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
+        base = group.generation.with_state()
+        state = None if base is None else base.state
+        if not isinstance(state, PlacedGeneration) or state.replica != self.number:
+            base = None
+        if base is not group.generation and routed.placed is None:
+            routed.placed = PlacedGeneration(self.number, group.query_id, self.dropped)
+        if group.sampling is not None and routed.sampled is None:
+            routed.sampled = PlacedGeneration(self.number, ~group.query_id, self.dropped)
+        return pack_group(group, base)
+
+    def mark_lost(self, error: BaseException) -> None:
+        """Make the replica's task end the session."""
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+    def end(self) -> None:
+        """Remove a lost session."""
+        statistics, self.engine_statistics = self.engine_statistics, {}
+        for name in COUNTERS & statistics.keys():
+            self.ended[name] += statistics[name]
+        self.session = None
+        self.restarts += 1
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the actor.
+
+        Raises:
+            Exception: Ray was shut down or refuses the call.
+        """
+        if not ray.is_initialized():  # otherwise Ray would start another cluster
+            raise ConnectionError("Ray was shut down in this process")
+        return asyncio.wrap_future(getattr(self.actor, method).remote(*arguments).future())
+
+    def statistics(self) -> dict[str, int | float | str]:
+        """Return the replica's state and its statistics. May be called on any thread."""
+        latest = self.engine_statistics
+        return {
+            "state": "dead" if self.is_dead else "up" if self.session else "starting",
+            "restarts": self.restarts,
+            "pid": self.pid,
+            **latest,
+            **{
+                name: self.ended[name] + latest.get(name, 0)
+                for name in COUNTERS & (latest.keys() | self.ended.keys())
+            },
+        }

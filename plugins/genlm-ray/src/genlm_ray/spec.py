@@ -1,0 +1,121 @@
+"""Load options of replicas, and the versions and limits that apply to their programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from genlm.plugin import ModelLoadError, find_backend
+
+__all__ = ["UNLIMITED", "ReplicaSpec", "ServingLimits", "version_of", "versions"]
+
+_COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
+
+_MINOR_VERSIONS = frozenset({"python", "torch", "numpy"})
+"""Distributions of which only the major and minor version must be equal."""
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of a distribution that a driver must have in common with its replicas.
+
+    Returns:
+        None if the distribution is not installed.
+    """
+    if name == "python":
+        version = platform.python_version()
+    else:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    return ".".join(version.split(".")[:2]) if name in _MINOR_VERSIONS else version
+
+
+def versions(engine: str) -> dict[str, str | None]:
+    """Return the versions that drivers and replicas of an engine must have in common."""
+    names = dict.fromkeys((*_COMPARED_DISTRIBUTIONS, find_backend(engine).distribution))
+    return {name: version_of(name) for name in names}
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """Resource limits of the programs that share a replica.
+
+    Attributes:
+        clients: Maximum number of concurrent programs.
+        pending_queries: Maximum number of unanswered queries of a program.
+        sequences: Maximum number of sequences in the populations of a program.
+        prefix_tokens: Maximum number of tokens in the cached prefixes of a program.
+        adapters: Maximum number of loaded adapters of a program.
+        reduction_s: Maximum time in seconds of a program's user-defined reductions of a batch
+            of rows or of a part of a text.
+    """
+
+    clients: int = 128
+    pending_queries: int = 8192
+    sequences: int = 2**17
+    prefix_tokens: int = 2**15
+    adapters: int = 8
+    reduction_s: float = 60.0
+
+    def check(self, error: type[Exception], **amounts: int) -> None:
+        """Raise an error of this type if an amount exceeds its limit."""
+        for name, amount in amounts.items():
+            limit = getattr(self, name)
+            if amount > limit:
+                raise error(
+                    f"the served model allows at most {limit} {name.replace('_', ' ')} in a "
+                    f"replica (ServingLimits.{name}), and {amount} are needed"
+                )
+
+
+_NO_LIMIT = sys.maxsize
+
+UNLIMITED = ServingLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT, math.inf)
+"""Limits of a private replica, which has only one program."""
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """Load options of a replica.
+
+    Attributes:
+        engine: Name of a backend.
+        model: Model id or path for the backend.
+        options: Further options of the backend.
+        name: Name of a served model; `""` for a private replica.
+        replicas: Number of replicas of the model.
+        driver_timeout_s: Time without a message after which a driver is considered dead.
+        step_timeout_s: Maximum duration of an engine step, after which the process ends.
+        limits: Resource limits of each driver.
+
+    Raises:
+        TypeError: The model is an object, which cannot be sent.
+        ValueError: `replicas` is less than 1.
+        PluginError: The backend is not installed.
+    """
+
+    engine: str
+    model: str
+    options: Mapping[str, Any]
+    name: str
+    replicas: int
+    driver_timeout_s: float
+    step_timeout_s: float = 3600.0
+    limits: ServingLimits = UNLIMITED
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise TypeError(
+                f"model is a {type(self.model).__name__}; replicas load models themselves: "
+                f"pass a folder or a name"
+            )
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas}: expected at least 1")
+        if find_backend(self.engine).name == "ray":
+            raise ModelLoadError("engine='ray' has no replicas; name the engine to replicate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,6 +121,27 @@ def test_ends_are_one_or_several_ids(llm):
         np.testing.assert_array_equal(reader.probabilities(), expected)
     with pytest.raises(TypeError, match="takes token ids, not texts"):
         genlm.ByteReader(llm, stop="a")
+
+
+class TokenWithoutBytesEngine(RandomEngine):
+    """The id without bytes has a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary = replace(self.vocabulary, missing_ids=())
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = super().evaluate(queries).exp() / 2
+        rows[:, MISSING] = 0.5
+        return rows.log()
+
+
+def test_a_token_without_bytes_is_excluded(llm):
+    expected = asyncio.run(reading(llm, b"abab"))
+    with genlm.AsyncLM(TokenWithoutBytesEngine) as other:
+        reader = asyncio.run(reading(other, b"abab"))
+    np.testing.assert_allclose(reader.probabilities(), expected.probabilities(), atol=1e-6)
+    assert reader.logprob == pytest.approx(expected.logprob, abs=1e-5)
 
 
 class SpecialAfterAEngine(RandomEngine):

@@ -34,7 +34,7 @@ __all__ = ["ByteReader"]
 Floats = npt.NDArray[np.float64]
 
 _SPECIAL = 257
-"""First component of the symbols of special tokens, which are not bytes."""
+"""First component of the symbols of excluded tokens, which have no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class ByteReader:
         await reader.read(b" the followi")
         reader.probabilities()[ord("n")]
 
-    Special tokens are not bytes: those that end a text are the outcome `STOP`, and all others
-    are excluded, as if the model did not have them. Only one method of a reader may run at a
-    time; `copy` returns an independent reader.
+    Special tokens are not bytes: those that end a text are the outcome `STOP`. All others, and
+    tokens without bytes, are excluded, as if the model did not have them. Only one method of a
+    reader may run at a time; `copy` returns an independent reader.
 
     Args:
         llm: The model.
@@ -87,12 +87,14 @@ class ByteReader:
         if stop_texts:
             raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
         symbols: list[Any] = list(llm.byte_vocab)
-        # The symbol of a special token, unique by id, replaces the bytes of its name.
-        for token_id in llm.vocabulary.special_ids:
+        without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
+        excluded = (llm.vocabulary.special_ids | without_bytes) - ends
+        self._excluded = sorted(excluded)
+        # A symbol that is unique by id, in place of no bytes or of the bytes of a name.
+        for token_id in excluded:
             symbols[token_id] = (_SPECIAL, token_id)
         for token_id in ends:
             symbols[token_id] = (self.STOP, token_id)
-        self._excluded = [i for i in llm.vocabulary.special_ids if i not in ends]
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self._trie = get_trie()(symbols)
         self._beam: tuple[_Hypothesis, ...] = ()
@@ -202,7 +204,7 @@ class ByteReader:
         )
 
     def _probabilities(self, logprobs: torch.Tensor) -> Floats:
-        """Return the probabilities of a row without the special tokens that are excluded."""
+        """Return the probabilities of a row without the excluded tokens."""
         row: Floats = logprobs.cpu().double().exp().numpy()
         row[self._excluded] = 0
         row /= row.sum() or 1

@@ -69,6 +69,10 @@ class Python(Language):
     When it is cancelled, they are not called for further members. `advance` calls them on the
     calling thread, only for tokens that `draw` did not return.
 
+    Without stop ids, texts end only where the texts of `within` do, for example those of
+    `Automaton.regex(".{1,80}")`. A text that no accepted token continues dies, because the
+    functions do not determine whether a text has continuations.
+
     Args:
         prefix: Function of the bytes of a text that returns whether the text can be continued
             to an accepted text. If it is too permissive, particles die later. The last

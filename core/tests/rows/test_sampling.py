@@ -97,6 +97,13 @@ def test_a_vanishing_temperature_draws_the_most_likely_token(temperature: float)
         assert draw_token(row, temperature, uniform) == 2
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1.7e308])
+def test_a_vast_temperature_draws_all_possible_tokens_alike(temperature: float) -> None:
+    row = torch.tensor([-INF, -9.0, -0.1, -INF])
+    drawn = [draw_token(row, temperature, uniform) for uniform in (0.0, 0.49, 0.51, 0.99)]
+    assert drawn == [1, 1, 2, 2]
+
+
 def test_temperature_0_takes_the_first_of_the_most_likely_whatever_the_number() -> None:
     row = torch.tensor([-5.0, -1.0, -INF, -1.0])
     for uniform in (0.0, 0.5, LARGEST_UNIFORM):

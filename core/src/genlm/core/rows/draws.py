@@ -17,7 +17,7 @@ import torch
 
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.logits import moved, scratch_memory
-from genlm.core.rows.row_weights import MIN_TEMPERATURE, RowPart, RowWeights
+from genlm.core.rows.row_weights import RowPart, RowWeights
 from genlm.core.rows.selection import (
     SUM_BLOCK,
     block_sums,
@@ -277,7 +277,7 @@ def _divide_by_temperature(
     largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     shifted = scores - largest
     # Before the division the largest is 0; otherwise all scores could become -inf.
-    divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, MIN_TEMPERATURE))
+    divisors = np.where(temperatures == 0, 1.0, temperatures)
     device_divisors = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
     return shifted.div_(device_divisors[:, None])
 

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["MIN_TEMPERATURE", "RowPart", "RowWeights"]
+__all__ = ["RowPart", "RowWeights"]
 
-MIN_TEMPERATURE = 1e-30
-"""Lower temperatures are raised to this one: only the most likely id has a weight above 0."""
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
+"""Range of float32 to which other temperatures are clipped. At the lowest, only the most likely
+id has a weight above 0; at the highest, all weights are equal."""
 
 
 class RowPart(NamedTuple):
@@ -96,6 +97,8 @@ class RowWeights:
             )
         if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
             raise ValueError("a temperature must be finite and not negative")
+        clipped = np.clip(self._temperature, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+        self._temperature = np.where(self._temperature == 0, 0.0, clipped)
         self._bias, self._offset = _biases(bias, count, vocab_size)
         self.top_k = np.minimum(_limits(top_k, vocab_size, np.int64), vocab_size)
         self.top_p = _limits(top_p, 1.0, np.float64)
@@ -128,8 +131,7 @@ class RowWeights:
         """Return the temperature of each row, shape `(n,)`, float32; None if all are 1."""
         if (self._temperature == 1).all():
             return None
-        temperatures = np.maximum(self.temperatures, MIN_TEMPERATURE).astype(np.float32)
-        return moved(torch.from_numpy(temperatures), device)
+        return moved(torch.from_numpy(self.temperatures.astype(np.float32)), device)
 
     @property
     def temperatures(self) -> npt.NDArray[np.float64]:

@@ -43,11 +43,12 @@ def caught(llm: AsyncLM, batch: str, sequences: list[Any]) -> BaseException:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_an_error_of_the_checks_names_its_place(llm: AsyncLM, batch: str) -> None:
+def test_an_error_of_the_checks_names_all_places(llm: AsyncLM, batch: str) -> None:
     error = caught(llm, batch, [GOOD, GOOD, BAD, BAD])
     assert isinstance(error, TokenIdError)
-    assert error.places == (2,)
-    assert error.__notes__ == ["Sequence 2 of the batch failed."]
+    assert error.places == (2, 3)
+    [note] = error.__notes__
+    assert note == "Sequences 2, 3 of the batch failed; this is the error of 2."
     assert llm.statistics().requests == 0
 
 

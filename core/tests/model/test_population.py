@@ -487,6 +487,9 @@ def test_contexts_that_are_full_are_listed() -> None:
             population.draw_sync()
         assert isinstance(raised.value.error, genlm.ContextLengthError)
         assert len(population[1:].draw_sync().token_ids) == 2
+        with pytest.raises(genlm.PopulationError, match="2 of 3 members") as raised:
+            population.score_sync([[1, -1], [1, 2], [1, 2]])
+        assert raised.value.members == (0, 1)
 
 
 def test_continuations_end_where_the_context_is_full(caplog: pytest.LogCaptureFixture) -> None:

@@ -485,12 +485,18 @@ def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
 
 
 def map_batch(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> list[ResultT]:
-    """Apply a check to every item of a batch; an error gets the place of the item."""
+    """Apply a check to every item of a batch; raise the first error, with the places of all."""
     results: list[ResultT] = []
-    try:
-        for item in items:
-            results.append(function(item))  # noqa: PERF401 - the length is the place
-    except Exception as error:
-        with_places(error, [len(results)])
-        raise
+    errors: dict[int, Exception] = {}
+    for place, item in enumerate(items):
+        try:
+            results.append(function(item))
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors[place] = error
+    if errors:
+        places = list(errors)
+        try:
+            raise with_places(errors[places[0]], places)
+        finally:
+            errors.clear()  # whose tracebacks refer to this frame
     return results

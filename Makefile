@@ -32,9 +32,10 @@ PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
-# The longest first, so that two cores are busy until the end.
+# Both environments are installed at once, and the longest tests begin first, so that two cores
+# are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-plugins test-vllm test-main test-core test-sgl
+	$(MAKE) --jobs 2 --output-sync=target check test-plugins test-vllm test-main test-core test-sgl
 
 test-core: $(READY)  ## the tests of the core
 	$(BIN)/$(PYTEST) core/tests

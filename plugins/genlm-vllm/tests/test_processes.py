@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,15 +259,47 @@ else:  # a worker imports this program first, and vLLM after this package
             "failed (worker 1 was ended by SIGKILL, worker 2 ended with exit status 3)",
         ),
         ([-42], "failed (worker 0 was ended by signal 42)"),
-        ([None], "failed; see its log"),
+        ([None], "failed; vLLM raised ValueError: no reply. Load"),
     ],
 )
 def test_the_error_says_how_workers_ended(exit_codes: list[int | None], ends: str) -> None:
     handles = [SimpleNamespace(proc=SimpleNamespace(exitcode=code)) for code in exit_codes]
     executor = SimpleNamespace(workers=[*handles, SimpleNamespace()])  # the last one is Ray's
     with contextlib.closing(FailureLog()) as failures:
-        error = engine_died(SimpleNamespace(model_executor=executor), failures)
+        error = engine_died(
+            SimpleNamespace(model_executor=executor), failures, ValueError("no reply")
+        )
     assert f"a worker of vLLM {ends}" in str(error)
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_reported(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # also of the worker
+    with pytest.raises(genlm.ModelLoadError, match=r"\(worker 0 was ended by SIGKILL\)"):
+        tiny.engine(multiprocess=True, lora=False, worker_cls="killed_worker.KilledWorker")
+
+
+def test_a_worker_that_is_killed_between_steps_is_reported_by_each_call(tiny: Any) -> None:
+    others = set(threading.enumerate())
+    engine = tiny.engine(multiprocess=True, lora=False)
+    try:
+        [prompt] = prompts(9)
+        rows(engine, [prompt])
+        [handle] = engine.llm_engine.model_executor.workers
+        [monitor] = (
+            thread
+            for thread in set(threading.enumerate()) - others
+            if thread.name == "MultiprocWorkerMonitor"
+        )
+        handle.proc.kill()
+        monitor.join()  # vLLM has closed its queues
+        submit(engine, (*prompt, 5))  # its token is sent before vLLM's step
+        for call in (engine.step, lambda: submit(engine, prompt)):
+            with pytest.raises(genlm.EngineDiedError, match=r"worker 0 was ended by SIGKILL"):
+                call()
+    finally:
+        engine.close()
 
 
 @pytest.fixture

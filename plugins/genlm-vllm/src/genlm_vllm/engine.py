@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from genlm import EngineDiedError, GenlmError
+from genlm import EngineDiedError
 from genlm.plugin import (
     AdapterError,
     Capability,
@@ -36,7 +36,7 @@ from genlm_vllm.lifecycle import load_vllm, shut_down
 from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
 from genlm_vllm.model_checks import check_served
 from genlm_vllm.process_state import Accelerator
-from genlm_vllm.processes import FailureLog, engine_died
+from genlm_vllm.processes import ExecutorError, FailureLog, engine_died
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import why_not_resident
 from genlm_vllm.shared_rows import SharedRows
@@ -236,11 +236,11 @@ class VLLMEngine:
             raise EngineDiedError(*self._death.args)
         try:
             yield
-        except RuntimeError as error:  # vLLM's executor; our own errors are GenlmErrors
-            if self._failures is None or isinstance(error, GenlmError):
+        except ExecutorError as error:
+            if self._failures is None:
                 raise
-            self._death = engine_died(self._vllm, self._failures)
-            raise self._death from error
+            self._death = engine_died(self._vllm, self._failures, error.__cause__)
+            raise self._death from error.__cause__
 
     def _advance_vllm(self) -> list[Completion]:
         residents = self._residents
@@ -253,8 +253,7 @@ class VLLMEngine:
             self._vllm.step()
         except Exception as error:
             if self._failures is not None:  # the workers may be in different states
-                self._death = engine_died(self._vllm, self._failures)
-                raise self._death from error
+                raise ExecutorError from error
             return self._fail_all(error)
         self._steps += 1
         residents.collect()

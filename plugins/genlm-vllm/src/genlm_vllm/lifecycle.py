@@ -26,7 +26,7 @@ from genlm_vllm.loading import CPU_WORKER, engine_arguments, format_options
 from genlm_vllm.model_checks import required_arguments
 from genlm_vllm.private_interface import check_private_interface
 from genlm_vllm.process_state import keep_transformers_classes, log_variables
-from genlm_vllm.processes import VARIABLE, FailureLog
+from genlm_vllm.processes import VARIABLE, FailureLog, ends_while_starting
 from genlm_vllm.versions import check_version
 
 __all__ = ["load_vllm", "shut_down"]
@@ -85,8 +85,9 @@ def load_vllm(
                 raise
             cause = " ".join(str(error).split()) or "no message"
             text = f"{type(error).__name__}: {cause[:_MAX_CAUSE_LENGTH]}"
-            first = None if failures is None else failures.first()
-            text += "" if first is None else f" ({first[:_MAX_CAUSE_LENGTH]})"
+            if failures is not None:
+                reason = failures.first() or ends_while_starting(error)
+                text += f" ({reason[:_MAX_CAUSE_LENGTH]})" if reason else ""
             raise ModelLoadError(
                 f"vLLM cannot load the model {source!r} with {format_options(engine_opts)}; it "
                 f"raised {text}{_memory_hint(engine_opts, text)}"

@@ -14,6 +14,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from genlm import EngineDiedError
@@ -22,8 +24,10 @@ from genlm.plugin import GroupReduction, Reduction, Transport
 __all__ = [
     "TRANSPORT",
     "VARIABLE",
+    "ExecutorError",
     "FailureLog",
     "Outputs",
+    "ends_while_starting",
     "engine_died",
     "record_failures",
     "skip_finalization",
@@ -141,27 +145,50 @@ def without_frames(error: Exception) -> Exception:
     return error.with_traceback(None)
 
 
-def engine_died(engine: Any, failures: FailureLog) -> EngineDiedError:
+class ExecutorError(Exception):
+    """vLLM's executor raised the cause of this error instead of returning results."""
+
+
+def engine_died(engine: Any, failures: FailureLog, error: object) -> EngineDiedError:
     """Return the error of an engine whose workers failed.
 
     Args:
         engine: The `vllm.LLMEngine`.
         failures: Log of its workers.
+        error: The exception of vLLM in this process.
     """
-    # Handles of Ray's workers have no `proc`.
-    handles = getattr(engine.model_executor, "workers", ())
-    exit_codes = [
-        getattr(getattr(handle, "proc", None), "exitcode", None) for handle in handles
-    ]
-    ends = [
-        f"worker {rank} {_describe_end(exit_code)}"
-        for rank, exit_code in enumerate(exit_codes)
-        if exit_code is not None
-    ]
-    status = f" ({', '.join(ends)})" if ends else ""
+    # Workers of Ray have no exit codes.
+    ends = describe_ends(getattr(engine.model_executor, "workers", ()))
     first = failures.first()
-    reason = "see its log" if first is None else f"the first failure was {first}"
+    if first is not None:
+        reason = f"the first failure was {first}"
+    elif ends:  # vLLM only raises that it waits in vain
+        reason = "see its log"
+    else:
+        reason = f"vLLM raised {type(error).__name__}: {error}"
+    status = f" ({ends})" if ends else ""
     return EngineDiedError(f"a worker of vLLM failed{status}; {reason}. Load the model again")
+
+
+def ends_while_starting(error: Exception) -> str:
+    """Describe how workers ended before an executor of vLLM was built.
+
+    Args:
+        error: The exception of its constructor, whose frame alone refers to the workers.
+    """
+    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+    handles = (names.get("unready_workers") for names in frames)
+    return describe_ends(next(filter(None, handles), ()))
+
+
+def describe_ends(handles: Iterable[Any]) -> str:
+    """Describe how the processes of workers ended; an empty string if none has ended."""
+    codes = [getattr(getattr(handle, "proc", None), "exitcode", None) for handle in handles]
+    return ", ".join(
+        f"worker {rank} {_describe_end(code)}"
+        for rank, code in enumerate(codes)
+        if code is not None
+    )
 
 
 def _describe_end(exit_code: int) -> str:

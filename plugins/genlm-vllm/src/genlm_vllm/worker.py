@@ -20,7 +20,7 @@ import torch
 
 from genlm.plugin import Completion, EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.processes import TRANSPORT, record_failures, skip_finalization
+from genlm_vllm.processes import TRANSPORT, ExecutorError, record_failures, skip_finalization
 from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
 from genlm_vllm.shared_rows import PackedResults, SharedRows
@@ -42,8 +42,12 @@ def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
 
     Raises:
         EvaluationError: The method raised in a worker.
+        ExecutorError: A worker has ended, or did not receive the call.
     """
-    replies = engine.collective_rpc(method, args=arguments)
+    try:
+        replies = engine.collective_rpc(method, args=arguments)
+    except Exception as error:
+        raise ExecutorError from error
     problems = [problem for problem, _ in replies if problem is not None]
     if problems:
         raise EvaluationError(problems[0])

@@ -292,7 +292,7 @@ def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, refere
     if what == "it hangs":
         actor.held = {"configure", "notify"}
     else:
-        actor.run(actor.replica._end_session(engine.driver.links[0].session)).result(60)
+        actor.run(actor.replica.detach(engine.driver.links[0].session)).result(60)
     assert _ended(llm.load_lora, poet, "poet") is None
     reference.load_lora(poet, what)
     torch.testing.assert_close(

@@ -185,14 +185,11 @@ def _probe(host: str, port: int, deadline_s: float) -> str | None:
 
 
 def join(address: str | None = None, *, is_local: bool = False) -> str:
-    """Join the named cluster, never another cluster that is running.
+    """Join the named cluster, never another cluster that is running; return its address.
 
     Args:
         address: Address of the cluster; see `connect`.
         is_local: Whether to join this machine's cluster and ignore `RAY_ADDRESS`.
-
-    Returns:
-        The address of the cluster.
 
     Raises:
         ModelLoadError: No cluster was named, or `connect` fails.
@@ -299,14 +296,9 @@ async def until_head_is_lost() -> None:
 def reserve_resources(
     bundles: list[dict[str, float]], count: int, *, name: str, timeout_s: float
 ) -> list[PlacementGroup]:
-    """Reserve the resources of all replicas or of none.
+    """Reserve the bundles of all replicas or of none.
 
-    Args:
-        bundles: Bundles of one replica.
-        count: Number of replicas.
-        name: Name of a served model, whose reservations outlive this process; `""` for private
-            replicas.
-        timeout_s: Maximum wait for resources that are in use.
+    The reservations of a served model, which has a name, outlive this process.
 
     Raises:
         ModelLoadError: The cluster does not have enough resources, or they are in use.
@@ -368,12 +360,6 @@ def start_replicas(
     place_timeout_s: float,
 ) -> tuple[list[Any], list[PlacementGroup]]:
     """Start an actor with a reservation for each replica, detached for a served model.
-
-    Args:
-        spec: Load options.
-        resources: Resources of a replica; by default one CPU.
-        max_restarts: Maximum number of restarts of each replica, -1 for no limit.
-        place_timeout_s: Maximum wait for resources that are in use.
 
     Returns:
         The actors and their reservations.

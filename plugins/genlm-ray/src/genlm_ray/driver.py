@@ -266,8 +266,6 @@ class Driver:
         """
         try:
             await self._configure_all(configuration)
-        except EngineDiedError:
-            raise
         except Exception:
             with contextlib.suppress(Exception):
                 await self._configure_all(self.configuration)
@@ -278,14 +276,14 @@ class Driver:
 
     async def _configure_all(self, configuration: Configuration) -> None:
         while True:
+            self.raise_if_dead()
             live = [link for link in self._up.values() if not link.lost.done()]
             stale = [link for link in live if link.configuration is not configuration]
             if live and not stale:
                 return
-            if not stale:
+            if not live:
                 self._has_changed.clear()
                 await self._has_changed.wait()
-                self.raise_if_dead()
                 continue
             calls = [self._configure(link, configuration) for link in stale]
             for error in await asyncio.gather(*calls, return_exceptions=True):

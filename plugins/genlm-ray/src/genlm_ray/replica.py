@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import gc
 import logging
+import operator
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -95,7 +96,7 @@ class Replica:
         engine = shared.engine
         earlier = [name for name, other in self._sessions.items() if other.driver == driver]
         for name in earlier:
-            await self._end_session(name)
+            await self.detach(name)
         self._spec.limits.check(ModelLoadError, clients=len(self._sessions) + 1)
         state = Session(driver, shared, self._spec.limits.reduction_s)
         self._sessions[session] = state
@@ -104,7 +105,7 @@ class Replica:
         try:
             await self.configure(session, adapters, prefixes)
         except BaseException:
-            await self._end_session(session)
+            await self.detach(session)
             raise
         state.seen_s = time.monotonic()
         return {
@@ -149,18 +150,22 @@ class Replica:
 
     async def detach(self, session: str) -> None:
         """End a session and drop its queries, adapters and prefixes."""
-        await self._end_session(session)
+        state = self._sessions.pop(session, None)
+        if state is None:
+            return
+        state.end()
+        async with self._loading:
+            try:
+                await self._load(state, {}, ())
+            except Exception:  # prefixes stay cached; other sessions are not affected
+                logger.exception("freeing the prefixes of a program raised")
 
     async def configure(
         self, session: str, adapters: Mapping[str, str], prefixes: Sequence[Prefix]
     ) -> bool:
-        """Replace the adapters and prefixes of a driver; those of other drivers stay.
+        """Replace the adapters and prefixes of a session.
 
-        Args:
-            session: The session.
-            adapters: Paths of the driver's adapters by name; other drivers may use the names.
-            prefixes: Prefixes that are cached until the session ends, with the driver's names
-                of their adapters.
+        Other drivers may use the same names of adapters, and their prefixes stay cached.
 
         Returns:
             Whether the session has not ended.
@@ -178,7 +183,7 @@ class Replica:
             if state is None:
                 return False
             await self._load(state, adapters, distinct)
-            return session in self._sessions  # otherwise `_end_session` waits to free them
+            return session in self._sessions  # otherwise `detach` waits to free them
 
     async def describe(self) -> dict[str, Any]:
         """Return the description of the loaded model for `genlm serve --status`."""
@@ -219,10 +224,7 @@ class Replica:
 
     async def _call_engine(self, method: str, *arguments: Any) -> None:
         """Call a method of the engine on its thread."""
-
-        def call(engine: Any) -> None:
-            getattr(engine, method)(*arguments)
-
+        call = operator.methodcaller(method, *arguments)
         try:
             await asyncio.to_thread(self._shared.scheduler.run, call)
         except Exception as error:  # noqa: BLE001 - raised in the driver
@@ -339,17 +341,6 @@ class Replica:
             queries.append(state.generations.group(group, adapter, self._shared.lease))
         return queries
 
-    async def _end_session(self, session: str) -> None:
-        state = self._sessions.pop(session, None)
-        if state is None:
-            return
-        state.end()
-        async with self._loading:
-            try:
-                await self._load(state, {}, ())
-            except Exception:  # prefixes stay cached; other sessions are not affected
-                logger.exception("freeing the prefixes of a program raised")
-
     async def _supervise(self) -> None:
         """End sessions of silent drivers, and the process if the engine has ended."""
         timeout_s = self._spec.driver_timeout_s
@@ -359,7 +350,7 @@ class Replica:
             oldest_s = time.monotonic() - timeout_s
             silent = [name for name, state in self._sessions.items() if state.seen_s < oldest_s]
             for name in silent:
-                await self._end_session(name)
+                await self.detach(name)
 
     def _exit_if_engine_ended(self) -> None:
         """End the process if the engine's thread has ended; Ray starts a new process."""

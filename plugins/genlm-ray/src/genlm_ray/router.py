@@ -171,14 +171,7 @@ class Router:
             self._waiting[query.query_id] = routed
 
     def take(self, room: Mapping[int, int]) -> dict[int, list[RoutedQuery]]:
-        """Assign waiting queries to replicas, oldest first, and mark them as sent.
-
-        Args:
-            room: Maximum number of further queries by replica.
-
-        Returns:
-            The queries by replica.
-        """
+        """Assign waiting queries, oldest first, to replicas with room for further queries."""
         remaining = {replica: count for replica, count in room.items() if count > 0}
         taken: dict[int, list[RoutedQuery]] = {}
         if not remaining or not self._waiting:
@@ -197,14 +190,10 @@ class Router:
         return taken
 
     def finish(self, query_id: int, replica: int | None = None) -> RoutedQuery | None:
-        """Remove a query that was answered or aborted, and return it.
-
-        Args:
-            query_id: Id of the query.
-            replica: The replica that answered; None for any replica.
+        """Remove a query that a replica has answered or that is aborted, and return it.
 
         Returns:
-            The query, or None if it is unknown or assigned to another replica.
+            None if the query is unknown or assigned to another replica.
         """
         if replica is None and query_id in self._waiting:
             return self._waiting.pop(query_id)
@@ -281,13 +270,10 @@ class Router:
     # -- assignment -------------------------------------------------------------------
 
     def _choose(self, routed: RoutedQuery, siblings: int, room: Mapping[int, int]) -> int:
-        """Choose a replica and set the cost. If `room` lacks the replica, the query waits.
+        """Choose a replica and set the cost. If the replica has no room, the query waits.
 
-        Args:
-            routed: The query.
-            siblings: Number of waiting queries that continue the same context, which share the
-                recomputed tokens.
-            room: Replicas that accept queries.
+        The siblings, all waiting queries that continue the same context, share the recomputed
+        tokens.
         """
         idlest = self._least_loaded()
         if idlest not in room:

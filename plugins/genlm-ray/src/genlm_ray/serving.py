@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -76,7 +76,7 @@ def serve(
     if not name or "/" in name:
         raise ValueError(f"name={name!r}: expected a name without '/'")
     cluster.connect(address, ray_opts, default=None)
-    if name in _served_indices() or cluster.reservations(name):
+    if name in _served_actors() or cluster.reservations(name):
         raise ModelLoadError(
             f"this cluster already serves {name!r}, or its replicas have died and are not "
             f"removed; choose another name, or end it: genlm serve --stop --name {name}"
@@ -146,8 +146,8 @@ def served(address: str | None = None) -> list[dict[str, Any]]:
     cluster.join(address)
     calls = [
         (name, index, actor.describe.remote())
-        for name, indices in _served_indices().items()
-        for index, actor in _actors(name, indices).items()
+        for name, actors in _served_actors().items()
+        for index, actor in actors.items()
     ]
     pending = [call for _, _, call in calls]
     if pending:
@@ -174,32 +174,28 @@ def stop(name: str, address: str | None = None) -> int:
     """
     cluster.join(address)
     groups = cluster.reservations(name)
-    if groups:
-        actors = list(_actors(name, _served_indices().get(name, ())).values())
-    else:
-        actors = actors_of(name)
+    actors = actors_of(name, may_be_dead=bool(groups))
     for actor in actors:
         kill(actor)
     cluster.remove(groups)
     return max(len(actors), len(groups))
 
 
-def actors_of(name: str) -> list[Any]:
-    """Return the actors of a served model.
+def actors_of(name: str, *, may_be_dead: bool = False) -> list[Any]:
+    """Return the actors of a served model; none are an error unless it may be dead.
 
     Raises:
         ModelLoadError: The cluster serves no such model.
     """
-    served = _served_indices()
-    actors = _actors(name, served.get(name, ()))
-    if not actors:
-        others = ", ".join(repr(other) for other in served if other != name)
+    served = _served_actors()
+    if name not in served and not may_be_dead:
+        names = ", ".join(map(repr, served)) or "none"
         raise ModelLoadError(
-            f"no served model {name!r}; this cluster serves {others or 'none'}. "
+            f"no served model {name!r}; this cluster serves {names}. "
             f"`genlm serve` serves a model; to load a model in private replicas, pass engine=, "
             f"such as engine='hf'"
         )
-    return list(actors.values())
+    return list(served.get(name, {}).values())
 
 
 def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -252,20 +248,13 @@ def _results(calls: list[Any], timeout_s: float | None = None) -> list[Any]:
     return results
 
 
-def _served_indices() -> dict[str, list[int]]:
-    """Return the indices of the replicas of served models by name."""
-    indices: dict[str, list[int]] = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        name, _, index = actor["name"].rpartition("/")
-        if actor["namespace"] == cluster.NAMESPACE and index.isdecimal():
-            indices.setdefault(name, []).append(int(index))
-    return {name: sorted(indices[name]) for name in sorted(indices)}
-
-
-def _actors(name: str, indices: Iterable[int]) -> dict[int, Any]:
-    """Return the actors of replicas by index, without those that have ended meanwhile."""
-    actors = {}
-    for index in indices:
-        with contextlib.suppress(ValueError):
-            actors[index] = ray.get_actor(f"{name}/{index}", cluster.NAMESPACE)
-    return actors
+def _served_actors() -> dict[str, dict[int, Any]]:
+    """Return the actors of the served models, by name and index of the replica."""
+    actors: dict[str, dict[int, Any]] = {}
+    for listed in ray.util.list_named_actors(all_namespaces=True):
+        name, _, index = listed["name"].rpartition("/")
+        if listed["namespace"] == cluster.NAMESPACE and index.isdecimal():
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                actor = ray.get_actor(listed["name"], cluster.NAMESPACE)
+                actors.setdefault(name, {})[int(index)] = actor
+    return {name: dict(sorted(actors[name].items())) for name in sorted(actors)}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from genlm.plugin import AdapterError, AdapterTable
+from genlm.plugin import AdapterTable
 from genlm_llamacpp.context import LlamaContext
+from genlm_llamacpp.files import adapter_file
 
 __all__ = ["Adapters"]
 
@@ -26,13 +27,7 @@ class Adapters(AdapterTable[int]):
         self._context.activate(None if name is None else self.loaded[name])
 
     def _load(self, name: str, path: Path) -> int:
-        files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-        if len(files) != 1 or not files[0].is_file():
-            raise AdapterError(
-                f"adapter {name!r}: {str(path)!r} is not a GGUF file, nor a folder with one; "
-                f"llama.cpp's convert_lora_to_gguf.py converts adapters of peft"
-            )
-        return self._context.load_adapter(name, files[0])
+        return self._context.load_adapter(name, adapter_file(name, path))
 
     def _unload(self, name: str, adapter: int) -> None:  # noqa: ARG002
         self._context.free_adapter(adapter)

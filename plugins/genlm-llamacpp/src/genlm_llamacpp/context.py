@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from genlm.plugin import AdapterError, EvaluationError, ModelLoadError, cache_budget_bytes
 from genlm_llamacpp.batch import Part, TokenBatch
-from genlm_llamacpp.division import CELLS_ROUNDED_TO
 from genlm_llamacpp.library import Batch, llama, recent_messages
 
-__all__ = ["CACHE_TYPES", "CacheFullError", "ContextOptions", "LlamaContext"]
+__all__ = ["CELLS_ROUNDED_TO", "CacheFullError", "ContextOptions", "LlamaContext"]
 
 CACHE_TYPES: Mapping[str, tuple[int, float]] = {
     "f32": (0, 4.0),
@@ -36,7 +35,9 @@ _DEFAULT_CELLS = 16_384
 """llama.cpp allocates all cells at once, and iterates over all when it copies a sequence."""
 
 _SHARE = 0.25  # default share of free memory for the cells
-_MIN_CELLS = 256  # llama.cpp rounds up to a multiple of this
+
+CELLS_ROUNDED_TO = 256
+"""llama.cpp rounds the number of cells of a sequence up to a multiple of this."""
 
 _NO_ROOM = 1  # result of llama_decode without room
 
@@ -65,6 +66,22 @@ class ContextOptions:
     main_gpu: int
     tensor_split: tuple[float, ...]
     check_tensors: bool
+    max_context: int | None
+
+    def __post_init__(self) -> None:
+        counts = ("n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch")
+        for name in (*counts, "n_ctx", "max_context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}; it must be 1 or more")
+        if self.n_seq_max > 256:
+            raise ValueError(f"n_seq_max={self.n_seq_max}; llama.cpp has at most 256 sequences")
+        for name in ("type_k", "type_v"):
+            value = getattr(self, name)
+            if value is not None and value not in CACHE_TYPES:
+                raise ValueError(f"{name}={value!r}; expected one of {', '.join(CACHE_TYPES)}")
+        if self.split_mode not in _SPLIT_MODES:
+            raise ValueError(f"split_mode={self.split_mode!r}; expected none, layer or row")
 
 
 class LlamaContext:
@@ -360,7 +377,8 @@ class LlamaContext:
         self.n_cells = int(library.llama_n_ctx(context))
         longest = int(library.llama_n_ctx_seq(context))
         trained = int(library.llama_model_n_ctx_train(self._model))
-        self.max_context = min(longest, trained) if trained > 0 else longest
+        limits = (longest, trained, options.max_context or longest)
+        self.max_context = min(limit for limit in limits if limit > 0)
         parts = 1 if options.kv_unified else options.n_seq_max
         compared = {
             "n_ctx for each sequence": (longest * parts, self.n_cells),
@@ -383,7 +401,7 @@ class LlamaContext:
     def _default_cells(self, type_k: str, type_v: str, options: ContextOptions) -> int:
         cells = _DEFAULT_CELLS
         if not options.kv_unified:
-            cells = max(cells, options.n_seq_max * _MIN_CELLS)
+            cells = max(cells, options.n_seq_max * CELLS_ROUNDED_TO)
         architecture = self._metadata("general.architecture")
         heads = max(1, int(self._llama.llama_model_n_head(self._model)))
         width = self._metadata(f"{architecture}.attention.key_length")
@@ -396,11 +414,11 @@ class LlamaContext:
         nbytes = int(values * (CACHE_TYPES[type_k][1] + CACHE_TYPES[type_v][1])) or 1
         budget = cache_budget_bytes(
             share=_SHARE,
-            at_least=nbytes * _MIN_CELLS,
+            at_least=nbytes * CELLS_ROUNDED_TO,
             at_most=nbytes * cells,
             option="n_ctx",
         )
-        return max(_MIN_CELLS, budget // nbytes // _MIN_CELLS * _MIN_CELLS)
+        return max(CELLS_ROUNDED_TO, budget // nbytes // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO)
 
 
 def _address(array: NDArray[Any], first: int) -> int:

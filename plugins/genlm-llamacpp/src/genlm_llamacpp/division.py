@@ -8,18 +8,69 @@ once per sequence. `benchmarks/bench_llamacpp.py` compares both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from genlm.plugin import TokenSequence
 from genlm_llamacpp.batch import common_length
+from genlm_llamacpp.context import CELLS_ROUNDED_TO, LlamaContext
+from genlm_llamacpp.sequences import Sequences
 
-__all__ = ["CELLS_ROUNDED_TO", "choose_parts"]
-
-CELLS_ROUNDED_TO = 256
-"""llama.cpp rounds the number of cells of a sequence up to a multiple of this."""
+__all__ = ["CacheDivision", "choose_parts"]
 
 _MIN_RATIO = 4
 """With ratios of 4 and above, a divided cache was faster, with 3 and below slower
 (docs/decisions/0024)."""
+
+
+class CacheDivision:
+    """Divides an empty cache among sequences with few common tokens, and shares it again.
+
+    Args:
+        context: The context.
+        sequences: Its sequences.
+        is_automatic: False if the cache stays as it was created.
+    """
+
+    def __init__(
+        self, context: LlamaContext, sequences: Sequences, *, is_automatic: bool
+    ) -> None:
+        self._context, self._sequences = context, sequences
+        self._n_cells, self._max_parts = context.n_cells, sequences.max_requests
+        self._may_divide = is_automatic and context.can_divide
+
+    def adapt(self, count: int, longest: int, sequences: Iterable[TokenSequence]) -> None:
+        """Divide or share the cache for the sequences of a step.
+
+        A divided cache is shared again if there are more sequences than parts, or if a sequence
+        is longer than a part.
+
+        Args:
+            count: Number of sequences.
+            longest: Length of the longest sequence.
+            sequences: The sequences; iterated over only if the cache is empty.
+        """
+        if not self._may_divide:
+            return
+        parts = self._context.parts
+        if self._sequences.used:
+            if count > parts or longest > self._context.max_context:
+                self.share()
+            return
+        token_ids = [sequence.token_ids for sequence in sequences]
+        new_parts = choose_parts(token_ids, self._n_cells, self._max_parts)
+        if new_parts != parts or not self._context.is_open:
+            self._divide(new_parts)
+
+    def share(self) -> None:
+        """Share the cache if it is divided; its sequences are evicted."""
+        if self._context.parts:
+            self._divide(0)
+
+    def _divide(self, parts: int) -> None:
+        try:
+            self._context.divide(parts)
+        finally:
+            self._sequences.reset(self._context.parts or self._max_parts)
 
 
 def choose_parts(population: Sequence[Sequence[int]], cells: int, max_parts: int) -> int:

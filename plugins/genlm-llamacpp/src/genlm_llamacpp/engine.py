@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,9 @@ from genlm.plugin import (
     EvaluationError,
     GroupQuery,
     GroupValues,
-    ModelLoadError,
     Query,
     TokenSequence,
     check_query,
-    model_source,
     rows_from_logits,
 )
 from genlm.prefix import PieceScores, ScoredText
@@ -34,17 +30,14 @@ from genlm_llamacpp.batch import (
     build_batch,
     ranges,
 )
-from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
-from genlm_llamacpp.division import choose_parts
+from genlm_llamacpp.context import CacheFullError, ContextOptions, LlamaContext
+from genlm_llamacpp.division import CacheDivision
+from genlm_llamacpp.files import model_file
 from genlm_llamacpp.populations import HeldRows, held_rows
 from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
 __all__ = ["LlamaCppEngine"]
-
-_DEMO = Path(__file__).parent / "demo.gguf"
-
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 _MAX_OUTPUT_BYTES = 128 * 2**20
 """Maximum size of the logits of one call, such as 256 rows of 128,000 float32."""
@@ -139,20 +132,19 @@ class LlamaCppEngine(BatchEngine):
             main_gpu=main_gpu,
             tensor_split=tuple(tensor_split),
             check_tensors=check_tensors,
+            max_context=max_context,
         )
-        _check_options(options, max_context)
         file = model_file(model)
         self.vocabulary = read_vocabulary(GgufTokenizer(file))
         self._context = LlamaContext(file, options)
         self._adapters = Adapters(self._context)
         self.max_context = self._context.max_context
-        if max_context is not None:
-            self.max_context = min(max_context, self.max_context)
         self._sequences = Sequences(self._context, n_seq_max)
-        self._n_cells, self._n_seq_max = self._context.n_cells, n_seq_max
         self._max_outputs = max(1, _MAX_OUTPUT_BYTES // (4 * self._context.n_logits))
         self._description = self._context.description()
-        self._may_divide = kv_unified is None and self._context.can_divide
+        self._division = CacheDivision(
+            self._context, self._sequences, is_automatic=kv_unified is None
+        )
         self._pending_of_adapter: Sequence[Query] = ()
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
 
@@ -237,7 +229,7 @@ class LlamaCppEngine(BatchEngine):
         lineage, wanted = group.generation.lineage, group.wanted[places]
         lengths = lineage.lengths[wanted]
         self._sequences.collect()
-        self._maybe_divide(
+        self._division.adapt(
             len(group.wanted),
             int(lengths.max()),
             map(lineage.sequence, group.wanted.tolist()),
@@ -266,14 +258,7 @@ class LlamaCppEngine(BatchEngine):
         cached: Integers,
         logits: Logits,
     ) -> bool:
-        """Compute the tokens after the cached prefixes of some members, in one batch.
-
-        Args:
-            group: The population.
-            held: The sequences of llama.cpp that hold its members.
-            wanted: Rows of the population's lineage.
-            cached: Indices of `wanted` to compute.
-            logits: Receives the logits.
+        """Compute the members `cached` after their cached prefixes, in one batch.
 
         Returns:
             False if there is no room for them; then sequences may have been evicted.
@@ -306,8 +291,7 @@ class LlamaCppEngine(BatchEngine):
         """
         query = Query(0, tuple(token_ids), adapter)
         check_query(query, adapters=self._adapters.names)
-        if self._context.parts:  # sequences share the prefix that they continue
-            self._divide(0)
+        self._division.share()  # sequences then share the prefix that they continue
         self.evaluate([query])
         if not self._sequences.pin(adapter, query.sequence):
             raise EvaluationError(
@@ -371,40 +355,7 @@ class LlamaCppEngine(BatchEngine):
         self._sequences.collect()
         pending, self._pending_of_adapter = self._pending_of_adapter or queries, ()
         sequences = [query.sequence for query in pending]
-        self._maybe_divide(len(sequences), max(map(len, sequences)), sequences)
-
-    def _maybe_divide(
-        self, count: int, longest: int, sequences: Iterable[TokenSequence]
-    ) -> None:
-        """Divide an empty cache among sequences with few common tokens.
-
-        A divided cache is shared again if there are more sequences than parts, or if a sequence
-        is longer than a part.
-
-        Args:
-            count: Number of sequences.
-            longest: Length of the longest sequence.
-            sequences: The sequences; iterated over only if the cache is empty.
-        """
-        if not self._may_divide:
-            return
-        parts = self._context.parts
-        if self._sequences.used:
-            if parts and (count > parts or longest > self._context.max_context):
-                self._divide(0)
-            return
-        token_ids = [sequence.token_ids for sequence in sequences]
-        new_parts = choose_parts(token_ids, self._n_cells, self._n_seq_max)
-        if new_parts != parts or not self._context.is_open:
-            self._divide(new_parts)
-
-    def _divide(self, parts: int) -> None:
-        evicted = self._sequences.used + self._sequences.evicted
-        try:
-            self._context.divide(parts)
-        finally:
-            self._sequences = Sequences(self._context, self._context.parts or self._n_seq_max)
-            self._sequences.evicted = evicted
+        self._division.adapt(len(sequences), max(map(len, sequences)), sequences)
 
     def _compute(
         self,
@@ -461,13 +412,7 @@ class LlamaCppEngine(BatchEngine):
         receiver: Logits | PieceScores,
         members: Integers,
     ) -> bool:
-        """Compute rows in one batch.
-
-        Args:
-            adapter: Adapter of all rows.
-            rows: The rows.
-            receiver: Receives the logits.
-            members: As in `_compute`.
+        """Compute rows in one batch; see `_compute`.
 
         Returns:
             False if there is no room for them; then sequences may have been evicted.
@@ -501,47 +446,3 @@ class LlamaCppEngine(BatchEngine):
             self._tokens_computed += part.end - part.first
             if len(part.outputs):
                 receiver.add(part.outputs, torch.from_numpy(logits))
-
-
-def model_file(model: str | os.PathLike[str]) -> Path:
-    """Return the GGUF file of a model, the first one if it is split.
-
-    Raises:
-        ModelLoadError: There is no GGUF file, or the choice is ambiguous.
-    """
-    if model == "demo":
-        return _DEMO
-    path = Path(model_source(model))
-    if not path.exists():
-        raise ModelLoadError(
-            f"no model {str(model)!r}; pass a GGUF file, or a folder with one. Nothing is "
-            f"downloaded here: download it first, for example with "
-            f"huggingface_hub.hf_hub_download"
-        )
-    if not path.is_dir():
-        return path
-    files = [file for file in sorted(path.glob("*.gguf")) if not _LATER_PART.search(file.name)]
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise ModelLoadError(
-            f"folder {str(path)!r} has {len(files)} GGUF models ({names}); pass one of the "
-            f"files"
-        )
-    return files[0]
-
-
-def _check_options(options: ContextOptions, max_context: int | None) -> None:
-    counts = ("n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch")
-    values = {name: getattr(options, name) for name in counts}
-    values |= {"n_ctx": options.n_ctx, "max_context": max_context}
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}; it must be 1 or more")
-    if options.n_seq_max > 256:
-        raise ValueError(f"n_seq_max={options.n_seq_max}; llama.cpp has at most 256 sequences")
-    for name in ("type_k", "type_v"):
-        value = getattr(options, name)
-        if value is not None and value not in CACHE_TYPES:
-            raise ValueError(f"{name}={value!r}; expected one of {', '.join(CACHE_TYPES)}")
-    if options.split_mode not in {"none", "layer", "row"}:
-        raise ValueError(f"split_mode={options.split_mode!r}; expected none, layer or row")

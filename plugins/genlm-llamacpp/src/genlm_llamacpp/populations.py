@@ -76,7 +76,7 @@ def held_rows(group: GroupQuery, owner: Sequences) -> HeldRows:
     base = generation.with_state()
     state = None if base is None else base.state
     count = len(generation.lineage)
-    if base is None or not isinstance(state, HeldRows) or state.owner is not owner:
+    if base is None or not isinstance(state, HeldRows):
         rows = HeldRows.empty(owner, count)
     elif base is generation:
         return state

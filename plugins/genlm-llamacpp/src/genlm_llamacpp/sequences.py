@@ -43,8 +43,7 @@ class Sequences:
     """
 
     def __init__(self, memory: LlamaContext, count: int) -> None:
-        self._memory = memory
-        self._count = count
+        self._memory, self._count = memory, count
         self._ids = np.empty((count, memory.max_context), np.int32)
         self._lengths = np.zeros(count, np.int64)
         self._adapters: list[str | None] = [None] * count
@@ -59,6 +58,22 @@ class Sequences:
         self._pinned: list[int] = []
         self.evicted = 0
         self.dropped: deque[tuple[Integers, Integers]] = deque()
+
+    def reset(self, count: int) -> None:
+        """Evict all sequences, which the memory has lost, and change their number.
+
+        Args:
+            count: Number of sequences, at most that of the constructor.
+        """
+        self.evicted += self.used
+        self._count, self._free = count, list(range(count - 1, -1, -1))
+        self._idle.clear()
+        self._pinned.clear()
+        self._seq_id_by_key.clear()
+        for marks in self._marks:
+            marks.clear()
+        self._lengths[:] = self._holders[:] = 0
+        self._versions += 1
 
     @property
     def used(self) -> int:

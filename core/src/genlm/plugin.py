@@ -11,7 +11,8 @@
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
   `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `ContextLease`,
   `with_groups`
-- vocabularies: `Vocabulary`, `Token`, `decode_vocab`; the interface `Tokenizer`
+- vocabularies: `Vocabulary`, `Token`, `decode_vocab`, `byte_level_bytes`; the interface
+  `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
   `VerifiedFamilies`, `check_verified`, `check_causal`, `UnverifiedModelWarning`,
@@ -101,6 +102,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
+    from genlm.core.vocab.decoder_chain import byte_level_bytes as byte_level_bytes
     from genlm.core.vocab.text import Tokenizer as Tokenizer
     from genlm.engines.adapter_files import read_lora_config as read_lora_config
     from genlm.engines.adapter_table import AdapterTable as AdapterTable

@@ -121,12 +121,7 @@ class TokenBatch:
 
 
 def build_batch(rows: Extensions, *, shared: bool) -> TokenBatch:
-    """Build the batch of claimed rows.
-
-    Args:
-        rows: Claimed rows, at least one.
-        shared: Whether a token may belong to several sequences.
-    """
+    """Build the batch of claimed rows; if `shared`, a token may belong to several sequences."""
     entries, row_positions = _entries(rows, shared=shared), rows.positions
     owners = np.repeat(rows.seq_ids, rows.counts)[np.argsort(entries, kind="stable")]
     seq_ids = owners.astype(np.int32)

@@ -92,9 +92,8 @@ class LlamaContext:
         options: Parameters, which are compared with those of the created context.
 
     Attributes:
-        can_cut: Whether the end of a sequence can be removed.
-        is_unified: Whether sequences share the cells of one cache.
         parts: Number of parts into which `divide` has divided the cells, 0 for none.
+        can_cut: Whether the end of a sequence can be removed.
         max_context: Maximum length of a sequence.
         n_batch: Maximum number of tokens in one call of `decode`.
         n_cells: Number of cells of the cache.
@@ -106,28 +105,23 @@ class LlamaContext:
     """
 
     def __init__(self, file: Path, options: ContextOptions) -> None:
-        self._llama = llama()
+        self._llama, self._file = llama(), file
         self._active: int | None = None
-        self._context = None
-        self._model = self._load_model(file, options)
+        self._context: Any = None
+        self._model = self._load_model(options)
         try:
-            self._check_model(file)
-            self._context = self._create(options)
-            self._check_context(file, options)
+            self._check_model()
+            self._open(options)
         except BaseException:
             self.close()
             raise
-        self.parts = 0
-        self.is_unified = options.kv_unified
-        self._memory = self._llama.llama_get_memory(self._context)
-        self._file, self._shared_cells = file, self.n_cells
-        self._shared = replace(options, n_ctx=self.n_cells)
+        self._undivided, self._all_cells = options, self.n_cells
 
     # -- memory -----------------------------------------------------------------------
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a sequence to an empty one."""
-        if self.can_cut and self.is_unified:
+        if self.shares_tokens:
             self._llama.llama_memory_seq_cp(self._memory, source, target, 0, length)
             return
         self._llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
@@ -165,7 +159,7 @@ class LlamaContext:
     @property
     def shares_tokens(self) -> bool:
         """Whether a token may belong to several sequences."""
-        return self.is_unified and self.can_cut
+        return self._options.kv_unified and self.can_cut
 
     @property
     def is_open(self) -> bool:
@@ -183,23 +177,19 @@ class LlamaContext:
         Raises:
             EvaluationError: There is no memory for a shared cache either.
         """
-        options = self._shared
+        options = replace(self._undivided, n_ctx=self._all_cells)
         if parts:
-            part = self._shared_cells // parts // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
+            part = self._all_cells // parts // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
             options = replace(options, n_ctx=part * parts, n_seq_max=parts, kv_unified=False)
         self._free_context()  # before creation: both may not fit into memory
-        self.parts, self.is_unified = 0, True
         try:
-            self._context = self._create(options)
-            self._check_context(self._file, options)
+            self._open(options)
+            self.parts = parts
         except ModelLoadError as error:
             self._free_context()
-            if parts:
-                self.divide(0)
-                return
-            raise EvaluationError(str(error)) from error
-        self.parts, self.is_unified = parts, not parts
-        self._memory = self._llama.llama_get_memory(self._context)
+            if not parts:
+                raise EvaluationError(str(error)) from error
+            self.divide(0)
 
     def _free_context(self) -> None:
         if self._context:
@@ -308,7 +298,7 @@ class LlamaContext:
 
     # -- creation ---------------------------------------------------------------------
 
-    def _load_model(self, file: Path, options: ContextOptions) -> Any:
+    def _load_model(self, options: ContextOptions) -> Any:
         params = self._llama.llama_model_default_params()
         params.n_gpu_layers = options.n_gpu_layers
         params.split_mode = _SPLIT_MODES[options.split_mode]
@@ -324,12 +314,14 @@ class LlamaContext:
             shares = (ctypes.c_float * max_devices)(*options.tensor_split)
             params.tensor_split = shares
         recent_messages()
-        model = self._llama.llama_model_load_from_file(bytes(file), params)
+        model = self._llama.llama_model_load_from_file(bytes(self._file), params)
         if not model:
-            raise ModelLoadError(f"llama.cpp could not load {str(file)!r}: {recent_messages()}")
+            raise ModelLoadError(
+                f"llama.cpp could not load {str(self._file)!r}: {recent_messages()}"
+            )
         return model
 
-    def _check_model(self, file: Path) -> None:
+    def _check_model(self) -> None:
         unsupported = None
         if self._llama.llama_model_has_encoder(self._model):
             unsupported = "a model with an encoder"
@@ -337,14 +329,21 @@ class LlamaContext:
             unsupported = "a diffusion model"
         if unsupported is not None:
             raise ModelLoadError(
-                f"{str(file)!r} is {unsupported}; genlm serves models that predict the next "
-                f"token"
+                f"{str(self._file)!r} is {unsupported}; genlm serves models that predict the "
+                f"next token"
             )
         is_recurrent = self._llama.llama_model_is_recurrent(self._model)
         self.can_cut = not (is_recurrent or self._llama.llama_model_is_hybrid(self._model))
         self._window = max(0, int(self._llama.llama_model_n_swa(self._model)))
         vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_logits = int(self._llama.llama_vocab_n_tokens(vocab))
+
+    def _open(self, options: ContextOptions) -> None:
+        """Create a context and compare it with its options."""
+        self._options, self.parts = options, 0
+        self._context = self._create(options)
+        self._check_context(options)
+        self._memory = self._llama.llama_get_memory(self._context)
 
     def _create(self, options: ContextOptions) -> Any:
         params = self._llama.llama_context_default_params()
@@ -371,7 +370,7 @@ class LlamaContext:
             )
         return context
 
-    def _check_context(self, file: Path, options: ContextOptions) -> None:
+    def _check_context(self, options: ContextOptions) -> None:
         """Compare the context with its parameters, because ctypes does not check structs."""
         library, context = self._llama, self._context
         self.n_cells = int(library.llama_n_ctx(context))
@@ -389,13 +388,13 @@ class LlamaContext:
         for name, (actual, requested) in compared.items():
             if actual != requested:
                 raise ModelLoadError(
-                    f"requested {name}={requested} of llama.cpp for {str(file)!r}; the context "
-                    f"has {actual}"
+                    f"requested {name}={requested} of llama.cpp for {str(self._file)!r}; the "
+                    f"context has {actual}"
                 )
         if not library.llama_get_memory(context):
             raise ModelLoadError(
-                f"{str(file)!r} has no memory of sequences (an embedding model); genlm serves "
-                f"models that predict the next token"
+                f"{str(self._file)!r} has no memory of sequences (an embedding model); genlm "
+                f"serves models that predict the next token"
             )
 
     def _default_cells(self, type_k: str, type_v: str, options: ContextOptions) -> int:

@@ -41,13 +41,9 @@ class CacheDivision:
     def adapt(self, count: int, longest: int, sequences: Iterable[TokenSequence]) -> None:
         """Divide or share the cache for the sequences of a step.
 
-        A divided cache is shared again if there are more sequences than parts, or if a sequence
-        is longer than a part.
-
-        Args:
-            count: Number of sequences.
-            longest: Length of the longest sequence.
-            sequences: The sequences; iterated over only if the cache is empty.
+        A divided cache is shared again if there are more sequences than parts, or if the
+        longest sequence does not fit into a part. The sequences are iterated over only if the
+        cache is empty.
         """
         if not self._may_divide:
             return
@@ -79,11 +75,6 @@ def choose_parts(population: Sequence[Sequence[int]], cells: int, max_parts: int
     The cache is divided into one part per sequence if the sequences have at least four times as
     many distinct tokens as the longest of them, and a part has room for 1.5 times the tokens of
     the longest.
-
-    Args:
-        population: Token ids of the sequences of a step.
-        cells: Number of cells of the cache.
-        max_parts: Maximum number of parts.
     """
     unique = sorted(set(map(tuple, population)))
     count = len(unique)

@@ -100,10 +100,7 @@ class Sequences:
     ) -> Extensions:
         """Return the uncached tokens of requests, after their longest cached prefixes.
 
-        Args:
-            adapter: Adapter of all requests.
-            requests: Token sequences.
-            firsts: First position of each request whose logits are requested.
+        The logits of each request are requested from its position in `firsts` on.
         """
         limits = zip(requests, firsts.tolist(), strict=True)
         matches = [self._find(adapter, tokens, limit) for tokens, limit in limits]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from genlm.plugin import ModelLoadError, Vocabulary, VocabularyError
+from genlm.plugin import ModelLoadError, Vocabulary, VocabularyError, byte_level_bytes
 from genlm_llamacpp.library import llama, recent_messages
 
 __all__ = ["GgufTokenizer", "read_vocabulary"]
@@ -197,25 +197,17 @@ def _spelling_decoder(tokenizer: GgufTokenizer) -> Callable[[bytes], bytes]:
             f"the file has a tokenizer of llama.cpp's type {tokenizer.kind}; supported are "
             f"SentencePiece, Unigram, WordPiece and byte-level BPE (1 to 4)"
         )
-    byte_of = {ord(character): byte for byte, character in enumerate(_byte_characters())}
 
     def from_characters(text: bytes) -> bytes:
         try:
-            return bytes(byte_of[ord(character)] for character in text.decode())
-        except (KeyError, UnicodeDecodeError) as error:
+            return byte_level_bytes(text.decode())
+        except UnicodeError as error:
             raise VocabularyError(
                 f"the token {text!r} of a byte-level tokenizer has a character outside the 256 "
                 f"that represent bytes; its bytes are unknown"
             ) from error
 
     return from_characters
-
-
-def _byte_characters() -> list[str]:
-    """Return the character for each byte in GPT-2's vocabulary (Radford et al. 2019)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def _raise(message: str) -> None:

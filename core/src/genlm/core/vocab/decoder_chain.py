@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["DecoderChain", "UnknownStepError"]
+__all__ = ["DecoderChain", "UnknownStepError", "byte_level_bytes"]
 
 Piece = str | bytes
 """A token between two steps: text, or bytes after a step that produces bytes."""
@@ -127,10 +127,19 @@ def _flatten(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [state]
 
 
+def byte_level_bytes(token: str) -> bytes:
+    """Return the bytes of a token that is written in GPT-2's byte alphabet.
+
+    Raises:
+        UnicodeEncodeError: A character is outside the alphabet.
+    """
+    return token.translate(_BYTE_OF_CHARACTER).encode("latin-1")
+
+
 def _byte_level(token: str) -> bytes:
     try:
-        return token.translate(_BYTE_OF_CHARACTER).encode("latin-1")
-    except UnicodeEncodeError:  # a character outside the byte alphabet
+        return byte_level_bytes(token)
+    except UnicodeEncodeError:
         return token.encode()
 
 

@@ -8,9 +8,9 @@
   `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, `call_each`
-- populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
-  `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `ContextLease`,
-  `with_groups`
+- populations: `GroupQuery`, `GroupReduction`, `Rows`, `GroupValues`, `GroupResult`,
+  `GroupWork`, `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`,
+  `ContextLease`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`, `byte_level_bytes`; the interface
   `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
@@ -86,6 +86,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.sequence import PackedSequences as PackedSequences
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
     from genlm.core.queries.sequence import pack_sequences as pack_sequences
+    from genlm.core.rows.group_reductions import Rows as Rows
     from genlm.core.rows.groups import GroupWork as GroupWork
     from genlm.core.rows.logits import device_index as device_index
     from genlm.core.rows.logits import moved as moved

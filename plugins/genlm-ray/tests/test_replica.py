@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from genlm import AdapterError, ModelLoadError
-from genlm.core.rows.group_reductions import Rows
 from genlm.plugin import (
     EvaluationError,
     Generation,
     GroupQuery,
     Lineage,
     Query,
+    Rows,
     TokenSequence,
     pack_sequences,
 )

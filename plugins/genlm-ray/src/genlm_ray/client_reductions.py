@@ -28,6 +28,7 @@ from genlm.plugin import (
     Query,
     Reduced,
     ReducedText,
+    Rows,
     TokenSequence,
 )
 from genlm_ray.router import AnyQuery
@@ -110,7 +111,7 @@ class ClientEngine(BatchEngine):
         """Return rows of a population."""
         row_of = np.arange(len(places))
         [(columns, errors)] = self._results(
-            [replace(group, wanted=group.wanted[places], row_of=row_of, reduction=_Rows())]
+            [replace(group, wanted=group.wanted[places], row_of=row_of, reduction=Rows())]
         )
         if errors:
             raise next(iter(errors.values()))
@@ -130,7 +131,7 @@ class ClientEngine(BatchEngine):
             part = query.replace(
                 token_ids=TokenSequence.of(query.token_ids[: first + len(places) + begin]),
                 targets=query.targets[begin : begin + len(places)],
-                outputs=(_Rows(),),
+                outputs=(Rows(),),
             )
             try:
                 [(rows,)] = self._results([part])
@@ -150,13 +151,3 @@ class ClientEngine(BatchEngine):
             if isinstance(result, Exception):
                 raise result
         return results
-
-
-class _Rows(GroupReduction):
-    """Returns rows unchanged: one column, shape `(n, vocab_size)`."""
-
-    def compute(
-        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        del members
-        return (rows[row_of.to(rows.device)],)

@@ -194,12 +194,13 @@ def test_results_are_ordered_after_the_step_on_the_stream_of_callers(
     streams: RecordedStreams,
 ) -> None:
     runner = Runner1(NAMES[:2])
-    worker = SimpleNamespace(device=torch.device("cuda", 0), _rows=rows_of(runner))
+    worker = RowWorker()
+    worker.device, worker._rows = torch.device("cuda", 0), rows_of(runner)
     logits = torch.randn(2, WIDTH)
     with streams.on():
         runner.sampler(logits=streams.on_device(logits.clone()))
         wanted = StepResults(rows=[row(1, NAMES[0]), row(2, NAMES[1], TopK(2))])
-        problem, completions = RowWorker.genlm_collect(worker, wanted, False)
+        problem, completions = worker.genlm_collect(wanted)
     assert problem is None
     assert streams.is_on_device(completions[0].result)
     with streams.on(streams.default):  # where callers read rows

@@ -82,6 +82,8 @@ class VLLMEngine:
     capability_hints: Mapping[Capability, str] = {Capability.LORA: _LORA_HINT}
     _final_statistics: Mapping[str, int | float | str] | None = None
     _death: EngineDiedError | None = None
+    _failures: FailureLog | None = None
+    _shared_rows: SharedRows | None = None
 
     option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
 
@@ -101,29 +103,27 @@ class VLLMEngine:
         if self._multiprocess:
             if options.get("distributed_executor_backend") == "uni":
                 raise ValueError("multiprocess=True contradicts the executor 'uni'")
-        else:
-            if needs_processes(options):
-                raise ValueError(
-                    f"multiprocess=False contradicts engine_opts={options}: several workers "
-                    f"need separate processes"
-                )
-            claim_process(
-                self, "vLLM", "load with multiprocess=True, which computes in other processes"
+        elif needs_processes(options):
+            raise ValueError(
+                f"multiprocess=False contradicts engine_opts={options}: several workers need "
+                f"separate processes"
             )
-        self._accelerator = None if self._multiprocess else Accelerator()
-        self._failures = FailureLog() if self._multiprocess else None
-        self._shared_rows = SharedRows() if self._multiprocess else None
-        try:
+        with contextlib.ExitStack() as resources:
+            if self._multiprocess:
+                self._failures = resources.enter_context(contextlib.closing(FailureLog()))
+                self._shared_rows = resources.enter_context(contextlib.closing(SharedRows()))
+            else:
+                accelerator = Accelerator()
+                resources.callback(accelerator.restore)
+                # `resources` must not refer to this object, which may be dropped unclosed.
+                resources.callback(release_process, accelerator)
+                advice = "load with multiprocess=True, which computes in other processes"
+                claim_process(accelerator, "vLLM", advice)
             self._vllm, facts = load_vllm(model, options, failures=self._failures)
-            try:
-                self._initialize(facts, unverified)
-                self.keeps_contexts = keep_contexts
-            except BaseException:
-                shut_down(self._vllm, multiprocess=self._multiprocess)
-                raise
-        except BaseException:
-            self._release()
-            raise
+            resources.callback(shut_down, self._vllm, multiprocess=self._multiprocess)
+            self._initialize(facts, unverified)
+            self.keeps_contexts = keep_contexts
+            self._resources = resources.pop_all()
 
     def _initialize(self, facts: ModelFacts, unverified: str) -> None:
         engine, config = self._vllm, self._vllm.vllm_config
@@ -169,18 +169,17 @@ class VLLMEngine:
 
     def _compare(self, descriptions: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a model whose rows differ from those of transformers."""
+
+        def rows_of(sequences: Sequence[tuple[int, ...]]) -> list[Any]:
+            queries = [Query(-1 - number, ids) for number, ids in enumerate(sequences)]
+            return [answer.error or answer.result for answer in self._compute(queries)]
+
         config = self._vllm.vllm_config.model_config
-        problem = forward_problem(
-            config, descriptions, self._compute_rows, self.vocabulary.size
-        )
+        problem = forward_problem(config, descriptions, rows_of, self.vocabulary.size)
         if problem is not None:
             raise ModelLoadError(
                 f"unverified='refuse': {problem}. unverified='warn' serves the model anyway"
             )
-
-    def _compute_rows(self, sequences: Sequence[tuple[int, ...]]) -> list[Any]:
-        queries = [Query(-1 - number, ids) for number, ids in enumerate(sequences)]
-        return [answer.error or answer.result for answer in self._compute(queries)]
 
     def _compute(self, queries: Sequence[Query]) -> list[Completion]:
         """Compute queries with negative ids, which the core's scheduler does not use."""
@@ -225,10 +224,6 @@ class VLLMEngine:
         """Remove a query from the running batch."""
         self._residents.abort(query_id)
 
-    def _advance(self) -> list[Completion]:
-        with self._guarding():
-            return self._advance_vllm()
-
     @contextlib.contextmanager
     def _guarding(self) -> Iterator[None]:
         """Raise `EngineDiedError` once a worker in another process has failed."""
@@ -242,24 +237,24 @@ class VLLMEngine:
             self._death = engine_died(self._vllm, self._failures, error.__cause__)
             raise self._death from error.__cause__
 
-    def _advance_vllm(self) -> list[Completion]:
+    def _advance(self) -> list[Completion]:
         residents = self._residents
-        if not residents.unanswered:
-            self._workers.prepare()  # drops cancelled queries
-            return []
-        residents.prepare()
-        self._workers.prepare()
-        try:
-            self._vllm.step()
-        except Exception as error:
-            if self._failures is not None:  # the workers may be in different states
-                raise ExecutorError from error
-            return self._fail_all(error)
-        self._steps += 1
-        residents.collect()
-        completions = residents.finish(self._workers.collect())
-        residents.evict_for_waiting()
-        return completions or self._fail_lost()
+        with self._guarding():
+            residents.prepare()
+            self._workers.prepare()
+            if not residents.unanswered:
+                return []
+            try:
+                self._vllm.step()
+            except Exception as error:
+                if self._failures is not None:  # the workers may be in different states
+                    raise ExecutorError from error
+                return self._fail_all(error)
+            self._steps += 1
+            residents.collect()
+            completions = residents.finish(self._workers.collect())
+            residents.evict_for_waiting()
+            return completions or self._fail_lost()
 
     def _fail_lost(self) -> list[Completion]:
         """Fail all queries if vLLM computes none of them; they would wait for ever."""
@@ -408,18 +403,5 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
-        engine, self._vllm = self._vllm, None
-        del self._workers, self._adapters, self._residents
-        try:
-            shut_down(engine, multiprocess=self._multiprocess)
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self._failures is not None:
-            self._failures.close()
-        if self._shared_rows is not None:
-            self._shared_rows.close()
-        if self._accelerator is not None:
-            self._accelerator.restore()
-        release_process(self)
+        del self._vllm, self._workers, self._adapters, self._residents
+        self._resources.close()

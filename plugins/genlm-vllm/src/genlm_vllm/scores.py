@@ -51,12 +51,6 @@ class TextPart(NamedTuple):
     targets: tuple[int, ...]
     outputs: Outputs
 
-    def pieces(self, vocabulary: Vocabulary) -> PieceScores:
-        """Return an object that scores the targets or reduces their rows."""
-        [reduction] = cast("tuple[GroupReduction | None]", self.outputs)
-        text = ScoredText(TokenSequence(b""), self.targets, reduction)
-        return PieceScores([text], vocabulary)
-
 
 class Span(NamedTuple):
     """The tokens of a text that a step computes.
@@ -111,8 +105,10 @@ class ScoreStore:
 
     def begin(self, text: TextPart) -> None:
         """Score a text from the next step on, until `take` is called."""
+        [reduction] = cast("tuple[GroupReduction | None]", text.outputs)
+        scored = ScoredText(TokenSequence(b""), text.targets, reduction)
         self.texts[text.query_id] = text
-        self._results[text.query_id] = text.pieces(self.vocabulary)
+        self._results[text.query_id] = PieceScores([scored], self.vocabulary)
 
     def add(self, text: TextPart, wanted: range, logits: torch.Tensor) -> None:
         """Score some targets of a text, or reduce the rows that predict them.

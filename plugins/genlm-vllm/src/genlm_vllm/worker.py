@@ -90,6 +90,7 @@ class RowWorker:
 
     _rows: WorkerRows | None = None
     _shared: SharedRows | None = None
+    _sends_results = False
 
     # Members of vLLM's worker.
     device: torch.device
@@ -110,7 +111,7 @@ class RowWorker:
         Args:
             ids: Vocabulary of the rows.
             batches: Maximum number of in-flight batches.
-            shared_rows: Address of a `SharedRows`; None if rows stay in this process.
+            shared_rows: Address of a `SharedRows`; None if results stay in this process.
 
         Returns:
             Whether this worker can compute scores; see `genlm_vllm.scores.start_scores`.
@@ -129,6 +130,7 @@ class RowWorker:
             is_alone=get_tensor_model_parallel_world_size() == 1,
         )
         self._rows = WorkerRows(replace_sampler(self.model_runner, batches), scores)
+        self._sends_results = shared_rows is not None
         if shared_rows is not None and scores.is_active:
             with contextlib.suppress(OSError):  # raised on another machine
                 self._shared = SharedRows(shared_rows)
@@ -141,20 +143,13 @@ class RowWorker:
             self._rows.prepare(inputs)
 
     @_returns_errors
-    def genlm_collect(
-        self, wanted: StepResults, is_packed: bool
-    ) -> list[Completion] | PackedResults:
-        """Return the results of a step; see `WorkerRows.collect`.
-
-        Args:
-            wanted: Queries whose rows the step computed.
-            is_packed: Whether the results are sent to another process.
-        """
+    def genlm_collect(self, wanted: StepResults) -> list[Completion] | PackedResults:
+        """Return the results of a step, packed for another process."""
         if self._rows is None:
             return []
         with _default_stream(self.device):
             completions = self._rows.collect(wanted)
-        if is_packed and completions:
+        if self._sends_results and completions:
             packed = TRANSPORT.pack_completions(completions, self._rows.vocab_size)
             return PackedResults.of(packed, self._shared)
         return completions

@@ -57,14 +57,10 @@ class Workers:
             return {}
         wanted, self.results = self.results, StepResults()
         results: dict[int, Completion] = {}
-        is_packed = self._shared is not None
-        for reply in call_workers(self._engine, "genlm_collect", wanted, is_packed):
-            completions = (
-                self._unpack_results(reply) if isinstance(reply, PackedResults) else reply
-            )
+        for reply in call_workers(self._engine, "genlm_collect", wanted):
+            if self._shared is not None and isinstance(reply, PackedResults):
+                completions = TRANSPORT.unpack_completions(reply.with_rows(self._shared))
+            else:
+                completions = reply
             results |= {completion.query_id: completion for completion in completions}
         return results
-
-    def _unpack_results(self, results: PackedResults) -> list[Completion]:
-        assert self._shared is not None  # noqa: S101 - the workers are in other processes
-        return TRANSPORT.unpack_completions(results.with_rows(self._shared))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm.plugin import Generation, GroupQuery, Lineage, Query, TokenSequence
-from genlm_ray.router import MAX_RECOMPUTED, MIN_SHARED_QUERIES, Router
+from genlm_ray.router import MAX_RECOMPUTED, MIN_SHARED_QUERIES, TOKEN_COST, Router
 
 PROMPT = TokenSequence.of(range(256))
 
@@ -188,6 +188,13 @@ def test_populations_cost_their_sequences():
     assert group.replica not in where
     assert router.finish(100, group.replica) is group
     assert router.work == {0: 0, 1: 0}
+
+
+def test_a_text_costs_its_targets():
+    client = Client(2)
+    client.router.submit([Query(0, TokenSequence.of([5, 6, 7]), targets=(6, 7))])
+    [[text]] = client.take_all().values()
+    assert text.cost == client.router.work[text.replica] == 3 + 2 * TOKEN_COST
 
 
 class RouterMachine(RuleBasedStateMachine):

@@ -55,48 +55,6 @@ def test_a_regular_expression_has_the_texts_that_it_matches_as_a_whole(pattern):
         assert (word.encode() in language) == bool(re.fullmatch(pattern, word)), word
 
 
-@pytest.mark.parametrize("pattern", [".{0,30}", "[^b]{0,30}é", "a.{30}|é"])
-def test_counted_classes_of_any_character_are_compiled_in_proportion(pattern):
-    """An automaton of matches that begin anywhere would have 2 ** 30 states."""
-    language = Automaton.regex(pattern)
-    assert len(language._table.accepting) <= 16 * 31
-    for word in [*WORDS, "a" + 29 * "é", "a" + 30 * "\x00", 31 * "é", 32 * "a"]:
-        assert (word.encode() in language) == bool(re.fullmatch(pattern, word)), word
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "a{1000000}",
-        "(a{1000}){1000}",
-        "(?:a{200}b){200}",
-        r"\w{1,200}",
-        "((?P<x>é|[à-ü]){100}){60,}",
-    ],
-)
-def test_counted_repetitions_of_many_states_are_refused(pattern):
-    with pytest.raises(ValueError, match=r"has about [\d,]+ states; the maximum is 30,000"):
-        Automaton.regex(pattern)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "states"),
-    [
-        ("a{5}b", 6),
-        ("(ab|é{3}){2, 4}c", 33),
-        (r"\{9}|[]{9}]", 4),
-        ("(?x)([a-z] {3}) {5} # {9}", 15),
-        ("(?P<x>a{0}b)(?i:c)(?x)d", 3),
-        (r"\w{2}[^\d]\D.[é]\p{L}", 976),
-        (r"(a{2}b){3}{2}", 18),
-    ],
-)
-def test_the_size_of_a_regular_expression_is_estimated(pattern, states, monkeypatch):
-    monkeypatch.setattr("genlm.constraints.byte_automata._MAX_STATES", 0)
-    with pytest.raises(ValueError, match=f"has about {states} states"):
-        Automaton.regex(pattern)
-
-
 def test_a_table_that_does_not_fit_into_memory_is_refused(llm, monkeypatch):
     monkeypatch.setattr("genlm.constraints.automaton.free_memory_bytes", lambda: 100)
     with pytest.raises(MemoryError, match="states and 11 tokens needs about"):
@@ -270,20 +228,11 @@ def test_a_table_is_computed_once_for_a_vocabulary(llm):
     [
         (lambda: Automaton([[0]], [True]), r"\(1, 1\)"),
         (lambda: Automaton(np.full((1, 256), 1), [True]), "out of range"),
-        (lambda: Automaton.regex("a)|(b"), r"cannot compile .*'a\)\|\(b'"),
-        (lambda: Automaton.regex("(?=a)"), "cannot compile .*Lookaround and backreferences"),
-        (lambda: Automaton.regex("^a"), "remove it"),
-        (lambda: Automaton.regex(r"[\]^]\^(\Aa)"), "remove it"),
     ],
 )
 def test_what_is_no_automaton_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_pattern_of_bytes_is_refused():
-    with pytest.raises(TypeError, match="a regular expression is a string; found b'a'"):
-        Automaton.regex(b"a")
 
 
 def test_tokens_of_another_shape_are_refused(llm):

@@ -16,10 +16,10 @@ from genlm.constraints.byte_automata import (
     live_states,
     minimise,
     product,
-    regex_table,
     utf8_table,
 )
 from genlm.constraints.protocol import Constraint, Integers64, IntegersLike, Language
+from genlm.constraints.regex import regex_table
 from genlm.constraints.states import (
     DEAD,
     FINISHED,
@@ -88,17 +88,15 @@ class Automaton(Language):
     def regex(cls, pattern: str) -> Automaton:
         r"""Return the language of the texts that fully match a regular expression.
 
-        The time to compile an expression that is ambiguous before a counted repetition, such as
-        `[ab]*a[ab]{n}` or `.{0,n}a.{0,n}`, may be exponential in `n`.
-
         Args:
             pattern: Expression in the syntax of Rust's `regex`: Python's `re` without
                 look-around and backreferences. Classes such as `\w` and `\d` are those of
                 Unicode; `.` is any character except a newline.
 
         Raises:
-            ValueError: The syntax of the pattern is invalid, or its counted repetitions have
-                too many states.
+            ValueError: The syntax of the pattern is invalid, its counted repetitions have more
+                than 30,000 states, or its automaton has more than 100,000, such as that of
+                `[ab]*a[ab]{20}`.
             MissingRequirementError: The compiler, outlines-core, is not installed.
         """
         return cls(*regex_table(pattern))

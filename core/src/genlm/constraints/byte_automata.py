@@ -6,15 +6,12 @@ start. All functions are array operations on whole tables.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from genlm.core.base.errors import import_required
 
 __all__ = [
     "NO_STATE",
@@ -23,7 +20,6 @@ __all__ = [
     "live_states",
     "minimise",
     "product",
-    "regex_table",
     "utf8_table",
 ]
 
@@ -31,25 +27,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 States: TypeAlias = npt.NDArray[np.int64]
 
 NO_STATE = -1
-_MAX_STATES = 30_000
-"""Maximum size of a regular expression, estimated before it is compiled."""
-
-_IGNORED = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^]\\])*\])|\s|#[^\n]*", re.DOTALL)
-_ELEMENT = re.compile(
-    r"""
-    \{ \s* (?P<least>\d{1,10}) \s* (?: , \s* (?P<most>\d{0,10}) \s* )? \}
-    | (?P<open> \( (?: \? (?: P?<\w+> | [a-zA-Z-]*:? ) )? )
-    | (?P<repeated> [*+?|] )
-    | \\ [pPxuU] \{ [^}]* \} | \\. | \[ \^? \]? (?: \\. | [^]\\] )* \] | .
-""",
-    re.VERBOSE | re.DOTALL,
-)
-_STATES = [  # approximate numbers of states of elements, for UTF-8
-    (re.compile(r"(\[.*)?\\[wWpP]", re.DOTALL), 300),
-    (re.compile(r"(\[.*)?\\[dDsS]", re.DOTALL), 30),
-    (re.compile(r"\.|\[\^|\[.*[^\x00-\x7F]", re.DOTALL), 8),
-    (re.compile(r"\[|\\"), 1),
-]
+_BLOCK = 2**22
+"""Number of successors that `live_states` sorts at a time."""
 
 
 class ByteTable(NamedTuple):
@@ -62,92 +41,6 @@ class ByteTable(NamedTuple):
 
     successors: States
     accepting: Flags
-
-
-def regex_table(pattern: str) -> ByteTable:
-    """Return the automaton of the texts that fully match a regular expression.
-
-    outlines-core compiles it with the Rust crate regex-automata. The vocabulary passed to it
-    consists of the 256 bytes, so that its index is the automaton.
-
-    Raises:
-        MissingRequirementError: outlines-core is not installed.
-        ValueError: The syntax of the pattern is invalid or not supported.
-        TypeError: `pattern` is not a string.
-    """
-    if not isinstance(pattern, str):
-        raise TypeError(f"a regular expression is a string; found {pattern!r}")
-    outlines = import_required(
-        "outlines_core", "regular expressions", "'genlm-core[constraints]'"
-    )
-    _check_elements(pattern)
-    letters = outlines.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    try:
-        outlines.Index(f"|{pattern}", letters)  # matches the empty text, so errors are syntax
-        # \z makes the whole text match: else "a|ab" would end at its first alternative. A
-        # comment of the pattern ends at the newline, which (?x) ignores. Three bytes precede
-        # each text: after the first, the expression matches already, so that regex-automata
-        # does not also follow matches that begin later; expressions that match the empty text
-        # need the byte before it, and the second separates both.
-        index = outlines.Index(rf"\x00(?:\x00(?:\x00(?:{pattern}(?x){chr(10)}))?\z)?", letters)
-    except Exception as error:
-        raise ValueError(
-            f"cannot compile the regular expression {pattern!r}: {error}. The syntax is that "
-            f"of Rust's regex. Lookaround and backreferences are not supported"
-        ) from error
-    edges = index.get_transitions()
-    first = index.get_initial_state()
-    for _ in range(3):
-        first = edges[first][0]
-    accepting = index.get_final_states()
-    names = [first, *sorted({*edges, *accepting} - {first})]
-    number = {name: place for place, name in enumerate(names)}
-    successors = np.full((len(names), 256), NO_STATE)
-    for name, row in edges.items():
-        for byte, target in row.items():
-            if byte < 256 and target in number:
-                successors[number[name], byte] = number[target]
-    return ByteTable(successors, np.array([name in accepting for name in names]))
-
-
-def _check_elements(pattern: str) -> None:
-    r"""Refuse anchors of the beginning, and counted repetitions with too many states.
-
-    Raises:
-        ValueError: The pattern has `^` or `\A`, or more than `_MAX_STATES` states.
-    """
-    is_verbose = re.match(r"\(\?[a-wyzA-Z]*x", pattern) is not None
-    sizes, last = [0], [0]  # of the groups around an element, and of the element before it
-    for element in _ELEMENT.finditer(_IGNORED.sub(r"\1", pattern) if is_verbose else pattern):
-        text = element[0]
-        if text in ("^", r"\A"):
-            raise ValueError(
-                f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "
-                f"remove it, because the whole text is matched"
-            )
-        if element["open"]:
-            sizes.append(0)
-            last.append(0)
-        elif element["least"]:
-            times = max(int(element["least"]), int(element["most"] or 0))
-            sizes[-1] += last[-1] * (times - 1)
-            last[-1] *= times
-        elif not element["repeated"]:
-            if text == ")" and len(sizes) > 1:
-                last.pop()
-                size = sizes.pop()
-            else:
-                states = (states for kind, states in _STATES if kind.match(text))
-                size = next(states, len(text.encode()))
-            sizes[-1] += size
-            last[-1] = size
-    if sum(sizes) > _MAX_STATES:
-        shown = pattern if len(pattern) <= 80 else f"{pattern[:80]}..."
-        raise ValueError(
-            f"the regular expression {shown!r} has about {sum(sizes):,} states; the maximum is "
-            f"{_MAX_STATES:,}. Use *, + or fewer repetitions, and classes of fewer characters, "
-            f"such as [a-z] in place of \\w"
-        )
 
 
 @cache
@@ -257,16 +150,15 @@ def _equivalent_states(successors: States, accepting: Flags, is_live: Flags) -> 
                 for source in sources_of.get(target, ()):
                     parts.setdefault(classes[source], set()).add(source)
             for name, part in parts.items():
-                halves = [members[name] - part, part]
-                if not halves[0]:
+                if len(part) == len(members[name]):
                     continue
-                if name not in pending and len(part) > len(halves[0]):
-                    halves.reverse()
-                members[name], new = halves
-                for state in new:
-                    classes[state] = len(members)
-                pending.add(len(members))
-                members.append(new)
+                members[name] -= part
+                members.append(part)
+                if name not in pending and len(part) > len(members[name]):
+                    members[name], members[-1] = part, members[name]
+                for state in members[-1]:
+                    classes[state] = len(members) - 1
+                pending.add(len(members) - 1)
     return np.array(classes)
 
 
@@ -297,13 +189,21 @@ def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> F
             `states - 1`.
         accepting: Whether each state accepts, shape `(states,)`.
     """
-    states = len(accepting)
-    comes_from = np.zeros((states, states), np.bool_)
-    comes_from[successors, np.arange(states)[:, None]] = True
+    states, symbols = successors.shape
+    edges = []  # distinct pairs of a state and a successor
+    for begin in range(0, states, rows := max(1, _BLOCK // symbols)):
+        block = np.sort(successors[begin : begin + rows].astype(np.int32), axis=1)
+        is_first = np.diff(block, axis=1, prepend=-1) > 0
+        sources = begin + np.flatnonzero(is_first) // symbols
+        edges.append(np.array([sources, block[is_first]], np.int32))
+    sources, targets = np.concatenate(edges, axis=1)
+    sources = sources[np.argsort(targets, kind="stable")]
+    ends = np.cumsum(np.bincount(targets, minlength=states)).tolist()
     live = accepting.copy()
     reached = np.flatnonzero(live).tolist()
     for state in reached:  # grows
-        sources = np.flatnonzero(comes_from[state] & ~live)
-        live[sources] = True
-        reached.extend(sources.tolist())
+        before = sources[ends[state - 1] if state else 0 : ends[state]]
+        new = before[~live[before]]
+        live[new] = True
+        reached.extend(new.tolist())
     return live

@@ -169,10 +169,7 @@ class LlamaContext:
     def divide(self, parts: int) -> None:
         """Create the context again, empty, with a part of the cells for each sequence.
 
-        If llama.cpp cannot create the parts, the sequences share all cells.
-
-        Args:
-            parts: Number of sequences, 0 to share all cells.
+        Without parts, or if llama.cpp cannot create them, the sequences share all cells.
 
         Raises:
             EvaluationError: There is no memory for a shared cache either.

@@ -372,11 +372,10 @@ class LlamaCppEngine(BatchEngine):
         Args:
             adapter: Adapter of all sequences.
             sequences: At least one sequence.
-            firsts: First position of each sequence whose logits are requested; the logits of
-                all later positions are requested too.
+            firsts: First position of each sequence whose logits are requested; those of all
+                later positions are requested too.
             receiver: Receives the logits.
-            members: The receiver's index of the first requested logits of each sequence; later
-                positions have consecutive indices.
+            members: The receiver's index of the first of these logits; later ones follow it.
             marked: Whether the sequences are indexed by their keys.
 
         Returns:

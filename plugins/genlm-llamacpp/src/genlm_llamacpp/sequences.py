@@ -60,11 +60,7 @@ class Sequences:
         self.dropped: deque[tuple[Integers, Integers]] = deque()
 
     def reset(self, count: int) -> None:
-        """Evict all sequences, which the memory has lost, and change their number.
-
-        Args:
-            count: Number of sequences, at most that of the constructor.
-        """
+        """Evict all sequences, which the memory has lost, and set the number of usable ones."""
         self.evicted += self.used
         self._count, self._free = count, list(range(count - 1, -1, -1))
         self._idle.clear()

@@ -67,11 +67,9 @@ class GgufTokenizer:
         return tuple(i for i in range(self.size) if self.attributes(i) & special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; names of special tokens are parsed as these tokens.
+        """Return the ids of a text, with the special tokens that the file adds to texts.
 
-        Args:
-            text: Any text.
-            add_special_tokens: Whether to add the file's BOS and EOS tokens, as it specifies.
+        Names of special tokens in the text are parsed as these tokens.
         """
         data = text.encode()
         room = len(data) + 8

@@ -42,7 +42,7 @@ def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
     sequences = engine._sequences
     sequences.collect()
     held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
-    assert held == sequences._lengths.tolist()
+    assert held == sequences._lengths[: len(held)].tolist()
     states = {
         id(base.state): (base, base.state)
         for population in populations
@@ -60,7 +60,7 @@ def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
             assert sequences._lengths[seq_id] >= len(ids)
             assert tuple(sequences._ids[seq_id, : len(ids)].tolist()) == ids
     expected = [holders[seq_id] for seq_id in range(sequences._count)]
-    assert sequences._holders.tolist() == expected
+    assert sequences._holders[: len(held)].tolist() == expected
 
 
 async def walk(
@@ -156,6 +156,24 @@ def test_unique_children_continue_and_others_are_copied(
         torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
         check(engine, [population])
         assert engine._sequences.used == 8  # those that nobody continued are free
+
+
+def test_a_population_outlives_the_division_of_its_cache(llama: TinyGguf) -> None:
+    engine = llama.engine(n_ctx=1024)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population([5, 6, 7], 6).extend(range(6))
+        population.next_token_logprobs_sync()
+        lm.clear_kv_cache()
+        lm.batch_next_token_logprobs_sync([[i, *range(20 * i, 20 * i + 20)] for i in range(4)])
+        assert engine._context.parts == 4
+        later = population[[0, 3]].extend([8, 9])  # fits into the parts
+        for members, parts in ((later, 4), (population, 0)):
+            rows = members.next_token_logprobs_sync()
+            assert engine._context.parts == parts
+            check(engine, [population, later])
+            for row, context in zip(rows, members, strict=True):
+                expected = llama.logprobs(context.token_ids)
+                torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
 
 
 def test_a_population_that_is_dropped_frees_its_sequences(llama: TinyGguf) -> None:

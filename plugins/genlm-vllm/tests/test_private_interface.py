@@ -29,19 +29,23 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "finish_requests", finish_requests)  # harmless
     monkeypatch.delattr(Scheduler, "get_request_counts")
     monkeypatch.delattr(Scheduler.__mro__[1], "get_request_counts")
-    attributes = dict.fromkeys(private_interface._ATTRIBUTES, "")
-    attributes["vllm.v1.request.Request"] = "block_hashes nothing"
-    monkeypatch.setattr(private_interface, "_ATTRIBUTES", attributes)
-    attributes["vllm.v1.core.sched.output.SchedulerOutput"] = "new_block_ids_to_zero"
+    scheduler, request = "vllm.v1.core.sched.scheduler.Scheduler", "vllm.v1.request.Request"
+    output = "vllm.v1.core.sched.output.SchedulerOutput"
+    names = {
+        path: listed
+        for path, listed in private_interface._NAMES.items()
+        if path.startswith(f"{scheduler}.") or path == output
+    }
+    names[request] = "block_hashes nothing"
+    monkeypatch.setattr(private_interface, "_NAMES", names)
     fields = SchedulerOutput.__dataclass_fields__.copy()
     del fields["new_block_ids_to_zero"]
     monkeypatch.setattr(SchedulerOutput, "__dataclass_fields__", fields)
-    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
     assert list(changes()) == [
         f"{scheduler}.get_request_counts is gone",
         f"{scheduler}.add_request has the parameters (self, request, wave)",
-        "vllm.v1.core.sched.output.SchedulerOutput has no attribute new_block_ids_to_zero",
-        "vllm.v1.request.Request has no attribute nothing",
+        f"{output} has no attribute new_block_ids_to_zero",
+        f"{request} has no attribute nothing",
     ]
 
 

@@ -20,8 +20,7 @@ Ids = tuple[int, ...]
 _LENGTHS = (1, 7, 40, 70)
 """Lengths of the compared sequences: up to one KV block, and several."""
 
-_MAX_DIVERGENCE = {torch.float32: 1e-5}
-_MAX_HALF_DIVERGENCE = 2e-2
+_MAX_DIVERGENCE, _MAX_HALF_DIVERGENCE = 1e-5, 2e-2
 """Maximum Kullback-Leibler divergence in nats of a row from the reference. Rounding to bfloat16
 in every layer causes 1e-4 to 1e-3; a wrong mask, position or activation more than 0.1."""
 
@@ -53,7 +52,7 @@ def forward_problem(
     # vLLM computes prompts and extensions of contexts in different ways.
     sequences = [*prompts, *((*prompt, 1) for prompt in prompts)]
     rows = [*rows_of(sequences[: len(prompts)]), *rows_of(sequences[len(prompts) :])]
-    limit = _MAX_DIVERGENCE.get(config.dtype, _MAX_HALF_DIVERGENCE)
+    limit = _MAX_DIVERGENCE if config.dtype == torch.float32 else _MAX_HALF_DIVERGENCE
     try:
         expected = _reference_rows(config, sequences, vocab_size)
     except Exception as error:  # noqa: BLE001 - such as a model that transformers lacks

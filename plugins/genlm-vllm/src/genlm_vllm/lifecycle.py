@@ -61,7 +61,7 @@ def load_vllm(
         TypeError: vLLM does not have an option.
     """
     check_version()
-    source = model_source(model)
+    source, multiprocess = model_source(model), failures is not None
     loading_stage("starting vLLM: weights, memory, kernels")
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # its scheduler runs on this thread
     if failures is not None:
@@ -74,13 +74,13 @@ def load_vllm(
 
         check_private_interface()
         _accept_numba()
-        arguments = engine_arguments(source, engine_opts, multiprocess=failures is not None)
+        arguments = engine_arguments(source, engine_opts, multiprocess=multiprocess)
         try:
             # vLLM caches its environment variables.
             vllm.envs.disable_envs_cache()
-            return _build_engine(arguments, engine_opts, multiprocess=failures is not None)
+            return _build_engine(arguments, engine_opts, multiprocess=multiprocess)
         except Exception as error:
-            _clean_up(multiprocess=failures is not None)
+            _clean_up(multiprocess=multiprocess)
             if isinstance(error, ModelLoadError):
                 raise
             cause = " ".join(str(error).split()) or "no message"

@@ -12,6 +12,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from packaging.version import Version
 
@@ -22,7 +23,7 @@ __all__ = ["changes", "check_private_interface"]
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 
-_PARAMETERS: Mapping[str, str] = {
+_NAMES: Mapping[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine.step": "self",
     "vllm.v1.engine.core.EngineCore.step": "self",
     "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts": "self",
@@ -40,10 +41,6 @@ _PARAMETERS: Mapping[str, str] = {
     f"{_SAMPLE}.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": "self "
     "logits_fn hidden_states input_batch "
     "all_token_ids num_computed_tokens prompt_lens",
-}
-"""Parameters of functions. Further parameters with defaults are accepted."""
-
-_ATTRIBUTES: Mapping[str, str] = {
     "vllm.v1.core.sched.output.SchedulerOutput": "new_block_ids_to_zero",
     "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
     "num_scheduled_tokens num_computed_prefill_tokens_np",
@@ -65,7 +62,8 @@ _ATTRIBUTES: Mapping[str, str] = {
     "is_token_ids num_tokens_no_spec",
     "vllm.v1.worker.gpu.states.RequestState": "req_id_to_index last_sampled_tokens",
 }
-"""Fields of dataclasses, and attributes that the methods of other classes set or read."""
+"""Parameters of functions, fields of dataclasses, and attributes that the methods of other
+classes set or read. Further parameters with defaults are accepted."""
 
 
 def check_private_interface() -> None:
@@ -88,36 +86,34 @@ def check_private_interface() -> None:
 
 def changes() -> Iterator[str]:
     """Yield messages on missing functions and attributes, and on other parameters."""
-    for path, listed in _PARAMETERS.items():
-        function = _resolve(path)
-        if function is None:
+    for path, listed in _NAMES.items():
+        target, names = _resolve(path), set(listed.split())
+        if target is None:
             yield f"{path} is gone"
-            continue
-        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
-        expected = set(listed.split())
-        required = {
-            name
-            for name, parameter in parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
-        }
-        if not required <= expected <= parameters.keys():
-            yield f"{path} has the parameters ({', '.join(parameters)})"
-    for path, listed in _ATTRIBUTES.items():
-        for name in sorted(set(listed.split()) - _attributes_of(_resolve(path))):
-            yield f"{path} has no attribute {name}"
+        elif isinstance(target, type):
+            for name in sorted(names - _attributes_of(target)):
+                yield f"{path} has no attribute {name}"
+        else:
+            parameters = inspect.signature(target).parameters
+            required = {
+                name
+                for name, parameter in parameters.items()
+                if parameter.default is parameter.empty
+                and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+            }
+            if not required <= names <= parameters.keys():
+                yield f"{path} has the parameters ({', '.join(parameters)})"
 
 
-def _attributes_of(cls: object | None) -> set[str]:
+def _attributes_of(cls: type) -> set[str]:
     if dataclasses.is_dataclass(cls):
         return {field.name for field in dataclasses.fields(cls)}
-    return set(re.findall(r"\bself\.(\w+)", inspect.getsource(cls))) if cls else set()  # type: ignore[arg-type]
+    return set(re.findall(r"\bself\.(\w+)", inspect.getsource(cls)))
 
 
-def _resolve(path: str) -> object | None:
-    """Return the object at a dotted path, None if it does not exist."""
+def _resolve(path: str) -> Any:
+    """Return the class or function at a dotted path, None if it does not exist."""
     try:
-        target: object = pkgutil.resolve_name(path)
+        return pkgutil.resolve_name(path)
     except (AttributeError, ImportError):
         return None
-    return target

@@ -465,9 +465,13 @@ class Residents:
 
     def end_idle(self, adapter: str | None = None) -> None:
         """End the idle requests of one adapter, or all idle requests."""
-        requests = self.requests
-        names = requests.by_name if adapter is None else requests.names_of(adapter)
-        self._end([name for name in names if name not in self._busy])
+        lora = self._adapters.request(adapter)
+        idle = [
+            name
+            for name, request in self.requests.by_name.items()
+            if name not in self._busy and (adapter is None or request.lora_request is lora)
+        ]
+        self._end(idle)
 
     def end_excess_idle(self) -> None:
         """After an adapter was loaded, end the idle requests that may no longer stay."""

@@ -165,11 +165,6 @@ class RunningRequests:
         """
         return adapter is None or len(self._adapters.names) <= self._max_batch_adapters
 
-    def names_of(self, adapter: str) -> set[str]:
-        """Return the requests of an adapter."""
-        lora = self._adapters.request(adapter)
-        return {name for name, request in self.by_name.items() if request.lora_request is lora}
-
     # -- tokens -----------------------------------------------------------------------
 
     def begin(

@@ -126,6 +126,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (Mask([1], 9), ValueError, "a mask over 9 token ids for a vocabulary of 10"),
     ([3, 10], TokenIdError, "token id 10 at position 1 of a mask"),
     ([-1], TokenIdError, "token id -1 at position 0 of a mask"),
+    ([3, 2**64], TokenIdError, f"token id {2**64} at position 1 of a mask"),
     ("ab", TokenTypeError, "a mask must be"),
     ([0.5], TokenTypeError, "a mask must be"),
     ({0.5}, TokenTypeError, "a mask must be booleans, one for each token, or token ids"),

@@ -43,6 +43,7 @@ __all__ = [
     "checked_number",
     "checked_stop",
     "checked_token_ids",
+    "is_integer",
     "is_model_object",
     "is_sequence_like",
 ]
@@ -84,7 +85,7 @@ def checked_stop(
     """
     if stop is None:
         return frozenset(() if eos_token_id is None else (eos_token_id,)), ()
-    items: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
+    items: Any = [stop] if isinstance(stop, (str, bytes)) or is_integer(stop) else stop
     if not isinstance(items, Iterable):
         raise TypeError(f"stop={_short_repr(stop)}; expected texts or token ids")
     texts: list[bytes] = []
@@ -92,7 +93,7 @@ def checked_stop(
     for item in items:
         if isinstance(item, (str, bytes)):
             texts.append(item.encode() if isinstance(item, str) else bytes(item))
-        elif _is_integer(item):
+        elif is_integer(item):
             ids.append(index(item))
         else:
             raise TypeError(
@@ -214,7 +215,7 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
     """Return an integer of any kind as an `int`; reject values below `minimum`."""
     if type(value) is int:  # most frequent
         number = value
-    elif _is_integer(value):
+    elif is_integer(value):
         number = index(value)
     else:
         raise TypeError(f"{name}={_short_repr(value)}; expected an integer, {minimum} or more")
@@ -281,7 +282,7 @@ def _describe_non_sequence(values: object) -> str:
         return f"{type(values).__name__}; pass its input_ids, or llm.encode(text)"
     if hasattr(values, "ids"):
         return f"{type(values).__name__}; pass its ids, or llm.encode(text)"
-    if _is_integer(values):
+    if is_integer(values):
         hint = f"; a sequence of this id is [{values}]"
     return f"{type(values).__name__} {_short_repr(values)}{hint}"
 
@@ -299,7 +300,7 @@ def _describe_non_integers(values: Any) -> str:
         return f"{type(values).__name__} {_short_repr(values)}{hint}"
     if not isinstance(values, Iterable):
         return f"a single {type(values).__name__}, {_short_repr(values)}"
-    position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
+    position, value = next(pair for pair in enumerate(values) if not is_integer(pair[1]))
     description = f"{type(value).__name__} {_short_repr(value)} at position {position}"
     if hint := _id_attribute_hint(value):
         description += hint
@@ -308,7 +309,7 @@ def _describe_non_integers(values: Any) -> str:
     return description
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether a value is an integer of any kind, but not a boolean."""
     if _is_boolean(value):
         return False

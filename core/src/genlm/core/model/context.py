@@ -8,7 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 from genlm.core.base.errors import TokenIdError
-from genlm.core.base.validation import checked_integers, checked_token_ids
+from genlm.core.base.validation import checked_integers, checked_token_ids, is_integer
 from genlm.core.queries.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -63,16 +63,16 @@ class Context:
             TokenTypeError: `token_ids` is neither an integer nor a flat sequence of integers.
         """
         size = self._lm.vocabulary.size
-        token_id = token_ids if type(token_ids) is int else _integer(token_ids)
-        if token_id is None:
+        if type(token_ids) is int or is_integer(token_ids):
+            token_id = index(token_ids)  # type: ignore[arg-type]
+            if not 0 <= token_id < size:
+                raise TokenIdError(token_id, len(self.sequence), size)
+            packed = token_id.to_bytes(4, sys.byteorder)
+        else:
             ids = checked_integers(token_ids)  # type: ignore[arg-type]
             if not ids:
                 return self
             packed = checked_token_ids(ids, vocab_size=size, max_context=None)[1]
-        elif 0 <= token_id < size:
-            packed = token_id.to_bytes(4, sys.byteorder)
-        else:
-            raise TokenIdError(token_id, len(self.sequence), size)
         sequence = TokenSequence(packed, self.sequence)
         return Context(self._lm, sequence, self.lora_name, self._adapter, self._lease)
 
@@ -170,10 +170,3 @@ class Context:
             "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
             "and create it again with the model's method context"
         )
-
-
-def _integer(value: object) -> int | None:
-    try:
-        return index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from genlm.core.base.errors import TokenIdError, TokenTypeError
-from genlm.core.base.validation import checked_integers
+from genlm.core.base.errors import TokenTypeError
+from genlm.core.base.validation import checked_ids
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -180,19 +180,15 @@ def _pack(allowed: Any, size: int) -> _Words:
     if isinstance(values, (set, frozenset)):
         values = list(values)
     try:
-        ids = np.asarray(checked_integers(values), dtype=np.int64)
+        ids = checked_ids(values, size, "a mask")
     except TokenTypeError as error:
         raise TokenTypeError(error.found, "a mask", _FORMS) from None
-    if len(ids) == size > 2 and set(ids.tolist()) <= {0, 1}:
+    if len(ids) == size > 2 and set(ids) <= {0, 1}:
         raise TokenTypeError(
             f"{size} integers, all 0 or 1; convert them to booleans", "a mask", _FORMS
         )
-    outside = np.flatnonzero((ids < 0) | (ids >= size))
-    if len(outside):
-        position = int(outside[0])
-        raise TokenIdError(int(ids[position]), position, size, "a mask")
     flags = np.zeros(size, np.bool_)
-    flags[ids] = True
+    flags[np.array(ids, np.int64)] = True
     return np.packbits(flags, bitorder="little")
 
 

@@ -313,7 +313,8 @@ class Population(Members):
             stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
                 `()` for none. By default the end of a text, which is the `eos_token_id` of the
                 vocabulary if it has one; other ends replace it. A text finishes a member with
-                the token that completes it among the tokens that this call draws.
+                the token that completes it among the tokens that this call draws; the text of a
+                special token is its name.
             temperature: As `draw`.
             top_k: As `draw`.
             top_p: As `draw`.

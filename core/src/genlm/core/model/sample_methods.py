@@ -83,7 +83,8 @@ class SampleMethods:
                 several; `()` for none. By default the end of a text, which is the
                 `eos_token_id` of the vocabulary if it has one; other ends replace it. An id is
                 not part of the result. A text ends the continuation with the token that
-                completes it; it may begin before that token and end within it.
+                completes it; it may begin before that token and end within it. The text of a
+                special token is its name, such as `"<|im_end|>"`.
             temperature: Divisor of the log-probabilities; 0 selects the most likely token.
             top_k: Number of most likely tokens to which draws are limited.
             top_p: Share of the probability at the temperature, after top-k, in (0, 1]; draws

@@ -345,3 +345,17 @@ def test_draws_with_one_number_differ_as_often_as_the_distributions() -> None:
     expected = dict(rows(*[[0.5, 0.5]] * count)).__getitem__
     apart = differences(rows(*[[0.4, 0.6]] * count), expected, seed=3)
     assert apart.same_draw == pytest.approx(0.9, abs=0.03)
+
+
+def test_the_config_is_read_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def from_pretrained(source: str, **options: Any) -> None:
+        calls.append(options)
+        raise OSError
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    result = compute_here(Request("demo", "reference", "float32", longest=16))
+    assert isinstance(result, EngineRows)
+    assert result.about["family"] is None
+    assert calls == [{"local_files_only": True}] * 2

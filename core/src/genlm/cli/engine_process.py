@@ -235,14 +235,18 @@ def _sequences(llm: AsyncLM, request: Request) -> tuple[list[int], Sequence[Sequ
 
 
 def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:
-    """Return the facts of the model's config; None if transformers finds no config."""
+    """Return the facts of the model's config; None if transformers finds no config.
+
+    An engine has just loaded the model, so its config is a local file or in the cache, and no
+    hub is contacted.
+    """
     try:
         from transformers import AutoConfig
     except ImportError:
         return None
     for source in (getattr(llm.tokenizer, "name_or_path", None), model):
         try:
-            return ModelFacts.of(AutoConfig.from_pretrained(source))
+            return ModelFacts.of(AutoConfig.from_pretrained(source, local_files_only=True))
         except (OSError, ValueError, TypeError, AttributeError):
             continue
     return None

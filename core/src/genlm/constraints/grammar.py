@@ -48,6 +48,10 @@ class Grammar(Language):
     another thread, fills all masks. The libraries allow every token that begins a text of the
     language in bytes; unlike `Automaton`, they do not test whether the tokens of the vocabulary
     can complete it. A particle may die if the vocabulary lacks bytes, or a stop token has them.
+
+    Raises:
+        ValueError: `library` has another value, or the library rejects the grammar.
+        MissingRequirementError: The library is not installed.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Grammar(Language):
             )
         self._library, self._form = library, form
         self._source, self._options = source, dict(options or {})
+        LIBRARIES[library].check(form, source, self._options)
 
         def compile_grammar(vocabulary: Vocabulary, stop: Integers64) -> _CompiledGrammar:
             tokens = text_tokens.get(vocabulary, stop)
@@ -82,7 +87,8 @@ class Grammar(Language):
                 `whitespace_flexible=False` for llguidance.
 
         Raises:
-            ValueError: `library` has another value.
+            ValueError: `library` has another value, or it rejects the schema.
+            MissingRequirementError: The library is not installed.
         """
         return cls(library, "json_schema", schema, options)
 
@@ -93,6 +99,10 @@ class Grammar(Language):
         Args:
             grammar: Rules such as `root ::= "yes" | "no"`.
             root: Name of the start rule.
+
+        Raises:
+            ValueError: xgrammar rejects the grammar.
+            MissingRequirementError: xgrammar is not installed.
         """
         return cls("xgrammar", "ebnf", grammar, {"root_rule_name": root})
 
@@ -102,6 +112,10 @@ class Grammar(Language):
 
         Args:
             grammar: Rules such as `start: "yes" | "no"`.
+
+        Raises:
+            ValueError: llguidance rejects the grammar.
+            MissingRequirementError: llguidance is not installed.
         """
         return cls("llguidance", "lark", grammar)
 
@@ -117,8 +131,7 @@ class Grammar(Language):
             stop: As `Language.start`.
 
         Raises:
-            ValueError: As `Language.start`, or the library rejects the grammar.
-            MissingRequirementError: The library is not installed.
+            ValueError: As `Language.start`, or the library cannot compile the grammar.
         """
         check_text(text)
         states = first_states(size)

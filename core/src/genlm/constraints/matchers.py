@@ -28,6 +28,21 @@ class MatcherLibrary(ABC):
     formats: ClassVar[tuple[str, ...]]
     """Supported forms of grammars: `"json_schema"`, `"ebnf"` or `"lark"`."""
 
+    @staticmethod
+    @abstractmethod
+    def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
+        """Check the syntax of a grammar, without a vocabulary.
+
+        Args:
+            form: One of `formats`.
+            source: The grammar.
+            options: Keyword arguments of the library's compiler.
+
+        Raises:
+            ValueError: The library rejects the grammar.
+            MissingRequirementError: The library is not installed.
+        """
+
     @abstractmethod
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
         """Compile a grammar.
@@ -66,6 +81,18 @@ class XGrammar(MatcherLibrary):
     name = "xgrammar"
     formats = ("json_schema", "ebnf")
 
+    @staticmethod
+    def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
+        """Parse a grammar, which takes less than a millisecond."""
+        kind = _import_library("xgrammar").Grammar
+        parse = kind.from_json_schema if form == "json_schema" else kind.from_ebnf
+        try:
+            parse(source, **options)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"xgrammar does not accept the grammar: {str(error).strip()}"
+            ) from error
+
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
         self._library = library = _import_library(self.name)
         raw, end = library.VocabType.RAW, len(texts)
@@ -73,12 +100,7 @@ class XGrammar(MatcherLibrary):
         compiler = library.GrammarCompiler(info)
         is_schema = form == "json_schema"
         compile_ = compiler.compile_json_schema if is_schema else compiler.compile_grammar
-        try:
-            self._grammar = compile_(source, **options)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"xgrammar does not accept the grammar: {str(error).strip()}"
-            ) from error
+        self._grammar = compile_(source, **options)
         self._batch = library.BatchGrammarMatcher()
 
     def first(self, text: bytes) -> Any:
@@ -104,16 +126,17 @@ class LLGuidance(MatcherLibrary):
     name = "llguidance"
     formats = ("json_schema", "lark")
 
+    @staticmethod
+    def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
+        """Validate a grammar, which takes a few milliseconds."""
+        matcher = _import_library("llguidance").LLMatcher
+        if message := matcher.validate_grammar(_guidance_grammar(form, source, options)):
+            raise ValueError(f"llguidance does not accept the grammar: {message}")
+
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
         self._library = library = _import_library(self.name)
         self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_ByteTokenizer(texts)))
-        if form == "json_schema":
-            schema = json.loads(source) if isinstance(source, str) else source
-            if options:
-                schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
-            source = f"start: %json {json.dumps(schema)}"
-        # With forcing, the masks would have only one tokenization of a text that is certain.
-        grammar = f'%llguidance {{"no_forcing": true}}\n{source}'
+        grammar = _guidance_grammar(form, source, options)
         self._first = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._first.is_error():
             message = self._first.get_error()
@@ -146,6 +169,16 @@ class LLGuidance(MatcherLibrary):
         """Write the masks in one call, on threads of the library."""
         pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
         self._fill(self._executor, pairs, words)
+
+
+def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str:
+    if form == "json_schema":
+        schema = json.loads(source) if isinstance(source, str) else source
+        if options:
+            schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
+        source = f"start: %json {json.dumps(schema)}"
+    # With forcing, the masks would have only one tokenization of a text that is certain.
+    return f'%llguidance {{"no_forcing": true}}\n{source}'
 
 
 class _ByteTokenizer:

@@ -456,6 +456,11 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         ),
         "the potential returned NoneType": (TypeError, {"potential": lambda _: None}),
         "the potential returned str": (TypeError, {"potential": lambda _: "ab"}),
+        "the potential returned list": (TypeError, {"potential": lambda _: [[0.0], [0.0, 1]]}),
+        "the potential returned Tensor": (
+            TypeError,
+            {"potential": lambda _: torch.zeros(2, dtype=torch.complex64)},
+        ),
     }
     for message, (error, options) in refused.items():
         with pytest.raises(error, match=message):

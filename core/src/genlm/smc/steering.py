@@ -253,9 +253,12 @@ class _Filter:
 def _checked_potential(values: LogWeights, live: npt.NDArray[np.bool_]) -> Floats:
     """Return the values of a potential, of which those of live particles are log-factors."""
     if isinstance(values, torch.Tensor):
-        kind = "b" if values.dtype == torch.bool else "f"
+        kind = "b" if values.dtype == torch.bool else "c" if values.is_complex() else "f"
     else:
-        kind = np.asarray(values).dtype.kind
+        try:
+            kind = np.asarray(values).dtype.kind
+        except ValueError:  # lists of different lengths
+            kind = "O"
     if kind == "b":
         raise TypeError(
             "the potential returned booleans; expected log-factors: 0 for True, -inf for False"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -75,6 +76,17 @@ def _import_library(name: str) -> Any:
     return import_required(name, "this grammar", f"'genlm-core[{name}]'")
 
 
+@contextmanager
+def _rejections() -> Iterator[None]:
+    """Raise the errors of xgrammar's parser and compiler as `ValueError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"xgrammar does not accept the grammar: {str(error).strip()}"
+        ) from error
+
+
 class XGrammar(MatcherLibrary):
     """Matchers of xgrammar."""
 
@@ -86,12 +98,8 @@ class XGrammar(MatcherLibrary):
         """Parse a grammar, which takes less than a millisecond."""
         kind = _import_library("xgrammar").Grammar
         parse = kind.from_json_schema if form == "json_schema" else kind.from_ebnf
-        try:
+        with _rejections():
             parse(source, **options)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"xgrammar does not accept the grammar: {str(error).strip()}"
-            ) from error
 
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
         self._library = library = _import_library(self.name)
@@ -100,7 +108,8 @@ class XGrammar(MatcherLibrary):
         compiler = library.GrammarCompiler(info)
         is_schema = form == "json_schema"
         compile_ = compiler.compile_json_schema if is_schema else compiler.compile_grammar
-        self._grammar = compile_(source, **options)
+        with _rejections():
+            self._grammar = compile_(source, **options)
         self._batch = library.BatchGrammarMatcher()
 
     def first(self, text: bytes) -> Any:

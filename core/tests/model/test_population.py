@@ -186,6 +186,8 @@ def test_wrong_extensions_name_the_members_and_change_nothing(tiny: genlm.AsyncL
             population.extend(wrong)
     with pytest.raises(genlm.TokenTypeError):
         population.extend([0.5, 1, 2])
+    with pytest.raises(genlm.PopulationError, match="3 of 3 members"):
+        population.extend(np.full(3, -1).astype(np.uint64))
     with pytest.raises(ValueError, match="boolean for each of 3 members"):
         population.finish([1, 0, 1])
     with pytest.raises(TypeError, match="cannot be pickled"):

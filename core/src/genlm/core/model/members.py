@@ -253,6 +253,8 @@ def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
         raise ValueError(f"{argument} has lists of different lengths{hint}") from error
     if array.dtype.kind not in "iu" and array.size:
         raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
+    if array.dtype == np.uint64:  # a cast would make the largest negative: no token
+        array = np.minimum(array, np.iinfo(np.int64).max)
     return array.astype(np.int64, copy=False)
 
 

@@ -33,8 +33,8 @@ __all__ = ["ByteReader"]
 
 Floats = npt.NDArray[np.float64]
 
-_SPECIAL = 257
-"""First component of the symbols of excluded tokens, which have no bytes."""
+_EXCLUDED = 257
+"""First element of the symbols of excluded tokens, after the bytes and `STOP`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ByteReader:
         self._excluded = sorted(excluded)
         # A symbol that is unique by id, in place of no bytes or of the bytes of a name.
         for token_id in excluded:
-            symbols[token_id] = (_SPECIAL, token_id)
+            symbols[token_id] = (_EXCLUDED, token_id)
         for token_id in ends:
             symbols[token_id] = (self.STOP, token_id)
         self.llm, self.width, self.logprob = llm, width, -math.inf
@@ -123,23 +123,23 @@ class ByteReader:
 
         Raises:
             RuntimeError: `start` was not awaited.
-            ValueError: All hypotheses continue only with special tokens, which are excluded.
+            ValueError: All hypotheses continue only with excluded tokens.
         """
         if not self._beam:
             raise RuntimeError("the reader was not started: await reader.start(token_ids)")
-        mass = np.zeros(_SPECIAL + 1)
+        mass = np.zeros(_EXCLUDED + 1)
         for hypothesis in self._beam:
             below = self._trie.child_prefixes(hypothesis.node)
             sums = self._trie.partial_sum(hypothesis.row, below)
             mass[self._trie.child_symbols(hypothesis.node)] += hypothesis.weight * sums
-        total = mass[:_SPECIAL].sum()
+        total = mass[:_EXCLUDED].sum()
         if total == 0:
             raise ValueError(
                 "the probabilities of the next byte and of the end are 0: after all "
-                "tokenizations in the beam, the model predicts only special tokens that are "
-                "not in stop"
+                "tokenizations in the beam, the model predicts only tokens without bytes or "
+                "special tokens that are not in stop"
             )
-        probabilities: Floats = mass[:_SPECIAL] / total
+        probabilities: Floats = mass[:_EXCLUDED] / total
         return probabilities
 
     async def read(self, text: bytes) -> None:

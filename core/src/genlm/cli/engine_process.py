@@ -244,7 +244,7 @@ def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:
         from transformers import AutoConfig
     except ImportError:
         return None
-    for source in (getattr(llm.tokenizer, "name_or_path", None), model):
+    for source in filter(None, (getattr(llm.tokenizer, "name_or_path", None), model)):
         try:
             return ModelFacts.of(AutoConfig.from_pretrained(source, local_files_only=True))
         except (OSError, ValueError, TypeError, AttributeError):

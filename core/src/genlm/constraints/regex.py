@@ -390,7 +390,7 @@ class _Parser:
         """
         part = self._choice({})
         if self._place < len(self._pattern):
-            raise ValueError("a closing parenthesis has no opening parenthesis")
+            raise ValueError("a group is closed that was not opened")
         return self._part(part)
 
     def _next(self, flags: dict[str, bool]) -> str:
@@ -454,7 +454,7 @@ class _Parser:
         outside, self._place = self._place, begin
         item = self._choice(inside)
         if self._place == len(self._pattern):
-            raise ValueError("an opening parenthesis has no closing parenthesis")
+            raise ValueError("a group is not closed")
         self._place += 1
         return _Plain(outside, self._place, flags) if isinstance(item, _Plain) else item
 

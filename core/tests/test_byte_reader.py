@@ -160,7 +160,7 @@ def test_a_text_that_only_special_tokens_continue_is_an_error() -> None:
     with genlm.AsyncLM(SpecialAfterAEngine) as llm:
         reader = genlm.ByteReader(llm)
         reader.start_sync([1])
-        with pytest.raises(ValueError, match="the model predicts only special tokens"):
+        with pytest.raises(ValueError, match="the model predicts only tokens without bytes"):
             reader.probabilities()
         reader.start_sync([2])
         reader.read_sync(b"a")  # also the beginning of "ab"

@@ -390,8 +390,8 @@ class LlamaContext:
                 )
         if not library.llama_get_memory(context):
             raise ModelLoadError(
-                f"{str(self._file)!r} has no memory of sequences (an embedding model); genlm "
-                f"serves models that predict the next token"
+                f"llama.cpp creates no cache for {str(self._file)!r}, which is an embedding "
+                f"model; genlm serves models that predict the next token"
             )
 
     def _default_cells(self, type_k: str, type_v: str, options: ContextOptions) -> int:

@@ -22,7 +22,7 @@
 - loading: `loading_stage`, which reports the stages of loading to users who request progress
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
-- errors of engines and plugins
+- errors of engines and plugins, `describe_error`
 
 Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
 """
@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.base.errors import UnsupportedCapabilityError as UnsupportedCapabilityError
     from genlm.core.base.errors import VocabularyError as VocabularyError
     from genlm.core.base.errors import WeightsError as WeightsError
+    from genlm.core.base.errors import describe_error as describe_error
     from genlm.core.base.progress import loading_stage as loading_stage
     from genlm.core.engine.engine import BatchEngine as BatchEngine
     from genlm.core.engine.engine import Capability as Capability

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError
+from genlm.core.base.errors import EvaluationError, describe_error
 from genlm.core.queries.query import (
     Completion,
     GroupReduction,
@@ -78,7 +78,7 @@ class Transport:
         def failing_output(error: Exception, is_group: bool) -> object:
             message = (
                 f"a reduction cannot be loaded in {self._process}, where its module must be "
-                f"installed: {type(error).__name__}: {error}"
+                f"installed: {describe_error(error)}"
             )
             return _undeliverable(message, is_group)
 
@@ -92,7 +92,7 @@ class Transport:
     def _unsendable_output(self, output: Any, error: Exception) -> object:
         message = (
             f"{type(output).__name__} cannot be sent to {self._process}: "
-            f"{type(error).__name__}: {error}"
+            f"{describe_error(error)}"
         )
         return _undeliverable(message, isinstance(output, GroupReduction))
 
@@ -113,8 +113,7 @@ class Transport:
             self._pack_completions([completion], vocab_size)
         except Exception as error:  # noqa: BLE001 - as above
             cause = EvaluationError(
-                f"the result cannot be returned from {self._process}: "
-                f"{type(error).__name__}: {error}"
+                f"the result cannot be returned from {self._process}: {describe_error(error)}"
             )
             return Completion(completion.query_id, error=cause)
         return completion
@@ -158,8 +157,7 @@ class Transport:
 
         def load_error(error: Exception, _is_group: bool) -> object:
             return EvaluationError(
-                f"a result cannot be loaded from {self._process}: "
-                f"{type(error).__name__}: {error}"
+                f"a result cannot be loaded from {self._process}: {describe_error(error)}"
             )
 
         values = _unpack(data, load_error)
@@ -182,7 +180,7 @@ class Transport:
     def _unsendable_result(self, value: Any, error: Exception) -> object:
         return EvaluationError(
             f"a result of type {type(value).__name__} cannot be returned from "
-            f"{self._process}: {type(error).__name__}: {error}"
+            f"{self._process}: {describe_error(error)}"
         )
 
     # -- values -----------------------------------------------------------------------
@@ -275,7 +273,7 @@ def picklable_error(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     except Exception:  # noqa: BLE001 - its constructor or attributes may raise anything
-        return EvaluationError(f"{type(error).__name__}: {error}")
+        return EvaluationError(describe_error(error))
     return error
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from genlm.core.base.errors import ModelLoadError
+from genlm.core.base.errors import ModelLoadError, describe_error
 from genlm.core.base.progress import loading_stage
 from genlm.prefix.rows import PrefixRows
 from genlm.prefix.uncached import UncachedPath
@@ -150,7 +150,7 @@ class SelfTest:
                 rows = path.rows(None, step)
             except Exception as error:
                 raise UnsupportedModelError(
-                    f"in the self-test it raised {type(error).__name__}: {error}"
+                    f"in the self-test it raised {describe_error(error)}"
                 ) from error
             worst = max(worst, self._error(rows, step))
         if not worst <= tolerance:

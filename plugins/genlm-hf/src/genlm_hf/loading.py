@@ -21,6 +21,7 @@ from genlm.plugin import (
     ModelFacts,
     ModelLoadError,
     check_causal,
+    describe_error,
     dtype_name,
     loading_stage,
     model_source,
@@ -213,7 +214,7 @@ def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
                 f"model {source!r}", [error.name], "install the package that provides it"
             ) from error
         # The first line states the cause; the next ones list everything transformers supports.
-        cause = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        cause = describe_error(error).strip().split("\n")[0]
         raise ModelLoadError(
             f"cannot load model {source!r}; {auto_class.__name__}.from_pretrained raised "
             f"{cause} ({_advice(source)})"

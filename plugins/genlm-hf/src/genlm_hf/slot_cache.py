@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from genlm.plugin import describe_error
 from genlm.prefix import (
     Integers64,
     PassLayout,
@@ -205,7 +206,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
             model(**_inputs(model, batch, device), **{needed[0]: cache})
     except Exception as error:
         raise UnsupportedModelError(
-            f"with another cache its forward pass raises {type(error).__name__}: {error}"
+            f"with another cache its forward pass raises {describe_error(error)}"
         ) from error
     if cache.problems:
         raise UnsupportedModelError(cache.problems[0])

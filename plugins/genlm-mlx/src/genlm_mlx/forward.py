@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from genlm.plugin import describe_error
 from genlm.prefix import (
     ForwardResult,
     Integers64,
@@ -228,7 +229,7 @@ def _read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
         mx.eval(logits)
     except Exception as error:
         raise UnsupportedModelError(
-            f"with another cache its forward pass raises {type(error).__name__}: {error}"
+            f"with another cache its forward pass raises {describe_error(error)}"
         ) from error
     problems = [cache.problem for cache in caches if cache.problem is not None]
     if problems:

@@ -20,7 +20,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genlm.plugin import ModelLoadError
+from genlm.plugin import ModelLoadError, describe_error
 from genlm_ray.replica import Replica
 from genlm_ray.spec import ReplicaSpec
 
@@ -67,7 +67,7 @@ _HTTP2_SETTINGS = b"\x04"
 
 _ATTEMPTS = 3
 """Maximum number of attempts to start a cluster on this machine. Ray's processes must connect
-within 15 seconds, which is too short on an overloaded machine."""
+within 30 seconds, which can be too short on an overloaded machine."""
 
 _MAX_CONCURRENCY = 4096
 """Maximum number of concurrent calls of a replica: up to 8 long polls per driver, and pings,
@@ -138,7 +138,7 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
                 continue
             action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
             raise ModelLoadError(
-                f"cannot {action}: {type(error).__name__}: {error}. `ray start --head` starts "
+                f"cannot {action}: {describe_error(error)}. `ray start --head` starts "
                 f"a cluster on this machine; address='host:port' joins another one"
             ) from error
 

@@ -33,6 +33,7 @@ from genlm.plugin import (
     ModelLoadError,
     SampledGroup,
     TokenSequence,
+    describe_error,
 )
 from genlm_ray import cluster, serving
 from genlm_ray.link import Configuration, ReplicaLink
@@ -200,7 +201,7 @@ class Driver:
         refusal = EvaluationError(
             f"a query cannot be sent to a replica, because Ray's object store is full. "
             f"`ray memory` lists its objects. Delete some, or start Ray with a larger "
-            f"object_store_memory. {_format_error(error)}"
+            f"object_store_memory. {describe_error(error)}"
         )
         self._finish(link, [Completion(item.query.query_id, error=refusal) for item in routed])
 
@@ -344,7 +345,7 @@ class Driver:
         except (RayError, TimeoutError) as error:
             raise ModelLoadError(
                 f"a replica did not accept this program within {self._load_timeout_s:g} s: "
-                f"{_format_error(error)}"
+                f"{describe_error(error)}"
             ) from error
         link.begin(session, next(self._numbers), configuration, description)
         self._up[link.number] = link
@@ -389,7 +390,7 @@ class Driver:
         A private replica that hangs is restarted. A served replica supervises itself, because
         other programs use it.
         """
-        logger.warning("lost replica %d: %s", link.index, _format_error(error))
+        logger.warning("lost replica %d: %s", link.index, describe_error(error))
         del self._up[link.number]
         self.router.reassign_from(link.number)
         if isinstance(error, TimeoutError) and self._is_private:
@@ -409,7 +410,7 @@ class Driver:
         if not all(link.is_dead for link in self.links) or self.died is not None:
             return
         self.died = EngineDiedError(
-            f"all {len(self.links)} replicas have ended; the last one: {_format_error(error)}"
+            f"all {len(self.links)} replicas have ended; the last one: {describe_error(error)}"
         )
         self.died.__cause__ = error
         self._has_changed.set()
@@ -429,7 +430,3 @@ class Driver:
 def unwrap_error(error: BaseException) -> BaseException:
     """Return the error that a replica raised, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) else error
-
-
-def _format_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

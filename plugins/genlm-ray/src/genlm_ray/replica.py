@@ -29,6 +29,7 @@ from genlm.plugin import (
     EvaluationError,
     GenlmError,
     ModelLoadError,
+    describe_error,
     get_backend,
     picklable_error,
 )
@@ -219,7 +220,7 @@ class Replica:
         except BaseException as error:  # noqa: BLE001 - raised in the driver
             raise ModelLoadError(
                 f"loading {self._spec.model!r} with {self._spec.engine!r} in a replica raised "
-                f"{type(error).__name__}: {error}"
+                f"{describe_error(error)}"
             ) from None
 
     async def _call_engine(self, method: str, *arguments: Any) -> None:

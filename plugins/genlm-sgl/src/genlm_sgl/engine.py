@@ -18,6 +18,7 @@ from genlm.plugin import (
     TokenScores,
     Vocabulary,
     claim_process,
+    describe_error,
     loading_stage,
     model_source,
     preserve_process_state,
@@ -193,7 +194,7 @@ class SGLEngine(PrefixEngine):
                 self._served.read_hidden_states()
                 self._compare_scores(self._build_path(adapters, width, reads_states=True))
         except Exception as error:  # noqa: BLE001 - depends on SGLang's private code
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe_error(error)
             logger.warning(
                 "the tokens of scored texts are decoded, which may be slow: SGLang %s does "
                 "not compute scores like the tested version (%s)",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
+from genlm.plugin import ModelLoadError, cache_budget_bytes, describe_error, dtype_name
 
 __all__ = [
     "checked_options",
@@ -170,7 +170,7 @@ def load_error(
     version: str, source: str, options: Mapping[str, Any], error: Exception
 ) -> ModelLoadError:
     """Return the error of a failed build of SGLang, with the caller's options and the cause."""
-    first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    first_line = describe_error(error).strip().partition("\n")[0]
     return ModelLoadError(
         f"SGLang {version} cannot load the model {source!r} with {_format_options(options)}; "
         f"it raised {first_line} (besides the options, the model must be a folder or an "

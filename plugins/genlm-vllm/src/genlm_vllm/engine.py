@@ -27,6 +27,7 @@ from genlm.plugin import (
     Vocabulary,
     check_query,
     claim_process,
+    describe_error,
     preserve_process_state,
     release_process,
 )
@@ -234,8 +235,9 @@ class VLLMEngine:
         except ExecutorError as error:
             if self._failures is None:
                 raise
-            self._death = engine_died(self._vllm, self._failures, error.__cause__)
-            raise self._death from error.__cause__
+            cause = error.__cause__ or error
+            self._death = engine_died(self._vllm, self._failures, cause)
+            raise self._death from cause
 
     def _advance(self) -> list[Completion]:
         residents = self._residents
@@ -280,7 +282,7 @@ class VLLMEngine:
         failed = self._drop_all(error)
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
-                f"a step of vLLM raised {type(error).__name__}: {error}; vLLM did not reset "
+                f"a step of vLLM raised {describe_error(error)}; vLLM did not reset "
                 f"its prefix cache. Load the model again"
             )
             raise self._death from error

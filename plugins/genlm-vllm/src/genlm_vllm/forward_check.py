@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import free_memory_bytes
+from genlm.plugin import describe_error, free_memory_bytes
 
 __all__ = ["forward_problem"]
 
@@ -56,7 +56,7 @@ def forward_problem(
     try:
         expected = _reference_rows(config, sequences, vocab_size)
     except Exception as error:  # noqa: BLE001 - such as a model that transformers lacks
-        return f"transformers does not compute its rows: {type(error).__name__}: {error}"
+        return f"transformers does not compute its rows: {describe_error(error)}"
     for ids, row, reference in zip(sequences, rows, expected, strict=True):
         if isinstance(row, Exception):
             return f"the row of {len(ids)} tokens failed: {row}"

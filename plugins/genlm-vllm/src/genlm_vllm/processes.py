@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from genlm import EngineDiedError
-from genlm.plugin import GroupReduction, Reduction, Transport
+from genlm.plugin import GroupReduction, Reduction, Transport, describe_error
 
 __all__ = [
     "TRANSPORT",
@@ -99,7 +99,7 @@ class _Recorder:
         if error is not None and record.name.startswith("vllm") and self._remaining_bytes > 0:
             # An error here must not hide the logged exception.
             with contextlib.suppress(Exception):
-                text = " ".join(f"{type(error).__name__}: {error}".split())
+                text = " ".join(describe_error(error).split())
                 line = f"{text}\n".encode()[:_MAX_BYTES]
                 self._remaining_bytes -= os.write(self._file, line)
         return record
@@ -149,7 +149,7 @@ class ExecutorError(Exception):
     """vLLM's executor raised the cause of this error instead of returning results."""
 
 
-def engine_died(engine: Any, failures: FailureLog, error: object) -> EngineDiedError:
+def engine_died(engine: Any, failures: FailureLog, error: BaseException) -> EngineDiedError:
     """Return the error of an engine whose workers failed.
 
     Args:
@@ -165,7 +165,7 @@ def engine_died(engine: Any, failures: FailureLog, error: object) -> EngineDiedE
     elif ends:  # vLLM only raises that it waits in vain
         reason = "see its log"
     else:
-        reason = f"vLLM raised {type(error).__name__}: {error}"
+        reason = f"vLLM raised {describe_error(error)}"
     status = f" ({ends})" if ends else ""
     return EngineDiedError(f"a worker of vLLM failed{status}; {reason}. Load the model again")
 

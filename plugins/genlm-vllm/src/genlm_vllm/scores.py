@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from genlm.plugin import EvaluationError, TokenSequence, device_index
+from genlm.plugin import EvaluationError, TokenSequence, describe_error, device_index
 from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_vllm.processes import Outputs, without_frames
 
@@ -223,7 +223,7 @@ def _score(
     except Exception as error:
         if not store.is_alone:  # all ranks compute logits together
             raise
-        message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
+        message = f"vLLM did not compute the scores: {describe_error(error)}"
         for span in spans:
             store.fail(span.text, EvaluationError(message))
 

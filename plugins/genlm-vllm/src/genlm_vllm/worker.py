@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from genlm.plugin import Completion, EvaluationError
+from genlm.plugin import Completion, EvaluationError, describe_error
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import TRANSPORT, ExecutorError, record_failures, skip_finalization
 from genlm_vllm.row_sampler import replace_sampler
@@ -80,7 +80,7 @@ def _returns_errors(method: Callable[..., Any]) -> Callable[..., tuple[str | Non
         try:
             return None, method(self, *arguments)
         except Exception as error:  # noqa: BLE001 - raised by `call_workers`
-            return f"{type(error).__name__}: {error}", None
+            return describe_error(error), None
 
     return reply
 

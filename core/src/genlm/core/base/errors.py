@@ -65,6 +65,7 @@ __all__ = [
     "UnsupportedCapabilityError",
     "VocabularyError",
     "WeightsError",
+    "describe_error",
 ]
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from genlm.core.base.errors import ModelLoadError, TokenIdError
+from genlm.core.base.errors import ModelLoadError, TokenIdError, describe_error
 from genlm.core.base.progress import loading_stage
 from genlm.core.base.validation import is_model_object
 from genlm.core.engine.engine import Engine
@@ -64,7 +64,7 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
         name = type(model).__name__ if is_model_object(model) else str(model)
         raise ModelLoadError(
             f"{backend!r} has loaded the model {name!r}, but its first row failed: "
-            f"{type(error).__name__}: {error}"
+            f"{describe_error(error)}"
         ) from error
     except BaseException:  # Ctrl-C
         engine.close()

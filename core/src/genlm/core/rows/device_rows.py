@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from genlm.core.base.errors import describe_error
 from genlm.core.rows.logits import moved
 from genlm.core.rows.row_weights import RowWeights
 
@@ -62,7 +63,7 @@ def _can_run_kernels(device: torch.device) -> bool:
         logits = torch.tensor([[0.0, 9.0, 0.0]], device=device)
         token_ids = draw_on_device(logits, torch.tensor([0.5]).double(), None)[0].tolist()
     except Exception as error:  # noqa: BLE001 - torch computes the same
-        problem = f"{type(error).__name__}: {error}"
+        problem = describe_error(error)
     else:
         if token_ids == [1]:
             return True

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from genlm.core.base.errors import GenlmError, TokenizerError
+from genlm.core.base.errors import GenlmError, TokenizerError, describe_error
 from genlm.core.base.validation import checked_ids
 from genlm.core.vocab import Vocabulary
 
@@ -144,7 +144,7 @@ def encode_chat(
     except Exception as error:
         raise TokenizerError(
             f"the chat template of {type(vocabulary.tokenizer).__name__} failed: "
-            f"{type(error).__name__}: {error}"
+            f"{describe_error(error)}"
         ) from error
     return _ids(vocabulary, ids, "apply_chat_template")
 

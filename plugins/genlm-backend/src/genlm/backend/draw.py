@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 import genlm
-from genlm.plugin import draw_tokens
+from genlm.plugin import describe_error, draw_tokens
 
 __all__ = [
     "DRAW_METHODS",
@@ -256,7 +256,7 @@ def _finish(batch: list[_Call]) -> None:
 
 
 def _failure(cause: Exception) -> genlm.EvaluationError:
-    failure = genlm.EvaluationError(f"drawing failed: {type(cause).__name__}: {cause}")
+    failure = genlm.EvaluationError(f"drawing failed: {describe_error(cause)}")
     failure.__cause__ = cause
     return failure
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from cachetools import LRUCache
 
+from genlm.plugin import describe_error
 from genlm.prefix import UnsupportedModelError
 from genlm_hf.forward import compute_logits
 from genlm_hf.packed.layout import AttentionLayout
@@ -165,7 +166,7 @@ class KernelSteps:
         try:
             logits = compute().clone()
         except Exception as error:  # noqa: BLE001 - the pass without kernels is right
-            refuse(f"one raised {type(error).__name__}: {error}")
+            refuse(f"one raised {describe_error(error)}")
         # Runs last, so that the keys and values that remain stored are right.
         expected = run(plan)
         if logits is not None:

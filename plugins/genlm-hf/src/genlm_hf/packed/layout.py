@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from genlm.plugin import describe_error
 from genlm.prefix import UnsupportedModelError
 from genlm_hf.storage import LayerShape
 
@@ -151,8 +152,7 @@ def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> Attent
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"with another attention function its forward pass raises "
-            f"{type(error).__name__}: {error}"
+            f"with another attention function its forward pass raises {describe_error(error)}"
         ) from error
     finally:
         _active.recorder = None

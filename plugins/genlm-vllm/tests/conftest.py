@@ -13,6 +13,8 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 # Workers of several engines share the cores; vLLM would bind each worker to its cores.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
+from collections.abc import Iterator
+
 import pytest
 
 from genlm_vllm.conformance import TinyLlama
@@ -45,6 +47,20 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the conformance suite last: its engine lives until the end of the process."""
     items.sort(key=lambda item: item.path.name == "test_conformance.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _inspect_model_classes_in_this_process() -> Iterator[None]:
+    """Replace the process that vLLM starts to inspect a class of models for the first time.
+
+    The process takes 12 seconds of a core, because it imports vLLM. Its purpose is that CUDA is
+    not initialised in this process.
+    """
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        yield
 
 
 @pytest.fixture(scope="session")

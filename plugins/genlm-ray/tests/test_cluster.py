@@ -137,8 +137,9 @@ def head(monkeypatch):
     head.responds.set()
 
     def nodes():
+        responds = head.responds.is_set()
         head.requests.release()
-        assert head.responds.wait(60)
+        assert responds or head.responds.wait(60)
 
     monkeypatch.setattr(ray, "nodes", nodes)
     return head
@@ -170,7 +171,7 @@ def test_a_program_that_was_paused_does_not_take_its_cluster_for_lost(head, monk
 
 def test_a_head_that_does_not_answer_is_lost(head, monkeypatch):
     monkeypatch.setattr(cluster, "_PROBE_S", 0.01)
-    monkeypatch.setattr(cluster, "HEAD_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(cluster, "HEAD_TIMEOUT_S", 60.0)
 
     async def main():
         lost = asyncio.create_task(cluster.until_head_is_lost())
@@ -204,44 +205,55 @@ def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
 
 
 @pytest.fixture
-def listening():
-    """A socket that accepts connections on this machine."""
-    with socket.create_server(("", 0)) as server:
-        yield server
+def respond():
+    """Function that returns a port of this machine where connections get these responses.
+
+    Without responses, connections are refused; `b""` is no response.
+    """
+    with socket.socket() as server:
+        server.bind(("", 0))
+
+        def accept(responses):
+            with contextlib.suppress(OSError):  # the test has ended
+                for response in responses:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(response)
+                        connection.recv(100)
+
+        def start(*responses):
+            if responses:
+                server.listen()
+            if any(responses):
+                threading.Thread(target=accept, args=[responses], daemon=True).start()
+            return server.getsockname()[1]
+
+        yield start
+
+
+HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    ("responds_with", "problem"),
+    ("responses", "problem"),
     [
-        (None, "it cannot be reached"),
-        (b"", "it does not respond"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what responds there is not a Ray cluster"),
+        ([], "it cannot be reached"),
+        ([b""], "it does not respond"),
+        ([HTTP] * 2, "what responds there is not a Ray cluster"),
     ],
 )
 @pytest.mark.parametrize("client", ["", "ray://"])
-def test_an_address_without_a_cluster_is_an_error_within_seconds(
-    listening, monkeypatch, responds_with, problem, client
+def test_an_address_without_a_cluster_is_an_error(
+    respond, monkeypatch, responses, problem, client
 ):
     """Ray itself tries to join for several minutes."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     # The thread that responds may wait for a core.
-    timeout_s = 5 if responds_with else 0.5
+    timeout_s = 60 if any(responses) else 0.5
     monkeypatch.setattr(cluster, "_JOIN_TIMEOUT_S", timeout_s)
+    monkeypatch.setattr(cluster, "_RETRY_S", timeout_s)  # one attempt
     monkeypatch.setattr(cluster, "_init_ray", lambda _: pytest.fail("Ray tries to join"))
-    address = f"{client}127.0.0.1:{listening.getsockname()[1]}"
-    if responds_with is None:
-        listening.close()
-    elif responds_with:
-
-        def respond():
-            with contextlib.suppress(OSError):  # the test has ended
-                while True:
-                    connection, _ = listening.accept()
-                    with connection:
-                        connection.sendall(responds_with)
-                        connection.recv(100)
-
-        threading.Thread(target=respond, daemon=True).start()
+    address = f"{client}127.0.0.1:{respond(*responses)}"
     where = f"the Ray cluster at '{re.escape(address)}'"
     message = f"cannot join {where}.*: {problem}.* for {timeout_s} s"
     with pytest.raises(ModelLoadError, match=message):
@@ -249,6 +261,19 @@ def test_an_address_without_a_cluster_is_an_error_within_seconds(
     result = CliRunner().invoke(app, ["serve", "--status", "--address", address])
     assert isinstance(result.exception, ModelLoadError)
     assert re.search(message, str(result.exception))
+
+
+def test_a_cluster_that_is_still_starting_is_joined(respond, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_JOIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(cluster, "_RETRY_S", 0.01)
+    joined = []
+    monkeypatch.setattr(cluster, "_init_ray", joined.append)
+    address = f"127.0.0.1:{respond(HTTP, bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))}"
+    context = types.SimpleNamespace(gcs_address=address)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    assert cluster.connect(address, default=None) == address
+    assert [arguments["address"] for arguments in joined] == [address]
 
 
 def test_the_local_cluster_is_one_whose_head_runs_here(monkeypatch):

@@ -286,11 +286,31 @@ def test_a_model_of_a_lost_cluster_is_closed_without_calls_of_ray(in_process, mo
         kill(actor)
 
 
+def _hang(driver, monkeypatch, hang):
+    """Make the first replica hang, and reduce the timeout of pings until it is lost.
+
+    With the timeout of the whole test, a replica that waits for a core would be lost too.
+    """
+    [first, *_] = driver.links
+    handle_loss, timeout_s = driver._handle_loss, driver._ping_timeout_s
+
+    def handle(link, error):
+        if link is first:
+            driver._ping_timeout_s = timeout_s
+        handle_loss(link, error)
+
+    monkeypatch.setattr(driver, "_handle_loss", handle)
+    hang()
+    driver._ping_timeout_s = 0.5
+
+
 @pytest.mark.parametrize("what", ["it hangs", "its session has ended"])
-def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, reference, what):
-    llm, engine, [actor] = in_process(replicas=1, ping_timeout_s=0.3)
+def test_an_adapter_is_added_although_a_replica_is_lost(
+    in_process, poet, reference, monkeypatch, what
+):
+    llm, engine, [actor] = in_process(replicas=1)
     if what == "it hangs":
-        actor.held = {"configure", "notify"}
+        _hang(engine.driver, monkeypatch, lambda: actor.held.update(["configure", "notify"]))
     else:
         actor.run(actor.replica.detach(engine.driver.links[0].session)).result(60)
     assert _ended(llm.load_lora, poet, "poet") is None
@@ -468,10 +488,9 @@ def test_a_replica_returns_while_nothing_is_asked(pair, pids, reference):
 
 
 def test_a_replica_that_hangs_is_replaced(pair, pids, reference, monkeypatch):
-    monkeypatch.setattr(pair.engine.driver, "_ping_timeout_s", 2.0)
     link, before = pair.engine.driver.links[0], pids(pair)
     restarts = link.restarts
-    os.kill(before[0], signal.SIGSTOP)
+    _hang(pair.engine.driver, monkeypatch, lambda: os.kill(before[0], signal.SIGSTOP))
     rows = _rows_in_time(pair, PROMPTS)
     torch.testing.assert_close(rows, reference.batch_next_token_logprobs_sync(PROMPTS))
     while pair.statistics().engine["replica 0: state"] != "up":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,12 +181,23 @@ def test_prefixes_are_cleared_between_the_steps_of_a_population(
 def test_close_ends_a_population_that_is_computed(tiny: TinyLlama) -> None:
     with served(tiny) as llm:
         population = llm.population(PROMPT, 5).extend([3, 4, 5, 6, 7])
+        engine: Any = llm.engine
+        step, grown = engine.step, figures(llm, "tokens_computed")
+        begun = threading.Event()
+
+        def wait_for_close() -> Any:
+            """Step, and wait after some tokens until the model is closed."""
+            if grown() >= (90,):
+                begun.set()
+                while not llm._scheduler.closed:
+                    time.sleep(0.001)
+            return step()
+
+        engine.step = wait_for_close
 
         async def ended() -> None:
             task = asyncio.ensure_future(population.sample(400, seed=0))
-            grown = figures(llm, "tokens_computed")
-            while grown() < (90,):
-                await asyncio.sleep(0)
+            assert await asyncio.to_thread(begun.wait, 60)
             llm.close()
             with pytest.raises(genlm.EngineClosedError):
                 await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,12 +73,23 @@ def test_closing_in_the_middle_ends_every_request(
 ) -> None:
     lm = genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS)
     sequences = prompts(*[150] * 12)
+    engine: Any = lm.engine
+    step, begun = engine.step, threading.Event()
+
+    def wait_for_close() -> Any:
+        """Step, and let the fifth step wait until the model is closed."""
+        if engine.statistics()["steps"] >= 4:
+            begun.set()
+            while not lm._scheduler.closed:
+                time.sleep(0.001)
+        return step()
+
+    engine.step = wait_for_close
 
     async def request() -> list[Any]:
         tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in sequences]
         tasks += [asyncio.ensure_future(lm.sample(ids, 60)) for ids in sequences]
-        while lm.statistics().engine["steps"] < 4:
-            await asyncio.sleep(0)
+        assert await asyncio.to_thread(begun.wait, 60)
         closing = asyncio.ensure_future(asyncio.to_thread(lm.close))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         await closing

@@ -18,7 +18,15 @@ import torch
 from population_walks import PROMPT, check, figures, walk
 
 import genlm
-from genlm.plugin import Generation, GroupQuery, GroupReduction, Lineage, TokenSequence
+from genlm.plugin import (
+    Generation,
+    GroupQuery,
+    GroupReduction,
+    Lineage,
+    Query,
+    Rows,
+    TokenSequence,
+)
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.lifecycle import model_of
@@ -237,26 +245,30 @@ def test_a_population_above_the_places_does_not_hold_up_others(
 ) -> None:
     if has_room(llm):
         pytest.skip("for more members than places")
-    engine: Any = llm.engine
+    prompts = [(*PROMPT, 3 + i % 50, 3 + i // 50) for i in range(150)]
+    lineage = Lineage.of_sequences([TokenSequence.of(ids) for ids in prompts])
+    members = np.arange(150)
+    group = GroupQuery(-9, Generation(lineage), members, members, Rows())
+    begun = figures(llm, "members_begun")
 
-    async def beside() -> None:
-        generator = np.random.default_rng(2)
-        prompts = [[*PROMPT, *ids] for ids in generator.integers(3, 60, (150, 2)).tolist()]
-        population = llm.population(prompts)
-        begun = figures(llm, "members_begun")
-        task = asyncio.ensure_future(population.next_token_logprobs())
-        while begun() == (0,):
-            await asyncio.sleep(0)
-        row = await llm.next_token_logprobs(PROMPT)
-        assert not task.done()
-        assert begun()[0] < 150
-        assert float((row - tiny.logprobs(tuple(PROMPT))).abs().max()) <= 1e-4
-        rows = await task
+    def beside(engine: Any) -> dict[int, Any]:
+        engine.submit_group(group)
+        engine.step()
+        engine.submit(Query(-8, tuple(PROMPT)))
+        results: dict[int, Any] = {}
+        while len(results) < 2:
+            for completion in engine.step():
+                assert completion.error is None
+                results[completion.query_id] = completion.result
+                assert completion.query_id == -9 or 0 < begun()[0] < 150
         assert engine.statistics()["members_living"] <= 16
-        check(tiny, population[:5], rows[:5])
-        check(tiny, population[-5:], rows[-5:])
+        return results
 
-    asyncio.run(beside())
+    results = llm._scheduler.run(beside)
+    assert list(results) == [-8, -9]
+    [rows] = results[-9].columns
+    for ids, row in ((tuple(PROMPT), results[-8]), *zip(prompts[::20], rows[::20])):
+        assert float((row - tiny.logprobs(ids)).abs().max()) <= 1e-4
 
 
 @pytest.mark.usefixtures("free")

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from genlm.constraints import Automaton, regex
-from genlm.constraints.regex import _Element
+from genlm.constraints.regex_automaton import Element
 
 WORDS = ["".join(word) for n in range(6) for word in itertools.product("abé", repeat=n)]
 
@@ -74,7 +74,7 @@ def test_a_regular_expression_has_the_texts_that_it_matches_as_a_whole(pattern):
     ],
 )
 def test_the_syntax_is_that_of_the_compiler_of_elements(pattern):
-    element = _Element.compiled(f"(?:{pattern}(?x)\n)")
+    element = Element.compiled(f"(?:{pattern}(?x)\n)")
     whole = Automaton(element.successors[:, :256], element.accepting)
     assert texts(Automaton.regex(pattern)) == texts(whole)
     assert texts(whole)

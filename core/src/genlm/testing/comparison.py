@@ -198,7 +198,7 @@ def largest_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest absolute difference of a log-probability.
 
     Args:
-        row: Log-probabilities, shape `(vocab_size,)`, on any device.
+        row: Log-probabilities, of any shape, on any device.
         expected: The expected ones.
 
     Returns:
@@ -208,11 +208,11 @@ def largest_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
     if row.shape != expected.shape:
         return math.inf
     errors = entry_differences(row, expected)
-    return float(errors.max()) if len(errors) else 0.0
+    return float(errors.max()) if errors.numel() else 0.0
 
 
 def entry_differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Absolute difference of each entry of two rows of one shape; float64, on the CPU."""
+    """Absolute difference of each entry of two tensors of one shape; float64, on the CPU."""
     row, expected = row.detach().cpu().double(), expected.cpu().double()
     same = row == expected  # the difference of equal infinities is NaN
     return torch.where(same, 0.0, (row - expected).abs()).nan_to_num(

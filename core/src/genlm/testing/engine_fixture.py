@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -179,6 +180,8 @@ class EngineFixture(Fixture):
         """Request the rows of sequences concurrently."""
         return [row for _, row in self.run(request_rows(lm, token_sequences, cached=True))]
 
+    # -- comparisons with the oracle ---------------------------------------------------
+
     def check_row(
         self,
         row: torch.Tensor,
@@ -212,53 +215,110 @@ class EngineFixture(Fixture):
         **example: Any,
     ) -> None:
         """Raise `CheckFailure` unless each row is the expected row of its sequence."""
-        expect(
-            len(rows) == len(token_sequences),
-            f"{len(token_sequences)} rows",
-            len(rows),
-            **example,
-        )
+        count = len(token_sequences)
+        expect(len(rows) == count, f"{count} rows", len(rows), **example)
         for position, (row, token_ids) in enumerate(zip(rows, token_sequences, strict=True)):
             self.check_row(row, token_ids, adapter, position=position, **example)
+
+    def check_request(
+        self,
+        lm: AsyncLM,
+        token_ids: Sequence[int],
+        adapter: str | None = None,
+        /,
+        *,
+        use_cache: bool = True,
+        **example: Any,
+    ) -> None:
+        """Request one row; raise `CheckFailure` unless it is the expected row."""
+        row = self.run(
+            lm.next_token_logprobs(token_ids, lora_name=adapter, use_cache=use_cache)
+        )
+        self.check_row(row, token_ids, adapter, **example)
+
+    def check_batch(
+        self, lm: AsyncLM, token_sequences: Sequence[TokenTuple], /, **example: Any
+    ) -> None:
+        """Request a batch; raise `CheckFailure` unless its rows are the expected ones."""
+        rows: torch.Tensor = self.run(lm.batch_next_token_logprobs(token_sequences))
+        self.check_rows(rows, token_sequences, **example)
 
     def check_context(self, context: Context, /, **example: Any) -> None:
         """Request the row of a context; raise `CheckFailure` unless it is the expected row."""
         row = self.run(context.next_token_logprobs())
         self.check_row(row, context.token_ids, **example)
 
-    def check_drawn(
-        self,
-        logits: torch.Tensor,
-        token_id: int,
-        uniform: float,
-        slack: float,
-        /,
-        **example: Any,
-    ) -> float:
-        """Raise `CheckFailure` unless a uniform number draws a token, up to rounding.
+    def check_logprobs(self, logprobs: Any, expected: Any, /, **example: Any) -> None:
+        """Raise `CheckFailure` unless log-probabilities are those expected, up to rounding.
 
         Args:
-            logits: Log-probabilities divided by the temperature, `-inf` where masked; float64.
+            logprobs: A number or a tensor on any device.
+            expected: A number, or a tensor of the same shape; may contain `-inf`.
+            **example: Reported with the failure.
+        """
+        found, right = (torch.as_tensor(x, dtype=torch.float64) for x in (logprobs, expected))
+        limit = self.target.largest_error
+        expect(
+            largest_difference(found, right) <= limit,
+            f"{right.tolist()}, every log-probability within {limit:g}",
+            found.tolist(),
+            **example,
+        )
+
+    def check_draw(
+        self,
+        logprobs: torch.Tensor,
+        token_id: int,
+        uniform: float,
+        temperature: float,
+        /,
+        draw_logprob: float | None = None,
+        **example: Any,
+    ) -> None:
+        """Raise `CheckFailure` unless a uniform number draws a token, up to rounding.
+
+        If no log-probability is off by more than e, the cumulative distribution at
+        temperature t is off by at most e / 2t: a logit moves by at most 2e / t, and the slope
+        of the logistic function is at most a quarter.
+
+        Args:
+            logprobs: Log-probabilities, `-inf` for tokens that may not be drawn; float64.
             token_id: The token.
             uniform: The number that inverts the cumulative distribution.
-            slack: Maximum error of the cumulative distribution. If no log-probability is off
-                by more than e, it is e / 2t at temperature t: its logit moves by at most
-                2e / t, and the slope of the logistic function is at most a quarter.
+            temperature: At 0, the token must be a most likely one.
+            draw_logprob: Log-probability with which the token was drawn; None is not checked.
             **example: Reported with the failure.
-
-        Returns:
-            The probability of the token.
         """
-        cumulative = logits.softmax(-1).cumsum(-1)
+        may_be_drawn = 0 <= token_id < len(logprobs) and bool(logprobs[token_id] > -math.inf)
+        expect(may_be_drawn, "a token that may be drawn", token_id, **example)
+        error = self.target.largest_error
+        if temperature == 0:
+            gap = float(logprobs.max() - logprobs[token_id])
+            expect(
+                gap <= 2 * error,  # either of two tokens within the tolerance
+                f"the most likely token, {int(logprobs.argmax())}",
+                f"{token_id}, less likely by {gap:.3g} nats",
+                **example,
+            )
+            return
+        slack = error / (2 * temperature) + 1e-6
+        cumulative = (logprobs / temperature).softmax(-1).cumsum(-1)
         low = float(cumulative[token_id - 1]) if token_id else 0.0
         high = float(cumulative[token_id])
         expect(
-            token_id >= 0 and low - slack <= uniform <= high + slack,
-            f"the token that {uniform:.6f} draws",
+            low - slack <= uniform <= high + slack,
+            f"the token that {uniform:.6f} draws at temperature {temperature:g}",
             f"{token_id}, drawn by numbers from {low:.6f} to {high:.6f}",
             **example,
         )
-        return high - low
+        if draw_logprob is not None:
+            probability = math.exp(draw_logprob)
+            expect(
+                abs(probability - (high - low)) <= slack,
+                f"a draw with probability {high - low:.6g}",
+                probability,
+                **example,
+            )
 
     def _single_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
         row = self._reference_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)

@@ -43,7 +43,7 @@ def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
             fixture.check_row(row, token_ids, name, how=how)
         base, adapted = fixture.expected(token_ids), fixture.expected(token_ids, name)
         fixture.saw("differs from the base", largest_difference(adapted, base) > 0.01)
-        fixture.check_row(fixture.run(lm.next_token_logprobs(token_ids)), token_ids, after=name)
+        fixture.check_request(lm, token_ids, after=name)
 
     fixture.for_all(holds, token_ids=fixture.sequences(), name=st.sampled_from(names))
 
@@ -105,8 +105,7 @@ def wrong_adapters_are_refused(fixture: EngineFixture) -> None:
         fixture.expect_error(AdapterError, load, name=name, path=path)
     fixture.call(functools.partial(lm.load_lora, paths[first], first))
     for adapter in (None, first, second):
-        row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=adapter))
-        fixture.check_row(row, token_ids, adapter, after="wrong adapters")
+        fixture.check_request(lm, token_ids, adapter, after="wrong adapters")
 
 
 @engine_check(needs=Capability.LORA)
@@ -115,7 +114,7 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
     names = fixture.adapter_names()[:2]
     lm, probe = fixture.load_probed()
     first, second = fixture.some_sequences(2)
-    fixture.check_row(fixture.run(lm.next_token_logprobs(first)), first)
+    fixture.check_request(lm, first)
 
     async def request_while_loading() -> torch.Tensor:
         (row,) = await probe.start_held(lm.next_token_logprobs(second))
@@ -131,10 +130,7 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
     fixture.call(load)
     for name in (None, *names):
         for use_cache in (True, False):
-            row = fixture.run(
-                lm.next_token_logprobs(first, lora_name=name, use_cache=use_cache)
-            )
-            fixture.check_row(row, first, name, after="both adapters were loaded")
+            fixture.check_request(lm, first, name, use_cache=use_cache, after="both loads")
 
 
 @engine_check(needs=Capability.LORA)
@@ -145,8 +141,7 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed()
     before, waiting = fixture.some_sequences(2)
     lm.load_lora(paths[0], first)
-    row = fixture.run(lm.next_token_logprobs(before, lora_name=first))
-    fixture.check_row(row, before, first)
+    fixture.check_request(lm, before, first)
 
     if not hasattr(probe.engine, "remove_adapter"):
         remove = functools.partial(lm.unload_lora, first)

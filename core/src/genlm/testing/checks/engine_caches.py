@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from hypothesis import strategies as st
 
 from genlm import Capability, OutputCache
@@ -31,10 +30,10 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
             fixture.saw("another row", difference > fixture.target.largest_error)
         sequences = [token_ids, *misses]
         one_by_one = [fixture.run(fixture.lm.next_token_logprobs(ids)) for ids in sequences]
+        # Checked at the end, because a later row may have changed an earlier one.
         fixture.check_rows(one_by_one, sequences, how="one after another", sequences=sequences)
         fixture.lm.clear_output_cache()
-        together = fixture.run(fixture.lm.batch_next_token_logprobs(sequences))
-        fixture.check_rows(together, sequences, how="together", sequences=sequences)
+        fixture.check_batch(fixture.lm, sequences, how="together", sequences=sequences)
 
     # Short ones first: a model with a short window gives long near misses the same row.
     for position, token_ids in enumerate(fixture.some_sequences(15)):
@@ -57,16 +56,15 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
         prefixes = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
         fixture.expected_rows(token_ids)
         for prefix in prefixes:
-            _check_uncached(fixture, prefix, "extended")
+            fixture.check_request(fixture.lm, prefix, use_cache=False, how="extended")
         fixture.saw("extended", len(prefixes) > 1)
         stem = token_ids[: fork % len(token_ids)]
         siblings = [*other[:_FORKS], *token_ids[:_FORKS]]
         forks = [(*stem, token_id) for token_id in siblings]
-        rows = fixture.run(fixture.lm.batch_next_token_logprobs(forks))
-        fixture.check_rows(rows, forks, how="forked", grown_from=token_ids)
+        fixture.check_batch(fixture.lm, forks, how="forked", grown_from=token_ids)
         fixture.saw("forked", len(stem) > 0 and len(set(forks)) > 1)
         for prefix in (stem + other)[: fixture.max_length], prefixes[len(stem)]:
-            _check_uncached(fixture, prefix, "back to an earlier prefix")
+            fixture.check_request(fixture.lm, prefix, use_cache=False, how="shortened")
 
     fixture.for_all(
         holds,
@@ -74,11 +72,6 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
         other=fixture.sequences(),
         fork=st.integers(1, fixture.max_length),
     )
-
-
-def _check_uncached(fixture: EngineFixture, token_ids: TokenTuple, how: str) -> None:
-    row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
-    fixture.check_row(row, token_ids, how=how)
 
 
 @engine_check()
@@ -96,12 +89,12 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
         lm = fixture.load(engine_options=options, output_cache=OutputCache(1))
         for length in [*range(1, fixture.max_length + 1), 1, fixture.max_length]:
             batch = [root[:length] for root in roots]
-            rows: torch.Tensor = fixture.run(lm.batch_next_token_logprobs(batch))
-            fixture.check_rows(rows, batch, engine_options=options, batch=batch)
+            fixture.check_batch(lm, batch, engine_options=options, batch=batch)
             # The last evaluation is still cached in part; a hit must give the right row.
-            for token_ids in (batch[-1], batch[0]):
-                row = fixture.run(lm.next_token_logprobs(token_ids, use_cache=False))
-                fixture.check_row(row, token_ids, engine_options=options, after=batch)
+            for ids in (batch[-1], batch[0]):
+                fixture.check_request(
+                    lm, ids, use_cache=False, engine_options=options, after=batch
+                )
 
 
 @engine_check(needs=Capability.PREFIX_CACHE)
@@ -118,12 +111,10 @@ def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
         ]
         for pinned in (prefix, prefix, (prefix + other)[: fixture.max_length]):
             fixture.call(functools.partial(fixture.lm.pin_prefix, pinned))
-            for token_ids in sequences:
-                row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
-                fixture.check_row(row, token_ids, pinned=pinned)
+            for ids in sequences:
+                fixture.check_request(fixture.lm, ids, use_cache=False, pinned=pinned)
         fixture.call(fixture.lm.clear_kv_cache)
-        for token_ids in sequences:
-            row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
-            fixture.check_row(row, token_ids, freed=prefix)
+        for ids in sequences:
+            fixture.check_request(fixture.lm, ids, use_cache=False, freed=prefix)
 
     fixture.for_all(holds, prefix=fixture.sequences(shorter_by=1), other=fixture.sequences())

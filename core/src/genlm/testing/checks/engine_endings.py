@@ -54,9 +54,7 @@ async def _check_cancelled(
 
 def _check_after(fixture: EngineFixture, lm: AsyncLM, sequences: list[TokenTuple]) -> None:
     lm.clear_output_cache()  # so that the engine evaluates the cancelled request too
-    fixture.check_rows(
-        fixture.run(lm.batch_next_token_logprobs(sequences)), sequences, how="again"
-    )
+    fixture.check_batch(lm, sequences, how="again")
     statistics = lm.statistics()
     description = f"{statistics.pending} pending, {statistics.waiting} waiting"
     expect(

@@ -90,7 +90,6 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
     """Seed, index of the member and step determine a draw, with masks and temperatures."""
     lm = fixture.load(output_cache=OutputCache(0))
     ids = np.asarray(fixture.token_ids)
-    limit = 4 * fixture.target.largest_error
     for number, token_ids in enumerate(fixture.some_sequences(3)):
         prompt = token_ids[: max(1, fixture.max_length - 2)]
         generator = np.random.default_rng([fixture.seed, number])
@@ -109,18 +108,14 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
             )
             for member in np.flatnonzero((index != 2) & ~finished).tolist():
                 row = fixture.expected(population[member].token_ids)
+                token = int(drawn.token_ids[member])
                 allowed = torch.where(torch.from_numpy(masks[index[member]]), row, -torch.inf)
-                token, slack = int(drawn.token_ids[member]), 2 * fixture.target.largest_error
-                logits = allowed / float(temperatures[member])
+                found = [drawn.logprobs[member], drawn.log_mass[member]]
+                expected = torch.stack([row[token], allowed.logsumexp(0)])
+                fixture.check_logprobs(found, expected, member=member)
                 uniform = stream_uniform(seeds[member], step)
-                share = fixture.check_drawn(logits, token, uniform, slack + 1e-6)
-                probability = float(drawn.draw_logprob[member].exp())
-                is_near = abs(probability - share) <= slack + 1e-6
-                expect(is_near, f"probability {share}", probability)
-                columns = [float(drawn.logprobs[member]), float(drawn.log_mass[member])]
-                expected = [float(row[token]), float(allowed.logsumexp(0))]
-                is_near = np.allclose(columns, expected, atol=limit, rtol=0)
-                expect(is_near, f"{expected}", columns)
+                temperature, logprob = temperatures[member], float(drawn.draw_logprob[member])
+                fixture.check_draw(allowed, token, uniform, temperature, logprob)
             for member in np.flatnonzero((index == 2) | finished).tolist():
                 mass = 0.0 if finished[member] else -np.inf
                 columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]

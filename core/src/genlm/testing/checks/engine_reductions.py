@@ -60,10 +60,6 @@ class TokenAndMaxLogprobs(GroupReduction):
         return rows[row_of, token_ids], rows.amax(-1)[row_of]
 
 
-def _is_close(fixture: EngineFixture, value: float, expected: float) -> bool:
-    return value == expected or abs(value - expected) <= fixture.target.largest_error
-
-
 @engine_check()
 def reductions_are_of_the_row(fixture: EngineFixture) -> None:
     """Log-probabilities of tokens, top-k, masses and other reductions agree with the row."""
@@ -71,33 +67,15 @@ def reductions_are_of_the_row(fixture: EngineFixture) -> None:
     ids = st.lists(st.integers(0, size - 1), max_size=8)
 
     def holds(token_ids: TokenTuple, queried_ids: list[int], k: int) -> None:
-        row = fixture.expected(token_ids)
+        row, example = fixture.expected(token_ids), {"context": token_ids, "ids": queried_ids}
         logprobs = fixture.run(lm.token_logprobs(token_ids, queried_ids))
-        near = [
-            _is_close(fixture, float(f), float(row[i])) for f, i in zip(logprobs, queried_ids)
-        ]
-        expect(
-            logprobs.shape == (len(queried_ids),) and all(near),
-            f"the log-probabilities {[float(row[i]) for i in queried_ids]} of {queried_ids}",
-            logprobs.tolist(),
-            context=token_ids,
-        )
+        fixture.check_logprobs(logprobs, row[queried_ids], reduction="tokens", **example)
         _check_top(fixture, row, fixture.run(lm.top_tokens(token_ids, k)), k)
-        mass = float(row[sorted(set(queried_ids))].logsumexp(-1)) if queried_ids else -math.inf
-        result = fixture.run(lm.log_mass(token_ids, Mask(queried_ids, size)))
-        expect(
-            _is_close(fixture, result, mass),
-            f"a log mass of {mass:.6g} for the ids {queried_ids}",
-            result,
-            context=token_ids,
-        )
+        mass = fixture.run(lm.log_mass(token_ids, Mask(queried_ids, size)))
+        expected = row[sorted(set(queried_ids))].logsumexp(-1)
+        fixture.check_logprobs(mass, expected, reduction="log mass", **example)
         largest = fixture.run(lm.reduce(token_ids, LargestLogprob()))
-        expect(
-            _is_close(fixture, largest, float(row.max())),
-            f"the largest log-probability, {float(row.max()):.6g}",
-            largest,
-            context=token_ids,
-        )
+        fixture.check_logprobs(largest, row.max(), reduction="largest", context=token_ids)
 
     fixture.for_all(
         holds, token_ids=fixture.sequences(), queried_ids=ids, k=st.integers(1, min(size, 20))
@@ -108,15 +86,12 @@ def reductions_are_of_the_row(fixture: EngineFixture) -> None:
 def _check_top(fixture: EngineFixture, row: torch.Tensor, top: Any, k: int) -> None:
     """Raise `CheckFailure` unless tokens are the k most likely ones, up to rounding."""
     expected = row.sort(descending=True).values[:k]
-    token_logprobs = row[top.token_ids]
-    near = all(
-        _is_close(fixture, float(a), float(b)) and _is_close(fixture, float(c), float(b))
-        for a, b, c in zip(top.logprobs, expected, token_logprobs, strict=True)
-    )
+    fixture.check_logprobs(top.logprobs, expected, reduction="top tokens", k=k)
+    fixture.check_logprobs(row[top.token_ids], expected, reduction="ids of top tokens", k=k)
     ordered = bool((top.logprobs[1:] <= top.logprobs[:-1]).all())
     expect(
-        near and ordered and len(set(top.token_ids.tolist())) == k,
-        f"the {k} largest log-probabilities {expected.tolist()}, descending",
+        ordered and len(set(top.token_ids.tolist())) == k,
+        f"{k} different tokens in descending order",
         f"{top.logprobs.tolist()} of {top.token_ids.tolist()}",
     )
 
@@ -171,54 +146,43 @@ def _check_drawn(
     fixture: EngineFixture, context: TokenTuple, drawn: DrawnToken, **arguments: Any
 ) -> None:
     """Raise `CheckFailure` unless the seed draws the token, up to rounding."""
-    row, rounding = fixture.expected(context), fixture.target.largest_error
-    temperature = arguments.get("temperature", 1.0)
+    row, temperature = fixture.expected(context), arguments.get("temperature", 1.0)
     allowed = torch.full_like(row, -math.inf)
     ids = arguments.get("mask", list(range(len(row))))
     allowed[ids] = row[ids]
-    mass = float(allowed.logsumexp(-1)) if "mask" in arguments else 0.0
-    expected = float(row[drawn.token_id])
-    expect(
-        _is_close(fixture, drawn.logprob, expected)
-        and _is_close(fixture, drawn.log_mass, mass),
-        f"log-probability {expected:.6g}, log mass {mass:.6g}",
-        drawn,
-        **arguments,
-    )
-    if temperature == 0:
-        gap = float(allowed.max()) - expected
-        expect(gap <= 2 * rounding, "a most likely token", drawn, **arguments)
-        return
-    truncated, is_near = _truncate(allowed / temperature, arguments, 2 * rounding / temperature)
-    expect(bool(truncated[drawn.token_id] > -math.inf), "a token of top-k and top-p", drawn)
+    mass = allowed.logsumexp(-1) if "mask" in arguments else torch.tensor(0.0)
+    expected = torch.stack([row[drawn.token_id], mass])
+    fixture.check_logprobs([drawn.logprob, drawn.log_mass], expected, drawn=drawn, **arguments)
+    allowed, is_near = _truncate(fixture, allowed, **arguments)
     if is_near:  # rounding decides which tokens belong to top-k or top-p
+        expect(bool(allowed[drawn.token_id] > -math.inf), "a token of top-k and top-p", drawn)
         return
-    slack = rounding / (2 * temperature) + 1e-6
-    uniform = stream_uniform(arguments["seed"], len(context))
-    share = fixture.check_drawn(truncated, drawn.token_id, uniform, slack, **arguments)
-    probability = math.exp(drawn.draw_logprob)
-    expect(
-        abs(probability - share) <= slack, f"probability {share:.6g}", probability, **arguments
-    )
+    uniform, logprob = stream_uniform(arguments["seed"], len(context)), drawn.draw_logprob
+    fixture.check_draw(allowed, drawn.token_id, uniform, temperature, logprob, **arguments)
 
 
 def _truncate(
-    logits: torch.Tensor, arguments: dict[str, Any], gap: float
+    fixture: EngineFixture,
+    logprobs: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, bool]:
-    """Logits of the tokens in top-k and top-p, and whether rounding may change these tokens."""
-    ordered, ids = logits.sort(descending=True, stable=True)
-    count, is_near = len(ids), False
-    if "top_k" in arguments:
-        count = arguments["top_k"]
-    if "top_p" in arguments:
-        share = ordered.softmax(-1).cumsum(-1)
-        count = int((share < arguments["top_p"]).sum()) + 1
-        is_near = bool(((share - arguments["top_p"]).abs() < gap).any())
+    """Return the row of the tokens in top-k and top-p, and whether rounding may change them."""
+    ordered, ids = logprobs.sort(descending=True, stable=True)
+    gap = 2 * fixture.target.largest_error
+    count, is_near = top_k or len(ids), False
+    if top_p is not None:
+        share = (ordered / temperature).softmax(-1).cumsum(-1)
+        count = int((share < top_p).sum()) + 1
+        is_near = bool(((share - top_p).abs() < gap / temperature).any())
     if count < len(ids):
         is_near = is_near or bool(ordered[count - 1] - ordered[count] < gap)
-    truncated = torch.full_like(logits, -math.inf)
+    truncated = torch.full_like(logprobs, -math.inf)
     top_ids = ids[: count + 1] if is_near else ids[:count]
-    truncated[top_ids] = logits[top_ids]
+    truncated[top_ids] = logprobs[top_ids]
     return truncated, is_near
 
 
@@ -247,7 +211,7 @@ def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
             fixture.saw("after a prompt", 1 < start < len(text))
             fixture.saw("nothing to score", start == len(text))
         expected = fixture.expected_rows(texts[0][:-1], starts[0]).amax(-1)
-        _check_logprobs(fixture, largest, expected)
+        fixture.check_logprobs(largest, expected, texts=texts)
 
     fixture.for_all(holds, texts=fixture.batches(4), data=st.data())
     # Random texts hardly contain a token that is the most likely one.
@@ -279,23 +243,10 @@ def _gather_tokens(rows: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor
     return rows.gather(1, torch.tensor(token_ids, dtype=torch.long)[:, None])[:, 0]
 
 
-def _check_logprobs(
-    fixture: EngineFixture, logprobs: torch.Tensor, expected: torch.Tensor, **example: Any
-) -> None:
-    """Compare log-probabilities, some of which may be infinite."""
-    near = logprobs.shape == expected.shape and bool(
-        logprobs.cpu()
-        .double()
-        .isclose(expected.double(), 0, fixture.target.largest_error)
-        .all()
-    )
-    expect(near, f"the log-probabilities {expected.tolist()}", logprobs.tolist(), **example)
-
-
 def _check_scores(fixture: EngineFixture, text: TokenTuple, start: int, scores: Any) -> None:
     rows = fixture.expected_rows(text[:-1], start)
     expected = _gather_tokens(rows, text[start:])
-    _check_logprobs(fixture, scores.logprobs, expected, text=text, start=start)
+    fixture.check_logprobs(scores.logprobs, expected, text=text, start=start)
     best, second = rows.topk(2).values.unbind(-1)
     is_top = expected >= best
     # Rounding decides which of two tokens is the most likely one if they are nearly equal.
@@ -309,7 +260,7 @@ def _check_columns(fixture: EngineFixture, text: TokenTuple, start: int, columns
     rows = fixture.expected_rows(text[:-1], start)
     expected = _gather_tokens(rows, text[start:][::-1]), rows.amax(-1)
     for column, expected_column in zip(columns, expected, strict=True):
-        _check_logprobs(fixture, column, expected_column, text=text, start=start)
+        fixture.check_logprobs(column, expected_column, text=text, start=start)
 
 
 @engine_check()
@@ -342,8 +293,7 @@ def a_failing_reduction_fails_alone(fixture: EngineFixture) -> None:
             continue
         failed = [repr(x) for x in (of_row, of_text) if isinstance(x, Exception)]
         expect(not failed, "results beside a reduction that raises", failed)
-        largest = float(fixture.expected(text).max())
-        expect(_is_close(fixture, of_row, largest), f"{largest:.6g}", of_row)
+        fixture.check_logprobs(of_row, fixture.expected(text).max(), text=text)
         _check_columns(fixture, text, 1, of_text)
 
 
@@ -360,12 +310,10 @@ def reductions_use_the_adapter(fixture: EngineFixture) -> None:
             return list(await asyncio.gather(*masses, *scores))
 
         results = fixture.run(request_all())
-        for name, mass in zip(names, results, strict=False):
-            expected = float(fixture.expected(text, name)[:3].logsumexp(-1))
-            expect(_is_close(fixture, mass, expected), f"{expected:.6g}", mass, adapter=name)
-        for name, scores in zip(names, results[len(names) :], strict=True):
+        masses, scores = results[: len(names)], results[len(names) :]
+        for name, mass, logprobs in zip(names, masses, scores, strict=True):
+            expected = fixture.expected(text, name)[:3].logsumexp(-1)
+            fixture.check_logprobs(mass, expected, adapter=name)
             rows = fixture.expected_rows(text[:-1], adapter=name)
-            targets = _gather_tokens(rows, text[1:]).tolist()
-            for score, expected in zip(scores.tolist(), targets, strict=True):
-                is_close = _is_close(fixture, score, expected)
-                expect(is_close, f"{expected:.6g}", score, adapter=name, text=text)
+            targets = _gather_tokens(rows, text[1:])
+            fixture.check_logprobs(logprobs, targets, adapter=name, text=text)

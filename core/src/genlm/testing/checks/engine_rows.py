@@ -55,8 +55,7 @@ def rows_are_right(fixture: EngineFixture) -> None:
     """Every row equals the oracle's row."""
 
     def holds(token_ids: TokenTuple) -> None:
-        row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
-        fixture.check_row(row, token_ids, token_ids=token_ids)
+        fixture.check_request(fixture.lm, token_ids)
 
     (sequence,) = fixture.some_sequences(1)
     longest = (sequence * fixture.max_length)[: fixture.max_length]
@@ -90,8 +89,7 @@ def batch_equals_map(fixture: EngineFixture) -> None:
         shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
         for sequences in (batch, shuffled):
             fixture.lm.clear_output_cache()
-            rows = fixture.run(fixture.lm.batch_next_token_logprobs(sequences))
-            fixture.check_rows(rows, sequences, batch=sequences)
+            fixture.check_batch(fixture.lm, sequences, batch=sequences)
         fixture.lm.clear_output_cache()
         concurrent = fixture.concurrent_rows(shuffled, fixture.lm)
         fixture.check_rows(concurrent, shuffled, concurrent=shuffled)
@@ -138,8 +136,7 @@ def rows_belong_to_the_caller(fixture: EngineFixture) -> None:
         _overwrite(rows[0])
         fixture.check_rows(rows[1:], [token_ids, other], changed="row 0 of the batch")
         _overwrite(rows)
-        again = fixture.run(fixture.lm.batch_next_token_logprobs([token_ids, other]))
-        fixture.check_rows(again, [token_ids, other], changed="a whole batch")
+        fixture.check_batch(fixture.lm, [token_ids, other], changed="a whole batch")
 
     fixture.for_all(holds, token_ids=fixture.sequences(), other=fixture.sequences())
 

@@ -32,11 +32,13 @@ TINY = {
     "embedding_size": 16,
     "eos_token_id": 3,
     "head_dim": 8,
+    "hidden_size_per_layer_input": 8,
     "languages": ["en"],
     "max_position_embeddings": 64,
     "num_kv_shared_layers": 0,
     "pad_token_id": 1,
     "vocab_size": 40,
+    "vocab_size_per_layer_input": 40,
 }
 
 

@@ -474,11 +474,18 @@ def test_a_message_that_fails_does_not_hold_up_the_next(pair, reference):
 
 def test_a_replica_returns_while_nothing_is_asked(pair, pids, reference):
     link = pair.engine.driver.links[0]
+    pair.batch_next_token_logprobs_sync(PROMPTS)
+    figures = pair.statistics().engine
+    both = [figures[f"replica {i}: tokens_computed"] for i in range(2)]
+    assert figures["tokens_computed"] == sum(both)
+    assert min(both) > 0
     first, restarts = link.session, link.restarts
     os.kill(pids(pair)[0], signal.SIGKILL)
     while link.session in {first, None}:
         time.sleep(0.05)
     second = link.session
+    # The tokens of the ended process count.
+    assert pair.statistics().engine["tokens_computed"] == sum(both)
     torch.testing.assert_close(
         pair.batch_next_token_logprobs_sync(PROMPTS),
         reference.batch_next_token_logprobs_sync(PROMPTS),

@@ -195,11 +195,20 @@ def ids(size: int, *missing_ids: int) -> Any:
     return Ids(size=size, missing_ids=missing_ids)
 
 
-def drawn(values: torch.Tensor, row_of: Any, vocabulary: Any, *, are_logits: bool) -> Any:
+def drawn(
+    values: torch.Tensor,
+    row_of: Any,
+    vocabulary: Any,
+    *,
+    are_logits: bool,
+    masks: Any = None,
+    mask_index: Any = None,
+) -> Any:
     """The result of one draw for each member."""
     wanted, count = np.arange(len(values)), len(row_of)
     uniforms = np.random.default_rng(0).random(count)
-    reduction = DrawColumns(RowWeights((count, vocabulary.size)), uniforms)
+    weights = RowWeights((count, vocabulary.size), masks, mask_index)
+    reduction = DrawColumns(weights, uniforms)
     generation = Generation(Lineage.of_sequences([]))
     work = groups.GroupWork(GroupQuery(0, generation, wanted, row_of, reduction), vocabulary)
     work.reduce(wanted, GroupValues(values, are_logits=are_logits))
@@ -216,6 +225,67 @@ def test_draws_from_logits_are_those_from_rows(size: int) -> None:
     expected = drawn(rows, row_of, vocabulary, are_logits=False)
     for one, other in zip(from_logits.columns, expected.columns, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [300, 1100])
+@pytest.mark.parametrize("masks_of", ["rows", "members"])
+def test_masked_draws_from_logits_are_those_from_rows(size: int, masks_of: str) -> None:
+    vocabulary = ids(size, 0, 7)
+    logits = 5 * torch.randn(40, size + 20, generator=torch.Generator().manual_seed(1))
+    rng = np.random.default_rng(1)
+    row_of = rng.permutation(np.arange(120) % 40)
+    masks: list[Any] = list(rng.random((9, size)) < 0.3)
+    masks[4] = None
+    index = row_of % 9 if masks_of == "rows" else rng.integers(0, 9, 120)
+    rows = rows_from_logits(logits, vocabulary)
+    results = [
+        drawn(
+            values,
+            row_of,
+            vocabulary,
+            are_logits=are_logits,
+            masks=[masks[i] for i in index],
+        )
+        for values, are_logits in ((logits, True), (rows, False))
+    ]
+    for one, other in zip(*(result.columns for result in results), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    log_mass = results[0].columns[2]
+    assert (log_mass[index == 4] == 0).all()
+    assert (log_mass[index != 4] < 0).all()
+
+
+def test_rows_are_not_normalised_for_draws_under_masks(monkeypatch) -> None:
+    monkeypatch.delattr(DrawColumns, "compute")
+    logits = torch.randn(4, SIZE)
+    masks = np.random.default_rng(0).random((2, SIZE)) < 0.5
+    row_of, index = np.array([0, 1, 2, 3, 3]), np.array([0, 1, 0, 1, 1])
+    result = drawn(logits, row_of, ids(SIZE), are_logits=True, masks=masks, mask_index=index)
+    assert masks[index, result.columns[0]].all()
+
+
+@pytest.mark.parametrize("kind", ["empty", "unlikely", "no distribution"])
+def test_a_mask_without_probability_is_drawn_from_rows(kind: str) -> None:
+    logits, masks = torch.randn(4, SIZE), np.ones((4, SIZE), bool)
+    masks[:, 0] = False
+    masks[2] = False
+    if kind == "unlikely":
+        masks[2, [3, 5]] = True
+        logits[2, [3, 5]] = torch.tensor([-110.0, -111.0])
+    elif kind == "no distribution":
+        masks[2, 3] = True
+        logits[2, 4] = torch.nan
+    vocabulary, rows = ids(SIZE), torch.log_softmax(logits, -1)
+    found = drawn(logits, np.arange(4), vocabulary, are_logits=True, masks=masks)
+    expected = drawn(rows, np.arange(4), vocabulary, are_logits=False, masks=masks)
+    assert sorted(found.errors) == sorted(expected.errors) == [2] * (kind == "no distribution")
+    valid = [place for place in range(4) if place not in found.errors]
+    for one, other in zip(found.columns, expected.columns, strict=True):
+        assert torch.allclose(one[valid], other[valid], atol=1e-5)
+    if kind == "unlikely":
+        exact = rows[2].double()[[3, 5]].logsumexp(0)
+        assert found.columns[2][2].item() == pytest.approx(exact.item(), abs=1e-4)
+        assert found.columns[0][2].item() in {3, 5}
 
 
 def test_a_row_that_is_no_distribution_fails_alone_beside_draws_from_logits() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.logits import moved, scratch_memory
+from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowPart, RowWeights
 from genlm.core.rows.selection import (
     SUM_BLOCK,
@@ -107,22 +108,43 @@ def batch_draw(
 
 
 def draw_from_logits(
-    logits: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor
-) -> DrawnTokens:
-    """Draw as `batch_draw` does without weights; NaN for a row that is not a distribution.
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    row_of: torch.Tensor,
+    masks: RowMasks | None = None,
+) -> DrawnTokens | None:
+    """Draw as `batch_draw` does without weights or under masks, by one softmax.
 
     Args:
         logits: Shape `(n, vocab_size)`, any floating dtype; all rows are computed at once.
         uniforms: Random numbers in [0, 1), float64, one per draw.
         row_of: The row of each draw, int64, in main memory.
+        masks: Masks of the rows; None if no row has a mask.
+
+    Returns:
+        The draws; None if a row is not a distribution, or if the probability of a mask is 0 or
+        underflows in float32.
     """
-    memory, logits = None, logits.float()
-    if logits.device.type == "cpu":
-        memory = scratch_memory("weights", *logits.shape)
-    weights = torch.softmax(logits, -1, out=memory)
-    drawn = _invert(weights, None, uniforms, moved(row_of, logits.device))
+    device, logits = logits.device, logits.float()
+    memory = scratch_memory("weights", *logits.shape) if device.type == "cpu" else None
+    weights, sums = torch.softmax(logits, -1, out=memory), None
+    log_mass = torch.zeros(len(weights), device=device)
+    if masks is not None:
+        sums = _masked_sums(weights, masks.factors(0, len(weights), device))
+        totals = sums.sum(-1)
+        if not (totals >= _UNDERFLOW).all():  # true for NaN
+            return None
+        log_mass = totals.log().to(log_mass)
+        if masks.unrestricted is not None:
+            log_mass.masked_fill_(moved(masks.unrestricted, device), 0.0)
+    places = moved(row_of, device)
+    drawn = _invert(weights, sums, uniforms, places)
     logprobs = drawn.logprobs
-    return DrawnTokens(drawn.token_ids, logprobs, torch.zeros_like(logprobs), logprobs.clone())
+    if masks is not None:
+        logprobs = drawn.block_weights.gather(1, drawn.place[:, None]).log_()[:, 0]
+    elif logprobs.isnan().any():
+        return None
+    return DrawnTokens(drawn.token_ids, logprobs, log_mass[places], drawn.logprobs.clone())
 
 
 def batch_draw_without_replacement(

@@ -258,13 +258,18 @@ class DrawColumns(_WeightedReduction):
     def compute_from_logits(
         self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...] | None:
-        """Draw a token: on a GPU with any weights that have kernels, else by one softmax."""
+        """Draw a token: on a GPU with any weights that have kernels, else from one softmax."""
         if self.uniforms.ndim > 1:
             return None
         uniforms = self.uniforms.index_select(0, members)
         if has_kernels(logits, self.weights):
             return self._draw_on_device(logits, row_of, members, uniforms)
-        if not self.weights.are_probabilities(logits.shape[1]):
+        if not self.weights.are_masked_probabilities(logits.shape[1]):
             return None
-        drawn = draw_from_logits(logits, uniforms, row_of)
-        return None if drawn.logprobs.isnan().any() else drawn
+        if self.weights.masks is None:
+            return draw_from_logits(logits, uniforms, row_of)
+        sets = self._weight_sets(len(logits), row_of, members)
+        if sets.sources is not None:  # several masks of a row, which `compute` divides
+            return None
+        set_of = row_of if sets.set_of is None else sets.set_of
+        return draw_from_logits(logits, uniforms, set_of, sets.weights.masks)

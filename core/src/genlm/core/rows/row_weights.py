@@ -112,9 +112,9 @@ class RowWeights:
         """Whether the draws of some row are limited by top-k or top-p."""
         return bool((self.top_k < vocab_size).any() or (self.top_p < 1).any())
 
-    def are_probabilities(self, vocab_size: int) -> bool:
-        """Whether the weights of all tokens are known to be their unchanged probabilities."""
-        if self.masks is not None or self._bias is not None or self._offset is not None:
+    def are_masked_probabilities(self, vocab_size: int) -> bool:
+        """Whether weights are known to be the probabilities of all or of masked tokens."""
+        if self._bias is not None or self._offset is not None:
             return False
         return bool((self._temperature == 1).all()) and not self.is_truncated(vocab_size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,10 @@ def test_more_draws_have_less_variance():
 # -- draws ----------------------------------------------------------------------------
 
 
+def is_utf8_beginning(text: bytes) -> bool:
+    return any(is_utf8(text + ending) for ending in (b"", b"\xa9"))
+
+
 def drawn(llm: Any, language: Python, size: int, **options: Any) -> Any:
     constraint = language.start(llm, size)
     return run_blocking(constraint.draw(llm.population(PROMPT, size), **options))
@@ -155,6 +160,55 @@ def test_weighted_draws_have_the_models_probabilities(
     np.testing.assert_allclose(
         tokens.logprobs - tokens.draw_logprob, tokens.log_mass, atol=1e-5
     )
+
+
+class ConfidentEngine(SmallEngine):
+    """Probabilities to the power 30; those of likely tokens round to 1 in float32."""
+
+    def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+        return torch.log_softmax(30 * super().evaluate(queries), dim=1)
+
+
+@pytest.mark.parametrize("engine", [SmallEngine, ConfidentEngine])
+@pytest.mark.parametrize("temperature", [1.0, 0.05, 1e-4, 1e-30, 0.0])
+def test_rejected_tokens_may_have_all_but_a_rounding_error_of_the_probability(
+    engine, temperature
+):
+    """The only accepted token has the weight of its probability, after any draws."""
+    with genlm.AsyncLM(engine) as llm:
+        rows = llm.next_token_logprobs_sync(PROMPT)
+        for text in (b"a", b"b", b"ab", "é".encode()):
+            [token] = [place for place, each in enumerate(TOKENS) if each == text]
+            language = Python(lambda found, text=text: found == text, lambda _: False)
+            result = drawn(llm, language, 20, temperature=temperature, seed=1)
+            assert (result.token_ids == token).all()
+            np.testing.assert_allclose(result.log_mass, rows[token].item(), rtol=1e-5)
+            np.testing.assert_allclose(result.logprobs, rows[token].item(), rtol=1e-5)
+            np.testing.assert_allclose(result.draw_logprob, 0, atol=1e-4)
+
+
+def test_temperature_0_selects_the_most_likely_accepted_tokens(llm):
+    exact, ids = 0.0, PROMPT
+    for _ in range(4):
+        logprobs = row(ids)
+        accepted = [
+            token for token in TEXT_IDS if is_utf8_beginning(text_of((*ids[1:], token)))
+        ]
+        best = max(
+            (token for token in accepted if few_a(text_of((*ids[1:], token)))),
+            key=lambda token, logprobs=logprobs: logprobs[token],
+        )
+        exact, ids = exact + float(logprobs[best]), (*ids, best)
+    *_, particles = steer_sync(
+        llm,
+        PROMPT,
+        3,
+        max_tokens=4,
+        constraint=Python(few_a, lambda _: False),
+        temperature=0,
+    )
+    assert [each.token_ids for each in particles.population] == [ids] * 3
+    np.testing.assert_allclose(particles.log_weights, exact, rtol=1e-5)
 
 
 def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm):

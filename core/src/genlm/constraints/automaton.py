@@ -123,15 +123,18 @@ class Automaton(Language):
         return type(self), tuple(self._table)
 
     def __repr__(self) -> str:
-        return f"<Automaton of {len(self._table.accepting)} states>"
+        count = len(self._table.accepting)
+        return f"<Automaton of {count} state{'s' * (count != 1)}>"
 
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`."""
         check_text(text)
+        if not self._table.accepting.any():
+            raise ValueError("the language of the automaton is empty")
         state = self._state_after(text)
-        if state == NO_STATE or not self._table.accepting.any():
+        if state == NO_STATE:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         table = self._compiled.get(llm.vocabulary, stop)
         first = table.starts[state]

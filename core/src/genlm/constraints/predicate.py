@@ -20,7 +20,7 @@ from genlm.constraints.protocol import (
     IntegersLike,
     Language,
 )
-from genlm.constraints.rejection import estimates
+from genlm.constraints.rejection import log_mass_ratios
 from genlm.constraints.states import (
     DEAD,
     FINISHED,
@@ -52,6 +52,8 @@ _FIRST_DRAWS = 8
 times as many; the first round of a later step draws as many as the step before needed."""
 _MAX_FIRST_DRAWS = 32
 """Maximum number of tokens drawn in the first round of a step."""
+_LOWEST_TEMPERATURE = 1e-30
+"""Temperature of draws in place of 0: the most likely of the remaining tokens is drawn."""
 
 
 class Python(Language):
@@ -258,10 +260,13 @@ class _PythonConstraint(StateConstraint):
         """Draw tokens without replacement until the functions accept one for each member.
 
         Returns:
-            As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
+            As `Constraint.draw`; `log_mass` is the log of an unbiased estimate, and at
+            temperature 0 the log-probability of the token.
         """
         self._check_size(population)
-        search = _Search(self, ~population.finished.numpy() & (self.states != FINISHED))
+        temperature = _above_0(temperature)
+        is_active = ~population.finished.numpy() & (self.states != FINISHED)
+        search = _Search(self, is_active, temperature)
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed
         count, result = self.first_draws, None
@@ -303,10 +308,13 @@ class _Search:
         is_cancelled: Whether the draw was cancelled.
     """
 
-    def __init__(self, constraint: _PythonConstraint, is_active: Flags) -> None:
+    def __init__(
+        self, constraint: _PythonConstraint, is_active: Flags, temperature: float = 1.0
+    ) -> None:
         self.is_over = ~is_active | (constraint.states == DEAD)
         self.is_cancelled = False
         self._constraint = constraint
+        self._temperature = temperature
         # The columns of the result; a member without a token keeps these values.
         self._token_ids = np.full(len(is_active), -1)
         self._logprobs = np.where(is_active, -np.inf, 0.0)
@@ -377,11 +385,22 @@ class _Search:
         is_drawn[tests.unfinished] = False
         members, place = members[is_drawn], tests.place[is_drawn]
         draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
-        estimate = estimates(
-            draw_logprobs, tests.is_accepted[is_drawn], place, tests.extra[is_drawn]
+        logprobs = drawn.logprobs.numpy()[members].astype(np.float64)
+        temperatures = np.broadcast_to(self._temperature, len(self.is_over))[members, None]
+        ratios = log_mass_ratios(
+            logprobs / temperatures,
+            draw_logprobs,
+            tests.is_accepted[is_drawn],
+            place,
+            tests.extra[is_drawn],
         )
-        ratios = estimate.log_mass - estimate.log_probability
         self._token_ids[members] = drawn.token_ids.numpy()[members, place]
         self._logprobs[members] = drawn.logprobs.numpy()[members, place]
         self._log_mass[members] = self._logprobs[members] + ratios
         self._draw_logprobs[members] = -ratios
+
+
+def _above_0(temperature: float) -> float:
+    """Return a temperature with draws like those at 0 in place of 0."""
+    is_0 = np.asarray(temperature) == 0
+    return np.where(is_0, _LOWEST_TEMPERATURE, temperature) if is_0.any() else temperature  # type: ignore[return-value]

@@ -8,31 +8,20 @@ tokens. Their mass is estimated from subsequent draws, by the ordered estimates 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from genlm.constraints.protocol import Flags, Floats, Integers64
 
-__all__ = ["Estimates", "estimates"]
+__all__ = ["log_mass_ratios"]
 
 
-class Estimates(NamedTuple):
-    """Estimates for N members.
-
-    Attributes:
-        log_probability: Log of the probability of the accepted token among all tokens.
-        log_mass: Log of the estimated mass of the accepted tokens; `-inf` if no token was
-            accepted.
-    """
-
-    log_probability: Floats
-    log_mass: Floats
-
-
-def estimates(
-    draw_logprobs: Floats, is_accepted: Flags, place: Integers64, extra: Integers64
-) -> Estimates:
+def log_mass_ratios(
+    logprobs: Floats,
+    draw_logprobs: Floats,
+    is_accepted: Flags,
+    place: Integers64,
+    extra: Integers64,
+) -> Floats:
     r"""Estimate the mass of the accepted tokens of N members from draws without replacement.
 
     Let `q` be the distribution of the draws, `A` the set of accepted tokens, and `x` the first
@@ -45,25 +34,34 @@ def estimates(
     number of places that is fixed at place `n`. It is positive, and its expectation given `x`
     is `q(A)`, so that `x` and its weight are an importance sample of `A`.
 
+    The remaining mass is computed as `q(y_i)` divided by the probability with which `y_i` was
+    drawn from it: 1 minus a sum that rounds to 1 would be 0. All terms are relative to `q(x)`,
+    which may be too small for a float.
+
     Args:
+        logprobs: `log q` of each draw, up to an addend that is the same for all draws of a
+            member, shape `(n, k)`; `-inf` after the last token.
         draw_logprobs: Log-probability of each draw among the remaining tokens, shape `(n, k)`;
             `-inf` after the last token.
         is_accepted: Whether each token is in `A`, shape `(n, k)`; arbitrary after the last
             place that the estimate uses.
-        place: Place of `x` among the draws, from 0, shape `(n,)`; -1 if no token is in `A`.
+        place: Place of `x` among the draws, from 0, shape `(n,)`.
         extra: Number of places after `x` that the estimate uses, shape `(n,)`. Places after
             the last draw have the mass of all accepted tokens.
+
+    Returns:
+        Log of the estimate divided by `q(x)`, shape `(n,)`.
     """
-    count = draw_logprobs.shape[1]
-    with np.errstate(divide="ignore"):
-        log_remaining, before = np.zeros((2, len(place), count + 1))  # before each place
-        log_remaining[:, 1:] = np.log(-np.expm1(np.minimum(draw_logprobs, 0.0))).cumsum(1)
-        logprobs = draw_logprobs + log_remaining[:, :-1]
-        before[:, 1:] = (is_accepted * np.exp(logprobs)).cumsum(1)
-        after = np.arange(count) - place[:, None]
-        is_used = (after > 0) & (after <= extra[:, None])
-        terms = before[:, :-1] + is_accepted * np.exp(log_remaining[:, :-1])
-        total = (is_used * terms).sum(1) + (extra - is_used.sum(1)) * before[:, -1]
-        log_mass = np.where(place < 0, -np.inf, np.log(total / np.maximum(extra, 1)))
-    log_probability = logprobs[np.arange(len(place)), np.maximum(place, 0)]
-    return Estimates(log_probability, log_mass)
+    count = logprobs.shape[1]
+    relative = logprobs - logprobs[np.arange(len(place)), place][:, None]
+    after = np.arange(count) - place[:, None]
+    is_used = (after > 0) & (after <= extra[:, None]) & (draw_logprobs > -np.inf)
+    with np.errstate(over="ignore", invalid="ignore"):  # of places that are not used
+        accepted = np.where(is_accepted, np.exp(relative), 0.0)
+        remaining = np.where(is_used & is_accepted, np.exp(relative - draw_logprobs), 0.0)
+    before = np.zeros((len(place), count + 1))
+    before[:, 1:] = accepted.cumsum(1)
+    total = np.where(is_used, before[:, :-1] + remaining, 0.0).sum(1)
+    total += (extra - is_used.sum(1)) * before[:, -1]
+    log_ratios: Floats = np.log(total / np.maximum(extra, 1))
+    return log_ratios

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,26 @@ def test_what_may_be_elsewhere_is_left_to_the_engine(name: str) -> None:
 def test_what_can_be_nowhere_is_refused_at_once(name: str) -> None:
     with pytest.raises(ModelLoadError, match="there is no such folder"):
         model_source(name)
+
+
+def test_the_demo_model_is_a_folder_in_the_package_of_genlm_hf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "genlm_hf"
+    (package / "demo").mkdir(parents=True)
+    (package / "demo" / "config.json").touch()
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    specs = {"genlm_hf": ModuleSpec("genlm_hf", None, origin=str(package / "__init__.py"))}
+    monkeypatch.setattr("importlib.util.find_spec", specs.get)
+    assert model_source("demo") == str(package / "demo")
+    assert model_source("./demo") == model_source(Path("demo")) == "demo"
+    (package / "demo" / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match="reinstall genlm-hf"):
+        model_source("demo")
+    specs.clear()
+    with pytest.raises(ModelLoadError, match="pip install genlm-hf, or pass a folder"):
+        model_source("demo")
 
 
 def test_a_path_is_no_hub_id() -> None:

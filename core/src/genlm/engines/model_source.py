@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -23,16 +24,20 @@ def model_source(model: str | os.PathLike[str]) -> str:
     refused here, instead of with the hub's error message.
 
     Args:
-        model: A path, the id of a repository on a hub, or a URL.
+        model: A path, the id of a repository on a hub, a URL, or `"demo"` for the small model
+            in the package of genlm-hf.
 
     Raises:
-        ModelLoadError: The path does not exist, or the name is empty.
+        ModelLoadError: The path does not exist, the name is empty, or genlm-hf is not
+            installed.
         TypeError: `model` is neither a string nor a path.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(
             f"asked for the model {model!r}; pass a folder or a hub id such as 'owner/name'"
         )
+    if model == "demo":
+        return _demo_folder()
     name = os.fspath(model)
     path = Path(name).expanduser()
     if name and path.exists():
@@ -43,3 +48,17 @@ def model_source(model: str | os.PathLike[str]) -> str:
             f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
         )
     return name
+
+
+def _demo_folder() -> str:
+    spec = importlib.util.find_spec("genlm_hf")
+    if spec is None or spec.origin is None:
+        raise ModelLoadError(
+            "the model 'demo' is part of genlm-hf, which is not installed: pip install "
+            "genlm-hf, or pass a folder or a hub id. The backends reference and llamacpp have "
+            "their own model 'demo'"
+        )
+    folder = Path(spec.origin).parent / "demo"
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"the model 'demo' is not in {folder}; reinstall genlm-hf")
+    return str(folder)

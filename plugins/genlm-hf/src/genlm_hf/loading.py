@@ -31,8 +31,6 @@ from genlm_hf.quantised import dedupe_logs, is_quantised
 
 __all__ = ["LoadOptions", "check_decoder", "load_checkpoint"]
 
-_DEMO = Path(__file__).parent / "demo"
-
 # Files named in the error message for a folder without a model.
 _MAX_LISTED_FILES = 12
 
@@ -73,7 +71,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     loading_stage("config and tokenizer")
     import transformers
 
-    source = _demo_folder() if model == "demo" else model_source(model)
+    source = model_source(model)
     arguments, device = _model_arguments(options)
     location_options = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
     location_options["trust_remote_code"] = arguments.get(
@@ -114,12 +112,6 @@ def check_decoder(config: Any, source: str, changes: Mapping[str, Any] | None = 
             f"next-token distribution of a sequence alone; use a decoder-only model"
         )
     check_causal(ModelFacts.of({**config.to_dict(), **(changes or {})}))
-
-
-def _demo_folder() -> str:
-    if not (_DEMO / "config.json").is_file():
-        raise ModelLoadError(f"the packaged model 'demo' is not in {_DEMO}; reinstall genlm-hf")
-    return str(_DEMO)
 
 
 def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device | None]:

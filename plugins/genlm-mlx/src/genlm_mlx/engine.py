@@ -43,7 +43,7 @@ class MLXEngine(PrefixEngine):
     the CPU.
 
     Args:
-        model: A folder, or a hub id.
+        model: A folder, a hub id, or `"demo"` for the small model of genlm-hf, if installed.
         dtype: `"float32"`, `"float16"` or `"bfloat16"`. The default is that of the checkpoint.
             Quantised weights keep their dtype.
         mlx_opts: Further arguments of `mlx_lm.load`, such as `tokenizer_config`,

@@ -72,7 +72,7 @@ class SGLEngine(PrefixEngine):
     A process can have one such engine at a time.
 
     Args:
-        model: A folder or a hub id.
+        model: A folder, a hub id, or `"demo"` for the small model of genlm-hf, if installed.
         engine_opts: Arguments of SGLang's `ServerArgs`.
         gpu_id: Index of the GPU, on machines with GPUs.
         unverified: Whether to `"warn"` of or to `"refuse"` a model of a family whose rows were

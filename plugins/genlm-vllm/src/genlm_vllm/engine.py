@@ -56,7 +56,7 @@ class VLLMEngine:
     """Next-token rows of a model that vLLM serves.
 
     Args:
-        model: A folder or a hub id.
+        model: A folder, a hub id, or `"demo"` for the small model of genlm-hf, if installed.
         engine_opts: Arguments of `vllm.EngineArgs`, under vLLM's names.
         multiprocess: Whether vLLM's workers run in other processes. By default they do if
             `engine_opts` request several workers or an executor such as Ray.

@@ -224,8 +224,7 @@ def test_no_pass_has_more_tokens_than_allowed_however_long_a_prompt(
     path: str, name: str, max_tokens: int, slots: int | None, tokenizer: Any
 ) -> None:
     model_type, settings = FAMILIES[name]
-    longer = "n_positions" if "n_positions" in settings else "max_position_embeddings"
-    model = build_model(model_type, **{**settings, longer: 400})
+    model = build_model(model_type, **{**settings, "max_position_embeddings": 400})
     sizes: list[int] = []
 
     def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:

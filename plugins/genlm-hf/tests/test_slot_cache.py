@@ -39,8 +39,8 @@ def test_padding_never_reaches_beyond_the_positions_that_a_model_has(
     name: str, tokenizer: Any
 ) -> None:
     model_type, options = FAMILIES[name]
-    names = {"gpt_neo": "max_position_embeddings", "mpt": "max_seq_len"}
-    model = build_model(model_type, **options | {names.get(name, "n_positions"): 64})
+    longest = "max_seq_len" if name == "mpt" else "max_position_embeddings"
+    model = build_model(model_type, **options | {longest: 64})
     engine = HFEngine.from_model(model, tokenizer, execution_path="slot_cache")
     long, new = ids_of_lengths(60, 33)
     oracle = Oracle(model)

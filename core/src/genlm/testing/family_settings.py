@@ -38,38 +38,30 @@ class Sizes(NamedTuple):
             name: value for name, value in settings.items() if value is not None
         }
 
-    def gpt(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-        """Settings with GPT-2's names."""
-        settings = {"vocab_size": TINY_LOGITS, "n_embd": self.hidden, "n_layer": 2, "n_head": 4}
-        return model_type, settings | {"bos_token_id": 1, "eos_token_id": 2} | changes
+    def plain(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+        """Settings with two layers and four heads, without those of the feed-forward layers."""
+        return self.bare(model_type, num_hidden_layers=2, num_attention_heads=4, **changes)
 
     def bare(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
         """Settings with the sizes of vocabulary and model only, and `changes`."""
-        return model_type, {
-            "vocab_size": TINY_LOGITS,
-            "hidden_size": self.hidden,
-            **_IDS,
-            **changes,
-        }
+        sizes = {"vocab_size": TINY_LOGITS, "hidden_size": self.hidden}
+        return model_type, {**sizes, **_IDS, **changes}
 
 
 def attention(sizes: Sizes) -> Settings:
     """Dense models: kinds of attention, layers and windows."""
-    d, llama, gpt, bare = sizes.head, sizes.llama, sizes.gpt, sizes.bare
-    falcon = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    d, llama, plain = sizes.head, sizes.llama, sizes.plain
     neox = {"num_key_value_heads": None, "intermediate_size": 4 * sizes.hidden}
     gemma = {"head_dim": d, "query_pre_attn_scalar": d}
     return {
-        "gpt2": gpt("gpt2", n_positions=64),
-        "gpt_bigcode": gpt("gpt_bigcode", n_positions=64),
-        "gptj": gpt("gptj", n_positions=64, rotary_dim=d // 2),
-        "codegen": gpt("codegen", n_positions=64, rotary_dim=d // 2),
-        "openai-gpt": gpt("openai-gpt", n_positions=64),
-        "gpt_neo": bare(
+        "gpt2": plain("gpt2", max_position_embeddings=64),
+        "gpt_bigcode": plain("gpt_bigcode", max_position_embeddings=64),
+        "gptj": plain("gptj", max_position_embeddings=64, rotary_dim=d // 2),
+        "codegen": plain("codegen", max_position_embeddings=64, rotary_dim=d // 2),
+        "openai-gpt": plain("openai-gpt", max_position_embeddings=64),
+        "gpt_neo": plain(
             "gpt_neo",
-            num_layers=2,
             attention_types=[[["global", "local"], 1]],
-            num_heads=4,
             window_size=4,
             max_position_embeddings=64,
         ),
@@ -78,32 +70,19 @@ def attention(sizes: Sizes) -> Settings:
             "gpt_neox", use_parallel_residual=False, **neox
         ),
         "gpt_neox_japanese": llama("gpt_neox_japanese", num_key_value_heads=None),
-        "opt": bare(
+        "opt": plain(
             "opt",
             ffn_dim=sizes.inner,
-            num_hidden_layers=2,
-            num_attention_heads=4,
             word_embed_proj_dim=sizes.hidden,
             max_position_embeddings=64,
         ),
-        "falcon": bare("falcon", **falcon),
-        "falcon with grouped heads": bare(
-            "falcon", num_kv_heads=2, new_decoder_architecture=True, **falcon
+        "falcon": plain("falcon"),
+        "falcon with grouped heads": plain(
+            "falcon", num_kv_heads=2, new_decoder_architecture=True
         ),
-        "falcon with separate heads": bare("falcon", multi_query=False, **falcon),
-        "ctrl": (
-            "ctrl",
-            {"vocab_size": TINY_LOGITS, "n_embd": sizes.hidden, "n_layer": 2, "n_head": 4}
-            | {"dff": sizes.inner},
-        ),
-        "xglm": bare(
-            "xglm",
-            d_model=sizes.hidden,
-            ffn_dim=sizes.inner,
-            num_layers=2,
-            attention_heads=4,
-            max_position_embeddings=64,
-        ),
+        "falcon with separate heads": plain("falcon", multi_query=False),
+        "ctrl": plain("ctrl", dff=sizes.inner),
+        "xglm": plain("xglm", ffn_dim=sizes.inner, max_position_embeddings=64),
         "xlnet": (
             "xlnet",
             {"vocab_size": TINY_LOGITS, "d_model": sizes.hidden, "n_layer": 2, "n_head": 4}
@@ -188,27 +167,21 @@ def attention(sizes: Sizes) -> Settings:
 
 def positions(sizes: Sizes) -> Settings:
     """Length-dependent position encodings: attention biases and scaled rotary embeddings."""
-    llama, bare = sizes.llama, sizes.bare
+    llama, plain = sizes.llama, sizes.plain
     pairs = sizes.head // 2
-    plain = {"rope_theta": 10000.0}
-    original = {"original_max_position_embeddings": 16, "factor": 4.0, **plain}
+    theta = {"rope_theta": 10000.0}
+    original = {"original_max_position_embeddings": 16, "factor": 4.0, **theta}
     longrope = original | {
         "rope_type": "longrope",
         "short_factor": [1 + i / (2 * pairs) for i in range(pairs)],
         "long_factor": [2 + 4 * i / pairs for i in range(pairs)],
     }
-    linear = {"rope_type": "linear", "factor": 4.0, **plain}
+    linear = {"rope_type": "linear", "factor": 4.0, **theta}
     yarn = {"rope_type": "yarn", **original}
     return {
-        "bloom": bare("bloom", n_layer=2, n_head=4),
-        "falcon with ALiBi": bare(
-            "falcon", num_hidden_layers=2, num_attention_heads=4, alibi=True
-        ),
-        "mpt": (
-            "mpt",
-            {"vocab_size": TINY_LOGITS, "d_model": sizes.hidden, "n_layers": 2, "n_heads": 4}
-            | {"max_seq_len": 64},
-        ),
+        "bloom": plain("bloom"),
+        "falcon with ALiBi": plain("falcon", alibi=True),
+        "mpt": plain("mpt", max_seq_len=64),
         "llama with llama3 rope": llama(
             "llama",
             rope_parameters={
@@ -222,7 +195,7 @@ def positions(sizes: Sizes) -> Settings:
         "llama with dynamic rope": llama(
             "llama",
             max_position_embeddings=16,
-            rope_parameters={"rope_type": "dynamic", "factor": 4.0, **plain},
+            rope_parameters={"rope_type": "dynamic", "factor": 4.0, **theta},
         ),
         "llama with yarn rope": llama("llama", rope_parameters=yarn),
         "qwen3 with yarn rope": llama("qwen3", head_dim=sizes.head, rope_parameters=yarn),
@@ -237,7 +210,7 @@ def positions(sizes: Sizes) -> Settings:
             num_hidden_layers=6,
             rope_parameters={
                 "full_attention": linear,
-                "sliding_attention": {"rope_type": "default", **plain},
+                "sliding_attention": {"rope_type": "default", **theta},
             },
         ),
     }

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from genlm.cli.arguments import (
     JsonOption,
@@ -24,7 +22,7 @@ from genlm.cli.arguments import (
     require_writable,
 )
 from genlm.cli.measurement import Cell, Plan, first_row_s, measure
-from genlm.cli.output import borderless_table, print_json, progress_bar
+from genlm.cli.output import borderless_table, output_console, print_json, progress_bar
 from genlm.core.base.errors import MissingRequirementError
 
 __all__ = ["bench"]
@@ -70,7 +68,7 @@ def bench(
     if as_json:
         print_json(report | {"cells": [dataclasses.asdict(cell) for cell in report["cells"]]})
     else:
-        _print(report, plan, Console())
+        _print(report, plan)
 
 
 def _integers(option: str, text: str) -> list[int]:
@@ -130,11 +128,12 @@ def _check_plan(plan: Plan, max_context: int | None) -> None:
         )
 
 
-def _print(report: Mapping[str, Any], plan: Plan, console: Console) -> None:
+def _print(report: Mapping[str, Any], plan: Plan) -> None:
+    console = output_console()
     environment, cells, context = report["environment"], report["cells"], report["max_context"]
     system, torch = environment["system"], environment["libraries"].get("torch", "unknown")
-    console.print(Text(f"{report['backend']}, model {report['model']!r}", "bold"))
-    console.print(Text(f"{system['processor']}, cores: {system['cores']}; torch {torch}"))
+    console.print(f"{report['backend']}, model {report['model']!r}", style="bold")
+    console.print(f"{system['processor']}, cores: {system['cores']}; torch {torch}")
     possible, on_gpu = plan.within(context), report["device_memory_bytes"]
     console.print(
         f"loaded in {report['load_s']:.1f} s, first row {1000 * report['first_row_s']:.1f} ms "
@@ -145,11 +144,9 @@ def _print(report: Mapping[str, Any], plan: Plan, console: Console) -> None:
         lengths = ",".join(map(str, report["shortened"]))
         longest = max(cell.context_tokens for cell in cells)
         console.print(
-            Text(
-                f"--lengths {lengths}: the model has a context of {context} tokens; measured "
-                f"{longest} in their place",
-                "yellow",
-            )
+            f"--lengths {lengths}: the model has a context of {context} tokens; measured "
+            f"{longest} in their place",
+            style="yellow",
         )
     for title, figure in (
         ("rows per second, new contexts", "new_rows_per_s"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from genlm.cli.arguments import JsonOption, SeedOption, checked_dtype, checked_options
 from genlm.cli.output import borderless_table, output_console, print_json
@@ -247,11 +246,11 @@ def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     table = borderless_table(*columns, no_wrap=True)
     table.columns[columns.index("at")].no_wrap = False
     for outcome in outcomes:
-        table.add_row(*map(Text, _cells(outcome)))
+        table.add_row(*_cells(outcome))
     console.print(table)
     for outcome in outcomes:
         if outcome.reason:
-            console.print(Text(f"{outcome.backend}: {outcome.reason}"))
+            console.print(f"{outcome.backend}: {outcome.reason}")
         if outcome.skipped:
             console.print(f"{outcome.backend}: {outcome.skipped} contexts were not compared")
 

@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from genlm.cli.arguments import EngineOption, JsonOption, ModelOption, SeedOption, load
-from genlm.cli.output import borderless_table, print_json, progress_bar
+from genlm.cli.output import borderless_table, output_console, print_json, progress_bar
 
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
@@ -68,7 +66,7 @@ def demo(
     if as_json:
         print_json(report)
     else:
-        _print(report, Console())
+        _print(report)
 
 
 async def _report(
@@ -132,30 +130,29 @@ def _cut_by_context(llm: AsyncLM, texts: Sequence[Sequence[int]], longest: int) 
     return sum(llm.max_context < len(ids) < longest and ids[-1] != end for ids in texts)
 
 
-def _print(report: Mapping[str, Any], console: Console) -> None:
+def _print(report: Mapping[str, Any]) -> None:
+    console = output_console()
     particles, samples = report["particles"], report["samples"]
     title = f"{report['backend']}, model {report['model']!r}: unconstrained samples"
-    console.print(Text(title, "bold"))
+    console.print(title, style="bold")
     for sample in samples:
-        console.print(Text(f"  {sample!r}"))
-    console.print(Text(f"\nconstrained: {report['constraint']}", "bold"))
+        console.print(f"  {sample!r}")
+    console.print(f"\nconstrained: {report['constraint']}", style="bold")
     console.print(_table(particles))
     if report["cut_by_context"]:
         count = f"{report['cut_by_context']} of {len(samples) + len(particles)} texts"
         problem = "end where the model's context is full, before --max-tokens"
-        console.print(Text(f"\n{count} {problem}", "yellow"))
+        console.print(f"\n{count} {problem}", style="yellow")
     figures = report["statistics"]
     console.print(
-        Text(
-            f"\neffective sample size {report['effective_sample_size']:.1f} "
-            f"of {len(particles)}, log-evidence {report['log_evidence']:.3f}\n"
-            f"{report['tokens']} tokens in {report['seconds']:.2f} s: "
-            f"{report['tokens_per_second']:,.0f} a second\n"
-            f"{figures['requests']} requests for rows: {figures['joined']} joined a pending "
-            f"request, {figures['cache_hits']} were in the output cache;\n"
-            f"{figures['batches']} batches, {figures['mean_batch_size']:.1f} sequences each, "
-            f"{figures['largest_batch']} at most"
-        )
+        f"\neffective sample size {report['effective_sample_size']:.1f} "
+        f"of {len(particles)}, log-evidence {report['log_evidence']:.3f}\n"
+        f"{report['tokens']} tokens in {report['seconds']:.2f} s: "
+        f"{report['tokens_per_second']:,.0f} a second\n"
+        f"{figures['requests']} requests for rows: {figures['joined']} joined a pending "
+        f"request, {figures['cache_hits']} were in the output cache;\n"
+        f"{figures['batches']} batches, {figures['mean_batch_size']:.1f} sequences each, "
+        f"{figures['largest_batch']} at most"
     )
 
 
@@ -167,5 +164,5 @@ def _table(particles: Sequence[Mapping[str, Any]]) -> Table:
     table = borderless_table("weight", "particles", justify="right", no_wrap=True)
     table.add_column("text", overflow="fold")
     for text, weights in sorted(copies.items(), key=lambda item: -sum(item[1])):
-        table.add_row(f"{sum(weights):.4f}", str(len(weights)), Text(repr(text)))
+        table.add_row(f"{sum(weights):.4f}", str(len(weights)), repr(text))
     return table

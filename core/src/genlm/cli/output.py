@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import typer
@@ -18,9 +19,13 @@ _PIPE_WIDTH = 10_000
 
 
 def output_console() -> Console:
-    """Return a console for tables on standard output; lines are not wrapped in a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    """Return a console for texts and tables on standard output, without markup.
+
+    Lines are not wrapped in a pipe.
+    """
+    plain = partial(Console, markup=False, highlight=False, emoji=False)
+    console = plain()
+    return console if console.is_terminal else plain(width=_PIPE_WIDTH)
 
 
 def borderless_table(*columns: str, **options: Any) -> Table:

@@ -131,7 +131,7 @@ def _options(options: list[Option] | None) -> Table | str:
     table = borderless_table("option", "default", no_wrap=True)
     table.add_column("meaning", overflow="fold")
     for option in options:
-        table.add_row(option.name, Text(option.default or "required"), Text(option.meaning))
+        table.add_row(option.name, option.default or "required", option.meaning)
     return table
 
 
@@ -140,11 +140,11 @@ def _table(backends: list[BackendInfo]) -> Table:
     table.add_column("status", overflow="fold")
     for info in backends:
         table.add_row(
-            Text(info.name),
+            info.name,
             info.kind or "?",
-            Text(f"{info.distribution} {info.version}"),
+            f"{info.distribution} {info.version}",
             "?" if info.api is None else str(info.api),
-            Text(", ".join(info.capabilities) or "-"),
+            ", ".join(info.capabilities) or "-",
             Text(_status(info), style=_COLOURS.get(info.status, "red")),
         )
     return table

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from genlm.cli.arguments import (
     EngineOption,
@@ -242,12 +241,12 @@ def _exp_or_inf(exponent: float) -> float:
 
 def _print(scores: Sequence[TextScore], title: str) -> None:
     console = output_console()
-    console.print(Text(title, "bold"))
+    console.print(title, style="bold")
     figures = ("line", "log-probability", "tokens", "perplexity", "bits per byte")
     table = borderless_table(*figures, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for score in scores[:_MAX_ROWS]:
-        table.add_row(str(score.line), *_figures(score), Text(score.text))
+        table.add_row(str(score.line), *_figures(score), score.text)
     if len(scores) > _MAX_ROWS:
         table.add_row("...", *[""] * 4, f"{len(scores) - _MAX_ROWS:,} more; --output has all")
     if len(scores) > 1:

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from genlm.cli.arguments import backends, checked_options
-from genlm.cli.output import print_json
+from genlm.cli.output import output_console, print_json
 from genlm.core.plugins.lookup import get_backend
 
 __all__ = ["serve"]
@@ -104,11 +103,12 @@ def serve(
     if as_json:
         print_json(served)
     else:
-        _print(served, Console())
+        _print(served)
     status_code = 0
 
 
-def _print(served: Sequence[Mapping[str, Any]], console: Console) -> None:
+def _print(served: Sequence[Mapping[str, Any]]) -> None:
+    console = output_console()
     if not served:
         console.print("no served models")
         return

@@ -16,7 +16,7 @@ from .cached_engine import CachedEngine, PrefixStore
 from .mutant import core_fault, core_mutant, engine_mutant
 
 
-@engine_mutant(killed_by="switching-adapters-serves-no-stale-row")
+@engine_mutant(killed_by="adapters-answer-as-themselves")
 class PrefixesOfAnyAdapter(CachedEngine):
     """Uses the keys and values that another adapter computed."""
 
@@ -120,9 +120,7 @@ def adapters_loaded_nowhere(_load):
     return lambda self, _path, lora_name: self._adapters._by_name.update({lora_name: None})
 
 
-@core_mutant(
-    OutputCache, "get", killed_by="switching-adapters-serves-no-stale-row", on=cached_target
-)
+@core_mutant(OutputCache, "get", killed_by="adapters-answer-as-themselves", on=cached_target)
 def cached_for_any_adapter(get):
     """The output cache serves the row of another adapter."""
 

@@ -49,7 +49,7 @@ def contexts_have_keys_of_their_own(sequence_query):
     return broken
 
 
-@engine_mutant(killed_by="extended-contexts-have-their-own-rows")
+@engine_mutant(killed_by="prefixes-equal-fresh-evaluation")
 class ForksReadTheirSibling(ResidentEngine):
     """Extends what is kept for a context in place, so that a second extension gets it too."""
 
@@ -63,7 +63,7 @@ class ForksReadTheirSibling(ResidentEngine):
         return logits
 
 
-@engine_mutant(killed_by="extended-contexts-have-their-own-rows")
+@engine_mutant(killed_by="prefixes-equal-fresh-evaluation")
 class ContextsByTheirLastToken(ResidentEngine):
     """Finds what is kept for a context by its length and last token."""
 

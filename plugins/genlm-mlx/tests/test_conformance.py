@@ -7,7 +7,6 @@ from genlm.testing import conformance_tests
 
 OF_ROWS = [
     "batch-equals-map",
-    "extended-contexts-have-their-own-rows",
     "populations-equal-lists",
     "prefixes-equal-fresh-evaluation",
     "random-programs-agree-with-the-oracle",

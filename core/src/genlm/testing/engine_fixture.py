@@ -243,10 +243,12 @@ class EngineFixture(Fixture):
         rows: torch.Tensor = self.run(lm.batch_next_token_logprobs(token_sequences))
         self.check_rows(rows, token_sequences, **example)
 
-    def check_context(self, context: Context, /, **example: Any) -> None:
+    def check_context(
+        self, context: Context, adapter: str | None = None, /, **example: Any
+    ) -> None:
         """Request the row of a context; raise `CheckFailure` unless it is the expected row."""
         row = self.run(context.next_token_logprobs())
-        self.check_row(row, context.token_ids, **example)
+        self.check_row(row, context.token_ids, adapter, **example)
 
     def check_logprobs(self, logprobs: Any, expected: Any, /, **example: Any) -> None:
         """Raise `CheckFailure` unless log-probabilities are those expected, up to rounding.

@@ -25,22 +25,21 @@ AdapterRequest = tuple[TokenTuple, str | None]
 
 @engine_check(needs=Capability.LORA, cases=("differs from the base",))
 def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
-    """A request for an adapter returns that adapter's row, however it is selected."""
+    """A request or context returns the row of its adapter, however the adapter is selected."""
     names = fixture.adapter_names()
     lm = fixture.load(adapters=True)
 
     def holds(token_ids: TokenTuple, name: str) -> None:
         lm.clear_output_cache()
-        rows = {
-            "lora_name": fixture.run(lm.next_token_logprobs(token_ids, lora_name=name)),
-            "with_lora": fixture.run(
-                lm.with_lora(name).next_token_logprobs(token_ids, use_cache=False)
-            ),
-            "sync": lm.next_token_logprobs_sync(token_ids, lora_name=name),
-            "batch": fixture.run(lm.batch_next_token_logprobs([token_ids], lora_name=name))[0],
-        }
-        for how, row in rows.items():
-            fixture.check_row(row, token_ids, name, how=how)
+        for adapter in (None, name, None):
+            context = lm.with_lora(adapter).context(token_ids[:-1] or token_ids)
+            fixture.check_context(context, adapter)
+            fixture.check_context(context.extend(token_ids[len(context) :]), adapter)
+        fixture.check_request(lm, token_ids, name, use_cache=False, how="uncached")
+        row = lm.next_token_logprobs_sync(token_ids, lora_name=name)
+        fixture.check_row(row, token_ids, name, how="sync")
+        batch = fixture.run(lm.batch_next_token_logprobs([token_ids], lora_name=name))
+        fixture.check_rows(batch, [token_ids], name, how="batch")
         base, adapted = fixture.expected(token_ids), fixture.expected(token_ids, name)
         fixture.saw("differs from the base", largest_difference(adapted, base) > 0.01)
         fixture.check_request(lm, token_ids, after=name)
@@ -69,28 +68,6 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
 
     pairs = st.tuples(fixture.sequences(), st.sampled_from(names))
     fixture.for_all(holds, batch=st.lists(pairs, max_size=5), same=fixture.sequences())
-
-
-@engine_check(needs=Capability.LORA, cases=("another adapter", "extended"))
-def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
-    """After a switch of adapters, a context returns the new adapter's row, cached or not."""
-    lm = fixture.load(adapters=True)
-    names = [None, *fixture.adapter_names()]
-
-    def holds(token_ids: TokenTuple, order: list[str | None]) -> None:
-        lm.clear_output_cache()
-        start = token_ids[:-1] or token_ids
-        contexts = {name: lm.with_lora(name).context(start) for name in order}
-        for added in ((), token_ids[len(start) :]):
-            contexts = {name: context.extend(added) for name, context in contexts.items()}
-            for name in order:
-                row = fixture.run(contexts[name].next_token_logprobs())
-                fixture.check_row(row, contexts[name].token_ids, name, order=order)
-        fixture.saw("another adapter", len(set(order)) > 1)
-        fixture.saw("extended", len(set(order)) > 1 and len(token_ids) > 1)
-
-    orders = st.lists(st.sampled_from(names), min_size=2, max_size=6)
-    fixture.for_all(holds, token_ids=fixture.sequences(), order=orders)
 
 
 @engine_check(needs=Capability.LORA)

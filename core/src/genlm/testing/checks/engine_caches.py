@@ -15,6 +15,8 @@ from genlm.testing.strategies import TokenTuple, near_misses
 _FORKS = 6
 """Siblings from each of two sequences; each of them needs a pass of the oracle."""
 
+_CHILDREN = 2
+
 
 @engine_check()
 def near_misses_are_told_apart(fixture: EngineFixture) -> None:
@@ -49,22 +51,27 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
 
 @engine_check(cases=("extended", "forked"))
 def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
-    """A sequence that is extended, forked or shortened returns its uncached row."""
+    """A sequence or context that is extended, forked or shortened returns its uncached row."""
+    lm = fixture.load(output_cache=OutputCache(0))
 
     def holds(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
-        fixture.lm.clear_output_cache()
         prefixes = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
         fixture.expected_rows(token_ids)
         for prefix in prefixes:
-            fixture.check_request(fixture.lm, prefix, use_cache=False, how="extended")
+            fixture.check_request(lm, prefix, how="extended")
         fixture.saw("extended", len(prefixes) > 1)
         stem = token_ids[: fork % len(token_ids)]
         siblings = [*other[:_FORKS], *token_ids[:_FORKS]]
         forks = [(*stem, token_id) for token_id in siblings]
-        fixture.check_batch(fixture.lm, forks, how="forked", grown_from=token_ids)
+        fixture.check_batch(lm, forks, how="forked", grown_from=token_ids)
         fixture.saw("forked", len(stem) > 0 and len(set(forks)) > 1)
         for prefix in (stem + other)[: fixture.max_length], prefixes[len(stem)]:
-            fixture.check_request(fixture.lm, prefix, use_cache=False, how="shortened")
+            fixture.check_request(lm, prefix, how="shortened")
+        parent = lm.context(prefixes[len(stem)])
+        children = [parent.extend(token_id) for token_id in siblings[:_CHILDREN]]
+        for context in (parent, *children, children[0].extend(siblings[0]), parent):
+            if len(context) <= fixture.max_length:
+                fixture.check_context(context)
 
     fixture.for_all(
         holds,

@@ -11,22 +11,6 @@ from genlm.testing.engine_fixture import EngineFixture
 
 
 @engine_check()
-def extended_contexts_have_their_own_rows(fixture: EngineFixture) -> None:
-    """Contexts that extend one parent return their uncached rows, and so does the parent."""
-    lm = fixture.load(output_cache=OutputCache(0))
-    first_two = list(fixture.token_ids)[:2]
-    for prompt in fixture.some_sequences(4):
-        parent = lm.context(prompt[: max(1, fixture.max_length - 3)])
-        fixture.check_context(parent)
-        children = [parent.extend(token_id) for token_id in first_two]
-        grandchildren = [child.extend(prompt[0]) for child in children]
-        last = [context.extend(prompt[0]) for context in grandchildren]
-        for context in (*children, *grandchildren, *last, parent):
-            if len(context) <= fixture.max_length:
-                fixture.check_context(context)
-
-
-@engine_check()
 def contexts_may_be_dropped(fixture: EngineFixture) -> None:
     """Dropping contexts in any order and recreating them changes no row."""
     lm = fixture.load(output_cache=OutputCache(0))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
+from private_names import uses
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import genlm
+import genlm_vllm
 from genlm_vllm import private_interface, versions
 from genlm_vllm.private_interface import changes, check_private_interface
 
@@ -17,6 +20,28 @@ from genlm_vllm.private_interface import changes, check_private_interface
 def test_the_installed_version_has_all_that_is_listed() -> None:
     assert Version(versions.check_version()) >= Version(versions.TESTED[-1])
     assert list(changes()) == []
+
+
+def test_what_is_listed_of_the_scheduler_and_the_workers_is_compared() -> None:
+    compared: dict[type, set[str]] = {}
+    for path, names in private_interface._NAMES.items():
+        target, (owner, _, name) = private_interface._resolve(path), path.rpartition(".")
+        is_class = isinstance(target, type)
+        cls = target if is_class else private_interface._resolve(owner)
+        compared.setdefault(cls, set()).update(names.split() if is_class else [name])
+    attributes = uses(Path(next(iter(genlm_vllm.__path__)))).attributes
+    lines = Path(__file__).with_name("private_names.txt").read_text().splitlines()
+    checked, missing = 0, []
+    for where, *rest in filter(None, (line.split("#")[0].split() for line in lines)):
+        cls, name = private_interface._resolve(where), "".join(rest)
+        if not (where.startswith("vllm.v1.") and isinstance(cls, type)):
+            continue
+        known = set[str]().union(*(compared[base] for base in cls.__mro__ if base in compared))
+        used = attributes[name[2:]] if name.startswith("*.") else {name}
+        checked += len(used)
+        missing += [f"{where} {each}" for each in sorted(used - known)]
+    assert missing == []
+    assert checked > 40
 
 
 def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,12 @@ _NAMES: Mapping[str, str] = {
     "finished_status",
     "vllm.v1.core.block_pool.BlockPool.touch": "self blocks",
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": "self num_blocks",
+    "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": "self",
+    "vllm.v1.core.sched.request_queue.RequestQueue.peek_request": "self",
     "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
     "pooling_params arrival_time lora_request block_hasher",
+    "vllm.v1.request.Request.append_output_token_ids": "self token_ids",
+    "vllm.v1.request.Request.update_block_hashes": "self",
     "vllm.v1.sample.sampler.Sampler.forward": "self logits sampling_metadata",
     f"{_SAMPLE}.sampler.Sampler.__call__": "self logits input_batch",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict": "self "
@@ -47,23 +51,39 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
     f"{_SAMPLE}.output.SamplerOutput": "sampled_token_ids logprobs_tensors "
     "num_nans num_sampled num_rejected",
-    "vllm.v1.engine.core.EngineCore": "scheduler step_fn request_block_hasher",
+    "vllm.v1.engine.llm_engine.LLMEngine": "engine_core model_executor renderer vllm_config "
+    "collective_rpc from_vllm_config get_tokenizer reset_prefix_cache",
+    "vllm.v1.engine.core_client.InprocClient": "engine_core shutdown _finalizer",
+    "vllm.v1.engine.core.EngineCore": "scheduler step_fn request_block_hasher model_executor",
     "vllm.v1.core.sched.scheduler.Scheduler": "running waiting kv_holding_waiting "
     "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size "
     "needs_kv_cache_zeroing",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "coordinator block_pool",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers block_pool",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "req_to_blocks "
     "num_cached_block _pending_cow_copies block_size _record_new_block_ids",
-    "vllm.v1.request.Request": "num_computed_tokens num_in_flight_tokens block_hashes "
+    "vllm.v1.request.Request": "request_id status lora_request num_tokens num_computed_tokens "
+    "num_in_flight_tokens all_token_ids prompt_token_ids output_token_ids block_hashes "
     "_block_hasher prefill_stats",
+    "vllm.v1.metrics.stats.PrefillStats": "num_cached_tokens",
+    "vllm.v1.worker.worker_base.WorkerBase": "model_runner device vllm_config add_lora "
+    "remove_lora list_loras",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch "
-    "discard_request_mask",
-    "vllm.v1.worker.gpu_input_batch.InputBatch": "req_id_to_index token_ids_cpu "
+    "discard_request_mask query_start_loc model cache_config get_model",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "sampler req_states "
+    "prompt_logprobs_worker cache_config get_model",
+    "vllm.v1.worker.gpu_input_batch.InputBatch": "req_ids req_id_to_index token_ids_cpu "
     "is_token_ids num_tokens_no_spec",
     "vllm.v1.worker.gpu.states.RequestState": "req_id_to_index last_sampled_tokens",
+    "vllm.v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing",
+    "vllm.model_executor.layers.attention.Attention": "kv_cache sliding_window "
+    "get_attn_backend",
+    "vllm.lora.layers.LogitsProcessorWithLoRA": "punica_wrapper",
+    "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase": "_sampler_indices indices_len "
+    "token_lora_indices",
 }
-"""Parameters of functions, fields of dataclasses, and attributes that the methods of other
-classes set or read. Further parameters with defaults are accepted."""
+"""Parameters of functions, fields of dataclasses, and methods, properties and attributes of
+other classes. Further parameters with defaults are accepted."""
 
 
 def check_private_interface() -> None:
@@ -106,9 +126,13 @@ def changes() -> Iterator[str]:
 
 
 def _attributes_of(cls: type) -> set[str]:
+    """Return the methods and properties of a class and the attributes of its objects."""
     if dataclasses.is_dataclass(cls):
-        return {field.name for field in dataclasses.fields(cls)}
-    return set(re.findall(r"\bself\.(\w+)", inspect.getsource(cls)))
+        attributes = {field.name for field in dataclasses.fields(cls)}
+    else:
+        attributes = set(re.findall(r"\bself\.(\w+)", inspect.getsource(cls)))
+    members = inspect.getmembers_static(cls)
+    return attributes | {name for name, member in members if hasattr(member, "__get__")}
 
 
 def _resolve(path: str) -> Any:

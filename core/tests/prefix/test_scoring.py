@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from genlm import EvaluationError, GroupReduction, Token, TokenScores, Vocabulary
 from genlm.plugin import Reduced, TokenSequence
 from genlm.prefix import PieceScores, PrefixRows, ScoredText
+from genlm.prefix.forward import ForwardResult, TreeBatch
 
 from .test_rows import SIZE, Model, expected, text
 from .test_rows import serve as serve_rows
@@ -168,6 +170,22 @@ def test_a_pass_has_no_more_tokens_than_results() -> None:
     rows, model = serve(500, max_rows=8)
     assert_right(rows, [scored(text(30, 0)), scored(text(9, 1))])
     assert model.largest[0] == 8
+
+
+def test_the_logits_of_a_pass_are_freed_before_the_next_pass() -> None:
+    class Tracked(Model):
+        logits: weakref.ref[torch.Tensor] | None = None
+
+        def __call__(self, batch: TreeBatch) -> ForwardResult:
+            assert self.logits is None or self.logits() is None
+            result = super().__call__(batch)
+            self.logits = weakref.ref(result.logits)
+            return result
+
+    rows, model = serve(500, max_rows=8)
+    model.__class__ = Tracked
+    assert_right(rows, [scored(text(30, 0)), *(scored(text(9, i)) for i in range(1, 4))])
+    assert model.passes > 4
 
 
 def test_what_raises_leaves_computed_tokens_only() -> None:

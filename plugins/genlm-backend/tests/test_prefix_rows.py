@@ -110,6 +110,12 @@ def test_a_model_whose_tables_are_read_computes_tables_from_then_on(llm):
     assert (first[1] == first.whole()[1]).all()
 
 
+def test_each_token_of_a_text_is_computed_once(llm):
+    before = llm.statistics().engine["tokens_computed"]
+    asyncio.run(llm.batch_next_token_logprobs(prefixes(TEXT)))
+    assert llm.statistics().engine["tokens_computed"] - before == len(TEXT)
+
+
 def test_a_text_that_grows_is_not_scored_again(llm, model):
     text, steps = TEXT[: PROMPT + 3], [5, 6, 7, 8]
     asyncio.run(llm.batch_next_token_logprobs(prefixes(text)))

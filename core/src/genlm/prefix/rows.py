@@ -235,6 +235,7 @@ class PrefixRows:
                     members.append(before + np.arange(first, len(sequence)))
                 scores.expect(np.concatenate(keys), np.concatenate(members))
                 scores.add(wanted, logits)
+                del result, logits  # before the next pass allocates its logits
         return scores.results()
 
     @property
@@ -357,6 +358,7 @@ class PrefixRows:
                     result = self._run(current)
                     if first < begin:
                         yield result
+                    del result
                 current, end = _Pass(adapter, scored), min(begin + limit, length)
                 whole = sequence if end == length else TokenSequence.of(ids[:end])
                 self._add(current, (index, whole, min(max(begin, first), end)), retained)

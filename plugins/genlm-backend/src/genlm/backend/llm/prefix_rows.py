@@ -191,8 +191,9 @@ class PrefixScores:
             cache = self._scores  # `clear` replaces it
             previous = cache.get((adapter, first, text[:-1]))
         if previous is None:
-            score = llm.score(text, first, lora_name=lora_name)
-            last, scores = await asyncio.gather(llm.next_token_logprobs(text, lora_name), score)
+            # One after the other: the last row then extends the prefix that was scored.
+            scores = await llm.score(text, first, lora_name=lora_name)
+            last = await llm.next_token_logprobs(text, lora_name)
         else:
             new = llm.token_logprobs(text[:-1], text[-1:], lora_name=lora_name)
             last, added = await asyncio.gather(llm.next_token_logprobs(text, lora_name), new)

@@ -26,6 +26,7 @@ __all__ = [
     "ModelOption",
     "SeedOption",
     "backends",
+    "bad_value",
     "checked_dtype",
     "checked_options",
     "json_object",
@@ -69,6 +70,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 """`--json` of all commands that print an object."""
 
 
+def bad_value(argument: str, message: str) -> typer.BadParameter:
+    """Return the error for a value of an argument or option."""
+    return typer.BadParameter(message, param_hint=argument)
+
+
 def checked_dtype(text: str | None) -> str | None:
     """Return the name of a dtype that has a tolerance; a callback of options."""
     if text is None:
@@ -89,11 +95,10 @@ def checked_options(text: str, option: str = "--options") -> dict[str, Any]:
     """Return the value of an option that is a JSON object."""
     value = json_object(text)
     if value is None:
-        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint=option)
+        raise bad_value(option, f"{text!r} is not a JSON object")
     for name in sorted({"model", "backend"} & value.keys()):
-        raise typer.BadParameter(
-            f"{name!r} is an argument of the command, not an option of the engine",
-            param_hint=option,
+        raise bad_value(
+            option, f"{name!r} is an argument of the command, not an option of the engine"
         )
     return value
 
@@ -117,9 +122,7 @@ def require_writable(option: str, path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise typer.BadParameter(
-            f"{str(path)!r}: {error.strerror}", param_hint=option
-        ) from error
+        raise bad_value(option, f"{str(path)!r}: {error.strerror}") from error
     if not existed:
         path.unlink()
 
@@ -136,4 +139,4 @@ def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
     except (TypeError, ValueError) as error:
         if not options:
             raise
-        raise typer.BadParameter(str(error), param_hint="--options") from error
+        raise bad_value("--options", str(error)) from error

@@ -17,6 +17,7 @@ from genlm.cli.arguments import (
     LoadOptions,
     SeedOption,
     backends,
+    bad_value,
     checked_options,
     load,
     require_writable,
@@ -77,8 +78,8 @@ def _integers(option: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(
-            f"{text!r}: expected numbers of at least 1, separated by commas", param_hint=option
+        raise bad_value(
+            option, f"{text!r}: expected numbers of at least 1, separated by commas"
         )
     return numbers
 
@@ -118,14 +119,11 @@ def _measure(backend: str, model: str, options: dict[str, Any], plan: Plan) -> d
 def _check_plan(plan: Plan, max_context: int | None) -> None:
     """Refuse a plan without a batch that the model can compute."""
     if max_context is not None and plan.steps >= max_context:
-        raise typer.BadParameter(
-            f"{plan.steps}: the model has a context of {max_context} tokens",
-            param_hint="--steps",
+        raise bad_value(
+            "--steps", f"{plan.steps}: the model has a context of {max_context} tokens"
         )
     if not plan.batches:
-        raise typer.BadParameter(
-            f"{plan.most_tokens}: every batch has more tokens", param_hint="--most-tokens"
-        )
+        raise bad_value("--most-tokens", f"{plan.most_tokens}: every batch has more tokens")
 
 
 def _print(report: Mapping[str, Any], plan: Plan) -> None:
@@ -175,9 +173,7 @@ def _size(nbytes: int) -> str:
 
 def _check_plot(path: Path) -> None:
     if path.suffix not in {".svg", ".png"}:
-        raise typer.BadParameter(
-            f"{str(path)!r}: expected a name that ends in .svg or .png", param_hint="--plot"
-        )
+        raise bad_value("--plot", f"{str(path)!r}: expected a name that ends in .svg or .png")
     require_writable("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingRequirementError("--plot", ["matplotlib"], "pip install matplotlib")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genlm.cli.arguments import JsonOption, SeedOption, backends, checked_dtype
+from genlm.cli.arguments import JsonOption, SeedOption, backends, bad_value, checked_dtype
 from genlm.cli.output import print_json
 from genlm.core.base.errors import GenlmError, MissingRequirementError
 
@@ -62,9 +62,9 @@ def check(
     """
     _require_hypothesis()
     if dtype is not None and model is None:
-        raise typer.BadParameter(
+        raise bad_value(
+            "--dtype",
             "it is the dtype of --model; the targets of a backend have dtypes of their own",
-            param_hint="--dtype",
         )
     from genlm.testing.run import Settings, prepared
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genlm.cli.arguments import JsonOption, SeedOption, checked_dtype, checked_options
+from genlm.cli.arguments import (
+    JsonOption,
+    SeedOption,
+    bad_value,
+    checked_dtype,
+    checked_options,
+)
 from genlm.cli.output import borderless_table, output_console, print_json
 from genlm.cli.text_file import read_lines
 from genlm.core.base.errors import UnknownBackendError
@@ -100,9 +106,9 @@ def compare(
     2: an argument is invalid.
     """
     if texts is not None and ids is not None:
-        raise _bad_option("--ids", "pass --texts or --ids, not both")
+        raise bad_value("--ids", "pass --texts or --ids, not both")
     if timeout is not None and not timeout > 0:
-        raise _bad_option("--timeout", f"{timeout:g}: expected a positive number")
+        raise bad_value("--timeout", f"{timeout:g}: expected a positive number")
     names = _backend_names(backends)
     limit = _bound(bound, dtype)
     engine_options = _engine_options(options, names)
@@ -174,21 +180,21 @@ def _compare(
 def _backend_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) < 2 or len({*names}) < len(names):
-        raise _bad_option(
+        raise bad_value(
             "--backends", f"{text!r}: name two or more different engines, such as hf,vllm"
         )
     for name in names:
         try:
             find_backend(name)
         except UnknownBackendError as error:
-            raise _bad_option("--backends", str(error)) from error
+            raise bad_value("--backends", str(error)) from error
     return names
 
 
 def _bound(bound: float | None, dtype: str) -> float:
     limit = TOLERANCE_CAPS[dtype] if bound is None else bound
     if not (math.isfinite(limit) and limit > 0):
-        raise _bad_option("--bound", f"{limit}: expected a positive number")
+        raise bad_value("--bound", f"{limit}: expected a positive number")
     return limit
 
 
@@ -206,7 +212,7 @@ def _read_ids(path: Path) -> list[list[int]]:
         except (ValueError, RecursionError):
             ids = None
         if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
-            raise _bad_option(
+            raise bad_value(
                 "--ids",
                 f"{str(path)!r}, line {number}: expected an array of token ids, such as "
                 f"[1, 17, 4]; found {line[:60]!r}",
@@ -219,14 +225,10 @@ def _engine_options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, A
     options = checked_options(text)
     for name, value in options.items():
         if not isinstance(value, dict):
-            raise _bad_option("--options", f"{name}: expected a JSON object; found {value!r}")
+            raise bad_value("--options", f"{name}: expected a JSON object; found {value!r}")
         if name not in names:
-            raise _bad_option("--options", f"{name!r} is not among the --backends")
+            raise bad_value("--options", f"{name!r} is not among the --backends")
     return {name: options.get(name, {}) for name in names}
-
-
-def _bad_option(option: str, message: str) -> typer.BadParameter:
-    return typer.BadParameter(message, param_hint=option)
 
 
 # -- output ---------------------------------------------------------------------------------

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from genlm.cli.arguments import EngineOption, JsonOption, ModelOption, SeedOption, load
+from genlm.cli.arguments import (
+    EngineOption,
+    JsonOption,
+    ModelOption,
+    SeedOption,
+    bad_value,
+    load,
+)
 from genlm.cli.output import borderless_table, output_console, print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -48,9 +55,9 @@ def demo(
 ) -> None:
     """Sample texts without and with a limit on the length of words, and report the speed."""
     if max(map(len, _WORD.findall(prompt.encode())), default=0) > max_letters:
-        raise typer.BadParameter(
+        raise bad_value(
+            "--prompt",
             f"the prompt {prompt!r} itself has a word of more than {max_letters} letters",
-            param_hint="--prompt",
         )
     with load(model, backend, {}) as llm:
         coroutine = _report(

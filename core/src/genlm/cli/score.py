@@ -16,12 +16,13 @@ from genlm.cli.arguments import (
     EngineOption,
     LoadOptions,
     ModelOption,
+    bad_value,
     checked_options,
     load,
     require_writable,
 )
 from genlm.cli.output import borderless_table, finite, output_console
-from genlm.cli.text_file import LineOfText, file_error, texts_of
+from genlm.cli.text_file import LineOfText, texts_of
 from genlm.core.base.errors import GenlmError
 
 if TYPE_CHECKING:
@@ -108,18 +109,16 @@ def score(
     """Compute the log-probability, perplexity and bits per byte of texts."""
     load_options = checked_options(options)
     if tokens and output is None:
-        raise typer.BadParameter(
+        raise bad_value(
+            "--tokens",
             "the table has one line for each text; pass a file, or - for standard output, "
             "as --output",
-            param_hint="--tokens",
         )
     texts = texts_of(file, form)
     if output not in (None, "-"):
         require_writable("--output", Path(output))  # a run may take an hour
         if file != "-" and Path(output).exists() and Path(output).samefile(file):
-            raise typer.BadParameter(
-                f"{output!r} is FILE, whose texts would be lost", param_hint="--output"
-            )
+            raise bad_value("--output", f"{output!r} is FILE, whose texts would be lost")
     with load(model, backend, load_options) as llm:
         encoded = _encode_texts(llm, texts)
         rows = llm.batch_score_sync(
@@ -151,11 +150,12 @@ def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedTex
         try:
             item = _encode_text(llm.vocabulary, begin, text)
         except GenlmError as error:
-            raise file_error(f"line {text.line}: {error}") from error
+            raise bad_value("FILE", f"line {text.line}: {error}") from error
         if len(item.ids) <= item.start:
-            raise file_error(
+            raise bad_value(
+                "FILE",
                 f"line {text.line}: {text.text!r} has no token that can be scored, because the "
-                f"vocabulary defines no BOS token; pass a prompt"
+                f"vocabulary defines no BOS token; pass a prompt",
             )
         encoded.append(item)
     limit = math.inf if llm.max_context is None else llm.max_context + 1
@@ -164,9 +164,10 @@ def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedTex
     if long:
         line, length = next(iter(long.items()))
         total = f"; lines that are too long: {len(long)}" if len(long) > 1 else ""
-        raise file_error(
+        raise bad_value(
+            "FILE",
             f"line {line} has {length:,} tokens, and the model scores {limit:,} at most"
-            f"{total}. Split the text"
+            f"{total}. Split the text",
         )
     return encoded
 

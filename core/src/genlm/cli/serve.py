@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from genlm.cli.arguments import backends, checked_options
+from genlm.cli.arguments import backends, bad_value, checked_options
 from genlm.cli.output import output_console, print_json
 from genlm.core.plugins.lookup import get_backend
 
@@ -52,9 +52,7 @@ def serve(
 ) -> None:
     """Serve a model on a Ray cluster for several programs; list and stop served models."""
     if not name and not status:
-        raise typer.BadParameter(
-            "missing; it names the model to serve or to stop", param_hint="--name"
-        )
+        raise bad_value("--name", "missing; it names the model to serve or to stop")
     if status and stop:
         raise typer.BadParameter("--status and --stop exclude each other")
     if local and address:

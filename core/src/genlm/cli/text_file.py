@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
+from genlm.cli.arguments import bad_value, json_object
 
-from genlm.cli.arguments import json_object
-
-__all__ = ["LineOfText", "file_error", "read_lines", "texts_of"]
+__all__ = ["LineOfText", "read_lines", "texts_of"]
 
 
 _JSON_LINES = ".jsonl", ".ndjson"
@@ -45,7 +43,7 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise file_error(f"line {number} is empty")
+            raise bad_value("FILE", f"line {number} is empty")
         is_json = form == "jsonl"
         text = (
             _parse_json_line(number, line, hint) if is_json else LineOfText(number, line, None)
@@ -54,12 +52,12 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     return texts
 
 
-def read_lines(file: str, hint: str = "FILE") -> list[str]:
+def read_lines(file: str, argument: str = "FILE") -> list[str]:
     """Return the lines of a file, without empty lines at its end.
 
     Args:
         file: Path of the file; `"-"` for standard input.
-        hint: The argument or option that names the file.
+        argument: The argument or option that names the file.
 
     Raises:
         typer.BadParameter: The file cannot be read or contains no text.
@@ -68,34 +66,29 @@ def read_lines(file: str, hint: str = "FILE") -> list[str]:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         content = data.decode("utf-8-sig")
     except OSError as error:
-        raise file_error(f"{file!r}: {error.strerror}", hint) from error
+        raise bad_value(argument, f"{file!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise file_error(f"{file!r}, line {line}: not UTF-8", hint) from error
+        raise bad_value(argument, f"{file!r}, line {line}: not UTF-8") from error
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise file_error(f"{file!r} contains no text", hint)
+        raise bad_value(argument, f"{file!r} contains no text")
     return lines
 
 
 def _parse_json_line(number: int, line: str, hint: str) -> LineOfText:
     fields = json_object(line)
     if fields is None:
-        raise file_error(f"line {number} is not a JSON object: {line[:60]!r}{hint}")
+        raise bad_value("FILE", f"line {number} is not a JSON object: {line[:60]!r}{hint}")
     text, prompt = fields.get("text"), fields.get("prompt")
     if not isinstance(text, str) or not text:
-        raise file_error(f'line {number}: expected a string that is not empty as "text"')
+        raise bad_value("FILE", f'line {number}: expected a string that is not empty as "text"')
     if not (prompt is None or isinstance(prompt, str)):
-        raise file_error(f'line {number}: expected a string as "prompt"')
+        raise bad_value("FILE", f'line {number}: expected a string as "prompt"')
     if any("\ud800" <= letter <= "\udfff" for letter in text + (prompt or "")):
-        raise file_error(
-            f"line {number} has half of a surrogate pair, which is not a character"
+        raise bad_value(
+            "FILE", f"line {number} has half of a surrogate pair, which is not a character"
         )
     return LineOfText(number, text, prompt)
-
-
-def file_error(message: str, hint: str = "FILE") -> typer.BadParameter:
-    """Return an error that names the argument."""
-    return typer.BadParameter(message, param_hint=hint)

@@ -53,7 +53,6 @@ class EngineFixture(Fixture):
     Attributes:
         target: The model under test.
         listed: Capabilities in the `BackendSpec` of the backend, if it is installed.
-        devices: Devices of the rows seen so far.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class EngineFixture(Fixture):
         super().__init__(profile, seed, target.timeout_s)
         self.target = target
         self.listed = listed
-        self.devices: set[str] = set()
         self._expected = (
             functools.cache(self._single_row)
             if target.oracle is None

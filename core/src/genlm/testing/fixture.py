@@ -69,6 +69,7 @@ class Fixture:
 
     Attributes:
         cases: Number of occurrences of each case that the check must cover.
+        devices: Devices of the results seen so far.
         loop: An event loop on a dedicated thread.
     """
 
@@ -77,6 +78,7 @@ class Fixture:
         self.seed = seed
         self.timeout_s = timeout_s
         self.cases: Counter[str] = Counter()
+        self.devices: set[str] = set()
         self._resources = contextlib.ExitStack()
         self._logged = self._resources.enter_context(_logged_errors())
         self.loop = LoopThread()

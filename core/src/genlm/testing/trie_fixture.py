@@ -61,13 +61,11 @@ class TrieFixture(Fixture):
 
     Attributes:
         target: The trie under test.
-        devices: Devices of the results seen so far.
     """
 
     def __init__(self, target: TrieTarget, profile: Profile, seed: int) -> None:
         super().__init__(profile, seed, target.timeout_s)
         self.target = target
-        self.devices: set[str] = set()
 
     def build(self, items: Sequence[Any]) -> Any:
         """The trie of a vocabulary."""

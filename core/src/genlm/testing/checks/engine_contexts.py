@@ -15,36 +15,33 @@ def contexts_may_be_dropped(fixture: EngineFixture) -> None:
     """Dropping contexts in any order and recreating them changes no row."""
     lm = fixture.load(output_cache=OutputCache(0))
 
-    def check(context: Context, how: str) -> None:
-        fixture.check_context(context, how=how)
-
     def settle() -> None:  # reference counts drop contexts; a collection takes long
         fixture.run(lm.next_token_logprobs(fixture.some_sequences(1)[0]))
 
     for token_ids in fixture.some_sequences(4):
         for last in list(fixture.token_ids)[:3]:
             parent = lm.context(token_ids[: fixture.max_length - 2] or token_ids)
-            check(parent, "requested")
+            fixture.check_context(parent, how="requested")
             children = [parent.extend(last), parent.extend(token_ids[0])]
             for child in children:
-                check(child, "requested")
+                fixture.check_context(child, how="requested")
             del parent, child
             settle()
             for child in children:
-                check(child, "parents before children")
+                fixture.check_context(child, how="parents before children")
                 if len(child) < fixture.max_length:
-                    check(child.extend(last), "parents before children")
+                    fixture.check_context(child.extend(last), how="parents before children")
             last_ids = children[0].token_ids
             del children, child
             settle()
-            check(lm.context(last_ids), "recreated")
+            fixture.check_context(lm.context(last_ids), how="recreated")
             parent = lm.context(last_ids[:-1])
-            check(parent, "recreated")
+            fixture.check_context(parent, how="recreated")
             child = parent.extend(last)
-            check(child, "recreated")
+            fixture.check_context(child, how="recreated")
             del child
             settle()
-            check(parent.extend(last), "children before parents")
+            fixture.check_context(parent.extend(last), how="children before parents")
 
 
 @engine_check()

@@ -30,11 +30,8 @@ class ScoredLLM(PromptedLLM):
             return await super().complete(context)
         ids = [*self.prompt_ids, *self.encode_tokens(context)]
         ends = self.token_maps.eos_idxs
-        log_prefix, log_end = await asyncio.gather(
-            self.log_probability(context),
-            self.model.log_mass(ids, ends, lora_name=self.lora_name),
-        )
-        return log_prefix + log_end
+        log_end = self.model.log_mass(ids, ends, lora_name=self.lora_name)
+        return sum(await asyncio.gather(self.log_probability(context), log_end))
 
 
 async def _main() -> None:
@@ -42,9 +39,8 @@ async def _main() -> None:
     with model:
         llm = ScoredLLM(model, eos_byte_strings=[b".", b","])
         llm.set_prompt_from_str("The value of")
-        particles = await SMC(direct_token_sampler(llm))(
-            n_particles=10, ess_threshold=0.5, max_tokens=8
-        )
+        smc = SMC(direct_token_sampler(llm))
+        particles = await smc(n_particles=10, ess_threshold=0.5, max_tokens=8)
         for context, _ in particles:
             tokens = [token for token in context if isinstance(token, bytes)]
             print(f"{await llm.prefix(tokens):8.2f}  {b''.join(tokens)!r}")

@@ -1,5 +1,6 @@
 """Draws the stored results of benchmarks: the SVG files of docs/figures.md.
 
+Also draws the genealogy of the particles of `examples/awrs_json.py`, by `History.plot`.
 Every picture has its numbers as JSON in its metadata, so that a test can
 compare them with `benchmarks/results/` with any version of matplotlib. The background is
 transparent and the text grey, so that it is readable on light and dark pages.
@@ -10,13 +11,18 @@ from __future__ import annotations
 import html
 import json
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import genlm
+from genlm.smc import History
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "assets"
+GENEALOGY = "genealogy"
 GREY = "#808080"
 COLOURS = "#3b82c4", "#d97706", "#2f9e6e", "#b0569c"
 STYLE = {
@@ -100,6 +106,22 @@ def programs() -> Plot:
     return {"programs and their peers": {"genlm": found}}
 
 
+def other_programs() -> Plot:
+    """Speed of the programs that are not in `programs` against their peers."""
+    rows = {key: row for run in runs("programs") for key, row in run["rows"].items()}
+    documents = runs("awrs")[-1]["rows"]
+    shown = {
+        "twisted\nSMC": rows["twisted 32/32 program"],
+        "importance\ndraws": rows["importance 32/32 program"],
+        "ensemble": rows["ensemble 4/8 program"],
+        "distillation": rows["distil 1024 program"],
+        "JSON, 20\nparticles": documents["20 particles, genlm"],
+        "JSON, 50\nparticles": documents["50 particles, genlm"],
+    }
+    found = {name: row["ratio"] for name, row in shown.items()}
+    return {"other programs and their peers": {"genlm": found}}
+
+
 def long_contexts() -> Plot:
     """CPU time of a request against the length of its context."""
     rows = runs("long_contexts")[-1]["rows"]
@@ -137,6 +159,7 @@ FIGURES: dict[str, tuple[Callable[[], Plot], str, str, str]] = {
         "fraction of own generation",
     ),
     "programs": (programs, "bars", "", "times the speed of the peer"),
+    "other-programs": (other_programs, "bars", "", "times the speed of the peer"),
     "long-contexts": (long_contexts, "lines", "tokens of the context", "us of CPU a request"),
     "vllm-rows": (vllm_rows, "bars", "", "times one generated token"),
 }
@@ -160,7 +183,7 @@ def draw(name: str, plot: Plot) -> None:
 
     _, kind, below, beside = FIGURES[name]
     with mpl.rc_context(STYLE):
-        size = (6.5 if name == "programs" else max(4.5, 3 * len(plot)), 3.2)
+        size = (6.5 if name.endswith("programs") else max(4.5, 3 * len(plot)), 3.2)
         figure, axes = plt.subplots(1, len(plot), figsize=size, squeeze=False)
         for axis, (title, lines) in zip(axes[0], plot.items(), strict=True):
             for at, (label, points) in enumerate(lines.items()):
@@ -208,8 +231,30 @@ def _save(figure: Any, name: str, plot: Plot) -> None:
     target.write_text("\n".join(lines) + "\n", "utf-8")
 
 
+def json_particles() -> History:
+    """Run `examples/awrs_json.py` with 16 particles of the demo model."""
+    example = runpy.run_path(str(ROOT / "examples" / "awrs_json.py"))
+    with genlm.load_model("demo", "hf") as llm:
+        particles = example["ascending_lists"](llm, ">>> sorted(digits)\n", 16)
+    history: History = particles.history
+    return history
+
+
+def draw_genealogy(history: History) -> None:
+    """Write the genealogy of particles, with the effective sample sizes as metadata."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        sizes = {
+            str(number): round(step.effective_sample_size, 2)
+            for number, step in enumerate(history, 1)
+        }
+        _save(history.plot(), GENEALOGY, {"effective sample size": {"awrs_json.py": sizes}})
+
+
 def main() -> None:
     """Read the results and write the pictures."""
+    draw_genealogy(json_particles())
     for name, (numbers, *_) in FIGURES.items():
         draw(name, numbers())
 

@@ -41,6 +41,15 @@ def test_a_picture_is_shown_and_has_no_background(name):
     assert "fill: none" in patch
 
 
+def test_the_genealogy_is_of_a_run_of_the_program():
+    picture = script.PICTURES / f"{script.GENEALOGY}.svg"
+    [[shown]] = [lines.values() for lines in script.shown_in(picture).values()]
+    sizes = [step.effective_sample_size for step in script.json_particles()]
+    assert [*shown.values()] == pytest.approx(sizes, abs=0.02), "run scripts/plot_figures.py"
+    page = (REPOSITORY / "docs" / "programs" / "awrs_json.md").read_text("utf-8")
+    assert f"](../assets/{script.GENEALOGY}.svg)" in page
+
+
 def test_the_animation_of_the_readme_shows_what_the_filter_finds():
     shown, found = animation.shown_in(animation.PICTURE), animation.record()
     for one, another in zip(shown, found, strict=True):

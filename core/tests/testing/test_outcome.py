@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.testing.outcome import ExpectationError, ExpectedFailures, Outcome
+from genlm.testing.outcome import ExpectedFailures, Outcome
 
 
 def outcome(status: str, id_: str = "rows-are-right[llama]") -> Outcome:
@@ -33,12 +33,12 @@ def test_each_line_has_an_id_and_a_reason_and_comments_are_left_out(tmp_path):
     ],
 )
 def test_a_malformed_line_is_an_error_that_names_it(tmp_path, text, message):
-    with pytest.raises(ExpectationError, match=message):
+    with pytest.raises(ValueError, match=message):
         read(tmp_path, text)
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(ExpectationError, match=r"no expected failures in .*nothing\.txt"):
+    with pytest.raises(ValueError, match=r"no expected failures in .*nothing\.txt"):
         ExpectedFailures.read(tmp_path / "nothing.txt")
 
 

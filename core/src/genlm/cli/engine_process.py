@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genlm.cli.text_ids import text_ids
-from genlm.core.base.errors import TokenizerError
+from genlm.core.base.errors import TokenizerError, describe_error
 from genlm.core.model.lm import load_model
 from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
@@ -131,7 +131,7 @@ def compute_here(request: Request) -> EngineRows | str:
     try:
         return _compute_rows(request)
     except Exception as error:  # noqa: BLE001 - reported; the next engine is not affected
-        return f"{type(error).__name__}: {error}"
+        return describe_error(error)
 
 
 def _compute_rows(request: Request) -> EngineRows:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from genlm import AsyncLM, Capability, ModelLoadError
+from genlm.plugin import describe_error
 from genlm.testing.comparison import TokenIds, contexts_of, differences, request_rows
 from genlm.testing.tiny_model import TINY_VOCABULARY
 
@@ -83,14 +84,14 @@ def measure_family(
     except ModelLoadError as error:
         return FamilyResult("refused", reason=str(error))
     except Exception as error:  # noqa: BLE001 - reported
-        return FamilyResult("fails", reason=f"at load: {_describe_error(error)}")
+        return FamilyResult("fails", reason=f"at load: {_with_cause(error)}")
     program = _Program(llm, random.Random(seed))
     try:
         with llm:
             asyncio.run(program.run())
             statistics = dict(llm.statistics().engine)
     except Exception as error:  # noqa: BLE001 - reported
-        return FamilyResult("fails", reason=_describe_error(error), rows=len(program.answers))
+        return FamilyResult("fails", reason=_with_cause(error), rows=len(program.answers))
     return _compare(program.answers, model, bound, statistics)
 
 
@@ -171,6 +172,6 @@ def _compare(
     return FamilyResult("wrong", result.largest, where, result.rows, statistics)
 
 
-def _describe_error(error: BaseException) -> str:
-    cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
-    return f"{type(error).__name__}: {error}{cause}"
+def _with_cause(error: BaseException) -> str:
+    cause = f" ({describe_error(error.__cause__)})" if error.__cause__ else ""
+    return f"{describe_error(error)}{cause}"

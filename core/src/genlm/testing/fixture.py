@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 import hypothesis
 from hypothesis import strategies as st
 
+from genlm.plugin import describe_error
 from genlm.testing.check import CheckTimeout, expect
 
 __all__ = [
@@ -186,7 +187,7 @@ def _logged_errors() -> Iterator[list[str]]:
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             cause = record.exc_info[1] if record.exc_info else None
-            shown = f": {type(cause).__name__}: {cause}" if cause else ""
+            shown = f": {describe_error(cause)}" if cause else ""
             found.append(f"{record.getMessage()}{shown}")
 
     collector, logger = Collector(logging.ERROR), logging.getLogger("genlm")
@@ -256,7 +257,7 @@ class LoopThread:
         self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     ) -> None:
         error = context.get("exception")
-        cause = f": {type(error).__name__}: {error}" if error is not None else ""
+        cause = f": {describe_error(error)}" if error is not None else ""
         self.unhandled.append(f"{context['message']}{cause}")
 
 

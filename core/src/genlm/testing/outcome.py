@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ExpectationError", "ExpectedFailures", "Outcome", "Status"]
+__all__ = ["ExpectedFailures", "Outcome", "Status"]
 
 Status = Literal[
     "passed", "failed", "skipped", "not applicable", "expected failure", "unexpected pass"
@@ -53,10 +53,6 @@ class Outcome:
     seconds: float = 0.0
 
 
-class ExpectationError(ValueError):
-    """A file of expected failures is malformed."""
-
-
 @dataclass(frozen=True)
 class ExpectedFailures:
     """Reasons by id of a check, or of a case: `check[model]`."""
@@ -68,14 +64,14 @@ class ExpectedFailures:
         """Read a file; None expects no failure.
 
         Raises:
-            ExpectationError: It cannot be read, a line has no reason, or an id is repeated.
+            ValueError: It cannot be read, a line has no reason, or an id is repeated.
         """
         if path is None:
             return cls()
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise ExpectationError(f"no expected failures in {path}: {error}") from error
+            raise ValueError(f"no expected failures in {path}: {error}") from error
         reasons: dict[str, str] = {}
         for number, line in enumerate(lines, start=1):
             text = line.partition("#")[0].strip()
@@ -83,11 +79,9 @@ class ExpectedFailures:
                 continue
             name, _, reason = (part.strip() for part in text.partition(":"))
             if not reason:
-                raise ExpectationError(
-                    f"{path}:{number}: expected 'id: reason', found {text!r}"
-                )
+                raise ValueError(f"{path}:{number}: expected 'id: reason', found {text!r}")
             if name in reasons:
-                raise ExpectationError(f"{path}:{number}: {name!r} is listed twice")
+                raise ValueError(f"{path}:{number}: {name!r} is listed twice")
             reasons[name] = reason
         return cls(reasons)
 

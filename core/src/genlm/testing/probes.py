@@ -87,11 +87,6 @@ class GatedQuery(Query):
         self._gate.enter()
         return super().sequence
 
-    def __len__(self) -> int:
-        """Number of token ids, once the gate is open."""
-        self._gate.enter()
-        return super().__len__()
-
 
 class EngineProbe(StepGate):
     """A wrapper around an engine that records its calls and can pause its steps.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from genlm import BackendInfo, Capability, find_backend, get_backend, list_backends
+from genlm.plugin import describe_error
 from genlm.testing.check import Check, CheckFailure, CheckTimeout, NotApplicable, Skipped
 from genlm.testing.checks import all_checks
 from genlm.testing.engine_fixture import EngineFixture
@@ -132,8 +133,8 @@ def prepared(settings: Settings) -> Iterator[Run]:
         LookupError: It has no target, or `only`, `models` or the file of expected failures has
             an unknown name.
         TypeError: `BackendSpec.conformance` names something other than a target.
-        ExpectationError: The file of expected failures is malformed.
-        ValueError: The profile or dtype is unknown.
+        ValueError: The profile or dtype is unknown, or the file of expected failures is
+            malformed.
     """
     if settings.profile not in PROFILES:
         expected = ", ".join(PROFILES)
@@ -230,7 +231,7 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     frames = traceback.format_exception(error, limit=-_MAX_FRAMES)
     return {
         "expected": "no exception",
-        "found": f"{type(error).__name__}: {error}",
+        "found": describe_error(error),
         "details": "\n".join(filter(None, [notes, "".join(frames)])),
     }
 

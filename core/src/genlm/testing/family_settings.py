@@ -8,8 +8,8 @@ from genlm.testing.tiny_model import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
 
 __all__ = ["Settings", "Sizes", "attention", "experts", "positions", "recurrent"]
 
-Settings = dict[str, tuple[str, dict[str, Any]]]
-"""transformers' name of the architecture and its settings, by the family's name."""
+Settings = dict[str, dict[str, Any]]
+"""Settings by the family's name, which begins with transformers' name of the architecture."""
 
 _TWO_OF_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -30,22 +30,19 @@ class Sizes(NamedTuple):
         """Width of a feed-forward layer or an expert; SGLang requires a multiple of 64."""
         return 8 * self.head
 
-    def llama(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    def llama(self, **changes: Any) -> dict[str, Any]:
         """Settings with Llama's names; None removes a setting."""
         widths = {"hidden_size": self.hidden, "intermediate_size": self.inner}
         settings = {**TINY_LLAMA, **widths, **changes}
-        return model_type, {
-            name: value for name, value in settings.items() if value is not None
-        }
+        return {name: value for name, value in settings.items() if value is not None}
 
-    def plain(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    def plain(self, **changes: Any) -> dict[str, Any]:
         """Settings with two layers and four heads, without those of the feed-forward layers."""
-        return self.bare(model_type, num_hidden_layers=2, num_attention_heads=4, **changes)
+        return self.bare(num_hidden_layers=2, num_attention_heads=4, **changes)
 
-    def bare(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    def bare(self, **changes: Any) -> dict[str, Any]:
         """Settings with the sizes of vocabulary and model only, and `changes`."""
-        sizes = {"vocab_size": TINY_LOGITS, "hidden_size": self.hidden}
-        return model_type, {**sizes, **_IDS, **changes}
+        return {"vocab_size": TINY_LOGITS, "hidden_size": self.hidden, **_IDS, **changes}
 
 
 def attention(sizes: Sizes) -> Settings:
@@ -54,78 +51,60 @@ def attention(sizes: Sizes) -> Settings:
     neox = {"num_key_value_heads": None, "intermediate_size": 4 * sizes.hidden}
     gemma = {"head_dim": d, "query_pre_attn_scalar": d}
     return {
-        "gpt2": plain("gpt2", max_position_embeddings=64),
-        "gpt_bigcode": plain("gpt_bigcode", max_position_embeddings=64),
-        "gptj": plain("gptj", max_position_embeddings=64, rotary_dim=d // 2),
-        "codegen": plain("codegen", max_position_embeddings=64, rotary_dim=d // 2),
-        "openai-gpt": plain("openai-gpt", max_position_embeddings=64),
+        "gpt2": plain(max_position_embeddings=64),
+        "gpt_bigcode": plain(max_position_embeddings=64),
+        "gptj": plain(max_position_embeddings=64, rotary_dim=d // 2),
+        "codegen": plain(max_position_embeddings=64, rotary_dim=d // 2),
+        "openai-gpt": plain(max_position_embeddings=64),
         "gpt_neo": plain(
-            "gpt_neo",
             attention_types=[[["global", "local"], 1]],
             window_size=4,
             max_position_embeddings=64,
         ),
-        "gpt_neox": llama("gpt_neox", **neox),
-        "gpt_neox with sequential layers": llama(
-            "gpt_neox", use_parallel_residual=False, **neox
-        ),
-        "gpt_neox_japanese": llama("gpt_neox_japanese", num_key_value_heads=None),
+        "gpt_neox": llama(**neox),
+        "gpt_neox with sequential layers": llama(use_parallel_residual=False, **neox),
+        "gpt_neox_japanese": llama(num_key_value_heads=None),
         "opt": plain(
-            "opt",
-            ffn_dim=sizes.inner,
-            word_embed_proj_dim=sizes.hidden,
-            max_position_embeddings=64,
+            ffn_dim=sizes.inner, word_embed_proj_dim=sizes.hidden, max_position_embeddings=64
         ),
-        "falcon": plain("falcon"),
-        "falcon with grouped heads": plain(
-            "falcon", num_kv_heads=2, new_decoder_architecture=True
-        ),
-        "falcon with separate heads": plain("falcon", multi_query=False),
-        "ctrl": plain("ctrl", dff=sizes.inner),
-        "xglm": plain("xglm", ffn_dim=sizes.inner, max_position_embeddings=64),
-        "xlnet": (
-            "xlnet",
-            {"vocab_size": TINY_LOGITS, "d_model": sizes.hidden, "n_layer": 2, "n_head": 4}
-            | {"d_inner": sizes.inner, **_IDS},
-        ),
-        "biogpt": llama("biogpt", num_key_value_heads=None),
-        "bert as a decoder": llama("bert", num_key_value_heads=None, is_decoder=True),
-        "roberta as a decoder": llama("roberta", num_key_value_heads=None, is_decoder=True),
-        "modernbert-decoder": llama(
-            "modernbert-decoder", num_key_value_heads=None, local_attention=4
-        ),
-        "llama": llama("llama"),
-        "llama with the tokenizer's vocabulary": llama("llama", vocab_size=TINY_VOCABULARY),
-        "llama with tied embeddings": llama("llama", tie_word_embeddings=True),
-        "llama with biases": llama("llama", attention_bias=True, mlp_bias=True),
-        "llama with narrow heads": llama("llama", hidden_size=2 * sizes.hidden, head_dim=d),
-        "llama with a long context": llama("llama", max_position_embeddings=4096),
-        "diffllama": llama("diffllama"),
-        "mistral": llama("mistral", sliding_window=None),
-        "mistral with a short window": llama("mistral", sliding_window=4),
-        "mistral with a window of 16": llama("mistral", sliding_window=16),
-        "ministral3": llama("ministral3", head_dim=d),
-        "qwen2": llama("qwen2"),
+        "falcon": plain(),
+        "falcon with grouped heads": plain(num_kv_heads=2, new_decoder_architecture=True),
+        "falcon with separate heads": plain(multi_query=False),
+        "ctrl": plain(dff=sizes.inner),
+        "xglm": plain(ffn_dim=sizes.inner, max_position_embeddings=64),
+        "xlnet": {"vocab_size": TINY_LOGITS, "d_model": sizes.hidden, **_IDS}
+        | {"n_layer": 2, "n_head": 4, "d_inner": sizes.inner},
+        "biogpt": llama(num_key_value_heads=None),
+        "bert as a decoder": llama(num_key_value_heads=None, is_decoder=True),
+        "roberta as a decoder": llama(num_key_value_heads=None, is_decoder=True),
+        "modernbert-decoder": llama(num_key_value_heads=None, local_attention=4),
+        "llama": llama(),
+        "llama with the tokenizer's vocabulary": llama(vocab_size=TINY_VOCABULARY),
+        "llama with tied embeddings": llama(tie_word_embeddings=True),
+        "llama with biases": llama(attention_bias=True, mlp_bias=True),
+        "llama with narrow heads": llama(hidden_size=2 * sizes.hidden, head_dim=d),
+        "llama with a long context": llama(max_position_embeddings=4096),
+        "diffllama": llama(),
+        "mistral": llama(sliding_window=None),
+        "mistral with a short window": llama(sliding_window=4),
+        "mistral with a window of 16": llama(sliding_window=16),
+        "ministral3": llama(head_dim=d),
+        "qwen2": llama(),
         "qwen2 with a window of 16": llama(
-            "qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
+            use_sliding_window=True, sliding_window=16, max_window_layers=1
         ),
-        "qwen3": llama("qwen3", head_dim=d),
-        "gemma": llama("gemma", head_dim=d),
-        "gemma2": llama("gemma2", sliding_window=4, **gemma),
-        "gemma2 with a window of 16": llama("gemma2", sliding_window=16, **gemma),
+        "qwen3": llama(head_dim=d),
+        "gemma": llama(head_dim=d),
+        "gemma2": llama(sliding_window=4, **gemma),
+        "gemma2 with a window of 16": llama(sliding_window=16, **gemma),
         "gemma2 with capped scores": llama(
-            "gemma2",
-            sliding_window=4,
-            attn_logit_softcapping=0.5,
-            final_logit_softcapping=2.0,
-            **gemma,
+            sliding_window=4, attn_logit_softcapping=0.5, final_logit_softcapping=2.0, **gemma
         ),
-        "gemma3_text": llama("gemma3_text", sliding_window=4, num_hidden_layers=6, **gemma),
+        "gemma3_text": llama(sliding_window=4, num_hidden_layers=6, **gemma),
         "gemma3_text with a window of 16": llama(
-            "gemma3_text", sliding_window=16, num_hidden_layers=6, **gemma
+            sliding_window=16, num_hidden_layers=6, **gemma
         ),
         "gemma3n_text": llama(
-            "gemma3n_text",
             head_dim=d,
             sliding_window=4,
             num_hidden_layers=5,
@@ -135,33 +114,31 @@ def attention(sizes: Sizes) -> Settings:
             laurel_rank=8,
             altup_num_inputs=2,
         ),
-        "phi": llama("phi"),
-        "phi3": llama("phi3"),
-        "phi3 with a window of 16": llama("phi3", sliding_window=16),
-        "olmo": llama("olmo"),
-        "olmo2": llama("olmo2"),
-        "olmo3": llama("olmo3", sliding_window=4, num_hidden_layers=4),
-        "stablelm": llama("stablelm"),
-        "stablelm with parallel layers": llama(
-            "stablelm", use_parallel_residual=True, qk_layernorm=True
-        ),
-        "starcoder2": llama("starcoder2", sliding_window=4),
-        "cohere": llama("cohere", logit_scale=0.5),
-        "cohere2": llama("cohere2", sliding_window=4, num_hidden_layers=4, logit_scale=0.5),
-        "granite": llama("granite", logits_scaling=3.0),
-        "granite_swa": llama("granite_swa", sliding_window=4),
-        "glm4": llama("glm4", head_dim=d),
-        "smollm3": llama("smollm3"),
-        "exaone4": llama("exaone4", sliding_window=4, num_hidden_layers=4),
-        "nemotron": llama("nemotron"),
-        "apertus": llama("apertus"),
-        "persimmon": llama("persimmon", num_key_value_heads=None),
-        "ernie4_5": llama("ernie4_5", head_dim=d),
-        "hunyuan_v1_dense": llama("hunyuan_v1_dense", head_dim=d),
-        "nanochat": llama("nanochat"),
-        "bitnet": llama("bitnet"),
-        "seed_oss": llama("seed_oss", head_dim=d),
-        "doge": llama("doge"),
+        "phi": llama(),
+        "phi3": llama(),
+        "phi3 with a window of 16": llama(sliding_window=16),
+        "olmo": llama(),
+        "olmo2": llama(),
+        "olmo3": llama(sliding_window=4, num_hidden_layers=4),
+        "stablelm": llama(),
+        "stablelm with parallel layers": llama(use_parallel_residual=True, qk_layernorm=True),
+        "starcoder2": llama(sliding_window=4),
+        "cohere": llama(logit_scale=0.5),
+        "cohere2": llama(sliding_window=4, num_hidden_layers=4, logit_scale=0.5),
+        "granite": llama(logits_scaling=3.0),
+        "granite_swa": llama(sliding_window=4),
+        "glm4": llama(head_dim=d),
+        "smollm3": llama(),
+        "exaone4": llama(sliding_window=4, num_hidden_layers=4),
+        "nemotron": llama(),
+        "apertus": llama(),
+        "persimmon": llama(num_key_value_heads=None),
+        "ernie4_5": llama(head_dim=d),
+        "hunyuan_v1_dense": llama(head_dim=d),
+        "nanochat": llama(),
+        "bitnet": llama(),
+        "seed_oss": llama(head_dim=d),
+        "doge": llama(),
     }
 
 
@@ -179,31 +156,28 @@ def positions(sizes: Sizes) -> Settings:
     linear = {"rope_type": "linear", "factor": 4.0, **theta}
     yarn = {"rope_type": "yarn", **original}
     return {
-        "bloom": plain("bloom"),
-        "falcon with ALiBi": plain("falcon", alibi=True),
-        "mpt": plain("mpt", max_seq_len=64),
+        "bloom": plain(),
+        "falcon with ALiBi": plain(alibi=True),
+        "mpt": plain(max_seq_len=64),
         "llama with llama3 rope": llama(
-            "llama",
             rope_parameters={
                 "rope_type": "llama3",
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 **original,
-            },
+            }
         ),
-        "llama with linear rope": llama("llama", rope_parameters=linear),
+        "llama with linear rope": llama(rope_parameters=linear),
         "llama with dynamic rope": llama(
-            "llama",
             max_position_embeddings=16,
             rope_parameters={"rope_type": "dynamic", "factor": 4.0, **theta},
         ),
-        "llama with yarn rope": llama("llama", rope_parameters=yarn),
-        "qwen3 with yarn rope": llama("qwen3", head_dim=sizes.head, rope_parameters=yarn),
+        "llama with yarn rope": llama(rope_parameters=yarn),
+        "qwen3 with yarn rope": llama(head_dim=sizes.head, rope_parameters=yarn),
         "phi3 with longrope": llama(
-            "phi3", original_max_position_embeddings=16, rope_parameters=longrope
+            original_max_position_embeddings=16, rope_parameters=longrope
         ),
         "gemma3_text with linear rope": llama(
-            "gemma3_text",
             head_dim=sizes.head,
             query_pre_attn_scalar=sizes.head,
             sliding_window=16,
@@ -247,43 +221,27 @@ def experts(sizes: Sizes) -> Settings:
         "intermediate_size_mlp": sizes.inner,
     }
     return {
-        "mixtral": llama("mixtral", **_TWO_OF_FOUR),
-        "mixtral with a window of 16": llama("mixtral", sliding_window=16, **_TWO_OF_FOUR),
-        "qwen2_moe": llama("qwen2_moe", **shared),
-        "qwen3_moe": llama("qwen3_moe", head_dim=d, **moe),
-        "olmoe": llama("olmoe", **four),
-        "granitemoe": llama("granitemoe", **_TWO_OF_FOUR),
+        "mixtral": llama(**_TWO_OF_FOUR),
+        "mixtral with a window of 16": llama(sliding_window=16, **_TWO_OF_FOUR),
+        "qwen2_moe": llama(**shared),
+        "qwen3_moe": llama(head_dim=d, **moe),
+        "olmoe": llama(**four),
+        "granitemoe": llama(**_TWO_OF_FOUR),
         "afmoe": llama(
-            "afmoe",
-            head_dim=d,
-            sliding_window=4,
-            num_hidden_layers=4,
-            num_shared_experts=1,
-            **moe,
+            head_dim=d, sliding_window=4, num_hidden_layers=4, num_shared_experts=1, **moe
         ),
         "jetmoe": llama(
-            "jetmoe",
-            kv_channels=d,
-            num_key_value_heads=4,
-            num_attention_heads=None,
-            **_TWO_OF_FOUR,
+            kv_channels=d, num_key_value_heads=4, num_attention_heads=None, **_TWO_OF_FOUR
         ),
-        "gpt_oss": llama("gpt_oss", head_dim=d, sliding_window=4, **_TWO_OF_FOUR),
-        "gpt_oss with a window of 16": llama(
-            "gpt_oss", head_dim=d, sliding_window=16, **_TWO_OF_FOUR
-        ),
-        "llama4_text": llama("llama4_text", attention_chunk_size=4, **llama4),
-        "llama4_text with chunks of 16": llama(
-            "llama4_text", attention_chunk_size=16, **llama4
-        ),
-        "minicpm3": llama("minicpm3", dim_model_base=sizes.hidden, **latent),
-        "deepseek_v2": llama("deepseek_v2", topk_method="greedy", **deepseek),
-        "deepseek_v3": llama("deepseek_v3", **deepseek),
-        "deepseek_v32": llama(
-            "deepseek_v32", index_topk=4, index_n_heads=2, index_head_dim=2 * d, **deepseek
-        ),
+        "gpt_oss": llama(head_dim=d, sliding_window=4, **_TWO_OF_FOUR),
+        "gpt_oss with a window of 16": llama(head_dim=d, sliding_window=16, **_TWO_OF_FOUR),
+        "llama4_text": llama(attention_chunk_size=4, **llama4),
+        "llama4_text with chunks of 16": llama(attention_chunk_size=16, **llama4),
+        "minicpm3": llama(dim_model_base=sizes.hidden, **latent),
+        "deepseek_v2": llama(topk_method="greedy", **deepseek),
+        "deepseek_v3": llama(**deepseek),
+        "deepseek_v32": llama(index_topk=4, index_n_heads=2, index_head_dim=2 * d, **deepseek),
         "qwen3_next": llama(
-            "qwen3_next",
             head_dim=d,
             num_hidden_layers=4,
             linear_num_value_heads=4,
@@ -299,9 +257,8 @@ def recurrent(sizes: Sizes) -> Settings:
     """Models with recurrent state, with or without attention."""
     d, llama, bare = sizes.head, sizes.llama, sizes.bare
     return {
-        "lfm2": llama("lfm2", layer_types=["conv", "full_attention"]),
+        "lfm2": llama(layer_types=["conv", "full_attention"]),
         "recurrent_gemma": bare(
-            "recurrent_gemma",
             intermediate_size=sizes.inner,
             num_hidden_layers=3,
             num_attention_heads=4,
@@ -310,22 +267,15 @@ def recurrent(sizes: Sizes) -> Settings:
             lru_width=sizes.hidden,
             attention_window_size=4,
         ),
-        "mamba": bare("mamba", num_hidden_layers=2, state_size=8),
-        "falcon_mamba": bare("falcon_mamba", num_hidden_layers=2, state_size=8),
+        "mamba": bare(num_hidden_layers=2, state_size=8),
+        "falcon_mamba": bare(num_hidden_layers=2, state_size=8),
         "mamba2": bare(
-            "mamba2",
-            num_hidden_layers=2,
-            state_size=8,
-            num_heads=8,
-            head_dim=d,
-            n_groups=1,
-            chunk_size=8,
+            num_hidden_layers=2, state_size=8, num_heads=8, head_dim=d, n_groups=1, chunk_size=8
         ),
         "rwkv": bare(
-            "rwkv", num_hidden_layers=2, attention_hidden_size=sizes.hidden, context_length=64
+            num_hidden_layers=2, attention_hidden_size=sizes.hidden, context_length=64
         ),
         "jamba": llama(
-            "jamba",
             num_hidden_layers=4,
             attn_layer_period=2,
             attn_layer_offset=1,

@@ -64,7 +64,7 @@ class Family:
     """A tiny model of an architecture in one of its variants.
 
     Attributes:
-        name: The architecture and the variant.
+        name: The architecture and, after a space, the variant.
         model_type: transformers' name of the architecture.
         settings: All settings of the config; read-only.
         hidden_size: Width of the model; it determines the scale of its random weights.
@@ -98,10 +98,10 @@ def families(head_dim: int = 16) -> dict[str, Family]:
     return {
         name: Family(
             name,
-            model_type,
+            name.partition(" ")[0],
             MappingProxyType(settings),
             sizes.hidden,
             name in _REPRESENTATIVE,
         )
-        for name, (model_type, settings) in configs.items()
+        for name, settings in configs.items()
     }

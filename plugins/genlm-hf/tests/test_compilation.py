@@ -23,21 +23,25 @@ SHARED = {"PER_HEAD": 4, "QUERIES": 16, "HEADS": 4, "ROWS": 64}
 OWN = {"PER_HEAD": 4, "QUERIES": 1, "HEADS": 4, "ROWS": 16}
 
 
-@pytest.mark.parametrize("target", NVIDIA_AND_AMD.values(), ids=NVIDIA_AND_AMD)
-@pytest.mark.parametrize(
-    ("dtype", "width", "rows", "features"),
-    [
-        ("bf16", 64, SHARED, {}),
-        ("bf16", 64, OWN, {}),
-        ("bf16", 128, SHARED, {"WINDOW": True}),
-        ("fp16", 256, SHARED, {"SOFTCAP": True, "WINDOW": True}),
-        ("fp32", 64, OWN, {}),
-        ("fp32", 96, SHARED, {}),
-    ],
-)
-def test_attention_compiles(
-    monkeypatch, tmp_path, dtype, width, rows, features, target
-) -> None:
+KERNELS = [
+    ("bf16", 64, SHARED, {}),
+    ("bf16", 64, OWN, {}),
+    ("bf16", 128, SHARED, {"WINDOW": True}),
+    ("fp16", 256, SHARED, {"SOFTCAP": True, "WINDOW": True}),
+    ("fp32", 64, OWN, {}),
+    ("fp32", 96, SHARED, {}),
+]
+# Of the architectures of NVIDIA, the older one is compared for its registers.
+CASES = [
+    (*kernel, target)
+    for kernel in KERNELS
+    for target in NVIDIA_AND_AMD
+    if (kernel[0], target) != ("fp32", "sm_80")
+]
+
+
+@pytest.mark.parametrize(("dtype", "width", "rows", "features", "name"), CASES)
+def test_attention_compiles(monkeypatch, tmp_path, dtype, width, rows, features, name) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     columns = 1 << (width - 1).bit_length()
     constants = {
@@ -50,6 +54,7 @@ def test_attention_compiles(
         "KEYS": keys_at_once(columns, SIZES[dtype]),
     }
     kinds = KINDS | dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    target = NVIDIA_AND_AMD[name]
     kernel = compiled(kernels.attend, target, kinds, constants | rows | features)
     if target[0] == "cuda" and dtype != "fp32":
         assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0

@@ -24,7 +24,7 @@ class Each(genlm.GroupReduction):
 
 
 def divergence(rows, teacher):
-    """Yield the Kullback-Leibler divergence of each row from that of the teacher."""
+    """Yield the Kullback-Leibler divergence of each row from the teacher's row."""
     terms = teacher.exp() * (teacher - rows)
     yield terms.nan_to_num(0).sum(1)  # 0 times -inf for ids that no token has
 

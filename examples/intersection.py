@@ -36,7 +36,7 @@ if __name__ == "__main__":
     with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         prompts = llm.encode("This class represents"), llm.encode("This module defines")
         experts = [llm.population(prompt, 50) for prompt in prompts]
-        end = llm.vocabulary.eos_token_id
+        end = -1 if llm.vocabulary.eos_token_id is None else llm.vocabulary.eos_token_id
         particles, log_weights = intersect(*experts, max_tokens=8, end=end)
         totals = Counter()
         for particle, weight in zip(particles, normalised_weights(log_weights)):

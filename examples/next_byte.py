@@ -1,8 +1,9 @@
 """Prompts that end anywhere: the next byte, summed over tokenizations.
 
-A prompt that ends in a space or within a word has a last token after which the model was
-trained on other texts. `genlm.ByteReader` reads the prompt byte by byte and sums over all token
-sequences that spell it. `sampled` draws a continuation byte by byte.
+If a prompt ends in a space or within a word, its last token differs from those of the training
+texts, in which the next letters are part of the same token. `genlm.ByteReader` reads the prompt
+byte by byte and sums over all token sequences that spell it. `sampled` draws a continuation
+byte by byte.
 """
 
 import asyncio

@@ -45,6 +45,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             oracle=model.logprobs,
             adapters=model.adapters,
             tight_options=[{"kv_budget_bytes": budget} for budget in _TIGHT_BUDGETS],
+            timeout_s=240.0,  # the first call imports transformers
         )
 
 

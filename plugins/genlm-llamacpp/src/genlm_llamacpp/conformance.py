@@ -112,4 +112,5 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             adapters=model.adapters,
             dtype=FAMILIES[name].dtype,
             tight_options=_TIGHT,
+            timeout_s=240.0,  # the first call imports transformers
         )

@@ -119,21 +119,16 @@ def test_the_process_is_left_as_it_was(build: Any, capfd: pytest.CaptureFixture[
 
 
 def test_importing_the_plugin_sets_nothing_and_imports_no_sglang() -> None:
+    """Nor does importing the engine import the modules that only a CPU needs."""
     code = (
         "import os, sys; before = dict(os.environ)\n"
-        "import genlm_sgl.plugin, genlm_sgl.engine, genlm_sgl.conformance\n"
+        "import genlm_sgl.plugin, genlm_sgl.engine, genlm_sgl.loading\n"
+        "assert not [name for name in sys.modules if name.startswith('genlm_sgl.cpu')]\n"
+        "import genlm_sgl.conformance\n"
         "assert dict(os.environ) == before\n"
         "assert 'sglang' not in sys.modules and 'sgl_kernel' not in sys.modules"
     )
-    run_code(code, timeout=200)
-
-
-def test_what_only_a_cpu_needs_is_not_imported_with_the_engine() -> None:
-    code = (
-        "import sys, genlm_sgl.engine, genlm_sgl.loading\n"
-        "assert not [name for name in sys.modules if name.startswith('genlm_sgl.cpu')]"
-    )
-    run_code(code, timeout=200)
+    run_code(code)
 
 
 def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:

@@ -134,9 +134,9 @@ class Caller:
         try:
             self.lm.pin_prefix(context)
         except EvaluationError as error:
-            if "kept" not in str(error):
+            if "pinned" not in str(error):
                 raise
-            self.lm.clear_kv_cache()  # those that are kept fill a small cache
+            self.lm.clear_kv_cache()  # those that are pinned fill a small cache
 
     def check_rows(self, rows: Any, ask: Ask) -> None:
         """Look at each row, then overwrite them if the plan says so."""

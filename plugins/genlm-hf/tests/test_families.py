@@ -29,6 +29,13 @@ def test_rows_are_right_and_served_as_the_table_says(name: str, tmp_path: Path) 
     assert result.statistics["execution_path"] == path_of(name)
 
 
+def test_rows_of_deepseek_v32_are_those_of_unbatched_passes(tmp_path: Path) -> None:
+    """It selects tokens by scores; the choice between equal scores depends on the length."""
+    model = TinyModel.of(tmp_path, families(head_dim=8)["deepseek_v32"])
+    result = measure_family(load, model)
+    assert (result.status, result.reason) == ("right", "")
+
+
 def test_capped_scores_are_capped_unless_another_attention_is_requested(tmp_path: Path) -> None:
     model = TinyModel.of(tmp_path, REPRESENTATIVE["gemma2 with capped scores"])
     ids = [*range(5, 45)]

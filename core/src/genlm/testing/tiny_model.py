@@ -153,12 +153,15 @@ class TinyModel:
                 return of_previous[: len(sequence)]
         ids = torch.tensor([sequence])
         model = self._model_of(adapter)
-        if rope_by_longest := ModelFacts.of(model.config).rope_by_longest:
+        facts = ModelFacts.of(model.config)
+        if facts.rope_by_longest:
             model = copy.deepcopy(model)  # it stores the length of the longest sequence so far
         with torch.no_grad():
             outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         logits: torch.Tensor = outputs.logits[0, :, : self.vocab_size]
-        if not rope_by_longest:  # otherwise, rows of prefixes are those of shorter sequences
+        # Otherwise, the row of a prefix differs in a longer sequence: rotary frequencies depend
+        # on the length, and so does the choice between tokens of equal scores.
+        if not facts.rope_by_longest and not facts.sparse_attention:
             self._last_pass[adapter] = sequence, logits
         return logits
 

@@ -64,7 +64,7 @@ class ExpectedFailures:
         """Read a file; None expects no failure.
 
         Raises:
-            ValueError: It cannot be read, a line has no reason, or an id is repeated.
+            ValueError: The file cannot be read, a line has no reason, or an id is repeated.
         """
         if path is None:
             return cls()

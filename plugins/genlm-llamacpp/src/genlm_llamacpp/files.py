@@ -19,7 +19,7 @@ def model_file(model: str | os.PathLike[str]) -> Path:
     """Return the GGUF file of a model, the first one if it is split.
 
     Raises:
-        ModelLoadError: There is no GGUF file, or a folder has several models.
+        ModelLoadError: The path has no GGUF file, or the folder has several models.
     """
     if model == "demo":
         return _DEMO
@@ -44,7 +44,7 @@ def adapter_file(name: str, path: Path) -> Path:
     """Return the GGUF file of an adapter.
 
     Raises:
-        AdapterError: There is no GGUF file, or a folder has several.
+        AdapterError: The path has no GGUF file, or the folder has several.
     """
     files = _gguf_files(path)
     if len(files) != 1 or not files[0].is_file():

@@ -96,6 +96,8 @@ class Evaluation:
         if len(outputs) < len(self.outputs):
             new_places = {self.outputs[output]: place for place, output in enumerate(outputs)}
             self.outputs = {output: place for place, output in enumerate(outputs)}
+            if outputs == [None]:
+                self.outputs = _ROW_ONLY
             self.consumers = [(r, place, new_places[old]) for r, place, old in consumers]
 
     def end(self) -> None:
@@ -106,7 +108,7 @@ class Evaluation:
     @property
     def is_whole(self) -> bool:
         """Whether the whole result is the only requested output."""
-        return len(self.outputs) == 1 and None in self.outputs
+        return self.outputs is _ROW_ONLY
 
 
 class RequestTable:
@@ -186,6 +188,7 @@ class RequestTable:
                 if evaluation.query.query_id in self.in_engine:
                     aborted.append(evaluation.query.query_id)
                 self._remove(evaluation)
+                evaluation.end()
                 self._abandoned += 1
         return aborted
 
@@ -219,7 +222,7 @@ class RequestTable:
         """
         if not evaluation.waiting:
             return []
-        self._remove(evaluation, finished=True)
+        self._remove(evaluation)
         if failed:
             self._failed += 1
         else:
@@ -236,6 +239,7 @@ class RequestTable:
         """Remove an evaluation whose results are lost, unless it has ended."""
         if evaluation.waiting:
             self._remove(evaluation)
+            evaluation.end()
             self._failed += 1
 
     def has_query(self, matches: Callable[[Any], bool]) -> bool:
@@ -284,13 +288,11 @@ class RequestTable:
     def _is_full(self) -> bool:
         return self._max_pending is not None and self._pending >= self._max_pending
 
-    def _remove(self, evaluation: Evaluation, *, finished: bool = False) -> None:
+    def _remove(self, evaluation: Evaluation) -> None:
         self.close_to_joiners(evaluation)
         for queue in (self.in_engine, self.inbox, self._backlog):
             if queue.pop(evaluation.query.query_id, None) is not None:
                 break
-        if not finished:
-            evaluation.end()
         while self._backlog and not self._is_full:
             query_id, accepted = self._backlog.popitem(last=False)
             self.inbox[query_id] = accepted

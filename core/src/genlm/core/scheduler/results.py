@@ -47,22 +47,23 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
     rows: list[tuple[Evaluation, torch.Tensor]] = []
     for evaluation, completion in finished:
         result = completion.result
-        error = _error_of(evaluation, completion)
-        if error is not None:
-            outcomes[evaluation] = error
-        elif isinstance(result, Reduced):
-            outcomes[evaluation] = result.values
-        elif isinstance(result, torch.Tensor) and type(evaluation.query) is Query:
+        query = evaluation.query
+        is_row = completion.error is None and isinstance(result, torch.Tensor)
+        if is_row and type(query) is Query and not query.targets:
             rows.append((evaluation, result))
         else:
-            outcomes[evaluation] = (result,)
+            outcomes[evaluation] = _checked_outcome(evaluation, completion)
     if not rows:
         return
     invalid = invalid_rows([row for _, row in rows], engine.vocabulary.size)
-    outcomes |= {rows[position][0]: error for position, error in invalid.items()}
-    valid = [pair for position, pair in enumerate(rows) if position not in invalid]
-    outcomes |= {evaluation: (row,) for evaluation, row in valid if evaluation.is_whole}
-    reduced = [pair for pair in valid if not pair[0].is_whole]
+    reduced: list[tuple[Evaluation, torch.Tensor]] = []
+    for position, (evaluation, row) in enumerate(rows):
+        if position in invalid:
+            outcomes[evaluation] = invalid[position]
+        elif evaluation.is_whole:
+            outcomes[evaluation] = (row,)
+        else:
+            reduced.append((evaluation, row))
     if reduced:
         outputs: list[Any] = [tuple(evaluation.outputs) for evaluation, _ in reduced]
         results = reduce_rows(torch.stack([row for _, row in reduced]), outputs)
@@ -85,8 +86,8 @@ def store_outcome(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) 
     return outcome
 
 
-def _error_of(evaluation: Evaluation, completion: Completion) -> Exception | None:
-    """Return the error of a completion, or an error that describes an invalid result."""
+def _checked_outcome(evaluation: Evaluation, completion: Completion) -> Outcome:
+    """Return the results of a completion, its error, or an error for an invalid result."""
     result: Any = completion.result
     error: Any = completion.error
     if error is not None:
@@ -95,32 +96,35 @@ def _error_of(evaluation: Evaluation, completion: Completion) -> Exception | Non
         return EvaluationError(f"the engine returned {error!r} as an error")
     if result is None:
         return EvaluationError("the engine returned neither a result nor an error")
+    types = _result_types(evaluation.query)
+    if not isinstance(result, types):
+        names = " or ".join(result_type.__name__ for result_type in types)
+        return EvaluationError(
+            f"the engine returned an object of type {type(result).__name__} for a query that "
+            f"requests {names}"
+        )
+    error = _size_error(evaluation, result)
+    if error is not None:
+        return error
+    return result.values if isinstance(result, Reduced) else (result,)
+
+
+def _size_error(evaluation: Evaluation, result: Any) -> Exception | None:
+    """Return an error if a result does not have the size that its query requests."""
     if isinstance(result, Reduced) and len(result.values) != len(evaluation.outputs):
         return EvaluationError(
             f"the engine returned {len(result.values)} values for a query with "
             f"{len(evaluation.outputs)} outputs"
         )
-    types = _result_types(evaluation.query)
-    if isinstance(result, types):
-        return _shape_error(evaluation.query, result)
-    names = " or ".join(result_type.__name__ for result_type in types)
-    return EvaluationError(
-        f"the engine returned an object of type {type(result).__name__} for a query that "
-        f"requests {names}"
-    )
-
-
-def _shape_error(query: Any, result: Any) -> Exception | None:
-    """Return an error if the shapes of scores do not match the targets of the query."""
     if not isinstance(result, TokenScores):
         return None
-    expected = (len(query.targets),)
+    expected = (len(evaluation.query.targets),)
     shapes = [tuple(getattr(field, "shape", ())) for field in result]
     if shapes == [expected, expected]:
         return None
     return EvaluationError(
         f"the engine returned TokenScores of shapes {shapes[0]} and {shapes[1]} for a query of "
-        f"{len(query.targets)} targets; expected {expected} for both"
+        f"{expected[0]} targets; expected {expected} for both"
     )
 
 

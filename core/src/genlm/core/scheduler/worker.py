@@ -470,7 +470,8 @@ class Worker:
             with self._lock:
                 for evaluation, _ in finished:
                     self._table.close_to_joiners(evaluation)
-                    requests += [request for request, _, _ in evaluation.consumers]
+                    for request, _, _ in evaluation.consumers:
+                        requests.append(request)
             for evaluation, outcome in finished:
                 distribute(evaluation, outcome)
             delivery = Delivery()
@@ -485,8 +486,10 @@ class Worker:
                 raise
 
     def _finish(self, finished: Finished, delivery: Delivery, *, is_step: bool) -> None:
-        size = sum(_sequence_count(item.query) for item, _ in finished if item.waiting > 0)
+        size = 0
         for evaluation, outcome in finished:
+            if evaluation.waiting:
+                size += _sequence_count(evaluation.query)
             failed = isinstance(outcome, Exception)
             for request in self._table.finish(evaluation, failed=failed):
                 delivery.add(request)

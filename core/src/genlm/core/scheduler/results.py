@@ -48,8 +48,8 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
     for evaluation, completion in finished:
         result = completion.result
         query = evaluation.query
-        is_row = completion.error is None and isinstance(result, torch.Tensor)
-        if is_row and type(query) is Query and not query.targets:
+        requests_row = type(query) is Query and not query.targets
+        if requests_row and isinstance(result, torch.Tensor) and completion.error is None:
             rows.append((evaluation, result))
         else:
             outcomes[evaluation] = _checked_outcome(evaluation, completion)
@@ -103,10 +103,8 @@ def _checked_outcome(evaluation: Evaluation, completion: Completion) -> Outcome:
             f"the engine returned an object of type {type(result).__name__} for a query that "
             f"requests {names}"
         )
-    error = _size_error(evaluation, result)
-    if error is not None:
-        return error
-    return result.values if isinstance(result, Reduced) else (result,)
+    values: Outcome = result.values if isinstance(result, Reduced) else (result,)
+    return _size_error(evaluation, result) or values
 
 
 def _size_error(evaluation: Evaluation, result: Any) -> Exception | None:

@@ -16,8 +16,8 @@ rounds. `caller_us` has microseconds of the caller's thread that the constraint 
 and `loop_us` those of `advance` alone, repeated in a loop, where instructions and arrays remain
 in the processor's caches.
 
-The physical limits are `library_us`: the calls of xgrammar (a fork and an accepted token for
-each distinct history, and one call that fills all masks) and the calls of the function of
+The physical limits are `library_us`: the calls of xgrammar (an accepted token for each
+distinct history, and one call that fills all masks) and the calls of the function of
 `python`, both on other threads. Model: a Llama of 31 million parameters with random weights,
 on hf with a second copy of the weights.
 """
@@ -127,23 +127,18 @@ def grammar_alone(llm: AsyncLM, population: Population) -> float:
     compiled = LANGUAGES["grammar"][0]._compiled.get(llm.vocabulary, [STOP])  # noqa: SLF001
     rows = np.unique(population.tokens.numpy()[:, PROMPT:], axis=0)
     rows = rows[~np.isin(rows, [-1, STOP]).any(1)]  # those that are not finished
-    matchers = []
-    for row in rows.tolist():
-        matcher = compiled.library.first(b'"')
-        for token_id in row[:-1]:
-            matcher = compiled.library.fork(matcher, token_id)
-        matchers.append(matcher)
+    library, *columns = compiled.library, *rows.T.tolist()
     words = np.zeros((len(rows), -(-(len(compiled.tokens.texts) + 1) // 32)), np.int32)
-    last = rows[:, -1].tolist()
+    states = [library.first(b'"') for _ in rows]
+    times = []
+    for column in columns:
 
-    def run() -> None:
-        after = [
-            compiled.library.fork(matcher, token_id)
-            for matcher, token_id in zip(matchers, last, strict=True)
-        ]
-        compiled.library.fill(after, words[: len(after)])
+        def run(column: list[int] = column) -> None:
+            states[:] = map(library.after, states, column)
+            library.fill(states, words)
 
-    return statistics.median(microseconds(run) for _ in range(9))
+        times.append(microseconds(run))
+    return statistics.median(times)
 
 
 def function_alone(calls: float) -> float:

@@ -134,6 +134,30 @@ def test_without_an_end_of_text_a_text_is_over_where_nothing_can_follow(grammar)
 
 
 @pytest.mark.parametrize("library", TIGHT)
+def test_constraints_do_not_change_when_others_continue_them(library):
+    """Continue random earlier constraints; compare with matchers that have one continuation."""
+    grammar = Grammar.json_schema(SCHEMA, library=library)
+    with genlm.load_model("demo", "reference") as llm:
+        rng, constraints = np.random.default_rng(1), [([()] * 3, grammar.start(llm, 3))]
+        for _ in range(80):
+            histories, constraint = constraints[rng.integers(len(constraints))]
+            tokens = [rng.choice(sorted(unpacked(constraint, i))) for i in range(3)]
+            tokens[rng.integers(3)] = -1
+            ancestors = rng.integers(3, size=3)
+            after = [(*ids, token) for ids, token in zip(histories, tokens, strict=True)]
+            constraint = constraint.advance(tokens)
+            if not constraint.finished.any():
+                constraints.append(([after[i] for i in ancestors], constraint[ancestors]))
+        for histories, constraint in constraints:
+            for member, ids in enumerate(histories):
+                alone = grammar.start(llm, 1)
+                for token in ids:
+                    alone = alone.advance([token])
+                assert unpacked(constraint, member) == unpacked(alone)
+        assert max(len(ids) for histories, _ in constraints for ids in histories) > 3
+
+
+@pytest.mark.parametrize("library", TIGHT)
 @pytest.mark.parametrize("is_text", [False, True])
 def test_a_json_schema_is_the_regular_language_of_its_documents(library, is_text):
     """On a real vocabulary, along all ways to write a document."""

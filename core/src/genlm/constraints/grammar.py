@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from genlm.constraints.matchers import LIBRARIES, MatcherLibrary, Words
+from genlm.constraints.matchers import LIBRARIES, MatcherLibrary, MatcherState, Words
 from genlm.constraints.protocol import (
     Constraint,
     Flags,
@@ -44,10 +44,11 @@ class Grammar(Language):
     """A context-free language, created with `json_schema`, `ebnf` or `lark`.
 
     A population has one matcher of the library for each distinct history of its members. After
-    each step, matchers are forked and accept their tokens, and one call of the library, on
-    another thread, fills all masks. The libraries allow every token that begins a text of the
-    language in bytes; unlike `Automaton`, they do not test whether the tokens of the vocabulary
-    can complete it. A particle may die if the vocabulary lacks bytes, or a stop token has them.
+    each step, matchers accept their tokens, copied where a history has several continuations,
+    and one call of the library, on another thread, fills all masks. The libraries allow every
+    token that begins a text of the language in bytes; unlike `Automaton`, they do not test
+    whether the tokens of the vocabulary can complete it. A particle may die if the vocabulary
+    lacks bytes, or a stop token has them.
 
     Raises:
         ValueError: `library` has another value, or the library rejects the grammar.
@@ -136,11 +137,11 @@ class Grammar(Language):
         check_text(text)
         states = first_states(size)
         compiled = self._compiled.get(llm.vocabulary, stop)
-        matcher = compiled.library.first(text)
-        if matcher is None:
+        first = compiled.library.first(text)
+        if first is None:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         thread = ThreadPoolExecutor(1, "genlm-grammar")
-        step = thread.submit(_fill_masks, compiled, [matcher], states)
+        step = thread.submit(_fill_masks, compiled, [first], states)
         return _GrammarConstraint(compiled, thread, step, states).finish_complete()
 
     def __reduce__(self) -> Any:
@@ -161,20 +162,22 @@ class _Step(NamedTuple):
     """The distinct states of a population after a step; not changed afterwards.
 
     Attributes:
-        matchers: Matcher of each distinct live state, in the order of the states.
+        matchers: State of the matcher of each distinct live state, in the order of the states.
         state_of: State of each member, shape `(n,)`, int64.
         masks: Allowed tokens of all states, packed bits; empty for dead and finished members.
         is_over: Whether a state ends a text without a stop token: it is complete and has no
             continuation.
     """
 
-    matchers: list[Any]
+    matchers: list[MatcherState]
     state_of: Integers64
     masks: Words
     is_over: Flags
 
 
-def _fill_masks(compiled: _CompiledGrammar, matchers: list[Any], state_of: Integers64) -> _Step:
+def _fill_masks(
+    compiled: _CompiledGrammar, matchers: list[MatcherState], state_of: Integers64
+) -> _Step:
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
     words = np.zeros((LIVE + len(matchers), -(-(size + 1) // 32)), np.int32)
     if matchers:
@@ -199,7 +202,7 @@ def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
 def _advance_matchers(
     before: _GrammarConstraint, token_ids: Integers64, states: States
 ) -> _Step:
-    """Fork matchers and let them accept tokens; -1 leaves a matcher unchanged.
+    """Let matchers accept tokens.
 
     Args:
         before: The members before the step.
@@ -214,10 +217,8 @@ def _advance_matchers(
     keys = np.concatenate([[DEAD, FINISHED], keys])
     distinct, state_of = np.unique(keys, return_inverse=True)
     parents, columns = np.divmod(distinct[LIVE:], width)
-    matchers = []
-    for parent, token_id in zip((parents - LIVE).tolist(), (columns - 1).tolist(), strict=True):
-        matcher = parent_matchers[parent]
-        matchers.append(matcher if token_id < 0 else library.fork(matcher, token_id))
+    pairs = zip((parents - LIVE).tolist(), (columns - 1).tolist(), strict=True)
+    matchers = [library.after(parent_matchers[parent], token_id) for parent, token_id in pairs]
     return _fill_masks(compiled, matchers, state_of[LIVE:])
 
 
@@ -281,7 +282,8 @@ class _GrammarConstraint(StateConstraint):
         if self._drawn_ids is None or np.logical_or.reduce(ids != self._drawn_ids):
             is_allowed = _bits(self.step.result().masks, self.state_of, ids)
             states = np.where((ids >= 0) & ~is_allowed & (self.states == LIVE), DEAD, states)
-        step = self.thread.submit(_advance_matchers, self, ids, states)
+        # A copy: the caller may change its array before the thread reads it.
+        step = self.thread.submit(_advance_matchers, self, ids.copy(), states)
         return _GrammarConstraint(self.compiled, self.thread, step, states).finish_complete()
 
     def finish_complete(self) -> _GrammarConstraint:

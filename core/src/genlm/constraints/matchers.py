@@ -1,4 +1,4 @@
-"""Matchers of xgrammar and llguidance behind one interface: fork, accept, fill masks.
+"""Matchers of xgrammar and llguidance behind one interface: accept tokens, fill masks.
 
 The vocabulary passed to the libraries has one additional id, which ends a text. The bit of this
 id in a mask shows whether the text is complete, independently of the model's stop tokens.
@@ -10,16 +10,33 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.errors import import_required
 
-__all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "XGrammar"]
+__all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "MatcherState", "XGrammar"]
 
 Words: TypeAlias = npt.NDArray[np.int32]
+
+
+class _Matcher:
+    """A matcher of a library, and the number of tokens that it has accepted."""
+
+    __slots__ = ("length", "matcher")
+
+    def __init__(self, matcher: Any, length: int) -> None:
+        self.matcher = matcher
+        self.length = length
+
+
+class MatcherState(NamedTuple):
+    """The state of a matcher after its first `length` tokens; it may have accepted more."""
+
+    matcher: _Matcher
+    length: int
 
 
 class MatcherLibrary(ABC):
@@ -58,17 +75,44 @@ class MatcherLibrary(ABC):
             ValueError: The library rejects the grammar.
         """
 
+    def first(self, text: bytes) -> MatcherState | None:
+        """Return the state after a text; None if the grammar excludes it."""
+        matcher = self._first(text)
+        return None if matcher is None else MatcherState(_Matcher(matcher, 0), 0)
+
+    def after(self, state: MatcherState, token_id: int) -> MatcherState:
+        """Return the state after a token of its mask; -1 returns a copy.
+
+        The matcher accepts the token itself if it has accepted none after the state. Otherwise
+        a copy accepts it, so that states do not change.
+        """
+        matcher, length = state
+        if token_id < 0 or matcher.length > length:
+            matcher = _Matcher(self._copy(matcher.matcher, matcher.length - length), length)
+        if token_id >= 0:
+            self._accept(matcher.matcher, token_id)
+            matcher.length += 1
+        return MatcherState(matcher, matcher.length)
+
+    def fill(self, states: Sequence[MatcherState], words: Words) -> None:
+        """Write the masks of new states: packed bits of the vocabulary and the end id."""
+        self._fill([state.matcher.matcher for state in states], words)
+
     @abstractmethod
-    def first(self, text: bytes) -> Any:
+    def _first(self, text: bytes) -> Any:
         """Return a matcher that has accepted a text; None if the grammar excludes it."""
 
     @abstractmethod
-    def fork(self, matcher: Any, token_id: int) -> Any:
-        """Return a copy of a matcher that has accepted a token of its mask."""
+    def _copy(self, matcher: Any, count: int) -> Any:
+        """Return a copy of a matcher, without the last `count` tokens."""
 
     @abstractmethod
-    def fill(self, matchers: Sequence[Any], words: Words) -> None:
-        """Write the masks of matchers: packed bits of the vocabulary and the end id."""
+    def _accept(self, matcher: Any, token_id: int) -> None:
+        """Let a matcher accept a token."""
+
+    @abstractmethod
+    def _fill(self, matchers: Sequence[Any], words: Words) -> None:
+        """Write the masks of matchers in one call."""
 
 
 def _import_library(name: str) -> Any:
@@ -112,20 +156,20 @@ class XGrammar(MatcherLibrary):
             self._grammar = compile_(source, **options)
         self._batch = library.BatchGrammarMatcher()
 
-    def first(self, text: bytes) -> Any:
-        """Return a matcher that has accepted a text."""
+    def _first(self, text: bytes) -> Any:
         matcher = self._library.GrammarMatcher(self._grammar)
         return matcher if not text or matcher.accept_string(text) else None
 
-    def fork(self, matcher: Any, token_id: int) -> Any:
-        """Return a copy of a matcher that has accepted a token."""
+    def _copy(self, matcher: Any, count: int) -> Any:
         fork = matcher.fork()
-        if not fork.accept_token(token_id):
-            raise RuntimeError(f"xgrammar does not accept token {token_id} of its own mask")
+        fork.rollback(count)
         return fork
 
-    def fill(self, matchers: Sequence[Any], words: Words) -> None:
-        """Write the masks in one call, on threads of the library."""
+    def _accept(self, matcher: Any, token_id: int) -> None:
+        if not matcher.accept_token(token_id):
+            raise RuntimeError(f"xgrammar does not accept token {token_id} of its own mask")
+
+    def _fill(self, matchers: Sequence[Any], words: Words) -> None:
         self._batch.batch_fill_next_token_bitmask(list(matchers), words)
 
 
@@ -146,16 +190,15 @@ class LLGuidance(MatcherLibrary):
         self._library = library = _import_library(self.name)
         self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_ByteTokenizer(texts)))
         grammar = _guidance_grammar(form, source, options)
-        self._first = library.LLMatcher(self._tokenizer, grammar, log_level=0)
-        if self._first.is_error():
-            message = self._first.get_error()
+        self._matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if self._matcher.is_error():
+            message = self._matcher.get_error()
             raise ValueError(f"llguidance does not accept the grammar: {message}")
-        self._fill = _import_library("llguidance.numpy").fill_next_token_bitmask_par
+        self._fill_rows = _import_library("llguidance.numpy").fill_next_token_bitmask_par
         self._executor = library.LLExecutor()
 
-    def first(self, text: bytes) -> Any:
-        """Return a matcher that has accepted a text."""
-        matcher = self._first.deep_copy()
+    def _first(self, text: bytes) -> Any:
+        matcher = self._matcher.deep_copy()
         try:
             ids = self._tokenizer.greedy_tokenize(text.decode())
         except UnicodeDecodeError as error:
@@ -165,19 +208,20 @@ class LLGuidance(MatcherLibrary):
             ) from error
         return matcher if not ids or matcher.consume_tokens(ids) else None
 
-    def fork(self, matcher: Any, token_id: int) -> Any:
-        """Return a copy of a matcher that has accepted a token."""
-        fork = matcher.deep_copy()
-        if not fork.consume_token(token_id):
-            raise RuntimeError(
-                f"llguidance does not accept token {token_id}: {fork.get_error()}"
-            )
-        return fork
+    def _copy(self, matcher: Any, count: int) -> Any:
+        copy = matcher.deep_copy()
+        copy.rollback(count)
+        return copy
 
-    def fill(self, matchers: Sequence[Any], words: Words) -> None:
-        """Write the masks in one call, on threads of the library."""
+    def _accept(self, matcher: Any, token_id: int) -> None:
+        if not matcher.consume_token(token_id):
+            raise RuntimeError(
+                f"llguidance does not accept token {token_id}: {matcher.get_error()}"
+            )
+
+    def _fill(self, matchers: Sequence[Any], words: Words) -> None:
         pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._fill(self._executor, pairs, words)
+        self._fill_rows(self._executor, pairs, words)
 
 
 def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str:

@@ -203,10 +203,11 @@ def drawn(
     are_logits: bool,
     masks: Any = None,
     mask_index: Any = None,
+    draws: int | None = None,
 ) -> Any:
-    """The result of one draw for each member."""
+    """The result of one draw for each member, or of several without replacement."""
     wanted, count = np.arange(len(values)), len(row_of)
-    uniforms = np.random.default_rng(0).random(count)
+    uniforms = np.random.default_rng(0).random((count, draws) if draws else count)
     weights = RowWeights((count, vocabulary.size), masks, mask_index)
     reduction = DrawColumns(weights, uniforms)
     generation = Generation(Lineage.of_sequences([]))
@@ -253,6 +254,41 @@ def test_masked_draws_from_logits_are_those_from_rows(size: int, masks_of: str) 
     log_mass = results[0].columns[2]
     assert (log_mass[index == 4] == 0).all()
     assert (log_mass[index != 4] < 0).all()
+
+
+@pytest.mark.parametrize("size", [300, 1100])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_draws_without_replacement_from_logits_are_those_from_rows(
+    size: int, is_masked: bool, monkeypatch
+) -> None:
+    """Also where the tokens of a mask, or those that are not unlikely, are fewer than draws."""
+    vocabulary, row_of = ids(size, 0, 7), np.arange(40)
+    logits = 5 * torch.randn(40, size + 20, generator=torch.Generator().manual_seed(1))
+    logits[3, 5] += 150.0
+    masks: list[Any] = [None] * 40
+    if is_masked:
+        masks[1:] = np.random.default_rng(1).random((39, size)) < 0.3
+        masks[3][5] = True
+        masks[8] = np.arange(size) < 4  # three tokens
+    options: dict[str, Any] = {"masks": masks if is_masked else None, "draws": 5}
+    rows = rows_from_logits(logits, vocabulary)
+    expected = drawn(rows, row_of, vocabulary, are_logits=False, **options)
+    monkeypatch.delattr(DrawColumns, "compute")
+    found = drawn(logits, row_of, vocabulary, are_logits=True, **options)
+    for one, other in zip(found.columns, expected.columns, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    token_ids = found.columns[0]
+    assert (token_ids[8] < 0).sum() == (2 if is_masked else 0)
+    assert (token_ids >= 0).sum() == token_ids.numel() - 2 * is_masked
+    assert all(len(set(row)) == 5 for row in token_ids[[*range(8), *range(9, 40)]].tolist())
+
+
+@pytest.mark.parametrize("draws", [None, 3])
+def test_several_draws_of_a_row_that_is_no_distribution_fail(draws: int | None) -> None:
+    logits = torch.randn(4, SIZE)
+    logits[2, 5] = torch.nan
+    result = drawn(logits, np.arange(4), ids(SIZE), are_logits=True, draws=draws)
+    assert sorted(result.errors) == [2]
 
 
 def test_rows_are_not_normalised_for_draws_under_masks(monkeypatch) -> None:

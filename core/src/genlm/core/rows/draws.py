@@ -113,12 +113,13 @@ def draw_from_logits(
     row_of: torch.Tensor,
     masks: RowMasks | None = None,
 ) -> DrawnTokens | None:
-    """Draw as `batch_draw` does without weights or under masks, by one softmax.
+    """Draw without other weights than masks, by one softmax.
 
     Args:
         logits: Shape `(n, vocab_size)`, any floating dtype; all rows are computed at once.
-        uniforms: Random numbers in [0, 1), float64, one per draw.
-        row_of: The row of each draw, int64, in main memory.
+        uniforms: Random numbers in [0, 1), float64: one per draw for draws as by `batch_draw`,
+            or shape `(n, k)` for those of `batch_draw_without_replacement`.
+        row_of: The row of each draw, int64, in main memory; not used for shape `(n, k)`.
         masks: Masks of the rows; None if no row has a mask.
 
     Returns:
@@ -127,23 +128,28 @@ def draw_from_logits(
     """
     device, logits = logits.device, logits.float()
     memory = scratch_memory("weights", *logits.shape) if device.type == "cpu" else None
-    weights, sums = torch.softmax(logits, -1, out=memory), None
-    log_mass = torch.zeros(len(weights), device=device)
-    if masks is not None:
-        sums = _masked_sums(weights, masks.factors(0, len(weights), device))
-        totals = sums.sum(-1)
-        if not (totals >= _UNDERFLOW).all():  # true for NaN
-            return None
-        log_mass = totals.log().to(log_mass)
-        if masks.unrestricted is not None:
-            log_mass.masked_fill_(moved(masks.unrestricted, device), 0.0)
+    weights = torch.softmax(logits, -1, out=memory)
+    factors = None if masks is None else masks.factors(0, len(weights), device)
+    sums = _masked_sums(weights, factors)
+    totals = sums.sum(-1)
+    if not (totals >= _UNDERFLOW).all():  # true for NaN
+        return None
+    log_totals = totals.log().to(logits)
+    log_mass = torch.zeros_like(log_totals) if masks is None else log_totals
+    if masks is not None and masks.unrestricted is not None:
+        log_mass = log_mass.masked_fill(moved(masks.unrestricted, device), 0.0)
+    if uniforms.ndim > 1:
+        computed = _Weights(logits, weights, sums, log_mass)
+        ids, draw_logprob = _draw_in_turns(computed, factors, np.ones(len(weights)), uniforms)
+        several = _drawn_tokens(logits, ids, log_mass, draw_logprob)
+        first = logits.gather(1, ids[:, :1])
+        normalisers = first - draw_logprob[:, :1] - log_totals[:, None]
+        return several._replace(logprobs=several.logprobs - normalisers)
     places = moved(row_of, device)
     drawn = _invert(weights, sums, uniforms, places)
     logprobs = drawn.logprobs
     if masks is not None:
         logprobs = drawn.block_weights.gather(1, drawn.place[:, None]).log_()[:, 0]
-    elif logprobs.isnan().any():
-        return None
     return DrawnTokens(drawn.token_ids, logprobs, log_mass[places], drawn.logprobs.clone())
 
 
@@ -332,17 +338,30 @@ def _draw_part(
 
 
 def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
-    rows = part.rows
-    scores, weights, sums, log_mass = _compute_weights(part)
-    count = uniforms.shape[1]
-    token_ids = torch.empty(len(rows), count, dtype=torch.long, device=rows.device)
-    draw_logprob = torch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
-    for turn in range(count):
-        drawn = _invert(weights, sums, uniforms[:, turn], None)
-        draw_logprob[:, turn] = drawn.logprobs
-        token_ids[:, turn] = torch.where(drawn.logprobs > -_INF, drawn.token_ids, -1)
-        if turn == count - 1:
-            break
+    computed = _compute_weights(part)
+    token_ids, draw_logprob = _draw_in_turns(
+        computed, part.factors, part.temperatures, uniforms
+    )
+    return _drawn_tokens(part.rows, token_ids, computed.log_mass, draw_logprob)
+
+
+def _draw_in_turns(
+    computed: _Weights,
+    factors: torch.Tensor | None,
+    temperatures: npt.NDArray[np.float64],
+    uniforms: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw several different tokens from each row; changes the weights.
+
+    Returns:
+        Ids, -1 for no token, and the log of the share of each in the remaining weights, both of
+        shape `(n, k)`.
+    """
+    scores, weights, sums, _ = computed
+    first, *others = uniforms.unbind(1)
+    drawn = _invert(weights, sums, first, None)
+    ids, logprobs = [drawn.token_ids], [drawn.logprobs]
+    for numbers in others:
         weights.scatter_(1, drawn.token_ids[:, None], 0.0)
         block_sum = drawn.block_weights.scatter_(1, drawn.place[:, None], 0.0).sum(-1)
         new_sums = to_float64(block_sum)[:, None]
@@ -352,13 +371,16 @@ def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> Dra
             sums.scatter_(1, drawn.block.to(sums.device)[:, None], new_sums)
         underflown = (sums.sum(-1) < _UNDERFLOW).nonzero()[:, 0]
         if len(underflown):
-            places = underflown.to(rows.device)
-            earlier = token_ids[places, : turn + 1]
-            # If -1 was drawn, no token is left.
-            earlier = torch.where(earlier < 0, earlier[:, :1], earlier).clamp(min=0)
-            possible = _masked_scores(scores, part.factors, places).scatter(1, earlier, -_INF)
-            _reweight(weights, sums, possible, part.temperatures, underflown)
-    return _drawn_tokens(rows, token_ids, log_mass, draw_logprob)
+            places = underflown.to(weights.device)
+            earlier = torch.stack(ids, 1)[places]
+            possible = _masked_scores(scores, factors, places).scatter(1, earlier, -_INF)
+            _reweight(weights, sums, possible, temperatures, underflown)
+        drawn = _invert(weights, sums, numbers, None)
+        ids.append(drawn.token_ids)
+        logprobs.append(drawn.logprobs)
+    token_ids, draw_logprob = torch.stack(ids, 1), torch.stack(logprobs, 1)
+    # NaN if no token remained.
+    return token_ids.masked_fill_(~(draw_logprob > -_INF), -1), draw_logprob
 
 
 def _drawn_tokens(
@@ -414,14 +436,13 @@ class _DrawnIds(NamedTuple):
 
 def _invert(
     weights: torch.Tensor,
-    sums: torch.Tensor | None,
+    sums: torch.Tensor,
     uniforms: torch.Tensor,
     row_of: torch.Tensor | None,
 ) -> _DrawnIds:
     """Draw an id from rows in proportion to their weights.
 
     The search has two levels: only the sums of blocks and one block of each row are in float64.
-    The sums are computed if they are None and rows have several blocks.
     """
     first = block = None
     if weights.shape[1] <= SUM_BLOCK:
@@ -430,7 +451,6 @@ def _invert(
         ends = totals = within[:, -1:]
         share = moved(uniforms, within.device)[:, None]
     else:
-        sums = block_sums(weights) if sums is None else sums
         share = moved(uniforms, sums.device)[:, None]
         row_sums = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
         cumulative = row_sums.cumsum(-1)

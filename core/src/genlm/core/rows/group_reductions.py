@@ -258,11 +258,12 @@ class DrawColumns(_WeightedReduction):
     def compute_from_logits(
         self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...] | None:
-        """Draw a token: on a GPU with any weights that have kernels, else from one softmax."""
-        if self.uniforms.ndim > 1:
-            return None
+        """Draw on a GPU with any weights that have kernels, else from one softmax."""
         uniforms = self.uniforms.index_select(0, members)
-        if has_kernels(logits, self.weights):
+        if uniforms.ndim > 1:
+            if not _is_identity(row_of, len(logits)):  # more rows, which `compute` divides
+                return None
+        elif has_kernels(logits, self.weights):
             return self._draw_on_device(logits, row_of, members, uniforms)
         if not self.weights.are_masked_probabilities(logits.shape[1]):
             return None

@@ -308,7 +308,9 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             EngineDiedError: The engine's thread ended before the result.
             QueryResetError: `cancel_all` was called before the result.
         """
-        row: torch.Tensor = await self._requests.row(token_ids, lora_name, use_cache=use_cache)
+        row: torch.Tensor = await self._requests.result(
+            token_ids, None, lora_name, use_cache=use_cache
+        )
         return row
 
     next_token_logprobs_sync = blocking(next_token_logprobs)

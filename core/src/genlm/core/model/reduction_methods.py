@@ -34,7 +34,7 @@ from genlm.core.rows.reductions import (
     TopK,
     TopTokens,
 )
-from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniforms
+from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -81,9 +81,7 @@ class ReductionMethods:
             GenlmError: As `next_token_logprobs`.
         """
         checked = _checked_reduction(reduction)
-        item = (*self._requests.build_query(context, lora_name), checked)
-        [result] = await self._requests.answer([item], [context])
-        return result
+        return await self._requests.result(context, checked, lora_name)
 
     reduce_sync = blocking(reduce)
 
@@ -285,9 +283,10 @@ class ReductionMethods:
                 argument is out of range.
             GenlmError: As `next_token_logprobs`.
         """
-        masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
-        [draw] = self._draw_reductions([context], masks, temperature, top_k, top_p, seeds)
-        drawn: DrawnToken = await self.reduce(context, draw, lora_name=lora_name)
+        temperature, top_k, share = self._draw_limits(temperature, top_k, top_p)
+        allowed = None if mask is None else self._mask(mask)
+        draw = Draw(_uniform(context, seed), temperature, allowed, top_k, share)
+        drawn: DrawnToken = await self._requests.result(context, draw, lora_name)
         return drawn
 
     draw_sync = blocking(draw)
@@ -316,34 +315,24 @@ class ReductionMethods:
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
-        draws = self._draw_reductions(contexts, masks, temperature, top_k, top_p, seed)
+        count = len(contexts)
+        temperature, top_k, share = self._draw_limits(temperature, top_k, top_p)
+        mask_list = [None] * count if masks is None else self._mask_list(masks, count)
+        allowed = map_batch(lambda mask: None if mask is None else self._mask(mask), mask_list)
+        uniforms = map(_uniform, contexts, _seeds(seed, count))
+        draws = [
+            Draw(uniform, temperature, mask, top_k, share)
+            for uniform, mask in zip(uniforms, allowed, strict=True)
+        ]
         return await self.batch_reduce(contexts, draws, lora_name=lora_name)
 
     batch_draw_sync = blocking(batch_draw)
 
-    def _draw_reductions(  # noqa: PLR0917
-        self,
-        contexts: Sequence[TokenIds],
-        masks: Sequence[MaskLike | None] | None,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int | Sequence[int] | None,
-    ) -> list[Draw]:
-        count = len(contexts)
-        temperature = checked_number("temperature", temperature)
-        top_k, share = checked_limits(top_k, top_p, self.vocabulary.size)
-        mask_list = [None] * count if masks is None else self._mask_list(masks, count)
-        check = self._optional_mask
-        checked = map_batch(check, mask_list) if count > 1 else map(check, mask_list)
-        uniforms = _uniforms(contexts, seed)
-        return [
-            Draw(uniform, temperature, mask, top_k, share)
-            for uniform, mask in zip(uniforms, checked, strict=True)
-        ]
-
-    def _optional_mask(self, mask: MaskLike | None) -> Mask | None:
-        return None if mask is None else self._mask(mask)
+    def _draw_limits(
+        self, temperature: float, top_k: int | None, top_p: float | None
+    ) -> tuple[float, int | None, float]:
+        limits = checked_limits(top_k, top_p, self.vocabulary.size)
+        return checked_number("temperature", temperature), *limits
 
     def _mask_list(self, masks: Sequence[T], count: int) -> list[T]:
         """Return the masks as a list; check that there is one per context."""
@@ -365,20 +354,24 @@ def _checked_reduction(reduction: Reduction) -> Reduction:
     return reduction
 
 
-def _uniforms(
-    contexts: Sequence[TokenIds], seed: int | Sequence[int] | None
-) -> Sequence[float]:
+def _uniform(context: TokenIds, seed: int | None) -> float:
+    """Return the random number of a draw: that of the seed's stream at the context's length."""
     if seed is None:
-        return [secrets.randbits(53) / 2**53 for _ in contexts]
-    if is_sequence_like(seed):
-        seeds = [checked_integer("seed", item, 0) for item in cast("Sequence[int]", seed)]
-        _check_count("seeds", seeds, len(contexts))
-    else:
-        seeds = stream_seeds(checked_seed(seed), len(contexts))
+        return secrets.randbits(53) / 2**53
     # An object without a length is rejected later, with the request.
-    lengths = [len(context) if is_sequence_like(context) else 0 for context in contexts]
-    uniforms: list[float] = stream_uniforms(seeds, lengths).tolist()
-    return uniforms
+    length = len(context) if is_sequence_like(context) else 0
+    return stream_uniform(checked_integer("seed", seed, 0), length)
+
+
+def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
+    """Return the seed of each context."""
+    if seed is None:
+        return [None] * count
+    if not is_sequence_like(seed):
+        return stream_seeds(checked_seed(seed), count)
+    seeds = list(cast("Sequence[int]", seed))
+    _check_count("seeds", seeds, count)
+    return seeds
 
 
 def _check_count(argument: str, values: Sequence[object], count: int) -> None:

@@ -213,22 +213,25 @@ class Requests:
 
     # -- results ----------------------------------------------------------------------
 
-    async def row(
-        self, token_ids: TokenIds, lora_name: str | None, *, use_cache: bool = True
+    async def result(
+        self,
+        token_ids: TokenIds,
+        reduction: Reduction | None,
+        lora_name: str | None,
+        *,
+        use_cache: bool = True,
     ) -> Any:
-        """Return the row of a sequence, which belongs to the caller."""
+        """Return the row of a sequence or a reduction of it, which belongs to the caller."""
         query, key = self.build_query(token_ids, lora_name)
-        row = None
-        if use_cache and 4 * self.vocab_size <= COPIED_ON_LOOP:
-            row = self._cache.get(key)
-        elif use_cache and key in self._cache:
-            row = await off_loop(self._cache.get, key)
-        is_cached = row is not None
-        self.counters.count(len(query), hits=int(is_cached))
-        if not is_cached:
-            row = await self.scheduler.answer(query, key)
-        self._update_lease(token_ids, is_computed=not is_cached)
-        return row
+        cached = self._find_cached(key, reduction) if use_cache else None
+        self.counters.count(len(query), hits=int(cached is not None))
+        if cached is None:
+            value = await self.scheduler.answer(query, key, reduction)
+        else:
+            [value] = await self._cached_values([cached])
+            _raise_first([value], None)
+        self._update_lease(token_ids, is_computed=cached is None)
+        return value
 
     async def batch(
         self,

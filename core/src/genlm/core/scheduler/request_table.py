@@ -78,11 +78,11 @@ class Evaluation:
 
     def add(self, request: Request, place: int, output: Hashable) -> None:
         """Add a consumer, and its output if no other consumer has requested it."""
-        if output not in self.outputs:
-            if self.outputs is _ROW_ONLY:
-                self.outputs = _ROW_ONLY.copy()
-            self.outputs[output] = len(self.outputs)
-        self.consumers.append((request, place, self.outputs[output]))
+        output_place = self.outputs.get(output)
+        if output_place is None:
+            output_place = len(self.outputs)
+            self.outputs = {**self.outputs, output: output_place}
+        self.consumers.append((request, place, output_place))
         self.waiting += 1
         request.values[place] = self
 

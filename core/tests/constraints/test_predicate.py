@@ -280,6 +280,14 @@ def test_a_function_that_accepts_nothing_leaves_no_token(llm):
     assert tokens.log_mass.tolist() == [-math.inf] * 3
 
 
+def test_a_coroutine_function_is_refused(llm):
+    async def accepts(text):
+        return True
+
+    with pytest.raises(TypeError, match="is a coroutine function"):
+        drawn(llm, Python(accepts), 3, seed=0)
+
+
 def test_a_finished_language_around_it_ends_or_kills(llm):
     """Without an end of text, where the automaton is over."""
     with genlm.AsyncLM(lambda: SmallEngine(tokenizer=None)) as endless:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
-from genlm.core.base.errors import EvaluationError
+from genlm.core.base.errors import EvaluationError, compute_error
 from genlm.core.engine.engine import BatchEngine, Engine, LoraEngine, PrefixCacheEngine
 from genlm.core.queries.query import Completion, Query
 from genlm.core.vocab import Token, Vocabulary
@@ -157,6 +157,7 @@ def test_culprits_that_fail_alike_fail_nobody_else(count: int, data: st.DataObje
         RuntimeError("CUDA error: device-side assert triggered"),
         RuntimeError("HIP error: unspecified launch failure"),
         getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: an illegal address"),
+        compute_error(int, RuntimeError("CUDA error: raised in a reduction")),
     ],
     ids=str,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -251,6 +252,55 @@ def test_reductions_of_ones_own_get_columns_and_return_columns(llm: genlm.AsyncL
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-6, rtol=0)
     with pytest.raises(TypeError, match="GroupReduction"):
         population.reduce_sync("entropy")
+
+
+class Returned(genlm.Reduction):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> Any:
+        return [requests[0].function(row) for row in rows]
+
+
+class ReturnedColumns(genlm.GroupReduction):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def compute(self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor) -> Any:
+        return self.function(rows[row_of])
+
+
+@pytest.mark.parametrize("size", [1, 20])  # a group of one is computed as a single query
+@pytest.mark.parametrize(
+    ("kind", "function", "message"),
+    [
+        (Returned, lambda _: 1 / 0, "Returned.compute raised ZeroDivisionError"),
+        (Returned, lambda _: KeyError(1), "Returned.compute raised KeyError"),
+        (Returned, lambda _: {}, "Returned.compute returned dict for a row"),
+        (ReturnedColumns, lambda _: 1 / 0, "ReturnedColumns.compute raised ZeroDivision"),
+        (ReturnedColumns, lambda rows: rows, "ReturnedColumns.compute returned Tensor"),
+        (ReturnedColumns, lambda rows: (rows.numpy(),), "a tuple with ndarray"),
+        (ReturnedColumns, lambda rows: (rows[:0],), "shape (0, 7) for"),
+    ],
+)
+def test_errors_of_reductions_of_ones_own_name_their_classes(
+    llm: genlm.AsyncLM,
+    size: int,
+    kind: type[Returned] | type[ReturnedColumns],
+    function: Callable[[Any], Any],
+    message: str,
+) -> None:
+    population = llm.population([[1, 1, number % 4] for number in range(size)])
+    with pytest.raises(genlm.PopulationError, match=re.escape(message)) as raised:
+        population.reduce_sync(kind(function))
+    assert isinstance(raised.value.error, genlm.EvaluationError)
+
+
+def test_reductions_of_ones_own_may_return_arrays(llm: genlm.AsyncLM) -> None:
+    population = llm.population([[1, 2], [3, 1]])
+    first = population.reduce_sync(Returned(lambda row: row.numpy()[:2]))
+    assert torch.equal(first, population.next_token_logprobs_sync()[:, :2])
 
 
 # -- draws ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,7 +87,8 @@ class Python(Language):
             larger number reduces the variance of the weights.
 
     Raises:
-        TypeError: `prefix` or `complete` is not callable.
+        TypeError: `prefix` or `complete` is not callable. A draw raises it for a coroutine
+            function.
         ValueError: `extra_draws` is below 1.
     """
 
@@ -117,7 +118,14 @@ class Python(Language):
     def _call(self, function: Callable[[bytes], object], text: bytes) -> bool:
         """Call one of the functions; never two of this language at the same time."""
         with self._lock:
-            return bool(function(text))
+            result = function(text)
+        if isinstance(result, Coroutine):
+            result.close()
+            raise TypeError(
+                f"{function!r} is a coroutine function; expected a function that returns "
+                f"whether it accepts bytes. It may call methods of models such as score_sync"
+            )
+        return bool(result)
 
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None

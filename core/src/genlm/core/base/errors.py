@@ -470,6 +470,15 @@ def as_genlm_error(error: BaseException) -> GenlmError:
     return wrapper
 
 
+def compute_error(reduction: type, error: Exception) -> GenlmError:
+    """Return the error of a reduction whose `compute` raised; a `GenlmError` unchanged."""
+    if isinstance(error, GenlmError):
+        return error
+    wrapper = EvaluationError(f"{reduction.__name__}.compute raised {describe_error(error)}")
+    wrapper.__cause__ = error
+    return wrapper
+
+
 def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
     """Add the places of failed sequences in a batch to an error, and return it."""
     if len(places) == 1:

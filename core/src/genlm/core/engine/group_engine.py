@@ -35,7 +35,7 @@ from genlm.core.queries.query import (
     Reduction,
 )
 from genlm.core.queries.sequence import TokenSequence
-from genlm.core.rows.groups import GroupWork
+from genlm.core.rows.groups import GroupWork, compute_columns
 from genlm.core.rows.logits import invalid_rows, moved
 from genlm.core.rows.reductions import reduce_rows
 
@@ -75,13 +75,14 @@ class MemberColumns(Reduction):
             groups.setdefault(id(request.reduction), []).append(place)
         for places in groups.values():
             counts = [len(requests[place].members) for place in places]
-            row_of = torch.arange(len(places)).repeat_interleave(torch.tensor(counts))
+            row_of = np.repeat(np.arange(len(places)), counts)
             members = np.concatenate([requests[place].members for place in places])
             group_rows = rows
             if len(places) < len(rows):
                 group_rows = rows[moved(torch.tensor(places), rows.device)]
             reduction = requests[places[0]].reduction
-            columns = reduction.compute(group_rows, row_of, torch.from_numpy(members))
+            columns = compute_columns(reduction, group_rows, row_of, members)
+            assert columns is not None  # noqa: S101 - these are rows
             if not reduction.stays_on_device:
                 columns = tuple(column.cpu() for column in columns)
             parts = zip(*(torch.split(column, counts) for column in columns), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from genlm.core.base.errors import describe_error
+from genlm.core.base.errors import EvaluationError, describe_error
 from genlm.core.queries.query import Completion
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def _is_device_failure(error: Exception) -> bool:
     import torch
 
     accelerator_errors = getattr(torch, "AcceleratorError", ())  # torch 2.8
+    if isinstance(error, EvaluationError) and error.__cause__ is not None:  # of a reduction
+        return isinstance(error.__cause__, Exception) and _is_device_failure(error.__cause__)
     message = str(error)
     is_failure = isinstance(error, accelerator_errors) or (
         isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import EvaluationError
+from genlm.core.base.errors import EvaluationError, compute_error
 from genlm.core.queries.generations import is_ascending
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
@@ -104,12 +104,16 @@ class SharedReduction(GroupReduction):
         if not len(rows):
             return (torch.empty(0),)
         kind, requests = type(self.reduction), [self.reduction] * len(rows)
-        results = list(kind.compute(rows, requests))
+        try:
+            results = list(kind.compute(rows, requests))
+        except Exception as error:  # noqa: BLE001 - raised with the name of the reduction
+            problem = compute_error(kind, error)
+            raise problem from problem.__cause__
         if len(results) != len(requests):
             raise result_count_error(requests, results)
         for result in results:
             if isinstance(result, Exception):
-                raise result
+                raise compute_error(kind, result)
         if isinstance(results[0], tuple):
             columns = zip(*results, strict=True)
             return tuple(_column(values, kind)[row_of] for values in columns)
@@ -128,11 +132,13 @@ def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
 
 
 def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(list(values)).cpu()
     try:
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack(list(values)).cpu()
+        if isinstance(values[0], np.ndarray):
+            return torch.from_numpy(np.stack(values))
         return torch.tensor(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise EvaluationError(
             f"{kind.__name__}.compute returned {type(values[0]).__name__} for a row, which "
             f"cannot be part of a column; return numbers or tensors of one shape, or derive "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError
+from genlm.core.base.errors import EvaluationError, compute_error
 from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.rows.logits import (
@@ -26,7 +26,53 @@ from genlm.core.rows.logits import (
 )
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["Columns", "GroupWork"]
+__all__ = ["Columns", "GroupWork", "compute_columns"]
+
+
+def compute_columns(
+    reduction: GroupReduction,
+    values: torch.Tensor,
+    row_of: Integers64,
+    members: Integers64,
+    *,
+    are_logits: bool = False,
+) -> tuple[torch.Tensor, ...] | None:
+    """Reduce rows or logits of some members, and check the columns.
+
+    See `GroupReduction.compute` and `GroupReduction.compute_from_logits`.
+
+    Returns:
+        The columns; None if the reduction needs rows instead of these logits.
+
+    Raises:
+        EvaluationError: The reduction raised, or did not return a tuple of tensors with an
+            entry for each member.
+    """
+    compute = reduction.compute_from_logits if are_logits else reduction.compute
+    columns: Any  # of a user's function, which may return anything
+    try:
+        columns = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))
+    except Exception as error:  # noqa: BLE001 - raised with the name of the reduction
+        problem = compute_error(type(reduction), error)
+        raise problem from problem.__cause__
+    if are_logits and columns is None:
+        return None
+    returned = f"{type(reduction).__name__}.{compute.__name__} returned"
+    if not isinstance(columns, tuple):
+        raise EvaluationError(
+            f"{returned} {type(columns).__name__}; expected a tuple of tensors"
+        )
+    for column in columns:
+        if not isinstance(column, torch.Tensor):
+            raise EvaluationError(
+                f"{returned} a tuple with {type(column).__name__}; expected a tuple of tensors"
+            )
+        if column.shape[:1] != (len(members),):
+            raise EvaluationError(
+                f"{returned} a tensor of shape {tuple(column.shape)} for {len(members)} "
+                f"members; its first dimension must have an entry for each"
+            )
+    return columns
 
 
 class Columns:
@@ -45,40 +91,27 @@ class Columns:
         *,
         are_logits: bool = False,
     ) -> bool:
-        """Reduce rows or logits of some members.
-
-        See `GroupReduction.compute` and `GroupReduction.compute_from_logits`.
+        """Add the columns of `compute_columns`.
 
         Returns:
             False if the reduction needs rows instead of these logits.
         """
-        reduction = self._reduction
-        compute = reduction.compute_from_logits if are_logits else reduction.compute
-        columns: Any = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))
-        if are_logits and columns is None:
+        columns = compute_columns(
+            self._reduction, values, row_of, members, are_logits=are_logits
+        )
+        if columns is None:
             return False
-        if isinstance(columns, tuple):  # the memory of the values is reused
-            memory = values.untyped_storage().data_ptr()
-            columns = tuple(
-                column.clone() if column.untyped_storage().data_ptr() == memory else column
-                for column in columns
-            )
+        memory = values.untyped_storage().data_ptr()  # the memory of the values is reused
+        columns = tuple(
+            column.clone() if column.untyped_storage().data_ptr() == memory else column
+            for column in columns
+        )
         self.add(members, columns)
         return True
 
     def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
         """Add the results of some members."""
-        result: object = columns  # of a user's function, which may return anything
-        if not isinstance(result, tuple):
-            raise TypeError(
-                f"{type(self._reduction).__name__}.compute returned {type(result).__name__}; "
-                f"expected a tuple of tensors"
-            )
-        count = len(members)
-        for part in columns:
-            if part.shape[:1] != (count,):
-                raise ValueError(f"{len(part)} results for {count} members")
-        if count == self._count and is_ascending(members):  # all, in order
+        if len(members) == self._count and is_ascending(members):  # all, in order
             self._columns = columns
             return
         if not self._columns:

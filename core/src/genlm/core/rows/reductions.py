@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError, describe_error
+from genlm.core.base.errors import EvaluationError, compute_error
 from genlm.core.queries.query import Reduced, Reduction
 from genlm.core.rows.draws import batch_draw, batch_log_mass
 from genlm.core.rows.logits import copied_rows, invalid_rows, moved, row_parts, rows_from_logits
@@ -331,9 +331,7 @@ def _compute(
             return [_own_copy(value, rows) for value in values]
         problem: Exception = result_count_error(requests, values)
     except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
-        kind = type(requests[0]).__name__
-        problem = EvaluationError(f"{kind}.compute raised {describe_error(error)}")
-        problem.__cause__ = error
+        problem = compute_error(type(requests[0]), error)
     if len(requests) == 1:
         return [problem]
     return [

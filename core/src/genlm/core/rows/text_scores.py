@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError, describe_error
+from genlm.core.base.errors import EvaluationError, GenlmError, compute_error
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.queries.sequence import TokenSequence
@@ -34,7 +34,7 @@ __all__ = ["PieceScores", "ReducedText", "ScoredText", "TextResult"]
 # Number of logits that are normalised at once on a CPU: 1 MiB in float32, for its caches.
 _VALUES_AT_ONCE = 2**18
 
-TextResult = TokenScores | Reduced | EvaluationError
+TextResult = TokenScores | Reduced | GenlmError
 """Result of a text: scores, columns or an error."""
 
 
@@ -218,10 +218,10 @@ class ReducedText:
 
     def __init__(self, reduction: GroupReduction, count: int) -> None:
         self._columns = Columns(reduction, count)
-        self._kind = type(reduction).__name__
+        self._kind = type(reduction)
         self._count = count
         self._invalid: list[torch.Tensor] = []
-        self._error: EvaluationError | None = None
+        self._error: GenlmError | None = None
 
     def add(self, places: Integers64, rows: torch.Tensor) -> None:
         """Reduce the rows of some positions; after an error, do nothing.
@@ -237,17 +237,14 @@ class ReducedText:
         try:
             self._columns.reduce(rows, np.arange(len(rows)), places)
         except Exception as error:  # noqa: BLE001 - it fails this text alone
-            self._error = EvaluationError(
-                f"{self._kind}.compute raised {describe_error(error)}"
-            )
-            self._error.__cause__ = error
+            self._error = compute_error(self._kind, error)
 
     @property
     def has_failed(self) -> bool:
         """Whether the reduction raised."""
         return self._error is not None
 
-    def result(self) -> Reduced | EvaluationError:
+    def result(self) -> Reduced | GenlmError:
         """Return the columns, or the error of the text."""
         invalid = sum(int(count) for count in self._invalid)
         if invalid:

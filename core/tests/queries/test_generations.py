@@ -121,10 +121,42 @@ def test_a_lineage_is_extended_by_no_members():
 
 def test_a_sequence_is_made_once_and_shares_that_of_its_ancestor():
     lineage, [place] = extended(lineage_of(), [2], [1])
+    sequence = lineage.sequence(place)
     later, [end] = extended(lineage, [place], [NO_TOKEN])
-    sequence = later.sequence(end)
     assert later.sequence(end) is sequence
     assert lineage.sequence(place) is sequence
+
+
+@given(STEPS, st.lists(st.integers(0, 6), max_size=12))
+def test_sequences_of_earlier_lineages_are_available_in_any_order(steps, order):
+    lineages = [(lineage_of(), list(PROMPTS))]
+    for step in steps:
+        lineage, members = lineages[-1]
+        parents = [index % len(members) for index, _ in step]
+        tokens = [token for _, token in step]
+        later, places = extended(lineage, parents, tokens)
+        ids_of = {
+            place: members[parent] + ((token,) if token >= 0 else ())
+            for place, parent, token in zip(places, parents, tokens, strict=True)
+        }
+        lineages.append((later, [ids_of[place] for place in range(len(later))]))
+    for index in order:
+        lineage, members = lineages[index % len(lineages)]
+        assert sequences(lineage) == members
+
+
+def test_only_the_last_of_many_lineages_store_sequences():
+    """Otherwise a population of many steps has half a kilobyte for each token."""
+
+    def count() -> int:
+        return sum(type(item) is TokenSequence for item in gc.get_objects())
+
+    lineage, before = lineage_of(), count()
+    places = [0, 1, 2, 2]
+    for step in range(50):
+        lineage, places = extended(lineage, places, [step, 1, 2, 3])
+        assert len(set(sequences(lineage))) == 4
+    assert count() - before <= len(PROMPTS) + 3 * 4
 
 
 class State:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from genlm.core.base.errors import UnsupportedCapabilityError
+from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
 from genlm.core.engine.engine import BatchEngine, Capability
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
 from genlm.core.rows.text_scores import ScoredText
@@ -108,15 +108,15 @@ class PrefixEngine(BatchEngine):
             UnknownAdapterError: The adapter is not loaded.
             TokenIdError: The tokenizer has an id for which the model has no embedding.
         """
-        lineage, wanted = group.generation.lineage, group.wanted
-        sample = wanted[:1]
+        if group.adapter is not None and group.adapter not in self._adapters.names:
+            raise UnknownAdapterError(group.adapter, self._adapters.names)
         if self.vocabulary.size > self._embedding_rows:
+            lineage, wanted = group.generation.lineage, group.wanted
             firsts, token_ids = lineage.suffixes(wanted)
             invalid = (token_ids >= self._embedding_rows).any(axis=1)
             firsts[invalid] = -1 - np.arange(invalid.sum())  # checks all of these
-            sample = wanted[np.unique(firsts, return_index=True)[1]]
-        for place in sample.tolist():
-            self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
+            for place in wanted[np.unique(firsts, return_index=True)[1]].tolist():
+                self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
         super().submit_group(group)
 
     def group_limit(self, group: GroupQuery) -> int:

@@ -7,7 +7,6 @@ lengths of the sequences are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,9 +62,10 @@ class Lineage:
         token_ids: New token of each sequence, or `NO_TOKEN`, shape `(n,)`; empty in a first
             lineage.
         lengths: Number of token ids of each sequence, shape `(n,)`.
+        stored: Sequences that were built, None for the others; None if none was built.
     """
 
-    __slots__ = ("_sequences", "ancestors", "lengths", "parent", "token_ids")
+    __slots__ = ("ancestors", "lengths", "parent", "stored", "token_ids")
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Lineage:
         self.ancestors = ancestors
         self.token_ids = token_ids
         self.lengths = lengths
-        self._sequences: list[TokenSequence | None] | None = None
+        self.stored: list[TokenSequence | None] | None = None
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[TokenSequence]) -> Lineage:
         """Return a first lineage of distinct sequences."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         lineage = cls(None, _EMPTY, _EMPTY, lengths)
-        lineage._sequences = list(sequences)
+        lineage.stored = list(sequences)
         return lineage
 
     def extended(self, places: Integers64, token_ids: Integers64) -> tuple[Lineage, Integers64]:
@@ -116,23 +116,25 @@ class Lineage:
     def sequence(self, place: int) -> TokenSequence:
         """Return one sequence.
 
-        It is built from its nearest ancestor that was built before, and stored.
+        It extends the sequence of its nearest ancestor that has one, and is stored. Of the
+        ancestors, only the first lineage and the nearest one with stored sequences keep them.
         """
-        path: list[tuple[list[TokenSequence | None], int, int]] = []
-        lineage = self
-        while True:
-            built = lineage._built_sequences()
-            sequence = built[place]
-            if sequence is not None:
-                break
-            path.append((built, place, int(lineage.token_ids[place])))
-            place = int(lineage.ancestors[place])
-            assert lineage.parent is not None  # noqa: S101 - a first lineage has all sequences
-            lineage = lineage.parent
-        for built, place, token_id in reversed(path):
-            if token_id >= 0:
-                sequence = TokenSequence(token_id.to_bytes(4, sys.byteorder), sequence)
-            built[place] = sequence
+        stored = self._storage()
+        sequence = stored[place]
+        if sequence is None:
+            lineage, ancestor = self, place
+            token_ids: list[int] = []
+            while sequence is None:
+                token_ids.append(int(lineage.token_ids[ancestor]))
+                ancestor = int(lineage.ancestors[ancestor])
+                assert lineage.parent is not None  # noqa: S101 - a first lineage has all sequences
+                lineage = lineage.parent
+                earlier = lineage.stored
+                sequence = None if earlier is None else earlier[ancestor]
+            added = [token_id for token_id in reversed(token_ids) if token_id >= 0]
+            if added:
+                sequence = TokenSequence.of(added, sequence)
+            stored[place] = sequence
         return sequence
 
     def suffixes(self, places: Integers64, earlier: Lineage | None = None) -> Suffixes:
@@ -183,10 +185,20 @@ class Lineage:
             lineage = lineage.parent
         return lineage
 
-    def _built_sequences(self) -> list[TokenSequence | None]:
-        if self._sequences is None:
-            self._sequences = [None] * len(self)
-        return self._sequences
+    def _storage(self) -> list[TokenSequence | None]:
+        """Return the stored sequences; if there are none yet, drop those of older ancestors."""
+        stored = self.stored  # another thread may drop them
+        if stored is None:
+            stored = self.stored = [None] * len(self)
+            lineage, is_nearest = self.parent, True
+            while lineage is not None and lineage.parent is not None:
+                if lineage.stored is not None:
+                    if not is_nearest:
+                        lineage.stored = None
+                        break
+                    is_nearest = False
+                lineage = lineage.parent
+        return stored
 
 
 class Contexts(NamedTuple):

@@ -44,12 +44,12 @@ def tokens_in_ascending_order(compute):
 
 @core_mutant(
     genlm.core.model.reduction_methods,
-    "stream_uniforms",
+    "stream_uniform",
     killed_by="draws-are-those-of-the-seed",
 )
-def position_forgotten(stream_uniforms):
+def position_forgotten(stream_uniform):
     """Draws from the first number of the seed's stream at every step of a sequence."""
-    return lambda seeds, positions: stream_uniforms(seeds, [0] * len(positions))
+    return lambda seed, _position: stream_uniform(seed, 0)
 
 
 @core_mutant(genlm.core.rows.draws, "truncate", killed_by="draws-are-those-of-the-seed")

@@ -94,18 +94,18 @@ def cancelled_caller_kept(_leave):
 
 @core_fault(
     Delivery,
-    "add",
+    "_append",
     found_by="scheduler/test_threads_and_loops.py::test_threads_with_and_without_event_loops_ask_at_once",
     hangs=True,
 )
-def one_loop_woken(add):
+def one_loop_woken(append):
     """Finishes all callers on the event loop of the first, so that other loops sleep on."""
 
-    def broken(self, request, error=None):
+    def broken(self, request, error):
         if self._by_loop:
             next(iter(self._by_loop.values())).append((request, error))
         else:
-            add(self, request, error)
+            append(self, request, error)
 
     return broken
 

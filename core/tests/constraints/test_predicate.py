@@ -66,9 +66,10 @@ def searched(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),
         test_tokens=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
-        with_tokens=lambda ids, first_draws: None,
+        with_tokens=lambda ids, first_draws: SimpleNamespace(compute_flags=lambda: None),
     )
-    search = predicate._Search(constraint, np.ones(size, bool))
+    population = SimpleNamespace(finished=torch.zeros(size, dtype=torch.bool))
+    search = predicate._Search(constraint, population)
     result = None
     for k in (first, count + 1):
         if result is None:
@@ -230,13 +231,13 @@ def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm
 
 def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, monkeypatch):
     counts: list[int] = []
-    draws = genlm.Population.draw_without_replacement
+    draws = genlm.Population._draw_then
 
-    async def recorded(self: Any, k: int, *args: Any, **options: Any) -> Any:
-        counts.append(k)
-        return await draws(self, k, *args, **options)
+    async def recorded(self: Any, *args: Any, count: int, **options: Any) -> Any:
+        counts.append(count)
+        return await draws(self, *args, count=count, **options)
 
-    monkeypatch.setattr(genlm.Population, "draw_without_replacement", recorded)
+    monkeypatch.setattr(genlm.Population, "_draw_then", recorded)
     language = Python(lambda text: True, extra_draws=2)
     list(steer_sync(llm, PROMPT, 20, max_tokens=3, constraint=language, seed=0))
     assert counts == [8, 3, 3]

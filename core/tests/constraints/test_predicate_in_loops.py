@@ -101,7 +101,8 @@ def test_a_cancelled_draw_ends_after_the_present_call_and_keeps_nothing(llm):
 
     async def program() -> None:
         function = Held()
-        constraint = Python(function).start(llm, SIZE)
+        language = Python(function)
+        constraint = language.start(llm, SIZE)
         population = llm.population(PROMPT, SIZE)
         with recorded():
             drawing = asyncio.create_task(constraint.draw(population, seed=4))
@@ -110,7 +111,7 @@ def test_a_cancelled_draw_ends_after_the_present_call_and_keeps_nothing(llm):
         with pytest.raises(asyncio.CancelledError):
             await drawing
         function.free.set()
-        await asyncio.get_running_loop().shutdown_default_executor()  # waits for its threads
+        await asyncio.wrap_future(language._thread.submit(int))  # waits for the search
         assert len(function.texts) <= 3, "the first draws of the first member"
         assert len(function.texts) < len(all_texts)
         del drawing

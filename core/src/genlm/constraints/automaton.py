@@ -18,7 +18,7 @@ from genlm.constraints.byte_automata import (
     product,
     utf8_table,
 )
-from genlm.constraints.protocol import Constraint, Integers64, IntegersLike, Language
+from genlm.constraints.protocol import Constraint, Integers64, Language
 from genlm.constraints.regex import regex_table
 from genlm.constraints.states import (
     DEAD,
@@ -29,7 +29,6 @@ from genlm.constraints.states import (
     check_text,
     first_states,
     member_index,
-    token_column,
 )
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 from genlm.core.rows.row_masks import RowMasks
@@ -244,7 +243,7 @@ class _AutomatonConstraint(StateConstraint):
     """Members whose states are rows of a shared table."""
 
     def __init__(self, table: _TokenTable, states: States) -> None:
-        super().__init__(states)
+        super().__init__(states, table.successors.shape[1] - 1)
         self.table = table
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
@@ -255,11 +254,10 @@ class _AutomatonConstraint(StateConstraint):
         table, states = self.table, self.states
         return DeferredMasks(lambda: (table.row_masks, states.astype(np.int64))), None
 
-    def advance(self, token_ids: IntegersLike) -> _AutomatonConstraint:
+    def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _AutomatonConstraint:
         """Look up the next states in the table."""
-        successors = self.table.successors
-        ids = token_column(token_ids, len(self.states), successors.shape[1] - 1)
-        return _AutomatonConstraint(self.table, successors[self.states, ids])
+        del are_drawn
+        return _AutomatonConstraint(self.table, self.table.successors[self.states, token_ids])
 
     def __getitem__(self, ancestors: Any) -> _AutomatonConstraint:
         return _AutomatonConstraint(self.table, self.states[member_index(ancestors)])

@@ -14,7 +14,6 @@ from genlm.constraints.protocol import (
     Constraint,
     Flags,
     Integers64,
-    IntegersLike,
     Language,
 )
 from genlm.constraints.states import (
@@ -27,14 +26,12 @@ from genlm.constraints.states import (
     check_text,
     first_states,
     member_index,
-    token_column,
 )
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
-    from genlm.core.model.population import DrawnTokens, Population
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["Grammar"]
@@ -244,12 +241,11 @@ class _GrammarConstraint(StateConstraint):
         states: States,
         member_of: Integers64 | None = None,
     ) -> None:
-        super().__init__(states)
+        super().__init__(states, len(compiled.tokens.texts))
         self.compiled = compiled
         self.thread = thread
         self.step = step
         self._member_of = member_of
-        self._drawn_ids: Integers64 | None = None
 
     @property
     def state_of(self) -> Integers64:
@@ -264,26 +260,16 @@ class _GrammarConstraint(StateConstraint):
     def _draw_masks(self) -> tuple[DeferredMasks, None]:
         return DeferredMasks(self.masks), None
 
-    async def draw(
-        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
-    ) -> DrawnTokens:
-        """Draw tokens, and store them: `advance` need not check that they are allowed."""
-        drawn = await super().draw(population, temperature=temperature, seed=seed)
-        self._drawn_ids = drawn.token_ids.numpy().copy()
-        return drawn
-
-    def advance(self, token_ids: IntegersLike) -> _GrammarConstraint:
+    def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _GrammarConstraint:
         """Determine which members are finished or dead; the thread computes the masks."""
-        tokens, states = self.compiled.tokens, self.states
-        ids = token_column(token_ids, len(states), len(tokens.texts))
-        is_stop = tokens.is_stop[ids]
+        states, is_stop = self.states, self.compiled.tokens.is_stop[token_ids]
         if np.logical_or.reduce(is_stop):
             states = np.where(is_stop & (states == LIVE), FINISHED, states)
-        if self._drawn_ids is None or np.logical_or.reduce(ids != self._drawn_ids):
-            is_allowed = _bits(self.step.result().masks, self.state_of, ids)
-            states = np.where((ids >= 0) & ~is_allowed & (self.states == LIVE), DEAD, states)
-        # A copy: the caller may change its array before the thread reads it.
-        step = self.thread.submit(_advance_matchers, self, ids.copy(), states)
+        if not are_drawn:
+            is_allowed = _bits(self.step.result().masks, self.state_of, token_ids)
+            is_wrong = (token_ids >= 0) & ~is_allowed & (self.states == LIVE)
+            states = np.where(is_wrong, DEAD, states)
+        step = self.thread.submit(_advance_matchers, self, token_ids, states)
         return _GrammarConstraint(self.compiled, self.thread, step, states).finish_complete()
 
     def finish_complete(self) -> _GrammarConstraint:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import secrets
 import threading
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,6 @@ from genlm.constraints.protocol import (
     Constraint,
     Flags,
     Integers64,
-    IntegersLike,
     Language,
 )
 from genlm.constraints.rejection import log_mass_ratios
@@ -29,10 +30,9 @@ from genlm.constraints.states import (
     States,
     first_states,
     member_index,
-    token_column,
 )
 from genlm.constraints.text_tokens import TextTokens, text_tokens
-from genlm.core.base.blocking import off_loop
+from genlm.core.base.blocking import is_blocking, raise_stop_iteration
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.population import DrawnTokens
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Python"]
 
+T = TypeVar("T")
 Texts: TypeAlias = npt.NDArray[np.object_]
 
 _FIRST_DRAWS = 8
@@ -113,7 +114,16 @@ class Python(Language):
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
         """Number of tokens drawn after the accepted one."""
         self._lock = threading.Lock()
+        self._after_fork()
         renew_in_forks(self)
+
+    def _after_fork(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "genlm-python")
+
+    def off_thread(self, function: Callable[[T], object]) -> Callable[[T], Future[Any]]:
+        """Return a function that submits calls of `function` to the language's thread."""
+        run = contextvars.copy_context().run
+        return functools.partial(self._thread.submit, run, raise_stop_iteration, function)  # type: ignore[arg-type]
 
     def _call(self, function: Callable[[bytes], object], text: bytes) -> bool:
         """Call one of the functions; never two of this language at the same time."""
@@ -172,7 +182,7 @@ class _PythonConstraint(StateConstraint):
         *,
         first_draws: int = _FIRST_DRAWS,
     ) -> None:
-        super().__init__(states)
+        super().__init__(states, len(tokens.texts))
         self.language = language
         self._call = language._call  # noqa: SLF001 - of the same module
         self.tokens = tokens
@@ -181,19 +191,15 @@ class _PythonConstraint(StateConstraint):
         self.first_draws = first_draws
         self.verdicts: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
         """Results of `prefix` and of `complete` by text, so that each text is tested once."""
-        self.next_constraint: tuple[Integers64, _PythonConstraint] | None = None
-        """The tokens of the last draw, and the constraint after them."""
 
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return the masks from which tokens are drawn before the function is called."""
         return self.within.masks()
 
-    def advance(self, token_ids: IntegersLike) -> _PythonConstraint:
+    def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _PythonConstraint:
         """Append tokens to the texts. Tokens that were tested are not tested again."""
-        ids = token_column(token_ids, len(self), len(self.tokens.texts))
-        if self.next_constraint is not None and np.array_equal(ids, self.next_constraint[0]):
-            return self.next_constraint[1]
-        return self.with_tokens(ids, self.first_draws)
+        del are_drawn
+        return self.with_tokens(token_ids, self.first_draws)
 
     def with_tokens(self, ids: Integers64, first_draws: int) -> _PythonConstraint:
         """Append tokens to the texts; the next step draws `first_draws` tokens at first."""
@@ -273,21 +279,31 @@ class _PythonConstraint(StateConstraint):
         """
         self._check_size(population)
         temperature = _above_0(temperature)
-        is_active = ~population.finished.numpy() & (self.states != FINISHED)
-        search = _Search(self, is_active, temperature)
+        inactive, search = self._inactive, _Search(self, population, temperature)
+        active = population if inactive is None else population.finish(inactive)
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
         seed = secrets.randbits(63) if seed is None else seed
+        take: Callable[[DrawnTokens], Any] = search.take
+        if not is_blocking():
+            take = self.language.off_thread(take)
         count, result = self.first_draws, None
         try:
             while result is None:
                 # More draws by one seed begin with the same tokens.
-                drawn = await population.finish(search.is_over).draw_without_replacement(
-                    count, masks, mask_index=index, temperature=temperature, seed=seed
+                result = await active._draw_then(  # noqa: SLF001 - internal to genlm
+                    take,
+                    masks,
+                    mask_index=index,
+                    temperature=temperature,
+                    seed=seed,
+                    count=count,
                 )
-                result = await off_loop(search.take, drawn)
-                count = min(4 * count, len(self.tokens.texts) + 1)
+                if result is None:
+                    active = population.finish(search.is_over)
+                    count = min(4 * count, len(self.tokens.texts) + 1)
         finally:
             search.is_cancelled = True
+        drawn: DrawnTokens
         drawn, self.next_constraint = result
         return drawn
 
@@ -312,27 +328,34 @@ class _Search:
     """The draws of one step for all members, until each has an accepted token.
 
     Attributes:
-        is_over: Whether a member needs no further draw.
+        is_over: Whether a member needs no further draw; set by the first `take`.
         is_cancelled: Whether the draw was cancelled.
     """
 
+    is_over: Flags
+
     def __init__(
-        self, constraint: _PythonConstraint, is_active: Flags, temperature: float = 1.0
+        self, constraint: _PythonConstraint, population: Population, temperature: float = 1.0
     ) -> None:
-        self.is_over = ~is_active | (constraint.states == DEAD)
         self.is_cancelled = False
         self._constraint = constraint
+        self._population = population
         self._temperature = temperature
+        self._tested = 0  # draws of each member that is not over
+        self._needed = 0  # draws of the member that needed most of them
+
+    def _start(self) -> None:
+        states = self._constraint.states
+        is_active = ~self._population.finished.numpy() & (states != FINISHED)
+        self.is_over = ~is_active | (states == DEAD)
         # The columns of the result; a member without a token keeps these values.
         self._token_ids = np.full(len(is_active), -1)
         self._logprobs = np.where(is_active, -np.inf, 0.0)
         self._log_mass, self._draw_logprobs = self._logprobs.copy(), self._logprobs.copy()
-        self._tested = 0  # draws of each member that is not over
-        self._needed = 0  # draws of the member that needed most of them
 
     def take(
         self, drawn: DrawnTokens
-    ) -> tuple[DrawnTokens, tuple[Integers64, _PythonConstraint]] | None:
+    ) -> tuple[DrawnTokens, tuple[bytes, _PythonConstraint]] | None:
         """Test the draws of members that are not over, in order.
 
         Args:
@@ -342,6 +365,8 @@ class _Search:
             The accepted tokens with their weights, and the pair of their ids and the
             constraint after them; None if a member needs more draws.
         """
+        if not self._tested:
+            self._start()
         constraint, minimum = self._constraint, 1 + self._constraint.language.extra_draws
         members = np.flatnonzero(~self.is_over)
         tests = self._tests(members, drawn.token_ids.numpy()[members])
@@ -358,7 +383,9 @@ class _Search:
             *(torch.from_numpy(column).float() for column in columns),
         )
         ids = self._token_ids.copy()
-        return accepted, (ids, constraint.with_tokens(ids, first_draws))
+        after = constraint.with_tokens(ids, first_draws)
+        after.compute_flags()
+        return accepted, (ids.tobytes(), after)
 
     def _tests(self, members: Integers64, token_ids: Integers64) -> _Tests:
         """Test draws of members in order, until each has an accepted draw and an estimate."""

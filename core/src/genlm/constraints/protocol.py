@@ -118,15 +118,22 @@ class Constraint(ABC):
             GenlmError: As `Population.draw`.
         """
         self._check_size(population)
-        inactive = self._inactive()
+        inactive = self._inactive
         active = population if inactive is None else population.finish(inactive)
+
+        def finish(drawn: DrawnTokens) -> DrawnTokens:
+            if inactive is not None:
+                dead = np.isneginf(self.log_potential) & ~population.finished.numpy()
+                for column in drawn[1:]:
+                    column[dead] = -np.inf
+            self._prepare_advance(drawn)
+            return drawn
+
         masks, index = self._draw_masks()
-        drawn = await active.draw(masks, mask_index=index, temperature=temperature, seed=seed)
-        if inactive is not None:
-            dead = np.isneginf(self.log_potential) & ~population.finished.numpy()
-            for column in drawn[1:]:
-                column[dead] = -np.inf
-        return drawn
+        result: DrawnTokens = await active._draw_then(  # noqa: SLF001 - internal to genlm
+            finish, masks, mask_index=index, temperature=temperature, seed=seed
+        )
+        return result
 
     def draw_sync(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
@@ -146,14 +153,18 @@ class Constraint(ABC):
                 f"index both with the same ancestors"
             )
 
+    @property
     def _inactive(self) -> Flags | None:
-        """Return which members are finished or dead; None if no member is."""
+        """Which members are finished or dead; None if no member is."""
         inactive = self.finished | np.isneginf(self.log_potential)
         return inactive if inactive.any() else None
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return masks for a draw, which may be computed later or shared by several steps."""
         return self.masks()
+
+    def _prepare_advance(self, drawn: DrawnTokens) -> None:  # noqa: B027 - optional
+        """Prepare `advance` for drawn tokens; not called on an event loop."""
 
     def __repr__(self) -> str:
         dead = np.isneginf(self.log_potential)

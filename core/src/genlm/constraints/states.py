@@ -7,8 +7,10 @@ continuation. Dead and finished members do not change, and no token is drawn for
 
 from __future__ import annotations
 
+import functools
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from genlm.core.base.validation import checked_integer
 from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
+    from genlm.core.model.population import DrawnTokens
     from genlm.core.rows.row_masks import MasksLike
 
 __all__ = [
@@ -29,9 +32,9 @@ __all__ = [
     "StateConstraint",
     "States",
     "check_text",
+    "checked_tokens",
     "first_states",
     "member_index",
-    "token_column",
 ]
 
 States: TypeAlias = npt.NDArray[Any]
@@ -43,16 +46,27 @@ DEAD, FINISHED, LIVE = 0, 1, 2
 class StateConstraint(Constraint):
     """A constraint whose members have numbered states; the first two are dead and finished.
 
+    The constraint after drawn tokens is computed before the draw returns, so that `advance`
+    only compares the tokens on the caller's thread.
+
     Args:
         states: State of each member, shape `(n,)`.
+        vocab_size: Number of token ids.
     """
 
-    def __init__(self, states: States) -> None:
+    def __init__(self, states: States, vocab_size: int) -> None:
         self.states = states
+        self._vocab_size = vocab_size
+        self.next_constraint: tuple[bytes, Any] | None = None
+        """The tokens of the last draw, and the constraint after them until it is returned."""
 
     @property
     def finished(self) -> Flags:  # type: ignore[override]
         """Whether the text of each member has ended."""
+        return self._finished.copy()
+
+    @functools.cached_property
+    def _finished(self) -> Flags:
         finished: Flags = self.states == FINISHED
         return finished
 
@@ -64,6 +78,36 @@ class StateConstraint(Constraint):
     def __len__(self) -> int:
         return len(self.states)
 
+    def advance(self, token_ids: IntegersLike) -> Self:
+        """Return the constraint after tokens, which is already computed for drawn tokens."""
+        ids = checked_array(token_ids)
+        prepared, self.next_constraint = self.next_constraint, None
+        if prepared is not None and ids.shape == self.states.shape:
+            packed, after = prepared
+            if ids.tobytes() == packed:
+                return after  # type: ignore[no-any-return]
+        return self._after(checked_tokens(ids, len(self), self._vocab_size).copy())
+
+    @abstractmethod
+    def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> Self:
+        """Return the constraint after tokens.
+
+        Args:
+            token_ids: Token ids, shape `(n,)`, -1 for no token; not changed by others.
+            are_drawn: Whether the tokens were drawn from the masks of the constraint.
+        """
+
+    def _prepare_advance(self, drawn: DrawnTokens) -> None:
+        ids = drawn.token_ids.numpy().copy()
+        after = self._after(ids, are_drawn=True)
+        after.compute_flags()
+        self.next_constraint = ids.tobytes(), after
+
+    def compute_flags(self) -> None:
+        """Compute and store the flags that the next step reads."""
+        _ = self._finished, self._inactive
+
+    @functools.cached_property
     def _inactive(self) -> Flags | None:
         inactive: Flags = self.states < LIVE
         return inactive if np.logical_or.reduce(inactive) else None
@@ -99,14 +143,12 @@ def check_text(text: object) -> None:
         raise TypeError(f"text={text!r}; texts of languages are bytes, such as b' 20'")
 
 
-def token_column(token_ids: IntegersLike, count: int, vocab_size: int) -> Integers64:
-    """Return the tokens of `count` members as an array.
+def checked_tokens(ids: Integers64, count: int, vocab_size: int) -> Integers64:
+    """Return the tokens of `count` members.
 
     Raises:
-        TypeError: The ids are not integers.
         ValueError: The shape is not `(count,)`, or an id is outside the vocabulary.
     """
-    ids = checked_array(token_ids)
     if ids.shape != (count,):
         raise ValueError(f"token ids of shape {ids.shape} for {count} members")
     if count and not -1 <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < vocab_size:

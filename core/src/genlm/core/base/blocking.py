@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["blocking", "is_blocking", "off_loop", "run_blocking"]
+__all__ = ["blocking", "is_blocking", "off_loop", "raise_stop_iteration", "run_blocking"]
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -82,11 +82,15 @@ async def off_loop(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwarg
     """Call a slow function on another thread; in a blocking twin, on the calling thread."""
     if is_blocking():
         return function(*args, **kwargs)
+    return await asyncio.to_thread(raise_stop_iteration, function, *args, **kwargs)
 
-    def call() -> T:
-        try:
-            return function(*args, **kwargs)
-        except StopIteration as error:  # futures reject it: the caller would wait forever
-            raise RuntimeError(f"{function!r} raised StopIteration") from error
 
-    return await asyncio.to_thread(call)
+def raise_stop_iteration(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function whose result a future receives; raise `RuntimeError` for `StopIteration`.
+
+    Futures reject `StopIteration`, and the caller would wait forever.
+    """
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError(f"{function!r} raised StopIteration") from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -111,6 +114,7 @@ class Population(Members):
                 distributions.
             GenlmError: As `AsyncLM.next_token_logprobs`.
         """
+        rows: torch.Tensor
         [rows] = await self._reduce(Rows())
         return rows
 
@@ -133,6 +137,7 @@ class Population(Members):
         if not ids.size:
             return torch.empty(ids.shape)
         columns = torch.from_numpy(ids.reshape(len(ids), -1))
+        logprobs: torch.Tensor
         [logprobs] = await self._reduce(TokenColumns(columns))
         return logprobs.view(ids.shape)
 
@@ -248,7 +253,8 @@ class Population(Members):
             masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
         )
         numbers = uniforms(checked_seed(seed), settings.active, self._step)
-        return await self._draw(settings, numbers)
+        drawn: DrawnTokens = await self._draw(settings, numbers)
+        return drawn
 
     draw_sync = blocking(draw)
 
@@ -289,7 +295,8 @@ class Population(Members):
                 "most likely tokens"
             )
         numbers = uniforms(checked_seed(seed), settings.active, self._step, count)
-        return await self._draw(settings, numbers)
+        drawn: DrawnTokens = await self._draw(settings, numbers)
+        return drawn
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
 
@@ -410,15 +417,56 @@ class Population(Members):
 
     # -- internals --------------------------------------------------------------------
 
-    async def _draw(self, settings: _Settings, numbers: npt.NDArray[np.float64]) -> DrawnTokens:
-        """Draw for the active members, and return the draws of all members."""
+    async def _draw_then(
+        self,
+        then: Callable[[DrawnTokens], Any],
+        masks: MasksLike,
+        *,
+        mask_index: ArrayLike | None,
+        temperature: ArrayLike,
+        seed: int | None,
+        count: int | None = None,
+    ) -> Any:
+        """Return the result of a function of the draws, which is not called on an event loop.
+
+        The engine's thread calls the function, or the calling thread in a blocking twin. If its
+        result is a `concurrent.futures.Future`, the result of this future is returned.
+
+        Args:
+            then: The function.
+            masks: As `draw`.
+            mask_index: As `draw`.
+            temperature: As `draw`.
+            seed: As `draw`.
+            count: As `k` of `draw_without_replacement`; None for `draw`.
+        """
+        settings = self._settings(masks, mask_index, temperature=temperature)
+        numbers = uniforms(checked_seed(seed), settings.active, self._step, count)
+        return await self._draw(settings, numbers, then)
+
+    async def _draw(
+        self,
+        settings: _Settings,
+        numbers: npt.NDArray[np.float64],
+        then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
+    ) -> Any:
+        """Draw for the active members; return the result of `then` for all members."""
+        return await self._reduce(
+            DrawColumns(settings.weights, numbers),
+            settings.active,
+            lambda columns: then(self._drawn(settings, numbers.shape[1:], columns)),
+        )
+
+    def _drawn(
+        self, settings: _Settings, draws: tuple[int, ...], columns: tuple[torch.Tensor, ...]
+    ) -> DrawnTokens:
+        """Return the draws of all members from the columns of the active members."""
         active = settings.active
-        columns = await self._reduce(DrawColumns(settings.weights, numbers), active)
         self._check_masses(columns[2], active)
         if len(active) == len(self):
             return DrawnTokens(*columns)
         log_mass = torch.from_numpy(settings.log_mass)
-        shape = (len(self), *numbers.shape[1:])
+        shape = (len(self), *draws)
         inactive = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
         drawn = DrawnTokens(
             torch.full(shape, NO_TOKEN), inactive.clone(), log_mass, inactive.clone()
@@ -441,30 +489,40 @@ class Population(Members):
             raise PopulationError(members[is_invalid].tolist(), len(self), error)
 
     async def _reduce(
-        self, reduction: GroupReduction, members: Integers64 | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a reduction of some members, ascending, or of all members."""
-        if not len(self._places if members is None else members):
-            return self._lm._requests.reduce_no_rows(reduction)  # noqa: SLF001
-        result: GroupResult = await self._query(reduction, members)
-        return result.columns
+        self,
+        reduction: GroupReduction,
+        members: Integers64 | None = None,
+        then: Callable[[tuple[torch.Tensor, ...]], Any] = lambda columns: columns,
+    ) -> Any:
+        """Return a function of the columns of some members, ascending, or of all members."""
+        if len(self._places if members is None else members):
+            return await self._query(reduction, members, then=then)
+        result = then(self._lm._requests.reduce_no_rows(reduction))  # noqa: SLF001
+        if isinstance(result, concurrent.futures.Future):
+            return await asyncio.wrap_future(result)
+        return result
 
     async def _query(
         self,
         reduction: GroupReduction,
         members: Integers64 | None,
         sampling: GroupSampling | None = None,
+        then: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
     ) -> Any:
-        """Return the result of a group query for some members, or for all members."""
+        """Return the `SampledGroup` of some members or of all, or a function of columns."""
         requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
         requests.adapter_of(self, None)
         query = requests.group_query(
             self._generation, self._places, reduction, self._adapter, members, sampling
         )
-        result = await requests.group(query)
-        if sampling is None:
+        if then is None:
+            return await requests.group(query)
+
+        def finish(result: GroupResult) -> Any:
             raise_member_errors(result.errors, query.row_of, members, len(self))
-        return result
+            return then(result.columns)
+
+        return await requests.group(query, finish)
 
     def _settings(
         self, masks: MasksLike | None, mask_index: ArrayLike | None, **options: Any

@@ -7,7 +7,7 @@ read from the output cache if possible; operations on rows do not run on the eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,11 +145,23 @@ class Requests:
         request = self.scheduler.submit([(query, None, None) for query in queries])
         return await self.scheduler.results(request)
 
-    async def group(self, query: GroupQuery) -> Any:
-        """Return the `GroupResult` or `SampledGroup` of one query."""
-        [result] = await self.groups([query])
-        if isinstance(result, Exception):
-            raise result
+    async def group(self, query: GroupQuery, then: Callable[[Any], Any] | None = None) -> Any:
+        """Return the `GroupResult` or `SampledGroup` of one query, or the result of `then`.
+
+        Args:
+            query: The query.
+            then: Function of the result; see `Scheduler.submit`.
+        """
+
+        def finish(results: list[Any]) -> Any:
+            [result] = results
+            if isinstance(result, Exception):
+                raise result
+            return result if then is None else then(result)
+
+        self.counters.count(len(query), requests=len(query.wanted))
+        request = self.scheduler.submit([(query, None, None)], finish)
+        [result] = await self.scheduler.results(request)
         return result
 
     def reduce_no_rows(self, reduction: GroupReduction) -> tuple[torch.Tensor, ...]:

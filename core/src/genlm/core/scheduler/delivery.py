@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,15 +57,32 @@ class Delivery:
 
     def add(self, request: Request, error: BaseException | None = None) -> None:
         """Add a request that finishes with its values, or with a copy of an error."""
-        error_copy = None if error is None else _copy_error(error)
+        self._append(request, None if error is None else _copy_error(error))
+
+    def _append(self, request: Request, error: BaseException | None) -> None:
         future = request.future
         if isinstance(future, concurrent.futures.Future):
-            self._by_thread.append((request, error_copy))
+            self._by_thread.append((request, error))
         else:
             loop = future.get_loop()
             if loop not in self._by_loop:
                 self._by_loop[loop] = []
-            self._by_loop[loop].append((request, error_copy))
+            self._by_loop[loop].append((request, error))
+
+    def process(self) -> None:
+        """Call the functions `then` of the requests of coroutines."""
+        finished = [pair for pairs in self._by_loop.values() for pair in pairs]
+        self._by_loop = {}
+        for request, error in finished:
+            if error is not None or request.then is None or request.is_abandoned:
+                self._append(request, error)
+                continue
+            result, raised = _call(request.then, request.values)
+            request.then, request.values = None, [result]
+            if isinstance(result, concurrent.futures.Future):
+                result.add_done_callback(functools.partial(_deliver_later, request))
+            else:
+                self._append(request, raised)
 
     @property
     def reaches_loops(self) -> bool:
@@ -90,6 +108,24 @@ class Delivery:
             assert isinstance(future, concurrent.futures.Future)  # noqa: S101 - see `add`
             if future.set_running_or_notify_cancel():  # cannot be cancelled afterwards
                 _finish(request, error)
+
+
+def _call(function: Callable[[Any], Any], values: Any) -> tuple[Any, Exception | None]:
+    """Return the result of a function, or its error."""
+    try:
+        return function(values), None
+    except Exception as error:  # noqa: BLE001 - raised in the coroutine
+        return None, error
+
+
+def _deliver_later(request: Request, future: concurrent.futures.Future[Any]) -> None:
+    if request.is_abandoned:
+        return
+    error = future.exception()
+    request.values = [None if error is not None else future.result()]
+    delivery = Delivery()
+    delivery._append(request, error)  # noqa: SLF001 - of the same module
+    delivery.send()
 
 
 def _finish_on_loop(

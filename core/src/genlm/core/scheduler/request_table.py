@@ -42,12 +42,18 @@ class Request:
             of failed evaluations. Results are written on the engine's thread.
         unfinished: Number of places without a result; guarded by the worker's lock.
         is_abandoned: Whether the caller has abandoned the request.
+        then: Function of `values`, whose result is delivered as the only value. If the result
+            is a `concurrent.futures.Future`, its result is delivered. The function is called on
+            the engine's thread, or on the calling thread if it waits for the result.
     """
 
-    __slots__ = ("future", "is_abandoned", "unfinished", "values")
+    __slots__ = ("future", "is_abandoned", "then", "unfinished", "values")
 
-    def __init__(self, future: Future, places: int) -> None:
+    def __init__(
+        self, future: Future, places: int, then: Callable[[list[Any]], Any] | None = None
+    ) -> None:
         self.future = future
+        self.then = then
         self.values: list[Any] = [None] * places
         self.unfinished = places
         self.is_abandoned = False

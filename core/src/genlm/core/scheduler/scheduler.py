@@ -145,20 +145,27 @@ class Scheduler(Generic[EngineT]):
             raise value
         return value
 
-    def submit(self, submissions: Sequence[Submission]) -> Request:
+    def submit(
+        self,
+        submissions: Sequence[Submission],
+        then: Callable[[list[Any]], Any] | None = None,
+    ) -> Request:
         """Submit several queries; the caller must await `results`, or call `abandon`.
 
         Args:
             submissions: Triples of the arguments of `answer`.
+            then: Function of the results, whose result `results` returns as the only one. It is
+                not called on an event loop: see `Request`.
         """
         if not submissions:
             self.check_open()
             return Request(concurrent.futures.Future(), 0)
         if is_blocking():
             self.reject_engine_thread()
-            request = Request(concurrent.futures.Future(), len(submissions))
+            request = Request(concurrent.futures.Future(), len(submissions), then)
         else:
-            request = Request(asyncio.get_running_loop().create_future(), len(submissions))
+            future = asyncio.get_running_loop().create_future()
+            request = Request(future, len(submissions), then)
         try:
             self._worker.enqueue(request, submissions)
         except BaseException:
@@ -182,6 +189,8 @@ class Scheduler(Generic[EngineT]):
             if isinstance(future, concurrent.futures.Future):
                 self._worker.flush()
                 values: list[Any] = future.result()
+                if request.then is not None:
+                    values = [request.then(values)]
             else:
                 values = await future
         except GeneratorExit:

@@ -477,6 +477,8 @@ class Worker:
             delivery = Delivery()
             with self._lock:
                 self._finish(finished, delivery, is_step=is_step)
+            delivery.process()
+            with self._lock:
                 is_idle = delivery.reaches_loops and not self._table.in_engine
                 holds_requests = is_idle and self._policy.begin_grace_period(step_s)
             delivery.send(afterwards=self._idle_flush.schedule if holds_requests else None)

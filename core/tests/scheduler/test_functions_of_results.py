@@ -1,0 +1,124 @@
+"""Functions that a request applies to its results before they reach the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from scripted import oracle_row
+
+from genlm import Query
+from genlm.core.base.blocking import run_blocking
+
+IDS = (3, 1)
+QUERY_IDS = itertools.count(10**6)  # others than those of the model
+
+
+async def result_of(llm: Any, then: Any) -> Any:
+    query = Query(next(QUERY_IDS), IDS)
+    request = llm._scheduler.submit([(query, None, None)], then)
+    [result] = await llm._scheduler.results(request)
+    return result
+
+
+def thread_and_values(values: list[Any]) -> Any:
+    return threading.current_thread(), *values
+
+
+def test_a_function_is_called_on_the_engines_thread(start):
+    llm, _ = start()
+    thread, row = asyncio.run(result_of(llm, thread_and_values))
+    assert thread is llm._scheduler._worker._thread
+    torch.testing.assert_close(row, oracle_row(IDS, None, 16))
+
+
+def test_a_function_of_a_blocking_call_is_called_on_its_thread(start):
+    llm, _ = start()
+    thread, row = run_blocking(result_of(llm, thread_and_values))
+    assert thread is threading.current_thread()
+    torch.testing.assert_close(row, oracle_row(IDS, None, 16))
+
+
+def test_the_result_of_a_future_is_delivered_when_it_ends(start):
+    llm, _ = start()
+    future: Future[str] = Future()
+
+    async def program() -> str:
+        entered = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def then(values: list[Any]) -> Future[str]:
+            loop.call_soon_threadsafe(entered.set)
+            return future
+
+        waiting = asyncio.create_task(result_of(llm, then))
+        await entered.wait()
+        other = asyncio.create_task(llm.next_token_logprobs([2]))
+        torch.testing.assert_close(await other, oracle_row([2], None, 16))
+        assert not waiting.done()
+        threading.Thread(target=future.set_result, args=("later",)).start()
+        return await waiting
+
+    assert asyncio.run(program()) == "later"
+
+
+@pytest.mark.parametrize("kind", ["raised", "in a future", "blocking"])
+def test_the_error_of_a_function_is_the_callers_alone(start, kind):
+    llm, _ = start()
+    error = LookupError("of the function")
+
+    def then(values: list[Any]) -> Future[Any]:
+        if kind != "in a future":
+            raise error
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        return future
+
+    async def program() -> None:
+        other = asyncio.create_task(llm.next_token_logprobs([2]))
+        with pytest.raises(LookupError) as raised:
+            await result_of(llm, then)
+        assert raised.value is error
+        torch.testing.assert_close(await other, oracle_row([2], None, 16))
+
+    if kind == "blocking":
+        with pytest.raises(LookupError):
+            run_blocking(result_of(llm, then))
+    else:
+        asyncio.run(program())
+    assert llm.next_token_logprobs_sync([2]) is not None
+
+
+def test_a_function_of_a_cancelled_request_is_not_called_and_not_kept(start):
+    llm, engine = start()
+    called: list[object] = []
+
+    class Then:
+        def __call__(self, values: list[Any]) -> None:
+            called.append(values)
+
+    async def program() -> None:
+        engine.hold()
+        then = Then()
+        kept = weakref.ref(then)
+        waiting = asyncio.create_task(result_of(llm, then))
+        del then
+        await asyncio.to_thread(engine.wait_until_entered)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        del waiting
+        engine.release()
+        await llm.next_token_logprobs([2])  # a later step of the engine
+        gc.collect()
+        assert kept() is None
+
+    asyncio.run(program())
+    assert not called

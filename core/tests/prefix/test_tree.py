@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from genlm.core.queries.sequence import TokenSequence
-from genlm.prefix.node import FreeSlots, Node
+from genlm.prefix.node import FreeSlots, Node, Paths
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 Key = tuple[str | None, tuple[int, ...]]
@@ -210,6 +210,21 @@ def test_a_pinned_prefix_is_cut_out_exactly_and_survives() -> None:
         tree.insert(None, (1, 2, 3, 4, 5))
     tree.roll_back()
     assert texts(tree) == {"ab", "wxyz"}  # nothing is evicted in vain
+
+
+@given(st.lists(SEQUENCE, min_size=1, max_size=12), st.lists(st.booleans(), min_size=12))
+def test_paths_are_the_slots_of_every_prefix(sequences: list[Any], pins: list[bool]) -> None:
+    """Also after other sequences were read, and after nodes were split by `pin`."""
+    tree = PrefixTree(100)
+    for tokens in sequences:
+        tree.insert(None, tokens)
+    tree.commit()
+    slot_of, paths = prefixes(tree), Paths()
+    for tokens, is_pinned in zip(sequences, pins, strict=False):
+        slots = paths.slots(tree.find(None, tokens), len(tokens))
+        assert slots.tolist() == [slot_of[None, tokens[: i + 1]] for i in range(len(tokens))]
+        if is_pinned:
+            tree.pin(None, tokens)
 
 
 def test_what_a_batch_uses_is_not_evicted_for_another_member() -> None:

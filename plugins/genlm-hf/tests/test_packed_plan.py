@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from genlm.prefix import PrefixTree, TreeBatch
+from genlm.prefix import Paths, PrefixTree, TreeBatch
 from genlm_hf.packed.plan import QueryGroup, plan_forward
 
 Sequence = tuple[int, ...]
@@ -29,7 +29,7 @@ def grown(*sequences: Sequence) -> Several[QueryGroup]:
     assert len(suffixes) == len(sequences)
     for ids, place in zip(sequences, plan.results, strict=True):
         group, suffix = suffixes[place]
-        past = tree.find(None, ids).path_slots(0, len(ids))
+        past = Paths().slots(tree.find(None, ids), len(ids))
         assert len(group.prefix) < len(past)  # the query's own slot is in its suffix
         slots = np.concatenate((group.prefix, suffix))
         assert np.array_equal(slots[: len(past)], past)

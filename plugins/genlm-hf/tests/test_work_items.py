@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from genlm.plugin import TokenSequence
-from genlm.prefix import SCRATCH_SLOT, PrefixTree, TreeBatch
+from genlm.prefix import SCRATCH_SLOT, Paths, PrefixTree, TreeBatch
 from genlm_hf.packed.plan import PackedPlan, plan_forward
 from genlm_hf.packed.work_items import (
     FIELDS,
@@ -33,7 +33,7 @@ def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
     packed = [TokenSequence.of(ids) for ids in sequences]
     last = [tree.insert(None, sequence) for sequence in packed]
     plan = plan_forward(TreeBatch(tree, None, packed, last))
-    pasts = [tree.find(None, ids).path_slots(0, len(ids)) for ids in sequences]
+    pasts = [Paths().slots(tree.find(None, ids), len(ids)) for ids in sequences]
     return plan, [pasts[number] for number in np.argsort(plan.results)]
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.forward import TreeBatch as TreeBatch
     from genlm.prefix.node import SCRATCH_SLOT as SCRATCH_SLOT
     from genlm.prefix.node import Node as Node
+    from genlm.prefix.node import Paths as Paths
     from genlm.prefix.node import Slots as Slots
     from genlm.prefix.node import slots_within as slots_within
     from genlm.prefix.padding import BatchLimits as BatchLimits

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCRATCH_SLOT", "FreeSlots", "Node", "Slots", "slots_within"]
+__all__ = ["SCRATCH_SLOT", "FreeSlots", "Node", "Paths", "Slots", "slots_within"]
 
 Slots = NDArray[np.int64]
 
@@ -137,19 +137,6 @@ class Node:
             node = node.parent
         return node
 
-    def path_slots(self, first: int, end: int) -> Slots:
-        """Return the slots of the tokens `first ... end - 1` on the path to this node's end."""
-        parts = [_NO_SLOTS]
-        node: Node | None = self
-        while end > first:
-            assert node is not None  # noqa: S101 - our own mistake
-            if node.start < end:
-                begin = max(first, node.start)
-                parts.append(node.slots[begin - node.start : end - node.start])
-                end = begin
-            node = node.parent
-        return np.concatenate(parts[::-1])
-
     def computed_slots(self, first: int, end: int) -> set[int]:
         """Return the slots of the computed tokens among `first ... end - 1`."""
         slots: set[int] = set()
@@ -167,3 +154,29 @@ class Node:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+class Paths:
+    """Slots of whole sequences of a tree, whose nodes may only be split meanwhile.
+
+    After many resampling steps a sequence has a node for every few tokens, and sequences share
+    most of them; each shared node is visited once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Node, Slots] = {}  # up to the end of nodes with children
+
+    def slots(self, node: Node, end: int) -> Slots:
+        """Return the slots of the tokens `0 ... end - 1` on the path to a node's end.
+
+        The result must not be changed.
+        """
+        new: list[Node] = []
+        ancestor: Node | None = node
+        while ancestor is not None and ancestor not in self._known:
+            new.append(ancestor)
+            ancestor = ancestor.parent
+        known = _NO_SLOTS if ancestor is None else self._known[ancestor]
+        slots: Slots = np.concatenate([known, *(item.slots for item in reversed(new))])
+        self._known |= {item: slots[: item.end] for item in new if item.children}
+        return slots[:end]

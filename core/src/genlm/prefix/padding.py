@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm.prefix.forward import TreeBatch
-from genlm.prefix.node import SCRATCH_SLOT, Node, Slots
+from genlm.prefix.node import SCRATCH_SLOT, Node, Paths, Slots
 
 __all__ = [
     "BatchLimits",
@@ -140,6 +140,7 @@ def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
     The first stage includes cached tokens whose logits are requested; these are recomputed.
     """
     depths: dict[Node, int] = {}
+    paths = Paths()
     stages: list[list[Segment]] = [[]]
     for node in batch.tree.uncached():  # ancestors before descendants
         parent_depth = depths.get(node.parent) if node.parent is not None else None
@@ -147,11 +148,11 @@ def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
         if depth == len(stages):
             stages.append([])
         writes = node.slots[node.computed :]
-        slots = node.path_slots(0, node.end)
+        slots = paths.slots(node, node.end)
         stages[depth].append(Segment(node.tokens[node.computed :], slots, writes))
     for run in batch.cached_runs():
         scratch = np.full(run.end - run.first, SCRATCH_SLOT, np.int64)
-        stages[0].append(Segment(run.tokens, run.node.path_slots(0, run.end), scratch))
+        stages[0].append(Segment(run.tokens, paths.slots(run.node, run.end), scratch))
     return stages
 
 

@@ -19,7 +19,7 @@ from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.continuation import TableBatch, continuation
-from genlm.prefix.node import SCRATCH_SLOT
+from genlm.prefix.node import SCRATCH_SLOT, Paths
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
@@ -143,21 +143,21 @@ class Populations:
         table = self._table(group)
         if table is None:
             table = BlockTable.empty(len(lineage))
-        rows, paths = [], []
+        rows, slots, paths = [], [], Paths()
         for row in group.wanted[places].tolist():
             sequence = lineage.sequence(row)
             node, length = tree.match(adapter, sequence)
             if length < len(sequence):
                 continue
             rows.append(row)
-            paths.append(node.path_slots(0, length))
-            last = int(paths[-1][-1])
+            slots.append(paths.slots(node, length))
+            last = int(slots[-1][-1])
             if last not in self._pinned:
                 tree.pin(adapter, sequence)
                 self._pinned[last] = adapter, sequence
                 self._references.parents[last] = SCRATCH_SLOT
         if rows:
-            self._store(group, table.replace(np.array(rows, np.int64), paths))
+            self._store(group, table.replace(np.array(rows, np.int64), slots))
 
     # -- internals --------------------------------------------------------------------
 

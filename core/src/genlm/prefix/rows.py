@@ -20,7 +20,7 @@ from genlm.core.rows.text_scores import PieceScores
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.continuation import TableBatch
 from genlm.prefix.forward import ForwardFn, ForwardResult, TableForward, TreeBatch
-from genlm.prefix.node import Node, Slots, slots_within
+from genlm.prefix.node import Node, Paths, Slots, slots_within
 from genlm.prefix.populations import Populations
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 from genlm.prefix.uncached import UncachedPath
@@ -228,9 +228,9 @@ class PrefixRows:
                     scores.put(result, self._uncached.scores(adapter, [texts[result]])[0])
                     continue
                 parts, wanted, logits = result
-                keys, members = [], []
+                keys, members, paths = [], [], Paths()
                 for index, sequence, first, node in parts:
-                    keys.append(node.path_slots(first, len(sequence)))
+                    keys.append(paths.slots(node, len(sequence))[first:])
                     before = scores.ends[index] - firsts[index]
                     members.append(before + np.arange(first, len(sequence)))
                 scores.expect(np.concatenate(keys), np.concatenate(members))

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
+    Paths,
     Slots,
     TableBatch,
     TokenRun,
@@ -129,7 +130,8 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     queries = np.flatnonzero(is_query)
     short = [run for run in runs if run.end - run.first <= _MAX_QUERY_TOKENS]
     long = [run for run in runs if run.end - run.first > _MAX_QUERY_TOKENS]
-    groups = list(_tree_groups(short, positions[queries]))
+    paths = Paths()
+    groups = list(_tree_groups(short, positions[queries], paths))
     parts = [queries[group.members] for group in groups]
     order = np.concatenate([*parts, np.flatnonzero(~is_query)])
     by_slot = np.argsort(slots[order])
@@ -139,7 +141,7 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
         positions=positions[order],
         writes=writes[order],
         groups=groups,
-        chunks=[PrefillChunk(run.first, run.node.path_slots(0, run.end)) for run in long],
+        chunks=[PrefillChunk(run.first, paths.slots(run.node, run.end)) for run in long],
         results=by_slot[result_indices],
     )
 
@@ -160,15 +162,15 @@ def plan_table(batch: TableBatch) -> PackedPlan:
     )
 
 
-def _tree_groups(runs: Sequence[TokenRun], positions: Integers) -> Iterator[QueryGroup]:
+def _tree_groups(
+    runs: Sequence[TokenRun], positions: Integers, paths: Paths
+) -> Iterator[QueryGroup]:
     """Divide the query tokens of runs of a tree into groups, as rows of a block table."""
     if not runs:
         return
-    ends = np.array([run.end for run in runs])
-    slots = np.zeros((len(runs), ends.max()), np.int32)
-    slots[np.arange(slots.shape[1]) < ends[:, None]] = np.concatenate(
-        [run.node.path_slots(0, run.end) for run in runs]
-    )
+    slots = np.zeros((len(runs), max(run.end for run in runs)), np.int32)
+    for row, run in enumerate(runs):
+        slots[row, : run.end] = paths.slots(run.node, run.end)
     shared = _shared_columns(slots[:, : min(run.first for run in runs)])
     trunk = slots[0, :shared].astype(np.int64)
     if not _saves_gathering(len(positions), 0, trunk):

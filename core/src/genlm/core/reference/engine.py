@@ -88,14 +88,15 @@ class ReferenceEngine(BatchEngine):
             if query.adapter is not None:
                 self._adapters.check_loaded(query.adapter)
                 by_adapter.setdefault(query.adapter, []).append(index)
-        contexts = [query.token_ids for query in queries]
+        history = self.order - 1
+        contexts = [query.sequence.ids_from(max(0, len(query) - history)) for query in queries]
         rows = self._base.probabilities(contexts)
         for name, indices in by_adapter.items():
             model = self._adapters.loaded[name].model
             rows[indices] = self._mix(
                 rows[indices], model.probabilities([contexts[i] for i in indices])
             )
-        self._tokens_computed += sum(min(len(c), self.order - 1) for c in contexts)
+        self._tokens_computed += sum(map(len, contexts))
         return torch.from_numpy(np.log(rows).astype(np.float32))
 
     def exact_row(self, token_ids: Sequence[int], adapter: str | None = None) -> Floats:

@@ -159,6 +159,19 @@ def test_only_the_last_of_many_lineages_store_sequences():
     assert count() - before <= len(PROMPTS) + 3 * 4
 
 
+def test_a_sequence_that_is_rarely_requested_is_not_made_from_its_first_token_again():
+    lineage, places, requested = lineage_of([(1,), (2,)]), [0, 1], []
+    for step in range(250):
+        lineage, places = extended(lineage, places, [step % 7, step % 5])
+        assert len(lineage.sequence(places[0])) == step + 2
+        if step % 10 == 3:
+            requested.append(lineage.sequence(places[1]))
+            assert requested[-1].token_ids == (2, *(index % 5 for index in range(step + 1)))
+    blocks = [sequence._parts[0] for sequence in requested if len(sequence) > 128]
+    assert len(blocks) > 5
+    assert {id(block) for block in blocks} == {id(blocks[0])}
+
+
 class State:
     """Something that can be referred to weakly."""
 

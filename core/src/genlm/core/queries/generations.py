@@ -36,6 +36,9 @@ NO_TOKEN = -1
 
 _EMPTY: Integers64 = np.empty(0, np.int64)
 
+_STORED_EVERY = 64
+"""One of so many lineages keeps the `TokenSequence` objects of its sequences."""
+
 
 class Suffixes(NamedTuple):
     """Sequences as continuations of the sequences of an earlier lineage.
@@ -62,10 +65,11 @@ class Lineage:
         token_ids: New token of each sequence, or `NO_TOKEN`, shape `(n,)`; empty in a first
             lineage.
         lengths: Number of token ids of each sequence, shape `(n,)`.
+        depth: Number of lineages that this one extends.
         stored: Sequences that were built, None for the others; None if none was built.
     """
 
-    __slots__ = ("ancestors", "lengths", "parent", "stored", "token_ids")
+    __slots__ = ("ancestors", "depth", "lengths", "parent", "stored", "token_ids")
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Lineage:
         self.ancestors = ancestors
         self.token_ids = token_ids
         self.lengths = lengths
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.stored: list[TokenSequence | None] | None = None
 
     @classmethod
@@ -117,24 +122,33 @@ class Lineage:
         """Return one sequence.
 
         It extends the sequence of its nearest ancestor that has one, and is stored. Of the
-        ancestors, only the first lineage and the nearest one with stored sequences keep them.
+        ancestors, only the first lineage, the nearest one with stored sequences, and one of
+        `_STORED_EVERY` keep them, for members that are not requested at every step.
         """
         stored = self._storage()
         sequence = stored[place]
-        if sequence is None:
-            lineage, ancestor = self, place
-            token_ids: list[int] = []
-            while sequence is None:
-                token_ids.append(int(lineage.token_ids[ancestor]))
-                ancestor = int(lineage.ancestors[ancestor])
-                assert lineage.parent is not None  # noqa: S101 - a first lineage has all sequences
-                lineage = lineage.parent
-                earlier = lineage.stored
-                sequence = None if earlier is None else earlier[ancestor]
-            added = [token_id for token_id in reversed(token_ids) if token_id >= 0]
+        if sequence is not None:
+            return sequence
+        lineage, ancestor = self, place
+        token_ids: list[int] = []
+        missing = [(stored, place, 0)]  # where to store, and the number of newer tokens
+        while sequence is None:
+            token_ids.append(int(lineage.token_ids[ancestor]))
+            ancestor = int(lineage.ancestors[ancestor])
+            assert lineage.parent is not None  # noqa: S101 - a first lineage has all sequences
+            lineage = lineage.parent
+            keeps_all = not lineage.depth % _STORED_EVERY
+            earlier = lineage._storage() if keeps_all else lineage.stored  # noqa: SLF001 - of the class
+            if earlier is not None:
+                sequence = earlier[ancestor]
+                if keeps_all and sequence is None:
+                    missing.append((earlier, ancestor, len(token_ids)))
+        end = len(token_ids)
+        for storage, index, begin in reversed(missing):
+            added = [token_id for token_id in token_ids[begin:end][::-1] if token_id >= 0]
             if added:
                 sequence = TokenSequence.of(added, sequence)
-            stored[place] = sequence
+            storage[index], end = sequence, begin
         return sequence
 
     def suffixes(self, places: Integers64, earlier: Lineage | None = None) -> Suffixes:
@@ -194,7 +208,8 @@ class Lineage:
             while lineage is not None and lineage.parent is not None:
                 if lineage.stored is not None:
                     if not is_nearest:
-                        lineage.stored = None
+                        if lineage.depth % _STORED_EVERY:
+                            lineage.stored = None
                         break
                     is_nearest = False
                 lineage = lineage.parent

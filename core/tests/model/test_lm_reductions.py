@@ -24,6 +24,7 @@ from genlm import (
     TokenScores,
 )
 from genlm.core.queries.query import Completion, Query, Reduced
+from genlm.core.rows.group_reductions import Rows
 from genlm.core.rows.reductions import reduce_rows
 from genlm.core.rows.sampling import stream_seeds
 from genlm.plugin import TokenIdError, Vocabulary
@@ -348,6 +349,14 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("batch_draw", {"masks": [[1]]}, ValueError, "1 masks for 2 contexts"),
     ("batch_draw", {"seed": [1]}, ValueError, "1 seeds for 2 contexts"),
     ("batch_reduce", {"reductions": [Entropy()]}, ValueError, "1 reductions for 2 contexts"),
+    ("batch_reduce", {"reductions": Entropy()}, ValueError, "one reduction for 2 contexts"),
+    (
+        "batch_token_logprobs",
+        {"token_ids": [[1]]},
+        ValueError,
+        "1 sequences of token ids for 2",
+    ),
+    ("reduce", {"reduction": Rows()}, TypeError, "populations and reduce_text compute a Group"),
     ("reduce", {"reduction": Entropy}, TypeError, "expected an object of a subclass of"),
     ("score", {"start": 0}, ValueError, "start=0; it must be 1 or more"),
     ("score", {"start": 4}, ValueError, "start=4 of a text of 3 tokens"),

@@ -143,7 +143,11 @@ class Members:
         parts = [population._parts for population in populations]  # noqa: SLF001 - of the same class
         models, generations, places, finished, steps = zip(*parts, strict=True)
         if len(set(models)) > 1:
-            raise ValueError("the populations have different models or adapters")
+            place = next(place for place, model in enumerate(models) if model != models[0])
+            raise ValueError(
+                f"the populations have different models or adapters: {populations[0]!r} and, "
+                f"at index {place}, {populations[place]!r}"
+            )
         generation = generations[0]
         if all(other is generation for other in generations):
             all_places = np.concatenate(places)

@@ -24,7 +24,7 @@ from genlm.core.base.validation import (
     checked_number,
     is_sequence_like,
 )
-from genlm.core.queries.query import Reduction
+from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.reductions import (
     Draw,
@@ -108,6 +108,10 @@ class ReductionMethods:
             GenlmError: As `reduce`, for the first context that fails; its `places` are the
                 indices of all contexts that fail.
         """
+        contexts = list(checked_batch(contexts))
+        if isinstance(reductions, Reduction | GroupReduction):
+            count = len(contexts)
+            raise ValueError(f"one reduction for {count} contexts; pass [reduction] * {count}")
         checked = map_batch(_checked_reduction, reductions)
         return await self._requests.batch(contexts, checked, lora_name)
 
@@ -147,7 +151,9 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the log-probabilities of given next tokens of each context."""
+        contexts = list(checked_batch(contexts))
         reductions = map_batch(self._token_logprobs, token_ids)
+        _check_count("sequences of token ids", reductions, len(contexts))
         return await self.batch_reduce(contexts, reductions, lora_name=lora_name)
 
     batch_token_logprobs_sync = blocking(batch_token_logprobs)
@@ -346,10 +352,15 @@ class ReductionMethods:
         return items
 
 
-def _checked_reduction(reduction: Reduction) -> Reduction:
+def _checked_reduction(reduction: object) -> Reduction:
     if not isinstance(reduction, Reduction):
+        hint = (
+            "; populations and reduce_text compute a GroupReduction"
+            if isinstance(reduction, GroupReduction)
+            else ""
+        )
         raise TypeError(
-            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
+            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}{hint}"
         )
     return reduction
 

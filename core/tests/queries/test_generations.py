@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genlm.core.queries import generations
 from genlm.core.queries.generations import NO_TOKEN, Generation, Lineage
 from genlm.core.queries.sequence import TokenSequence
 
@@ -127,8 +130,14 @@ def test_a_sequence_is_made_once_and_shares_that_of_its_ancestor():
     assert lineage.sequence(place) is sequence
 
 
-@given(STEPS, st.lists(st.integers(0, 6), max_size=12))
-def test_sequences_of_earlier_lineages_are_available_in_any_order(steps, order):
+@pytest.mark.parametrize("interval", [2, 64])
+@given(steps=STEPS, order=st.lists(st.integers(0, 6), max_size=12))
+def test_sequences_of_earlier_lineages_are_available_in_any_order(interval, steps, order):
+    with mock.patch.object(generations, "_STORED_EVERY", interval):
+        check_any_order(steps, order)
+
+
+def check_any_order(steps, order):
     lineages = [(lineage_of(), list(PROMPTS))]
     for step in steps:
         lineage, members = lineages[-1]

@@ -76,12 +76,13 @@ def test_a_model_that_cannot_be_built_leaves_room_for_the_next(
 ) -> None:
     from genlm_sgl.engine import SGLEngine
 
+    options = {"device": "cpu", "max_total_tokens": 64}
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for model, words in ((tmp_path, "it raised"), (tmp_path / "no", "no such folder")):
         with pytest.raises(genlm.ModelLoadError, match=words):
-            SGLEngine(model, engine_opts={"device": "cpu"})
+            SGLEngine(model, engine_opts=options)
     with pytest.raises(genlm.ModelLoadError):
-        SGLEngine("genlm/no-such-model", engine_opts={"device": "cpu"})
+        SGLEngine("genlm/no-such-model", engine_opts=options)
     prompts = prompts_of(5, 9)
     assert largest_error(tiny, prompts, answers(build(), prompts)) <= TOLERANCE
 

@@ -95,7 +95,8 @@ class Population(Members):
     Every coroutine method is one request for all members, and has a blocking twin, such as
     `draw_sync` for `draw`. If members fail, the method raises one `PopulationError` that lists
     them; the population is unchanged and the request can be repeated. Cancellation ends the
-    request for all members.
+    request for all members. Rows are not cached: each request computes the newest token of each
+    member.
     """
 
     __slots__ = ()

@@ -7,7 +7,6 @@ continuation. Dead and finished members do not change, and no token is drawn for
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
+from genlm.core.base.forking import cached_property
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.members import checked_array
 
@@ -65,7 +65,7 @@ class StateConstraint(Constraint):
         """Whether the text of each member has ended."""
         return self._finished.copy()
 
-    @functools.cached_property
+    @cached_property
     def _finished(self) -> Flags:
         finished: Flags = self.states == FINISHED
         return finished
@@ -107,7 +107,7 @@ class StateConstraint(Constraint):
         """Compute and store the flags that the next step reads."""
         _ = self._finished, self._inactive
 
-    @functools.cached_property
+    @cached_property
     def _inactive(self) -> Flags | None:
         inactive: Flags = self.states < LIVE
         return inactive if np.logical_or.reduce(inactive) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -253,8 +254,7 @@ class Population(Members):
         settings = self._settings(
             masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
         )
-        numbers = uniforms(checked_seed(seed), settings.active, self._step)
-        drawn: DrawnTokens = await self._draw(settings, numbers)
+        drawn: DrawnTokens = await self._draw(settings, seed)
         return drawn
 
     draw_sync = blocking(draw)
@@ -295,8 +295,7 @@ class Population(Members):
                 "draws without replacement need a temperature above 0; top_tokens returns the "
                 "most likely tokens"
             )
-        numbers = uniforms(checked_seed(seed), settings.active, self._step, count)
-        drawn: DrawnTokens = await self._draw(settings, numbers)
+        drawn: DrawnTokens = await self._draw(settings, seed, count)
         return drawn
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
@@ -442,32 +441,32 @@ class Population(Members):
             count: As `k` of `draw_without_replacement`; None for `draw`.
         """
         settings = self._settings(masks, mask_index, temperature=temperature)
-        numbers = uniforms(checked_seed(seed), settings.active, self._step, count)
-        return await self._draw(settings, numbers, then)
+        return await self._draw(settings, seed, count, then)
 
     async def _draw(
         self,
         settings: _Settings,
-        numbers: npt.NDArray[np.float64],
+        seed: int | None,
+        count: int | None = None,
         then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
     ) -> Any:
         """Draw for the active members; return the result of `then` for all members."""
+        key, active = checked_seed(seed), settings.active
+        numbers = functools.partial(uniforms, key, active, self._step, count)
         return await self._reduce(
             DrawColumns(settings.weights, numbers),
-            settings.active,
-            lambda columns: then(self._drawn(settings, numbers.shape[1:], columns)),
+            active,
+            lambda columns: then(self._drawn(settings, columns)),
         )
 
-    def _drawn(
-        self, settings: _Settings, draws: tuple[int, ...], columns: tuple[torch.Tensor, ...]
-    ) -> DrawnTokens:
+    def _drawn(self, settings: _Settings, columns: tuple[torch.Tensor, ...]) -> DrawnTokens:
         """Return the draws of all members from the columns of the active members."""
         active = settings.active
         self._check_masses(columns[2], active)
         if len(active) == len(self):
             return DrawnTokens(*columns)
         log_mass = torch.from_numpy(settings.log_mass)
-        shape = (len(self), *draws)
+        shape = (len(self), *columns[0].shape[1:])
         inactive = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
         drawn = DrawnTokens(
             torch.full(shape, NO_TOKEN), inactive.clone(), log_mass, inactive.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.base.errors import EvaluationError, compute_error
+from genlm.core.base.forking import cached_property
 from genlm.core.queries.generations import is_ascending
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
@@ -235,12 +236,23 @@ class DrawColumns(_WeightedReduction):
     Args:
         weights: Masks, temperatures, biases and limits of each member.
         uniforms: Random numbers in [0, 1): shape `(n,)` for `batch_draw`, `(n, k)` for
-            `batch_draw_without_replacement`.
+            `batch_draw_without_replacement`. Or a function that returns them, which is called
+            when they are needed.
     """
 
-    def __init__(self, weights: RowWeights, uniforms: npt.NDArray[np.float64]) -> None:
+    def __init__(
+        self,
+        weights: RowWeights,
+        uniforms: npt.NDArray[np.float64] | Callable[[], npt.NDArray[np.float64]],
+    ) -> None:
         super().__init__(weights)
-        self.uniforms = torch.from_numpy(uniforms)
+        self._numbers = uniforms
+
+    @cached_property
+    def uniforms(self) -> torch.Tensor:
+        """The random numbers."""
+        numbers = self._numbers
+        return torch.from_numpy(numbers() if callable(numbers) else numbers)
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor

@@ -359,12 +359,17 @@ def test_the_filter_ends_when_all_particles_are_dead_or_finished(llm):
     assert list(steer_sync(llm, PROMPT, 5, max_tokens=0)) == []
 
 
-def test_particles_end_where_the_context_is_full(make_model):
+def test_a_full_context_ends_the_filter_and_finishes_no_particle(make_model, caplog):
     llm = make_model(ScriptedEngine(VOCABULARY, max_context=3))
     states = list(steer_sync(llm, PROMPT, 6, max_tokens=50, seed=0))
     assert len(states) == 3
     assert states[-1].population.lengths.tolist() == [4] * 6
     assert states[-1].log_evidence == pytest.approx(0, abs=1e-6)
+    assert not states[-1].population.finished.any()
+    assert "6 of 6 continuations ended before max_tokens=50" in caplog.text
+    caplog.clear()
+    assert len(list(steer_sync(llm, PROMPT, 6, max_tokens=3, seed=0))) == 3
+    assert not caplog.text
 
 
 WRONG_POTENTIALS = {

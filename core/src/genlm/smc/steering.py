@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -63,7 +64,8 @@ async def steer(
         llm: The model.
         prompt: Token ids or a `Context`.
         size: Number of particles, at least 1.
-        max_tokens: Maximum number of steps.
+        max_tokens: Maximum number of steps. The filter makes fewer if the model's context is
+            full, which is logged as a warning; `finished` of the particles is then False.
         constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
             a `Constraint` of `size` members.
         text: End of the prompt that belongs to the texts of the `Language`.
@@ -123,8 +125,10 @@ async def steer(
         temperature=temperature,
         seed=checked_seed(seed),
     )
-    with _progress_bar(max_tokens, is_shown=progress) as bar:
-        for _ in range(max_tokens):
+    room = math.inf if llm.max_context is None else llm.max_context + 1 - population.lengths[0]
+    steps = int(min(max_tokens, room))
+    with _progress_bar(steps, is_shown=progress) as bar:
+        for _ in range(steps):
             await particle_filter.extend()
             particle_filter.resample(resample_below)
             particles = particle_filter.particles()
@@ -138,6 +142,9 @@ async def steer(
             yield particles
             if particles.population.finished.all():
                 return
+    if steps < max_tokens:
+        unfinished = int((~particles.population.finished).sum())
+        llm._log_cut(unfinished, size, max_tokens)  # noqa: SLF001 - the warning of `sample`
 
 
 def steer_sync(
@@ -201,8 +208,6 @@ class _Filter:
             is_over |= self._constraint.finished
         await self._weight_by_potentials(population)
         is_over |= self._log_weights == -np.inf
-        if self._llm.max_context is not None:
-            is_over |= population.lengths.numpy() > self._llm.max_context
         self._population = population.finish(is_over)
         self._ancestors = np.arange(len(population))
 

@@ -66,7 +66,7 @@ def searched(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),
         test_tokens=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
-        with_tokens=lambda ids, first_draws: SimpleNamespace(compute_flags=lambda: None),
+        with_tokens=lambda *arguments, **options: SimpleNamespace(compute_flags=lambda: None),
     )
     population = SimpleNamespace(finished=torch.zeros(size, dtype=torch.bool))
     search = predicate._Search(constraint, population)

@@ -129,6 +129,8 @@ class Python(Language):
         """Call one of the functions; never two of this language at the same time."""
         with self._lock:
             result = function(text)
+        if type(result) is bool:  # the check of an abstract class takes longer than most calls
+            return result
         if isinstance(result, Coroutine):
             result.close()
             raise TypeError(
@@ -198,16 +200,17 @@ class _PythonConstraint(StateConstraint):
 
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _PythonConstraint:
         """Append tokens to the texts. Tokens that were tested are not tested again."""
-        del are_drawn
-        return self.with_tokens(token_ids, self.first_draws)
+        return self.with_tokens(token_ids, self.first_draws, are_drawn=are_drawn)
 
-    def with_tokens(self, ids: Integers64, first_draws: int) -> _PythonConstraint:
+    def with_tokens(
+        self, ids: Integers64, first_draws: int, *, are_drawn: bool
+    ) -> _PythonConstraint:
         """Append tokens to the texts; the next step draws `first_draws` tokens at first."""
         within = self.within.advance(ids)
         is_new = (ids >= 0) & (self.states == LIVE)
         members = np.flatnonzero(is_new)
         is_accepted = ~is_new
-        is_accepted[members] = self.test_tokens(members, ids[members, None])[:, 0]
+        is_accepted[members] = are_drawn or self.test_tokens(members, ids[members, None])[:, 0]
         texts, pieces = self.texts.copy(), self.tokens.texts
         extended = np.empty(len(members), object)
         pairs = zip(texts[members].tolist(), ids[members].tolist(), strict=True)
@@ -383,7 +386,7 @@ class _Search:
             *(torch.from_numpy(column).float() for column in columns),
         )
         ids = self._token_ids.copy()
-        after = constraint.with_tokens(ids, first_draws)
+        after = constraint.with_tokens(ids, first_draws, are_drawn=True)
         after.compute_flags()
         return accepted, (ids.tobytes(), after)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -70,6 +71,15 @@ def test_the_index_may_be_computed_later_too():
             torch.testing.assert_close(one, other)
 
 
+def test_an_asyncio_future_is_refused():
+    async def refused():
+        loop = asyncio.get_running_loop()
+        with pytest.raises(TypeError, match="which executor"):
+            RowMasks(loop.create_future(), 5, len(TOKENS), INDEX)  # type: ignore[arg-type]
+
+    asyncio.run(refused())
+
+
 def test_they_are_computed_before_they_go_to_another_process():
     masks: Future[torch.Tensor] = Future()
     masks.set_result(MASKS)
@@ -110,11 +120,19 @@ def test_other_processes_get_the_masks_that_rows_have():
     assert torch.equal(again.factors(0, 2, device)[0].bool(), MASKS[2])
 
 
-def test_an_index_that_does_not_fit_is_the_request_s_error():
+def test_a_future_that_failed_or_does_not_fit_is_the_request_s_error():
     masks: Future[torch.Tensor] = Future()
     masks.set_result(MASKS[:1])
+    failed: Future[torch.Tensor] = Future()
+    failed.set_exception(KeyError("grammar"))
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)
-        with pytest.raises(genlm.GenlmError, match="must be from 0 to 0"):
-            population.draw_sync(masks, mask_index=INDEX)
+        for future, message in (
+            (masks, "ValueError: .*must be from 0 to 0"),
+            (failed, "KeyError"),
+        ):
+            with pytest.raises(
+                genlm.GenlmError, match=f"EvaluationError: the future of masks: {message}"
+            ):
+                population.draw_sync(future, mask_index=INDEX)
         assert population.draw_sync(MASKS, mask_index=INDEX).token_ids[2] == -1

@@ -5,6 +5,7 @@ Masks stay packed, a bit for each id, until a part of the rows is computed.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import map_batch
+from genlm.core.base.errors import EvaluationError, GenlmError, describe_error, map_batch
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask
@@ -56,6 +57,7 @@ class RowMasks:
             row i has mask i, or all rows have the only one.
 
     Raises:
+        TypeError: `masks` is an asyncio future.
         ValueError: The number of masks differs from that of rows, or a mask has another size.
         QueryError: As `Mask`.
     """
@@ -82,7 +84,12 @@ class RowMasks:
     @functools.cached_property
     def _computed(self) -> _TableAndIndex:
         """The distinct masks, and the place of each row's mask; None if row i has mask i."""
-        return self._compute()
+        try:
+            return self._compute()
+        except GenlmError:
+            raise
+        except Exception as error:
+            raise EvaluationError(f"the future of masks: {describe_error(error)}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         """Wait for pending masks: other processes get arrays of the masks in use."""
@@ -293,6 +300,11 @@ def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _Mask
 
 def _is_pending(masks: object) -> bool:
     """Whether masks are `PendingMasks`; faster than a check of the protocol."""
+    if isinstance(masks, asyncio.Future):
+        raise TypeError(
+            "masks is an asyncio future, for which the engine's thread cannot wait; await it, "
+            "or pass a concurrent.futures.Future, which executor.submit returns"
+        )
     return hasattr(masks, "result")
 
 

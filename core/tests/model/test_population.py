@@ -169,6 +169,8 @@ def test_members_are_extended_copied_and_joined_as_numpy_does(tiny: genlm.AsyncL
     assert population[-1].token_ids == (1, 2)
     joined = genlm.Population.cat([population[:1], population.extend([6, 6, 6])[1:]])
     assert members(joined) == [(1, 2, 3, 4), (1, 2, 5, 6), (1, 2, 6)]
+    parts = (population[index : index + 1] for index in (2, 0))
+    assert members(genlm.Population.cat(parts)) == [(1, 2), (1, 2, 3, 4)]
     mixed = tiny.population([[1], tiny.context([2, 3])])
     assert members(mixed) == [(1,), (2, 3)]
     for index in (3, [0, 3], [0.5], [[0]], (0, 1), (slice(2), 0), ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -128,13 +128,14 @@ class Members:
         return map(self._context, range(len(self)))
 
     @staticmethod
-    def cat(populations: Sequence[MembersT]) -> MembersT:
+    def cat(populations: Iterable[MembersT]) -> MembersT:
         """Return the concatenation of several populations.
 
         Raises:
             ValueError: There are no populations, or their models or adapters differ.
             TypeError: One of them is not a population.
         """
+        populations = list(populations)
         if not populations:
             raise ValueError("no populations; pass at least one")
         for population in populations:

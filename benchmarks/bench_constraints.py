@@ -13,8 +13,8 @@ A step is a draw, the extension of the population and of the constraint, and rea
 of the finished members. Figures are the CPU time of all threads in milliseconds, with the masks
 of the next draw. The ratio is the time without a constraint by a contestant's, the median over
 rounds. `caller_us` has microseconds of the caller's thread that the constraint adds, medians,
-and `loop_us` those of `advance` alone, repeated in a loop, where instructions and arrays remain
-in the processor's caches.
+and `loop_us` those of `advance` for tokens for which the draw has not prepared it, repeated in
+a loop, where instructions and arrays remain in the processor's caches.
 
 The physical limits are `library_us`: the calls of xgrammar (an accepted token for each
 distinct history, and one call that fills all masks) and the calls of the function of

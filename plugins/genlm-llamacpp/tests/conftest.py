@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from genlm.plugin import TokenSequence
 from genlm_llamacpp.conformance import TinyGguf
+from genlm_llamacpp.engine import LlamaCppEngine
 
 Make = Callable[..., TinyGguf]
 
@@ -31,3 +33,18 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="session")
 def llama(make: Make) -> TinyGguf:
     return make("llama")
+
+
+def check_memory(engine: LlamaCppEngine) -> None:
+    """llama.cpp holds the recorded lengths, and the index refers to equal tokens."""
+    sequences = engine._sequences
+    held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
+    assert held == sequences._lengths[: len(held)].tolist()
+    assert sorted([*sequences._free, *sequences._idle, *sequences._pinned]) == list(
+        range(sequences._count)
+    )
+    assert sum(map(len, sequences._marks)) == len(sequences._seq_id_by_key)
+    for (adapter, key), seq_id in sequences._seq_id_by_key.items():
+        assert sequences._adapters[seq_id] == adapter
+        ids = sequences._ids[seq_id, : sequences._marks[seq_id][key]]
+        assert TokenSequence.of(ids.tolist()).key == key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ from genlm import AsyncLM, OutputCache, Population, PopulationError
 from genlm_llamacpp.conformance import TinyGguf
 from genlm_llamacpp.context import CacheFullError, LlamaContext
 from genlm_llamacpp.engine import LlamaCppEngine
-from genlm_llamacpp.populations import HeldRows
 
-from .conftest import Make
+from .conftest import Make, check_memory
 
 TOLERANCE = {"llama": 1e-4, "gemma2": 4e-3, "mamba": 1e-4}
 
@@ -37,30 +35,10 @@ def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaCppEngine, "smallest_group", 2)
 
 
-def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
-    """What llama.cpp holds, and what is counted for it, is what the states say."""
-    sequences = engine._sequences
-    sequences.collect()
-    held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
-    assert held == sequences._lengths[: len(held)].tolist()
-    states = {
-        id(base.state): (base, base.state)
-        for population in populations
-        if (base := population._generation.with_state()) is not None
-        and isinstance(base.state, HeldRows)
-    }
-    holders: Counter[int] = Counter()
-    for base, rows in states.values():
-        assert rows.owner is sequences
-        for row, seq_id in enumerate(rows.seq_ids.tolist()):
-            if seq_id < 0 or rows._versions[row] != sequences._versions[seq_id]:
-                continue
-            holders[seq_id] += 1
-            ids = base.lineage.sequence(row).token_ids[: rows.lengths[row]]
-            assert sequences._lengths[seq_id] >= len(ids)
-            assert tuple(sequences._ids[seq_id, : len(ids)].tolist()) == ids
-    expected = [holders[seq_id] for seq_id in range(sequences._count)]
-    assert sequences._holders[: len(held)].tolist() == expected
+def used(lm: AsyncLM) -> int:
+    """Return the number of sequences with tokens after the release of dropped contexts."""
+    lm._scheduler.run(lambda _: None)  # contexts are released after calls
+    return lm._scheduler.run(lambda engine: engine._sequences.used)
 
 
 async def walk(
@@ -111,7 +89,7 @@ def test_members_have_the_rows_of_their_sequences(name: str, make: Make) -> None
                 row.double(), expected.double(), atol=TOLERANCE[family], rtol=0
             )
             if family != "mamba":
-                check(engine, populations)
+                check_memory(engine)
 
 
 class Calls:
@@ -154,8 +132,8 @@ def test_unique_children_continue_and_others_are_copied(
         assert (calls.tokens, calls.copies) == ([8], 4)
         expected = torch.stack([llama.logprobs(each.token_ids) for each in population])
         torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-        check(engine, [population])
-        assert engine._sequences.used == 8  # those that nobody continued are free
+        check_memory(engine)
+        assert used(lm) == 8  # those that nobody continued are free
 
 
 def test_a_population_outlives_the_division_of_its_cache(llama: TinyGguf) -> None:
@@ -170,7 +148,7 @@ def test_a_population_outlives_the_division_of_its_cache(llama: TinyGguf) -> Non
         for members, parts in ((later, 4), (population, 0)):
             rows = members.next_token_logprobs_sync()
             assert engine._context.parts == parts
-            check(engine, [population, later])
+            check_memory(engine)
             for row, context in zip(rows, members, strict=True):
                 expected = llama.logprobs(context.token_ids)
                 torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
@@ -183,14 +161,12 @@ def test_a_population_that_is_dropped_frees_its_sequences(llama: TinyGguf) -> No
         kept.next_token_logprobs_sync()
         population = kept[[0, 0, 1, 1, 2, 2]].extend(np.arange(6) + 10)
         population.next_token_logprobs_sync()
-        assert engine._sequences.used == 6
+        assert used(lm) == 6
         del population
-        engine._sequences.collect()
-        check(engine, [kept])
-        assert engine._sequences.used == 3
+        check_memory(engine)
+        assert used(lm) == 3
         del kept
-        engine._sequences.collect()
-        assert engine._sequences.used == 0
+        assert used(lm) == 0
 
 
 def test_adapters_have_sequences_of_their_own(llama: TinyGguf) -> None:
@@ -242,7 +218,7 @@ def test_rows_are_right_after_a_batch_that_failed(
             rows = each.next_token_logprobs_sync()
             expected = torch.stack([llama.logprobs(one.token_ids) for one in each])
             torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-        check(engine, [population, extended])
+        check_memory(engine)
 
 
 def test_a_sequence_that_lost_its_end_is_not_continued_as_if_it_had_it(
@@ -277,5 +253,5 @@ def test_sequences_that_others_of_their_batch_evicted_are_computed_again(
             rows = population.next_token_logprobs_sync()
             expected = torch.stack([llama.logprobs(one.token_ids) for one in population])
             torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-            check(engine, [population])
+            check_memory(engine)
             population = population.extend(generator.integers(3, 300, 8))

@@ -14,6 +14,8 @@ from genlm_llamacpp.batch import Extensions, build_batch
 from genlm_llamacpp.context import LlamaContext
 from genlm_llamacpp.division import choose_parts
 
+from .conftest import check_memory
+
 SETTINGS = {
     "few sequences": ("llama", {"n_seq_max": 8}),
     "few cells": ("llama", {"n_ctx": 256}),
@@ -41,7 +43,7 @@ def test_random_batches_have_the_right_rows(make, name):
             rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(unique)])
             expected = torch.stack([model.logprobs(ids) for ids in unique])
             torch.testing.assert_close(rows.double(), expected, atol=tolerance, rtol=0)
-            _check_memory(engine)
+            check_memory(engine)
         assert engine.statistics()["sequences_evicted"] > 0
     finally:
         engine.close()
@@ -53,16 +55,6 @@ def _continued(generator: random.Random, known: list[list[int]]) -> list[int]:
         beginning = beginning[: generator.randrange(1, len(beginning) + 1)]
     more = generator.choice((0, 0, 1, 1, 1, 2, 9, 20))
     return (beginning + [generator.randrange(300) for _ in range(more)])[:60]
-
-
-def _check_memory(engine) -> None:
-    """llama.cpp holds what the table says."""
-    sequences = engine._sequences
-    held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
-    assert held == sequences._lengths[: len(held)].tolist()
-    assert sorted([*sequences._free, *sequences._idle, *sequences._pinned]) == list(
-        range(sequences._count)
-    )
 
 
 def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):

@@ -33,7 +33,6 @@ from genlm_llamacpp.batch import (
 from genlm_llamacpp.context import CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import CacheDivision
 from genlm_llamacpp.files import model_file
-from genlm_llamacpp.populations import HeldRows, held_rows
 from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
@@ -41,10 +40,6 @@ __all__ = ["LlamaCppEngine"]
 
 _MAX_OUTPUT_BYTES = 128 * 2**20
 """Maximum size of the logits of one call, such as 256 rows of 128,000 float32."""
-
-_MAX_NEW_TOKENS = 32
-"""Maximum number of new tokens of a member of a population. Members with more are computed as
-single requests, which share the computation of common prefixes."""
 
 
 class LlamaCppEngine(BatchEngine):
@@ -186,12 +181,8 @@ class LlamaCppEngine(BatchEngine):
             Shape `(len(queries), vocabulary.size)`, float32.
         """
         self._prepare(queries)
-        count = len(queries)
-        logits = Logits(count, self._context.n_logits)
-        sequences = [query.sequence for query in queries]
-        lasts = np.array([len(sequence) - 1 for sequence in sequences])
-        self._compute(queries[0].adapter, sequences, lasts, logits, np.arange(count))
-        return rows_from_logits(torch.from_numpy(logits.values), self.vocabulary)
+        logits = self._last_logits(queries[0].adapter, [query.sequence for query in queries])
+        return rows_from_logits(logits, self.vocabulary)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Return the scores or reductions of the texts of queries of one adapter."""
@@ -220,61 +211,12 @@ class LlamaCppEngine(BatchEngine):
         return min(self._sequences.max_requests, self._max_outputs)
 
     def evaluate_group(self, group: GroupQuery, places: Integers) -> GroupValues:
-        """Compute members of a population, which continue or copy their parents' sequences.
-
-        Members without a cached sequence are computed as requests.
-        """
-        if not self._context.can_cut:  # a recurrent state cannot be rolled back
-            return super().evaluate_group(group, places)
-        lineage, wanted = group.generation.lineage, group.wanted[places]
-        lengths = lineage.lengths[wanted]
-        self._sequences.collect()
-        self._division.adapt(
-            len(group.wanted),
-            int(lengths.max()),
-            map(lineage.sequence, group.wanted.tolist()),
-        )
-        held = held_rows(group, self._sequences)
-        starts = np.minimum(held.lengths[wanted], lengths - 1)
-        cached = held.can_continue(wanted, starts)
-        cached = cached[lengths[cached] - starts[cached] <= _MAX_NEW_TOKENS]
-        logits = Logits(len(wanted), self._context.n_logits)
-        if not len(cached) or not self._continue(group, held, wanted, cached, logits):
-            cached = cached[:0]
-        rest = np.delete(np.arange(len(wanted)), cached)
-        if len(rest):
-            sequences = [lineage.sequence(row) for row in wanted[rest].tolist()]
-            seq_ids, versions = self._compute(
-                group.adapter, sequences, lengths[rest] - 1, logits, rest, marked=False
-            )
-            held.set(wanted[rest], seq_ids, versions, lengths[rest])
-        return GroupValues(torch.from_numpy(logits.values), are_logits=True)
-
-    def _continue(
-        self,
-        group: GroupQuery,
-        held: HeldRows,
-        wanted: Integers,
-        cached: Integers,
-        logits: Logits,
-    ) -> bool:
-        """Compute the members `cached` after their cached prefixes, in one batch.
-
-        Returns:
-            False if there is no room for them; then sequences may have been evicted.
-        """
-        lineage, members = group.generation.lineage, wanted[cached]
-        lengths, common = lineage.lengths[members], held.lengths[members]
-        starts = np.minimum(common, lengths - 1)
-        counts = lengths - starts
-        tokens = lineage.last_tokens(members, counts)
-        rows = Extensions(
-            held.seq_ids[members], starts, common, tokens[tokens >= 0], counts, lengths - 1
-        )
-        if not self._run(group.adapter, rows, logits, cached):
-            return False
-        held.set(members, rows.seq_ids, self._sequences.versions(rows.seq_ids), lengths)
-        return True
+        """Compute members of a population, which continue or copy their parents' sequences."""
+        sequence_of, wanted = group.generation.lineage.sequence, group.wanted
+        longest = int(group.generation.lineage.lengths[wanted].max())
+        self._division.adapt(len(wanted), longest, map(sequence_of, wanted.tolist()))
+        sequences = [sequence_of(place) for place in wanted[places].tolist()]
+        return GroupValues(self._last_logits(group.adapter, sequences), are_logits=True)
 
     def close(self) -> None:
         """Free weights and cache; the tokenizer remains usable."""
@@ -348,14 +290,22 @@ class LlamaCppEngine(BatchEngine):
     # -- computation ------------------------------------------------------------------
 
     def _prepare(self, queries: Sequence[Query]) -> None:
-        """Free dropped sequences, and divide or share the cache for the queries of a step.
+        """Divide or share the cache for the queries of a step.
 
         Pending queries of the same adapter are taken into account.
         """
-        self._sequences.collect()
         pending, self._pending_of_adapter = self._pending_of_adapter or queries, ()
         sequences = [query.sequence for query in pending]
         self._division.adapt(len(sequences), max(map(len, sequences)), sequences)
+
+    def _last_logits(
+        self, adapter: str | None, sequences: Sequence[TokenSequence]
+    ) -> torch.Tensor:
+        """Return the logits after each sequence, shape `(len(sequences), n_logits)`."""
+        logits = Logits(len(sequences), self._context.n_logits)
+        lasts = np.array([len(sequence) - 1 for sequence in sequences])
+        self._compute(adapter, sequences, lasts, logits, np.arange(len(sequences)))
+        return torch.from_numpy(logits.values)
 
     def _compute(
         self,
@@ -364,9 +314,7 @@ class LlamaCppEngine(BatchEngine):
         firsts: Integers,
         receiver: Logits | PieceScores,
         members: Integers,
-        *,
-        marked: bool = True,
-    ) -> Integers:
+    ) -> None:
         """Compute sequences in one batch, or in halves if there is no room for it.
 
         Args:
@@ -376,17 +324,11 @@ class LlamaCppEngine(BatchEngine):
                 later positions are requested too.
             receiver: Receives the logits.
             members: The receiver's index of the first of these logits; later ones follow it.
-            marked: Whether the sequences are indexed by their keys.
-
-        Returns:
-            The `seq_id` that held each sequence after its batch, and its version at that time,
-            shape `(2, len(sequences))`.
         """
         rows = self._sequences.find(adapter, sequences, firsts)
         if self._run(adapter, rows, receiver, members):
-            if marked:
-                self._sequences.mark(adapter, rows.seq_ids, sequences)
-            return np.stack([rows.seq_ids, self._sequences.versions(rows.seq_ids)])
+            self._sequences.commit(adapter, rows, sequences)
+            return
         middle = len(sequences) // 2
         parts = [slice(middle), slice(middle, None)]
         if not middle:
@@ -396,13 +338,8 @@ class LlamaCppEngine(BatchEngine):
                     f"{self._context.n_cells} cells; raise n_ctx"
                 )
             parts = [slice(None)]
-        results = [
-            self._compute(
-                adapter, sequences[part], firsts[part], receiver, members[part], marked=marked
-            )
-            for part in parts
-        ]
-        return np.concatenate(results, axis=1)
+        for part in parts:
+            self._compute(adapter, sequences[part], firsts[part], receiver, members[part])
 
     def _run(
         self,
@@ -428,7 +365,6 @@ class LlamaCppEngine(BatchEngine):
             if isinstance(error, CacheFullError):
                 return False
             raise
-        self._sequences.commit(adapter, rows)
         self._tokens_evaluated += int(rows.lengths.sum())
         return True
 

@@ -10,11 +10,10 @@ llama.cpp does not expose, has any number of branches, and cuts them anywhere.
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from genlm.plugin import TokenSequence
 from genlm_llamacpp.batch import Extensions, Integers
@@ -38,8 +37,6 @@ class Sequences:
 
     Attributes:
         evicted: Number of sequences that were removed to make room.
-        dropped: Sequences that dropped populations held, with the versions that they had. The
-            next `collect` decrements their counts. Any thread may append.
     """
 
     def __init__(self, memory: LlamaContext, count: int) -> None:
@@ -50,14 +47,10 @@ class Sequences:
         # Length by key of the requests that a sequence holds and programs still refer to.
         self._marks: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(count)]
         self._seq_id_by_key: dict[tuple[str | None, bytes], int] = {}
-        # Incremented when a sequence loses tokens.
-        self._versions = np.zeros(count, np.int64)
-        self._holders = np.zeros(count, np.int64)  # number of rows of populations
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pinned: list[int] = []
         self.evicted = 0
-        self.dropped: deque[tuple[Integers, Integers]] = deque()
 
     def reset(self, count: int) -> None:
         """Evict all sequences, which the memory has lost, and set the number of usable ones."""
@@ -68,8 +61,7 @@ class Sequences:
         self._seq_id_by_key.clear()
         for marks in self._marks:
             marks.clear()
-        self._lengths[:] = self._holders[:] = 0
-        self._versions += 1
+        self._lengths[:] = 0
 
     @property
     def used(self) -> int:
@@ -127,8 +119,6 @@ class Sequences:
                 return False
             # The row continues its source, whose other tokens are lost.
             in_place, needed = np.zeros(1, np.int64), 0
-            self._versions[sources] += 1
-            self._holders[sources] = 0
         for seq_id in evictable[: max(0, needed - len(self._free))]:
             self._evict(seq_id)
         for seq_id in in_use:
@@ -149,21 +139,17 @@ class Sequences:
         rows.seq_ids, rows.is_new = seq_ids, is_new
         return True
 
-    def commit(self, adapter: str | None, rows: Extensions) -> None:
-        """Record that the memory holds all tokens of the claimed rows."""
+    def commit(
+        self, adapter: str | None, rows: Extensions, requests: Sequence[TokenSequence]
+    ) -> None:
+        """Record that the memory holds all tokens of the claimed rows of requests."""
         self._ids[np.repeat(rows.seq_ids, rows.counts), rows.positions] = rows.token_ids
         self._lengths[rows.seq_ids] = rows.lengths
-        for seq_id in rows.seq_ids.tolist():
+        for seq_id, tokens in zip(rows.seq_ids.tolist(), requests, strict=True):
             if not self._memory.can_cut:
                 self._forget(seq_id)  # the state of shorter requests is overwritten
             self._adapters[seq_id] = adapter
             self._idle[seq_id] = None
-
-    def mark(
-        self, adapter: str | None, seq_ids: Integers, requests: Sequence[TokenSequence]
-    ) -> None:
-        """Index sequences by the keys of the requests that they hold."""
-        for seq_id, tokens in zip(seq_ids.tolist(), requests, strict=True):
             self._mark(seq_id, adapter, tokens.key, len(tokens))
 
     def roll_back(self, rows: Extensions) -> None:
@@ -171,49 +157,6 @@ class Sequences:
         columns = (rows.seq_ids.tolist(), rows.starts.tolist(), rows.is_new.tolist())
         for seq_id, start, is_new in zip(*columns, strict=True):
             self._restore(seq_id, start, is_new=is_new)
-
-    # -- rows of populations ----------------------------------------------------------
-
-    def versions(self, seq_ids: Integers) -> Integers:
-        """Return the versions of sequences, which change when sequences lose tokens."""
-        return self._versions[seq_ids]
-
-    def still_hold(
-        self, seq_ids: Integers, versions: Integers, starts: Integers
-    ) -> NDArray[np.bool_]:
-        """Return whether sequences can be continued after their first `starts` tokens.
-
-        Args:
-            seq_ids: Sequences, -1 for none.
-            versions: Versions of the sequences when the tokens were computed.
-            starts: Number of tokens before the continuation.
-        """
-        lengths = self._lengths[seq_ids]
-        result: NDArray[np.bool_] = (seq_ids >= 0) & (starts > 0)
-        result &= self._versions[seq_ids] == versions
-        for row in np.flatnonzero(result & (lengths != starts)).tolist():
-            result[row] = self._memory.can_continue(
-                int(seq_ids[row]), int(starts[row]), int(lengths[row])
-            )
-        return result
-
-    def hold(self, seq_ids: Integers) -> None:
-        """Increment the row count of each sequence."""
-        np.add.at(self._holders, seq_ids, 1)
-
-    def unhold(self, seq_ids: Integers, versions: Integers) -> None:
-        """Decrement the row count of each sequence, -1 for none, and free unused sequences."""
-        held = (seq_ids >= 0) & (self._versions[seq_ids] == versions)
-        seq_ids = seq_ids[held]
-        np.subtract.at(self._holders, seq_ids, 1)
-        for seq_id in np.unique(seq_ids[self._holders[seq_ids] == 0]).tolist():
-            if seq_id in self._idle:
-                self._shorten(seq_id)
-
-    def collect(self) -> None:
-        """Free the sequences of dropped populations."""
-        while self.dropped:
-            self.unhold(*self.dropped.popleft())
 
     def make_room(self) -> bool:
         """Evict a quarter of the idle sequences; False if there are none."""
@@ -247,7 +190,7 @@ class Sequences:
             return
         length = self._marks[seq_id].pop(key)
         del self._seq_id_by_key[adapter, key]
-        if length == self._lengths[seq_id] and not self._holders[seq_id]:
+        if length == self._lengths[seq_id]:
             self._shorten(seq_id)
 
     def clear(self, adapter: str | None = None, *, all_adapters: bool = False) -> None:
@@ -328,8 +271,6 @@ class Sequences:
         if is_new or not self._memory.cut(seq_id, length):
             self._remove(seq_id)
             return
-        self._versions[seq_id] += 1
-        self._holders[seq_id] = 0
         self._idle[seq_id] = None
 
     def _truncate(self, seq_id: int, length: int) -> None:
@@ -363,6 +304,4 @@ class Sequences:
         self._memory.cut(seq_id, 0)
         self._forget(seq_id)
         self._lengths[seq_id] = 0
-        self._versions[seq_id] += 1
-        self._holders[seq_id] = 0
         self._free.append(seq_id)

@@ -155,31 +155,24 @@ def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fail
 
 
 def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
-    """The engine's result may have the sequences in another order."""
     lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in range(3)])
     group = GroupQuery(0, Generation(lineage), *[np.arange(3)] * 2, LastColumn(torch.zeros(3)))
     sampling = types.SimpleNamespace(places=np.array([2, 0, 1, 0]))
     group = dataclasses.replace(group, sampling=sampling)
     ids = torch.tensor([[7, 8], [5, -1], [6, 9], [5, -1]])
-    extended, places = group.generation.extended(sampling.places, ids.numpy())
-    sequences = [extended.lineage.sequence(int(place)) for place in places]
-    other = Generation(Lineage.of_sequences(sequences[:3]))
-    for generation, order in ((extended, places), (other, np.array([0, 1, 2, 1]))):
-        nothing = torch.zeros(4, 2)
-        sample = SampledGroup(ids, nothing, nothing, generation, order, np.ones(4, bool))
-        generations = Generations()
-        generations._sampling[group.query_id] = group
-        sent = generations.finish(group.query_id, sample)
-        assert (sent.generation, sent.places) == (None, None)
-        placed = place_sample(group, sent, PlacedGeneration(0, ~group.query_id, deque()))
-        assert placed.places.tolist() == places.tolist()
-        stored = generations.group(
-            pack_group(
-                _group(1, placed.generation, LastColumn(torch.zeros(3))), placed.generation
-            ),
-            None, lambda _: None,
-        ).generation.lineage  # fmt: skip
-        assert [stored.sequence(int(place)) for place in placed.places] == sequences
+    generation, places = group.generation.extended(sampling.places, ids.numpy())
+    sequences = [generation.lineage.sequence(int(place)) for place in places]
+    nothing = torch.zeros(4, 2)
+    sample = SampledGroup(ids, nothing, nothing, generation, places, np.ones(4, bool))
+    generations = Generations()
+    sent = generations.finish(group.query_id, sample)
+    assert (sent.generation, sent.places) == (None, None)
+    placed = place_sample(group, sent, PlacedGeneration(0, ~group.query_id, deque()))
+    assert placed.places.tolist() == places.tolist()
+    later = _group(1, placed.generation, LastColumn(torch.zeros(3)))
+    message = pack_group(later, placed.generation)
+    stored = generations.group(message, None, lambda _: None).generation.lineage
+    assert [stored.sequence(int(place)) for place in placed.places] == sequences
 
 
 def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> GroupQuery:

@@ -163,7 +163,6 @@ class Session:
     def abort(self, query_ids: Sequence[int]) -> None:
         """Drop queries, also those that arrive later: Ray may start calls in another order."""
         for query_id in query_ids:
-            self.generations.finish(query_id)
             for running in (self.running, self._running_reductions):
                 if query_id in running:
                     running.pop(query_id)()

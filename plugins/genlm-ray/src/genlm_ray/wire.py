@@ -210,7 +210,6 @@ class Generations:
 
     def __init__(self) -> None:
         self._by_number: dict[int, tuple[Generation, int]] = {}
-        self._sampling: dict[int, GroupQuery] = {}  # by query id
         self.sequences = 0
 
     def group(self, packed: PackedGroup, adapter: str | None, lease: Any) -> GroupQuery:
@@ -227,7 +226,7 @@ class Generations:
         if packed.number != packed.base:
             self._add(packed.number, self._unpack_generation(packed), packed.size)
         [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
-        group = GroupQuery(
+        return GroupQuery(
             packed.query_id,
             self._by_number[packed.number][0],
             packed.wanted.astype(np.int64),
@@ -237,23 +236,12 @@ class Generations:
             lease,
             packed.sampling,
         )
-        if packed.sampling is not None:
-            self._sampling[packed.query_id] = group
-        return group
 
-    def finish(self, query_id: int, result: Any = None) -> Any:
+    def finish(self, query_id: int, result: Any) -> Any:
         """Store the generation of a sample; return a query's result without it."""
-        group = self._sampling.pop(query_id, None)
-        if group is None or not isinstance(result, SampledGroup):
+        if not isinstance(result, SampledGroup):
             return result
-        generation, lineage = result.generation, result.generation.lineage
-        while lineage is not group.generation.lineage and lineage.parent is not None:
-            lineage = lineage.parent
-        if lineage is not group.generation.lineage:  # not an extension of the group's
-            assert group.sampling is not None  # noqa: S101 - the result is a sample
-            ids = result.token_ids.numpy()
-            generation, _ = group.generation.extended(group.sampling.places, ids)
-        self._add(~query_id, generation, result.token_ids.numel())
+        self._add(~query_id, result.generation, result.token_ids.numel())
         unset: Any = None  # the driver extends its generation in the same way
         return result._replace(generation=unset, places=unset)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,16 +90,16 @@ class RowWeights:
             masks = RowMasks(masks, count, vocab_size, mask_index)
         self.count = count
         self.masks: RowMasks | None = masks
-        self._temperature = _checked_numbers("temperature", temperature).astype(np.float64)
+        self._temperature = (
+            _one_temperature(temperature)
+            if type(temperature) is float
+            else _checked_temperatures(temperature)
+        )
         if self._temperature.shape not in {(), (count,)}:
             raise ValueError(
                 f"temperature has shape {self._temperature.shape}; expected a number or one "
                 f"for each of {count} rows"
             )
-        if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
-            raise ValueError("a temperature must be finite and not negative")
-        clipped = np.clip(self._temperature, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
-        self._temperature = np.where(self._temperature == 0, 0.0, clipped)
         self._bias, self._offset = _biases(bias, count, vocab_size)
         self.top_k = np.minimum(_limits(top_k, vocab_size, np.int64), vocab_size)
         self.top_p = _limits(top_p, 1.0, np.float64)
@@ -208,6 +209,19 @@ class RowWeights:
             )
 
 
+def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:
+    """Return temperatures in the range of float32, or 0."""
+    temperatures = _checked_numbers("temperature", temperature).astype(np.float64)
+    if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
+        raise ValueError("a temperature must be finite and not negative")
+    clipped = np.clip(temperatures, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+    return np.where(temperatures == 0, 0.0, clipped)
+
+
+_one_temperature = functools.lru_cache(16)(_checked_temperatures)
+"""The same for a float; the array must not be changed."""
+
+
 def _per_row(setting: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     return setting if setting.ndim else np.full(count, setting)
 
@@ -226,6 +240,8 @@ def _biases(
     bias: Any, count: int, size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the biases of tokens, `(1 or n, size)`, and those of rows, `(1 or n,)`."""
+    if type(bias) is float and bias == 0:
+        return None, None
     if isinstance(bias, torch.Tensor) and bias.dtype != torch.bool:
         values = bias.detach()
     else:

@@ -441,6 +441,17 @@ def test_scores_are_those_of_the_rows(engine: type, make_model: MakeModel) -> No
     assert asyncio.run(llm.score(np.array(texts[2]), 7)).shape == (0,)
 
 
+def test_the_score_of_a_continuation_of_a_context_is_that_of_its_tokens(
+    make_model: MakeModel,
+) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    prompt = llm.context([3, 1])
+    expected = loop_over_rows((3, 1, 4, 1, 5), 2)
+    assert asyncio.run(prompt.score([4, 1, 5])).tolist() == expected
+    assert asyncio.run(prompt.score(np.int64(4))).tolist() == expected[:1]
+    assert asyncio.run(prompt.score([])).shape == (0,)
+
+
 def test_a_text_has_one_token_more_than_the_context(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(SIZE, max_context=3))
     assert len(llm.score_sync([1, 2, 3, 4])) == 3

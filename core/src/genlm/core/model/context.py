@@ -93,6 +93,17 @@ class Context:
         """Draw a continuation; see `AsyncLM.sample`, which has the options."""
         return self._lm.sample(self, max_tokens, **options)
 
+    def score(
+        self, continuation: SupportsIndex | Integers
+    ) -> Coroutine[Any, Any, torch.Tensor]:
+        """Return the log-probability of each token of a continuation; see `AsyncLM.score`.
+
+        Returns:
+            A coroutine that returns natural-log probabilities, shape `(k,)` for `k` tokens,
+            float32, on the CPU.
+        """
+        return self._lm.score(self.extend(continuation), len(self))
+
     def token_logprobs(self, token_ids: Integers) -> Coroutine[Any, Any, torch.Tensor]:
         """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""
         return self._lm.token_logprobs(self, token_ids)

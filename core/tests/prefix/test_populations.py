@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections import Counter
@@ -131,6 +132,17 @@ class Engine(PrefixEngine):
             raise completion.error
         return completion.result
 
+    def answer_all(self, queries: Sequence[GroupQuery]) -> dict[int, GroupResult]:
+        """The results of several populations, which are pending together."""
+        for query in queries:
+            self.submit_group(query)
+        results: dict[int, Any] = {}
+        while len(results) < len(queries):
+            for completion in self.step():
+                assert completion.error is None
+                results[completion.query_id] = completion.result
+        return results
+
     @property
     def tables(self) -> Any:
         return self.path.populations
@@ -161,17 +173,33 @@ class Members:
         self.places = self.places[members]
         self.ids = [self.ids[i] for i in members]
 
-    def query(self, members: list[int]) -> GroupQuery:
+    def query(self, members: list[int], query_id: int = 0) -> GroupQuery:
         wanted, row_of = np.unique(self.places[members], return_inverse=True)
-        return GroupQuery(0, self.generation, wanted, row_of, Rows(), self.adapter)
+        return GroupQuery(query_id, self.generation, wanted, row_of, Rows(), self.adapter)
 
     def ask(self, engine: Engine, members: list[int] | None = None) -> GroupResult:
         places = list(range(len(self.ids))) if members is None else members
-        result: GroupResult = engine.answer(self.query(places))
+        return self.check(engine.answer(self.query(places)), places)
+
+    def check(self, result: GroupResult, places: list[int]) -> GroupResult:
         if not result.errors:
             wanted = torch.stack([expected(self.adapter, self.ids[i]) for i in places])
             torch.testing.assert_close(result.columns[0], wanted, rtol=0, atol=1e-6)
         return result
+
+
+def ask_together(engine: Engine, populations: Sequence[Members]) -> list[GroupResult]:
+    """Request all members of several populations at once."""
+    members = [list(range(len(population.ids))) for population in populations]
+    queries = [
+        population.query(places, number)
+        for number, (population, places) in enumerate(zip(populations, members, strict=True))
+    ]
+    results = engine.answer_all(queries)
+    return [
+        population.check(results[number], places)
+        for number, (population, places) in enumerate(zip(populations, members, strict=True))
+    ]
 
 
 def check(engine: Engine) -> None:
@@ -243,6 +271,8 @@ PROGRAM = st.lists(
         st.tuples(st.just("copy"), st.integers(0, 3)),
         st.tuples(st.just("drop"), st.integers(0, 3)),
         st.tuples(st.just("fail"), st.integers(0, 3)),
+        st.tuples(st.just("together"), st.booleans()),
+        st.tuples(st.just("together"), st.just(False)),
         st.tuples(st.just("list"), IDS),
         st.tuples(st.just("pin"), st.lists(st.integers(0, 2), min_size=1, max_size=4)),
         st.tuples(st.sampled_from(["clear", "drop adapter"])),
@@ -267,6 +297,14 @@ def run(engine: Engine, program: list[Any]) -> None:
             if len(arguments[0]) * 4 < engine.path._tree.capacity:
                 engine.cache_prefix(arguments[0], None)
                 engine.clear_prefix_cache()
+        elif name == "together":
+            [engine.model.fail] = arguments
+            results = ask_together(engine, [item for item in populations if item.ids])
+            failed = [bool(result.errors) for result in results]
+            assert not any(failed) or engine.model.fail
+            SEEN["together"] += len(results) > 1 and not engine.model.fail
+            engine.model.fail = False
+            del results
         elif name == "clear":
             engine.clear_prefix_cache()
         elif name == "drop adapter":
@@ -314,9 +352,19 @@ LONGER = ("extend", 0, 1, [0, 1, 2, 1])
 EXAMPLE = [("ask", 0, []), LONGER, ("fail", 0), *[("ask", 0, []), LONGER] * 12]
 
 
+TOGETHER = [
+    ("new", [[1, 2]], None),
+    ("new", [[2, 0], [1]], None),
+    *[("together", False), LONGER, ("extend", 1, 1, [0]), ("extend", 2, 2, [1, 2, 2, 0])] * 4,
+    *[("together", True), ("together", False)] * 2,
+]
+
+
 @settings(max_examples=25, deadline=None)
 @example(500, 20, EXAMPLE)
 @example(14, 5, EXAMPLE)
+@example(500, 20, TOGETHER)
+@example(14, 20, TOGETHER)
 @given(st.sampled_from([0, 2, 6, 14, 40, 500]), st.sampled_from([2, 5, 20]), PROGRAM)
 def test_members_have_the_rows_of_their_sequences_and_slots_are_counted_exactly(
     capacity: int, max_tokens: int, program: list[Any]
@@ -328,6 +376,7 @@ def test_the_random_programs_used_tables_and_failed_at_times() -> None:
     assert SEEN["asked"] > 20
     assert SEEN["failed"] > 0
     assert SEEN["by tables"] > 20
+    assert SEEN["together"] > 10
 
 
 def test_tokens_of_a_population_are_computed_once() -> None:
@@ -343,6 +392,101 @@ def test_tokens_of_a_population_are_computed_once() -> None:
     # Asked again, only the last tokens are computed.
     assert not population.ask(engine).errors
     assert engine.statistics()["tokens_computed"] == 13 + 4
+    check(engine)
+
+
+def grown(prompts: list[Ids], engine: Engine) -> list[Members]:
+    """Populations of three members each, with a table and one new token."""
+    populations = [Members([prompt] * 3) for prompt in prompts]
+    for population in populations:
+        assert not population.ask(engine).errors
+        population.extend([(0,), (1,), (1,)])
+    return populations
+
+
+def test_populations_that_are_pending_together_are_computed_in_one_pass() -> None:
+    engine = Engine(500, max_rows=100, max_tokens=100)
+    first = [Members([(1, 2, 0, token)] * 3) for token in (1, 2, 1)]
+    first += [Members([(1, 2)] * 2, "red")]
+
+    def forwards() -> int:
+        return int(engine.statistics()["forwards"])
+
+    ask_together(engine, first)
+    assert forwards() == 2  # one for each adapter
+    assert len(engine.tables._tables) == 4
+    for step in range(3):
+        for population in first:
+            population.extend([(step,)] * len(population.ids))
+        before = forwards()
+        ask_together(engine, first)
+        assert forwards() == before + 2
+    check(engine)
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 5}, {"max_rows": 100, "max_tokens": 5}])
+def test_a_pass_of_several_populations_has_its_limits(limits: dict[str, int]) -> None:
+    engine = Engine(500, **limits)
+    populations = grown([(1, 2), (2, 1), (0, 0), (3,)], engine)
+    before = int(engine.statistics()["forwards"])
+    ask_together(engine, populations)  # two distinct rows each, so two populations in a pass
+    assert engine.statistics()["forwards"] == before + 2
+    assert max(engine.model.largest) <= 5
+
+
+def test_populations_with_and_without_a_table_are_computed_one_after_the_other() -> None:
+    engine = Engine(500)
+    [population] = grown([(1, 2)], engine)
+    ask_together(engine, [Members([(2, 1)] * 3), population])
+    assert engine.model.table_tokens == 2
+    check(engine)
+
+
+def test_requests_for_different_members_of_a_generation_share_its_table() -> None:
+    engine = Engine(500)
+    population = Members([(1, 2)] * 3)
+    population.ask(engine)
+    population.extend([(0, 1), (1, 0), (2, 2)])
+    before = int(engine.statistics()["tokens_computed"])
+    results = engine.answer_all([population.query([0, 1], 0), population.query([2], 1)])
+    population.check(results[0], [0, 1])
+    population.check(results[1], [2])
+    population.ask(engine)  # repeats the last token of each member: all others have slots
+    assert engine.statistics()["tokens_computed"] == before + 4 + 2 + 3
+    check(engine)
+
+
+def test_populations_that_fail_together_are_computed_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(500, max_rows=100)
+    populations = grown([(1, 2), (2, 1), (0, 0)], engine)
+    run_table = engine.model.run_table
+
+    def only_alone(batch: TableBatch, adapter: str | None) -> ForwardResult:
+        result = run_table(batch, adapter)
+        if len(batch.results) > 2:
+            raise RuntimeError("no memory")
+        return result
+
+    monkeypatch.setattr(engine.model, "run_table", only_alone)
+    assert not any(result.errors for result in ask_together(engine, populations))
+    check(engine)
+
+    class Raises(Rows):
+        def compute(self, *_: Any) -> tuple[torch.Tensor, ...]:
+            raise ValueError("mine")
+
+    monkeypatch.undo()
+    for population in populations:
+        population.extend([(2,)] * 3)
+    queries = [
+        population.query([0, 1, 2], number) for number, population in enumerate(populations)
+    ]
+    queries[1] = dataclasses.replace(queries[1], reduction=Raises())
+    results = engine.answer_all(queries)
+    assert [sorted(results[number].errors) for number in range(3)] == [[], [0, 1], []]
+    assert "ValueError: mine" in str(results[1].errors[0])
     check(engine)
 
 

@@ -100,3 +100,29 @@ def test_members_have_the_rows_of_their_adapter(
                 rows = asyncio.run(population.next_token_logprobs())
                 listed = lm.batch_next_token_logprobs_sync(list(population))
                 torch.testing.assert_close(rows, listed, rtol=0, atol=1e-4)
+
+
+def test_concurrent_populations_share_passes(llama: Any, tokenizer: Any) -> None:
+    oracle, engine = Oracle(llama), serve(llama, tokenizer)
+    with AsyncLM(lambda: engine) as llm:
+
+        async def step(populations: list[Population]) -> None:
+            before = llm.statistics().engine["forwards"]
+            requests = [population.next_token_logprobs() for population in populations]
+            results = await asyncio.gather(*requests)
+            assert llm.statistics().engine["forwards"] == before + 1
+            for population, rows in zip(populations, results, strict=True):
+                sequences = [context.token_ids for context in population]
+                assert oracle.largest_error(sequences, list(rows)) <= 1e-4
+
+        async def grow() -> None:
+            populations = [llm.population([3, 4, i], 2 + i % 3) for i in range(5, 12)]
+            await step(populations)
+            for _ in range(3):
+                populations = [
+                    population.extend(torch.randint(3, 9, (len(population),)))
+                    for population in populations
+                ]
+                await step(populations)
+
+        asyncio.run(grow())

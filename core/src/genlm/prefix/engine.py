@@ -12,6 +12,7 @@ import numpy as np
 from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
 from genlm.core.engine.engine import BatchEngine, Capability
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
+from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.text_scores import ScoredText
 from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice
@@ -139,6 +140,41 @@ class PrefixEngine(BatchEngine):
         lengths = group.generation.lineage.lengths[group.wanted[places]]
         self._tokens_evaluated += int(lengths.sum())
         return GroupValues(logits, are_logits=True)
+
+    def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
+        """Select populations whose next tokens are computed in one forward pass."""
+        populations = self._populations
+        return pending[:1] if populations is None else populations.choose(pending)
+
+    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
+        """Compute the sequences of several populations in one forward pass."""
+        path = self._choice.path
+        assert isinstance(path, PrefixRows)  # noqa: S101 - it has populations
+        with self.activate(groups[0].adapter):
+            logits = path.joint_logits(groups)
+        if logits is None:
+            return self._evaluate_first(groups)
+        self._tokens_evaluated += sum(map(len, groups))
+        return [GroupValues(part, are_logits=True) for part in logits]
+
+    def _evaluate_first(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
+        """Compute the first sequences of populations through the tree."""
+        sequences = [
+            [group.generation.lineage.sequence(place) for place in group.wanted.tolist()]
+            for group in groups
+        ]
+        indices: dict[TokenSequence, int] = {}
+        rows_of = [
+            [indices.setdefault(sequence, len(indices)) for sequence in part]
+            for part in sequences
+        ]
+        rows = self.evaluate(
+            [Query(groups[0].query_id, sequence, groups[0].adapter) for sequence in indices]
+        )
+        for group in groups:
+            assert self._populations is not None  # noqa: S101 - our own mistake
+            self._populations.adopt(group, np.arange(len(group.wanted)))
+        return [GroupValues(rows[part], are_logits=False) for part in rows_of]
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select queries for about one forward pass: the oldest, and others of its adapter.

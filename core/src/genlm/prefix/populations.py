@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from genlm.core.queries.generations import NO_TOKEN, Integers64
 from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
-from genlm.prefix.continuation import TableBatch, continuation
+from genlm.prefix.continuation import Continuation, TableBatch, continuation, joined
 from genlm.prefix.node import SCRATCH_SLOT, Paths
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["Populations"]
 
-RunTable = Callable[[TableBatch, str | None], "torch.Tensor"]
+RunTable = Callable[[TableBatch, str | None], torch.Tensor]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
+
+_Part = tuple[GroupQuery, Integers64, Integers64]
+"""A group, indices of rows of its table, and the number of tokens that each row lacks."""
 
 # Sequences with more new tokens are computed through the tree, as prefill chunks.
 _MAX_NEW_TOKENS = 32
@@ -65,7 +66,7 @@ class Populations:
         # Adapter and sequence of each pinned first sequence, by its last slot.
         self._pinned: dict[int, tuple[str | None, TokenSequence]] = {}
         self._dropped: deque[int] = deque()
-        self._current: int | None = None
+        self._current: frozenset[int] = frozenset()
 
     def drop(self, adapter: str) -> None:
         """Release the tables of an adapter, before the tree drops its tokens."""
@@ -94,6 +95,51 @@ class Populations:
             missing = np.array([1 + self._tree.missing(group.adapter, s) for s in sequences])
         return max(1, min(self._max_rows, int(self._max_tokens / missing.mean())))
 
+    def choose(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
+        """Choose groups that one pass computes: the first, and others of its adapter.
+
+        All or none of them have tables.
+        """
+        self.collect()
+        first = pending[0]
+        chosen = [first]
+        has_table = self._table(first) is not None
+        tokens = self._added_tokens(first, has_table=has_table)
+        if tokens is None:
+            return chosen
+        rows = len(first.wanted)
+        for group in pending[1:]:
+            if group.adapter != first.adapter:
+                continue
+            rows += len(group.wanted)
+            if rows > self._max_rows:
+                break
+            added = self._added_tokens(group, has_table=has_table)
+            if added is None:
+                continue
+            tokens += added
+            if tokens > self._max_tokens:
+                break
+            chosen.append(group)
+        return chosen
+
+    def _added_tokens(self, group: GroupQuery, *, has_table: bool) -> int | None:
+        """Return the number of tokens of a pass over a group, at most.
+
+        The result is None if the group has no table and should have one, or the reverse, or if
+        its table lacks many tokens.
+        """
+        if has_table:
+            missing = self._missing(group, group.wanted)
+            return None if missing is None else int(np.maximum(missing, 1).sum())
+        if self._table(group) is not None:
+            return None
+        sequence = group.generation.lineage.sequence
+        return sum(
+            max(1, self._tree.missing(group.adapter, sequence(row)))
+            for row in group.wanted.tolist()
+        )
+
     def logits(
         self, group: GroupQuery, places: Integers64, run: RunTable
     ) -> torch.Tensor | None:
@@ -112,21 +158,14 @@ class Populations:
             the tree, then `adopt` is called.
         """
         self.collect()
-        table = self._table(group)
-        if table is None:
+        rows = group.wanted[places]
+        missing = self._missing(group, rows)
+        if missing is None:
             return None
-        lineage, rows = group.generation.lineage, group.wanted[places]
-        missing = lineage.lengths[rows] - table.tokens[rows]
-        if missing.max() > min(self._max_tokens, _MAX_NEW_TOKENS):
-            return None
-        counts = np.maximum(missing, 1)
-        tokens = lineage.last_tokens(rows, counts)
-        repeated = tokens.max(axis=1)
-        tokens[missing == 0] = NO_TOKEN
         logits: torch.Tensor | None = None
-        for part in self._passes(counts):
+        for part in self._passes(np.maximum(missing, 1)):
             try:
-                part_logits = self._pass(group, rows[part], tokens[part], repeated[part], run)
+                [part_logits] = self._pass([(group, rows[part], missing[part])], run)
             except OutOfSlotsError:
                 return None
             if len(part_logits) == len(rows):
@@ -135,6 +174,25 @@ class Populations:
                 logits = part_logits.new_empty((len(rows), part_logits.shape[1]))
             logits[part] = part_logits
         return logits
+
+    def joint_logits(
+        self, groups: Sequence[GroupQuery], run: RunTable
+    ) -> list[torch.Tensor] | None:
+        """Compute the next-token logits of all sequences of groups from `choose` in one pass.
+
+        Returns:
+            As `logits` for each group; None if the groups have no tables.
+
+        Raises:
+            OutOfSlotsError: There are too few slots; the state is unchanged.
+        """
+        parts: list[_Part] = []
+        for group in groups:
+            missing = self._missing(group, group.wanted)
+            if missing is None:
+                return None
+            parts.append((group, group.wanted, missing))
+        return self._pass(parts, run)
 
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
         """Add a table with the sequences of a group that the tree contains."""
@@ -171,34 +229,49 @@ class Populations:
             yield slice(first, end)
             first = end
 
-    def _pass(
-        self,
-        group: GroupQuery,
-        rows: Integers64,
-        tokens: Integers64,
-        repeated: Integers64,
-        run: RunTable,
-    ) -> torch.Tensor:
-        """Compute the continuation of rows, and store the longer table.
+    def _missing(self, group: GroupQuery, rows: Integers64) -> Integers64 | None:
+        """Return the number of tokens that each row's table lacks; None without a table.
+
+        The result is None also if a row lacks many tokens.
+        """
+        table = self._table(group)
+        if table is None:
+            return None
+        missing: Integers64 = group.generation.lineage.lengths[rows] - table.tokens[rows]
+        return None if missing.max() > min(self._max_tokens, _MAX_NEW_TOKENS) else missing
+
+    def _pass(self, parts: Sequence[_Part], run: RunTable) -> list[torch.Tensor]:
+        """Compute continuations of rows of groups, and store the longer tables.
+
+        Args:
+            parts: Groups of one adapter with different generations, some of their rows, and
+                the number of tokens that each row lacks.
+            run: Function that computes a pass.
 
         Raises:
             OutOfSlotsError: There are too few slots; the state is unchanged.
         """
-        table = self._table(group)
-        assert table is not None  # noqa: S101 - the current table is not evicted
-        self._current = group.generation.state.key
+        steps: list[Continuation] = []
+        self._current = frozenset(group.generation.state.key for group, _, _ in parts)
         try:
-            step = continuation(table, rows, tokens, repeated, self._tree.allocate)
-        finally:
-            self._current = None
-        try:
-            logits = run(step.batch, group.adapter)
+            for group, rows, missing in parts:
+                tokens = group.generation.lineage.last_tokens(rows, np.maximum(missing, 1))
+                repeated = tokens.max(axis=1)
+                tokens[missing == 0] = NO_TOKEN
+                table = self._tables[group.generation.state.key].table
+                steps.append(continuation(table, rows, tokens, repeated, self._tree.allocate))
+            logits = run(joined([step.batch for step in steps]), parts[0][0].adapter)
         except BaseException:
-            self._tree.free(step.new)
+            for step in steps:
+                self._tree.free(step.new)
             raise
-        self._references.connect(step.new, step.parents)
-        self._store(group, table.extend(rows, step.batch.slots, step.lengths))
-        return logits
+        finally:
+            self._current = frozenset()
+        for (group, rows, _), step in zip(parts, steps, strict=True):
+            table = self._tables[group.generation.state.key].table
+            self._references.connect(step.new, step.parents)
+            self._store(group, table.extend(rows, step.batch.slots, step.lengths))
+        return list(torch.split(logits, [len(rows) for _, rows, _ in parts]))
 
     def _table(self, group: GroupQuery) -> BlockTable | None:
         """Return the table of a generation, or a selection of that of its base, or None."""
@@ -236,7 +309,7 @@ class Populations:
             False if there is no such table.
         """
         self.collect()
-        key = next((key for key in self._tables if key != self._current), None)
+        key = next((key for key in self._tables if key not in self._current), None)
         if key is None:
             return False
         self._free(self._tables.pop(key).table)

@@ -249,6 +249,12 @@ class PrefixRows:
         with self._rolled_back_on_error():
             return self.populations.logits(group, places, self._table_pass)
 
+    def joint_logits(self, groups: Sequence[GroupQuery]) -> list[torch.Tensor] | None:
+        """Compute the logits of several populations; see `Populations.joint_logits`."""
+        assert self.populations is not None  # noqa: S101 - our own mistake
+        with self._rolled_back_on_error():
+            return self.populations.joint_logits(groups, self._table_pass)
+
     def pin(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and pin it until `clear`.
 

@@ -321,6 +321,33 @@ class BatchEngine(abc.ABC):
         ]
         return GroupValues(self._evaluate_checked(queries), are_logits=False)
 
+    def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
+        """Choose the groups that `evaluate_groups` computes; the first one by default.
+
+        Args:
+            pending: Groups of which nothing was computed yet, oldest first.
+
+        Returns:
+            The first group, alone or with others. A group that is chosen alone is computed by
+            `evaluate_group`, in parts.
+        """
+        return pending[:1]
+
+    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
+        """Compute all sequences of several groups, by default one group after the other.
+
+        If this method raises, the groups are computed one by one.
+
+        Args:
+            groups: At least two groups from `choose_groups`.
+
+        Returns:
+            Logits or rows of each group, one for each entry of its `wanted`.
+        """
+        import numpy as np
+
+        return [self.evaluate_group(group, np.arange(len(group.wanted))) for group in groups]
+
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
         self._pending[query.query_id] = query
@@ -369,16 +396,46 @@ class BatchEngine(abc.ABC):
         return {}
 
     def _group_step(self) -> list[Completion]:
-        """Compute a part of one group; further steps continue with the other groups in turn."""
-        query_id, work = next(iter(self._groups.items()))
-        del self._groups[query_id]
-        part = work.next_part(self.group_limit(work.query))
-        self._evaluate_part(work, part)
-        if work.is_complete:
-            work.query.keep_contexts()
-            return [Completion(query_id, work.result())]
-        self._groups[query_id] = work
-        return []
+        """Compute several groups, or a part of one; further steps continue with the others."""
+        works = self._take_groups()
+        if len(works) > 1:
+            self._evaluate_together(works)
+        else:
+            [work] = works
+            self._evaluate_part(work, work.next_part(self.group_limit(work.query)))
+        completions = []
+        for work in works:
+            if work.is_complete:
+                work.query.keep_contexts()
+                completions.append(Completion(work.query.query_id, work.result()))
+            else:
+                self._groups[work.query.query_id] = work
+        return completions
+
+    def _take_groups(self) -> list[GroupWork]:
+        """Remove the oldest group, or several groups that are computed together."""
+        works = list(self._groups.values())
+        if not works[0].is_begun:
+            pending = [work.query for work in works if not work.is_begun]
+            return [self._groups.pop(query.query_id) for query in self.choose_groups(pending)]
+        return [self._groups.pop(works[0].query.query_id)]
+
+    def _evaluate_together(self, works: Sequence[GroupWork]) -> None:
+        """Compute all sequences of several groups; if that raises, one group at a time."""
+        parts = [work.next_part(len(work.query.wanted)) for work in works]
+        values: Sequence[GroupValues | None]
+        try:
+            values = self.evaluate_groups([work.query for work in works])
+        except Exception:  # noqa: BLE001 - raised again by the group that causes it
+            values = [None] * len(works)
+        for work, part, computed in zip(works, parts, values, strict=True):
+            try:
+                if computed is not None:
+                    work.reduce(part, computed)
+                    continue
+            except Exception:  # noqa: BLE001, S110 - raised again by the sequences that cause it
+                pass
+            self._evaluate_part(work, part)
 
     def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
         """Compute a part of a group, and record the errors of its sequences."""

@@ -166,6 +166,11 @@ class GroupWork:
         return np.searchsorted(self.query.row_of[self._by_row], places)
 
     @property
+    def is_begun(self) -> bool:
+        """Whether some sequences were computed or failed."""
+        return self._done > 0
+
+    @property
     def is_complete(self) -> bool:
         """Whether all sequences were computed or failed."""
         return self._done == len(self.query.wanted)

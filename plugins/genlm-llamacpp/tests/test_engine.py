@@ -44,7 +44,7 @@ def test_what_is_not_a_model_is_refused_with_the_reason(tmp_path):
 
 
 def test_a_context_that_is_not_as_asked_is_refused(llama, monkeypatch):
-    """As when a field of the struct is in another place: what was asked is not what is."""
+    """The created context differs from the options, as with another layout of the struct."""
     created = LlamaContext._create
 
     def another(self, options):

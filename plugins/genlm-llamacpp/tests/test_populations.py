@@ -61,9 +61,9 @@ async def walk(
             populations[place] = before[members].extend(tokens)
             for population in (populations[place], kept[int(generator.integers(len(kept)))]):
                 count = int(generator.choice([1, len(population) // 2, len(population)]))
-                asked = population[generator.permutation(len(population))[:count]]
-                rows = await asked.next_token_logprobs()
-                expected = torch.stack([oracle(context.token_ids) for context in asked])
+                requested = population[generator.permutation(len(population))[:count]]
+                rows = await requested.next_token_logprobs()
+                expected = torch.stack([oracle(context.token_ids) for context in requested])
                 torch.testing.assert_close(
                     rows.double(), expected.double(), atol=tolerance, rtol=0
                 )
@@ -81,7 +81,7 @@ def test_members_have_the_rows_of_their_sequences(name: str, make: Make) -> None
         populations = [lm.population(prompts[0], 6), lm.population(prompts)]
         for _ in range(4):
             asyncio.run(walk(model, engine, populations, 3))
-            # Between populations, sequences that continue theirs are asked one by one.
+            # Between populations, sequences that continue theirs are requested one by one.
             context = populations[0][0].token_ids
             row = lm.next_token_logprobs_sync([*context, 9])
             expected = model.logprobs([*context, 9])

@@ -35,10 +35,10 @@ def sequences(seed: int = 0) -> list[list[int]]:
     return [trunk, trunk[:1], trunk[:21], *branches, trunk[:30]]
 
 
-def largest_error(engine, model, asked) -> float:
-    queries = [Query(i, ids) for i, ids in enumerate(asked)]
+def largest_error(engine, model, requested) -> float:
+    queries = [Query(i, ids) for i, ids in enumerate(requested)]
     rows = engine.evaluate(queries).double()
-    expected = torch.stack([model.logprobs(ids) for ids in asked])
+    expected = torch.stack([model.logprobs(ids) for ids in requested])
     return float((rows - expected).abs().max())
 
 
@@ -175,10 +175,10 @@ def test_k_quantised_rows_are_those_of_the_dequantised_weights(tmp_path, weights
     assert float(error.mean()) < 0.03
 
 
-def transformers_rows(folder: Path, asked: list[list[int]]) -> torch.Tensor:
+def transformers_rows(folder: Path, requested: list[list[int]]) -> torch.Tensor:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        logits = [loaded.eval()(torch.tensor([ids])).logits[0, -1, :300] for ids in asked]
+        logits = [loaded.eval()(torch.tensor([ids])).logits[0, -1, :300] for ids in requested]
     return torch.stack(logits).double().log_softmax(-1)
 
 
@@ -196,14 +196,14 @@ def test_scores_take_one_pass_and_are_those_of_rows(llama):
 
 def test_tokens_that_sequences_share_are_computed_once(llama):
     trunk = sequences()[0][:40]
-    asked = [[*trunk, last] for last in range(20)]
+    requested = [[*trunk, last] for last in range(20)]
     with AsyncLM(llama.engine, output_cache=OutputCache(0)) as lm:
-        lm.batch_next_token_logprobs_sync(asked)
+        lm.batch_next_token_logprobs_sync(requested)
         first = lm.statistics().engine["tokens_computed"]
-        lm.batch_next_token_logprobs_sync([[*ids, 5] for ids in asked])
+        lm.batch_next_token_logprobs_sync([[*ids, 5] for ids in requested])
         then = lm.statistics().engine["tokens_computed"]
-    assert first == len(trunk) + len(asked)
-    assert then == first + len(asked)
+    assert first == len(trunk) + len(requested)
+    assert then == first + len(requested)
 
 
 def test_the_contexts_of_a_recurrent_model_are_continued_where_they_end(make):

@@ -1,4 +1,4 @@
-"""Sequences are shared, evicted and cut without a wrong row, whatever the requests are."""
+"""Rows are correct while sequences are shared, evicted and cut."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_random_batches_have_the_right_rows(make, name):
     known = [[generator.randrange(300)] for _ in range(3)]
     try:
         for _ in range(40):
-            asked = [
+            requested = [
                 _continued(generator, known) for _ in range(generator.choice((1, 2, 5, 8)))
             ]
-            known = [*known, *asked][-20:]
-            unique = [list(ids) for ids in {tuple(ids): None for ids in asked}]
+            known = [*known, *requested][-20:]
+            unique = [list(ids) for ids in {tuple(ids): None for ids in requested}]
             rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(unique)])
             expected = torch.stack([model.logprobs(ids) for ids in unique])
             torch.testing.assert_close(rows.double(), expected, atol=tolerance, rtol=0)
@@ -58,7 +58,7 @@ def _continued(generator: random.Random, known: list[list[int]]) -> list[int]:
 
 
 def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
-    """It reuses cells outside a sequence's window, although swa_full=True was asked."""
+    """It reuses cells outside a sequence's window, although swa_full=True was requested."""
     model = make("gemma2")
     engine = model.engine(n_ctx=256)
     first_held, memory = (
@@ -72,11 +72,11 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
             length = generator.choice([20, 60])
             engine.evaluate([Query(0, [generator.randrange(300) for _ in range(length)])])
             reused = [n for n in engine._sequences._idle if first_held(memory, n) > 20]
-        asked = [*engine._sequences._ids[reused[0], :20].tolist(), 5]
-        row = engine.evaluate([Query(0, asked)])[0]
+        requested = [*engine._sequences._ids[reused[0], :20].tolist(), 5]
+        row = engine.evaluate([Query(0, requested)])[0]
     finally:
         engine.close()
-    torch.testing.assert_close(row.double(), model.logprobs(asked), atol=4e-3, rtol=0)
+    torch.testing.assert_close(row.double(), model.logprobs(requested), atol=4e-3, rtol=0)
 
 
 def test_more_contexts_than_sequences_and_cells(llama):
@@ -119,9 +119,9 @@ def test_what_the_population_shares_decides_about_the_cache(llama):
     longer = [9, *range(40)]
     branches = [[*distinct[0], i] for i in range(6)]
 
-    def check(asked: list[list[int]], parts: int) -> None:
-        rows = lm.batch_next_token_logprobs_sync(asked)
-        for ids, row in zip(asked, rows, strict=True):
+    def check(requested: list[list[int]], parts: int) -> None:
+        rows = lm.batch_next_token_logprobs_sync(requested)
+        for ids, row in zip(requested, rows, strict=True):
             expected = llama.logprobs(ids)
             torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
         assert engine._context.parts == parts
@@ -267,9 +267,9 @@ def test_a_kept_prefix_gives_way_to_a_context_that_needs_the_room(llama):
     with AsyncLM(lambda: llama.engine(n_ctx=256), output_cache=OutputCache(0)) as lm:
         for first in range(4):
             lm.pin_prefix([first, *range(59)])
-        asked = [100, *range(200, 250)]
-        row = lm.next_token_logprobs_sync(asked)
-    torch.testing.assert_close(row.double(), llama.logprobs(asked), atol=1e-4, rtol=0)
+        requested = [100, *range(200, 250)]
+        row = lm.next_token_logprobs_sync(requested)
+    torch.testing.assert_close(row.double(), llama.logprobs(requested), atol=1e-4, rtol=0)
 
 
 def test_a_context_of_a_recurrent_model_is_continued_when_it_is_asked_again(make):

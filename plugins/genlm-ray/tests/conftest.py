@@ -18,7 +18,7 @@ from genlm_ray.conformance import CLUSTER, RESOURCES
 
 @pytest.fixture(scope="session", autouse=True)
 def _kill_processes_soon() -> Iterator[None]:
-    """Make Ray wait less than its 5 seconds for a process that does not end when asked to."""
+    """Shorten the 5 seconds that Ray waits for a process to end."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_kill_worker_timeout_milliseconds", "200")
         yield

@@ -50,7 +50,7 @@ class Gated:
         assert self.gate.wait(TIMEOUT_S)
         batch, self.pending = self.pending, []
         self.batches.append(batch)
-        rows = self.inner.evaluate(batch)  # rows, whatever their outputs are
+        rows = self.inner.evaluate(batch)  # rows, also for queries of reductions
         return [
             Completion(query.query_id, row.clone())
             for query, row in zip(batch, rows, strict=True)

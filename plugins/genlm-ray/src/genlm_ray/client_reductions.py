@@ -89,7 +89,7 @@ class ClientEngine(BatchEngine):
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     def step(self) -> list[Completion]:
-        """Compute and reduce rows. User code cannot end the thread, whatever it raises."""
+        """Compute and reduce rows. No exception of user code ends the thread."""
         try:
             return super().step()
         except Exception:

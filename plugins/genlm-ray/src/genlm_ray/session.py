@@ -173,7 +173,7 @@ class Session:
         while len(self._aborted_early) > _MAX_EARLY_ABORTS:
             self._aborted_early.popitem(last=False)
         self._shared.submit_waiting(self)
-        self.changed.set()  # otherwise a poll without queries would wait for ever
+        self.changed.set()  # otherwise a poll without queries would not return
 
     def was_aborted(self, query_id: int) -> bool:
         """Whether a query that arrives was aborted by an earlier message."""

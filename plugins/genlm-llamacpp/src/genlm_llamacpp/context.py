@@ -128,19 +128,16 @@ class LlamaContext:
         if self.can_cut:  # other caches copy whole sequences only
             self._llama.llama_memory_seq_rm(self._memory, target, length, -1)
 
-    def can_continue(self, sequence: int, length: int, held: int) -> bool:
-        """Whether the cache has all keys and values for tokens after the first `length`."""
+    def can_continue(self, length: int, held: int) -> bool:
+        """Whether a sequence of `held` tokens can be continued after the first `length`."""
         if not self.can_cut and length != held:
             return False
-        if not self._window or length == held:
-            return True
-        # llama.cpp reuses the cells of the first tokens, outside the window of the last one.
-        first = self._llama.llama_memory_seq_pos_min(self._memory, sequence)
-        return bool(0 <= first <= max(0, length - self._window))
+        # llama.cpp reuses the cells of tokens outside the window of the last one.
+        return not self._window or length == held or held < self._window
 
     def cut(self, sequence: int, length: int) -> bool:
         """Remove the tokens after the first `length`; False if impossible, without a change."""
-        if length and not self.can_continue(sequence, length, self.held(sequence)):
+        if length and not self.can_continue(length, self.held(sequence)):
             return False
         first = length or -1
         return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, first, -1))

@@ -225,7 +225,7 @@ class Sequences:
     def _usable(self, seq_id: int, common: int, limit: int) -> int:
         start = min(common, limit)
         length = int(self._lengths[seq_id])
-        return start if start and self._memory.can_continue(seq_id, start, length) else 0
+        return start if start and self._memory.can_continue(start, length) else 0
 
     def _compare(
         self, adapter: str | None, tokens: TokenSequence, limit: int

@@ -79,6 +79,21 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
     torch.testing.assert_close(row.double(), model.logprobs(requested), atol=4e-3, rtol=0)
 
 
+def test_a_prompt_longer_than_the_window_is_kept_when_its_extensions_are_released(make):
+    engine = make("gemma2").engine()
+    prompt = list(range(40))
+    try:
+        engine.evaluate([Query(0, prompt)])
+        for last in (5, 6, 7):
+            longer = Query(1, [*prompt, last])
+            engine.evaluate([longer])
+            engine.release_context(None, longer.sequence.key)
+            check_memory(engine)
+        assert engine.statistics()["tokens_computed"] == 40 + 3
+    finally:
+        engine.close()
+
+
 def test_more_contexts_than_sequences_and_cells(llama):
     trunk = list(range(20))
     with AsyncLM(

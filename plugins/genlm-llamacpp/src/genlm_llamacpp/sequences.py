@@ -248,10 +248,11 @@ class Sequences:
 
     def _rows_in_place(self, rows: Extensions) -> Integers:
         """Return the rows that continue their sources in place, one per source."""
-        if not self._memory.can_cut:  # the extension of a recurrent state overwrites it
-            return np.empty(0, np.int64)
         is_candidate = (rows.sources >= 0) & (self._lengths[rows.sources] == rows.common)
         is_candidate &= ~np.isin(rows.sources, np.array(self._pinned, np.int64))
+        ends = zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)
+        # Otherwise the source, to which programs may still refer, could not be restored.
+        is_candidate &= [self._memory.can_continue(start, end) for start, end in ends]
         candidates = np.flatnonzero(is_candidate)
         return candidates[np.unique(rows.sources[candidates], return_index=True)[1]]
 

@@ -12,11 +12,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from genlm import (
     AsyncLM,
     Context,
     EngineDiedError,
     EvaluationError,
+    Population,
     QueryError,
     QueryResetError,
 )
@@ -39,6 +42,12 @@ _REDUCTIONS = 0.3
 
 _KEPT_CONTEXTS = 20
 """Contexts of a caller that it extends; older ones are dropped."""
+
+_KEPT_POPULATIONS = 3
+"""Populations of a caller that it resamples and extends; older ones are dropped."""
+
+_MAX_ADDED = 3
+"""Most tokens by which a population is extended at once."""
 
 
 class Caller:
@@ -79,6 +88,7 @@ class Caller:
         self._stop = setting.token_ids[0]
         self._half = 0
         self._contexts: deque[Context] = deque(maxlen=_KEPT_CONTEXTS)
+        self._populations: deque[Population] = deque(maxlen=_KEPT_POPULATIONS)
 
     def run(self, requests: int, marks: int, barrier: CallerBarrier) -> None:
         """Make so many requests, with a rest after each of `marks` parts of them."""
@@ -140,7 +150,7 @@ class Caller:
 
     def check_rows(self, rows: Any, ask: Ask) -> None:
         """Look at each row, then overwrite them if the plan says so."""
-        several = ask.kind in {"batch", "sync"}
+        several = ask.kind in {"batch", "population", "sync"}
         expect(not several or len(rows) == len(ask.contexts), "a row each", len(rows))
         for row, context in zip(rows if several else [rows], ask.contexts, strict=True):
             self._comparison.look(row, context, ask, self._random)
@@ -159,7 +169,10 @@ class Caller:
         """Count how a request ends; gives its sequences in the form of the plan."""
         size, request = len(ask.contexts), object()
         self.open[request] = ask
-        self.counted += 0 if ask.kind in {"sample", "wrong"} else size
+        if ask.kind == "population":
+            self.counted += len(set(ask.contexts))  # equal members are one request
+        elif ask.kind not in {"sample", "wrong"}:
+            self.counted += size
         try:
             with answered(str(ask), unless=lambda: self._right_errors(ask)):
                 yield [self._spelled(context, ask) for context in ask.contexts]
@@ -192,6 +205,36 @@ class Caller:
         found = found.extend(token_ids[len(found) :])
         self._contexts.append(found)
         return found
+
+    def population(self, ask: Ask, ids: list[Any]) -> Population:
+        """A population of the sequences, which extends one of the last ones if possible."""
+        for known in self._populations:
+            if known.lora_name != self.lm.with_lora(ask.adapter).lora_name:
+                continue
+            places = {context.token_ids: place for place, context in enumerate(known)}
+            found = [
+                next(
+                    (
+                        (places[token_ids[:end]], token_ids[end:])
+                        for end in range(len(token_ids), len(token_ids) - _MAX_ADDED - 1, -1)
+                        if token_ids[:end] in places
+                    ),
+                    None,
+                )
+                for token_ids in ask.contexts
+            ]
+            if all(found):
+                ancestors, added = zip(*found, strict=True)
+                width = max(map(len, added))
+                columns = [[*new, *[-1] * (width - len(new))] for new in added]
+                population = known[list(ancestors)]
+                if width:
+                    population = population.extend(np.array(columns))
+                break
+        else:
+            population = self.lm.population(ids, lora_name=ask.adapter)
+        self._populations.append(population)
+        return population
 
     def _right_errors(self, ask: Ask) -> tuple[type[Exception], ...]:
         refusal = (QueryError,) if ask.kind == "wrong" else ()
@@ -280,6 +323,9 @@ class LoopCaller(Caller):
                     self.check_draws(await lm.sample(ids[0], **self.sampling(ask)), ask)
                 case "batch":
                     self.check_rows(await lm.batch_next_token_logprobs(ids, **lora), ask)
+                case "population":
+                    population = self.population(ask, ids)
+                    self.check_rows(await population.next_token_logprobs(), ask)
                 case "sync":  # blocks this loop
                     self.check_rows(lm.batch_next_token_logprobs_sync(ids, **lora), ask)
                 case "uncached":
@@ -314,6 +360,8 @@ class ThreadCaller(Caller):
         lora = {"lora_name": ask.adapter}
         if ask.kind == "sample":
             self.check_draws(asyncio.run(self.lm.sample(ids[0], **self.sampling(ask))), ask)
+        elif ask.kind == "population":
+            self.check_rows(self.population(ask, ids).next_token_logprobs_sync(), ask)
         elif ask.kind in {"batch", "sync"}:
             self.check_rows(self.lm.batch_next_token_logprobs_sync(ids, **lora), ask)
         elif self.reduces(ask):

@@ -16,7 +16,7 @@ import torch
 
 from genlm.testing.strategies import TokenTuple, near_misses
 
-AskKind = Literal["row", "uncached", "batch", "sync", "sample", "wrong"]
+AskKind = Literal["row", "uncached", "batch", "population", "sync", "sample", "wrong"]
 Ending = Literal["answer", "cancel", "time out", "leave"]
 Disturbance = Literal[
     "nothing",
@@ -30,12 +30,14 @@ Disturbance = Literal[
 
 FEW_IDS = 4
 LARGEST_POPULATION = 24
+LARGEST_GROUP = 12  # above the `smallest_group` of the engines
 TIME_LIMITS_S = (0.0, 1e-4, 1e-3, 1e-2)
 
 _KINDS: dict[AskKind, int] = {
     "row": 60,
     "uncached": 12,
     "batch": 8,
+    "population": 8,
     "sync": 2,
     "sample": 4,
     "wrong": 4,
@@ -85,7 +87,7 @@ class Ask:
 
     Attributes:
         kind: Which method.
-        contexts: One, or several for a batch.
+        contexts: One, or several for a batch or a population.
         adapter: For which adapter, None for the base model.
         form: Passes the ids as a list, a tuple, numpy or torch.
         ending: What becomes of the call.
@@ -191,6 +193,8 @@ class Plan:
             contexts, form = (self._wrong(context),), list
         elif kind in {"batch", "sync"}:
             contexts = tuple(draw.choices([context, *self._population], k=draw.randint(1, 5)))
+        elif kind == "population":
+            contexts = tuple(draw.choices(self._population, k=draw.randint(1, LARGEST_GROUP)))
         return Ask(
             kind,
             contexts,

@@ -64,6 +64,7 @@ class Caller:
         ended: How many requests ended in which way.
         requests: Requests sent; a batch counts once per sequence.
         counted: Requests for rows that the model must have counted, without invalid ones.
+        grouped: Requests that share the evaluation of a population with another one.
         draws: Continuations that were answered.
         may_die: Whether `EngineDiedError` is expected from now on.
         midway: Called once, in the middle of the round after half of the requests.
@@ -76,7 +77,7 @@ class Caller:
         self.name = name
         self.lm = lm
         self.ended: Counter[str] = Counter()
-        self.requests = self.counted = self.draws = 0
+        self.requests = self.counted = self.grouped = self.draws = 0
         self.may_die: Callable[[], bool] = lambda: False
         self.midway: Callable[[], None] | None = None
         self.open: dict[object, Ask] = {}
@@ -169,8 +170,9 @@ class Caller:
         """Count how a request ends; gives its sequences in the form of the plan."""
         size, request = len(ask.contexts), object()
         self.open[request] = ask
-        if ask.kind == "population":
-            self.counted += len(set(ask.contexts))  # equal members are one request
+        if ask.kind == "population":  # equal members are one request
+            self.counted += len(set(ask.contexts))
+            self.grouped += len(set(ask.contexts)) - 1
         elif ask.kind not in {"sample", "wrong"}:
             self.counted += size
         try:

@@ -218,10 +218,11 @@ class _Chaos:
             f"{found.pending} pending, {found.waiting} waiting",
         )
         ends = found.cache_hits + found.joined
-        ends += found.answered + found.failed + found.abandoned
+        grouped = sum(caller.grouped for caller in callers)
+        ends += found.answered + found.failed + found.abandoned + grouped
         expect(
             found.requests == ends,
-            "requests = cache_hits + joined + answered + failed + abandoned",
+            f"requests = cache_hits + joined + answered + failed + abandoned + {grouped}",
             str(found),
         )
         counted = sum(caller.counted for caller in callers)
@@ -233,7 +234,7 @@ class _Chaos:
         )
         in_batches = sum(size * count for size, count in found.batch_sizes.items())
         expect(
-            found.answered <= in_batches <= found.answered + found.failed,
+            found.answered <= in_batches <= found.answered + found.failed + grouped,
             f"batches of {found.answered} evaluations, failed ones apart",
             in_batches,
         )

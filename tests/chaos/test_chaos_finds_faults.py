@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from genlm import Completion, OutputCache, Query
+from genlm import Completion, Query
 from genlm.core.model.requests import Requests
 from genlm.core.reference.engine import ReferenceEngine
 from genlm.core.rows.draws import batch_draw
+from genlm.core.rows.output_cache import entry_value
 from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.testing import EngineTarget
 from genlm.testing.check import CheckFailure, CheckTimeout
@@ -138,11 +139,7 @@ def test_rows_that_are_kept_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_cached_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> None:
-    def get(self: OutputCache, key: Any) -> Any:
-        with self._lock:
-            return self._entries[key][0] if key in self._entries else None
-
-    monkeypatch.setattr(OutputCache, "get", get)
+    monkeypatch.setattr("genlm.core.model.requests.entry_copy", entry_value)
 
     def run_seeds() -> None:
         """A run sees it if a row is asked again after a caller overwrote it: by chance."""

@@ -204,6 +204,22 @@ def test_wrong_extensions_name_the_members_and_change_nothing(tiny: genlm.AsyncL
 # -- rows and reductions --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("members", [1, 12])
+def test_an_engine_that_has_ended_is_not_an_error_of_members(members: int) -> None:
+    class Ended(TinyEngine):
+        def submit(self, query: genlm.Query) -> None:
+            raise genlm.EngineDiedError("load the model again")
+
+        def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+            raise genlm.EngineDiedError("load the model again")
+
+    with genlm.AsyncLM(Ended) as llm:
+        population = llm.population([1], members).extend(np.arange(members) % SIZE)
+        for request in (population.draw_sync, lambda: population.sample_sync(3)):
+            with pytest.raises(genlm.EngineDiedError, match="load the model again"):
+                request()
+
+
 def test_rows_and_their_reductions_are_those_of_the_members(llm: genlm.AsyncLM) -> None:
     population = llm.population([1, 2], 5).extend([3, 4, 3, -1, 5])[[0, 0, 1, 2, 3, 4]]
     rows = expected_rows(population)

@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import ContextLengthError, PopulationError
+from genlm.core.base.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineDiedError,
+    PopulationError,
+)
 from genlm.core.queries.sequence import TokenSequence
 
 __all__ = [
@@ -343,6 +348,8 @@ def raise_member_errors(
 ) -> None:
     """Raise one `PopulationError` for the members whose sequences failed, if there are any.
 
+    The error of an engine that was closed or has ended is raised itself.
+
     Args:
         errors: Errors of sequences, by their index in a query's `wanted`.
         row_of: Index in `wanted` of the sequence of each entry of `members`, shape `(m,)`.
@@ -350,6 +357,9 @@ def raise_member_errors(
         count: Number of members of the population.
     """
     if errors:
+        for error in errors.values():
+            if isinstance(error, (EngineClosedError, EngineDiedError)):
+                raise error
         failed = np.flatnonzero(np.isin(row_of, list(errors)))
         failed_members = failed if members is None else members[failed]
         raise PopulationError(failed_members.tolist(), count, errors[min(errors)])

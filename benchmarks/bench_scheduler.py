@@ -63,7 +63,7 @@ class TrivialBatcher:
             future.set_result(row.clone())
 
 
-Ask = Callable[[list[int]], Awaitable[torch.Tensor]]
+Ask = Callable[[list[int]], Awaitable[object]]
 
 
 async def microseconds_each(ask: Ask, contexts: list[list[int]]) -> float:
@@ -102,6 +102,7 @@ async def measure() -> dict[str, list[float]]:
     contestants: dict[str, Ask] = {
         "trivial asyncio batcher": TrivialBatcher().next_token_logprobs,
         "genlm, no output cache": uncached.next_token_logprobs,
+        "genlm, draws": lambda ids: uncached.draw(ids, seed=1),
         "genlm, filling the cache": cached.next_token_logprobs,
         "genlm, all in the cache": cached.next_token_logprobs,
     }

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
-from genlm.core.base.errors import EvaluationError, compute_error
-from genlm.core.engine.engine import BatchEngine, Engine, LoraEngine, PrefixCacheEngine
+from genlm.core.base.error_handling import compute_error
+from genlm.core.base.errors import EvaluationError
+from genlm.core.engine.batch_engine import BatchEngine
+from genlm.core.engine.engine import Engine, LoraEngine, PrefixCacheEngine
 from genlm.core.queries.query import Completion, Query
 from genlm.core.vocab import Token, Vocabulary
 

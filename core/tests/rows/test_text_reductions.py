@@ -127,7 +127,7 @@ def test_nothing_is_computed_of_no_position(engine: type, make_model: MakeModel)
 def test_rows_are_computed_a_part_at_a_time(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.core.engine.engine._GROUP_VALUES", 5 * SIZE)
+    monkeypatch.setattr("genlm.core.engine.batch_engine._GROUP_VALUES", 5 * SIZE)
     engine = Scoring()
     llm = make_model(engine)
     text = list(range(SIZE)) * 2

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import import_required
+from genlm.core.base.error_handling import import_required
 
 __all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "MatcherState", "XGrammar"]
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, Flags, States, minimise
-from genlm.core.base.errors import import_required
+from genlm.core.base.error_handling import import_required
 
 __all__ = [
     "END",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
-from genlm.core.engine.engine import BatchEngine, Capability
+from genlm.core.engine.batch_engine import BatchEngine
+from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.text_scores import ScoredText

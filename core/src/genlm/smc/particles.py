@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import import_required
+from genlm.core.base.error_handling import import_required
 from genlm.smc.resampling import Floats, effective_size, log_mean, normalised_weights
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
-from genlm.core.base.errors import TokenTypeError, map_batch
+from genlm.core.base.error_handling import map_batch
+from genlm.core.base.errors import TokenTypeError
 from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import RequestCounters, Statistics
 from genlm.core.base.validation import (

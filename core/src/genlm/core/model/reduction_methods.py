@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import map_batch
+from genlm.core.base.error_handling import map_batch
 from genlm.core.base.validation import (
     checked_batch,
     checked_count,

@@ -14,13 +14,8 @@ import numpy as np
 import torch
 
 from genlm.core.base.blocking import off_loop
-from genlm.core.base.errors import (
-    ContextLengthError,
-    UnknownAdapterError,
-    as_genlm_error,
-    map_batch,
-    with_places,
-)
+from genlm.core.base.error_handling import as_genlm_error, map_batch, with_places
+from genlm.core.base.errors import ContextLengthError, UnknownAdapterError
 from genlm.core.base.validation import checked_batch, checked_integer, checked_token_ids
 from genlm.core.engine.engine import Capability, Engine
 from genlm.core.model.context import Context

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import PopulationError, as_genlm_error, map_batch, with_places
+from genlm.core.base.error_handling import as_genlm_error, map_batch, with_places
+from genlm.core.base.errors import PopulationError
 from genlm.core.base.validation import (
     checked_batch,
     checked_integer,

@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.errors import map_batch
+from genlm.core.base.error_handling import map_batch
 from genlm.core.base.validation import checked_batch, is_sequence_like
 from genlm.core.queries.query import TokenScores
 from genlm.core.rows.group_reductions import checked_reduction

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from genlm.core.base.errors import AdapterError, ModelLoadError
-from genlm.core.engine.engine import BatchEngine, Capability
+from genlm.core.engine.batch_engine import BatchEngine
+from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import Query
 from genlm.core.reference.ngram import NgramModel, exact_row
 from genlm.core.reference.tokenizer import byte_vocabulary, default_text, split_documents

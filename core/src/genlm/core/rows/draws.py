@@ -1,9 +1,9 @@
 """Drawing from all rows of a batch at once, and the mass of sets of tokens.
 
-A draw inverts the cumulative distribution at a uniform number, in the order of the ids. It
-depends on its row, its number and its settings alone, not on the other rows of the batch.
-Rows are computed in parts: the additional memory is bounded, whatever the number of rows. On a
-GPU, `device_rows` computes the draws that have kernels.
+A draw inverts the cumulative distribution of a row, in the order of the ids, at a uniform
+random number (`inversion`). It depends only on its row, number and settings, not on the other
+rows of the batch. Rows are computed in parts, so the additional memory is bounded for any
+number of rows. On a GPU, `device_rows` computes the draws for which there are kernels.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
+from genlm.core.rows.inversion import draw_ids
 from genlm.core.rows.logits import moved, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowPart, RowWeights
-from genlm.core.rows.selection import (
-    SUM_BLOCK,
-    block_sums,
-    to_float64,
-    truncate,
+from genlm.core.rows.selection import block_sums, to_float64, truncate
+from genlm.core.rows.token_weights import (
+    UNDERFLOW,
+    TokenWeights,
+    compute_weights,
+    masked_scores,
+    masked_sums,
+    reweight,
 )
 
 if TYPE_CHECKING:
@@ -38,12 +42,6 @@ __all__ = [
     "batch_log_mass",
     "draw_from_logits",
 ]
-
-_UNDERFLOW = 1e-20
-"""A sum of weights below this bound has underflowed in float32."""
-
-_LARGEST_SHARE = 1 - 2.0**-52
-"""A sum times this share is below the sum, also after rounding."""
 
 _INF = float("inf")
 
@@ -130,23 +128,23 @@ def draw_from_logits(
     memory = scratch_memory("weights", *logits.shape) if device.type == "cpu" else None
     weights = torch.softmax(logits, -1, out=memory)
     factors = None if masks is None else masks.factors(0, len(weights), device)
-    sums = _masked_sums(weights, factors)
+    sums = masked_sums(weights, factors)
     totals = sums.sum(-1)
-    if not (totals >= _UNDERFLOW).all():  # true for NaN
+    if not (totals >= UNDERFLOW).all():  # true for NaN
         return None
     log_totals = totals.log().to(logits)
     log_mass = torch.zeros_like(log_totals) if masks is None else log_totals
     if masks is not None and masks.unrestricted is not None:
         log_mass = log_mass.masked_fill(moved(masks.unrestricted, device), 0.0)
     if uniforms.ndim > 1:
-        computed = _Weights(logits, weights, sums, log_mass)
+        computed = TokenWeights(logits, weights, sums, log_mass)
         ids, draw_logprob = _draw_in_turns(computed, factors, np.ones(len(weights)), uniforms)
         several = _drawn_tokens(logits, ids, log_mass, draw_logprob)
         first = logits.gather(1, ids[:, :1])
         normalisers = first - draw_logprob[:, :1] - log_totals[:, None]
         return several._replace(logprobs=several.logprobs - normalisers)
     places = moved(row_of, device)
-    drawn = _invert(weights, sums, uniforms, places)
+    drawn = draw_ids(weights, sums, uniforms, places)
     logprobs = drawn.logprobs
     if masks is not None:
         logprobs = drawn.block_weights.gather(1, drawn.place[:, None]).log_()[:, 0]
@@ -194,7 +192,7 @@ def batch_log_mass(rows: torch.Tensor, weights: RowWeights | None = None) -> tor
     weights = weights or RowWeights(rows.shape)
     if has_kernels(rows, weights):
         return draw_on_device(rows, torch.zeros(len(rows)).double(), weights)[2]
-    parts = [_compute_weights(part).log_mass for part in weights.parts(rows)]
+    parts = [compute_weights(part).log_mass for part in weights.parts(rows)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
 
 
@@ -212,104 +210,6 @@ def _uniform_tensor(values: Numbers, count: int, ndim: int) -> torch.Tensor:
     return numbers
 
 
-class _Weights(NamedTuple):
-    """Unnormalised probabilities of tokens."""
-
-    scores: torch.Tensor
-    """Log-probabilities plus bias."""
-    weights: torch.Tensor
-    sums: torch.Tensor
-    """`block_sums` of the weights."""
-    log_mass: torch.Tensor
-
-
-def _compute_weights(part: RowPart) -> _Weights:
-    """Return weights of rows.
-
-    Weights are shares of the row's sum: torch's softmax is fast for any values, while on CPUs
-    the exponential of -inf is slow. If the tokens of the mask are so unlikely that their shares
-    underflow, their weights are recomputed relative to the most likely of them.
-    """
-    rows = part.rows
-    scores = rows if part.bias is None else rows + part.bias
-    log_mass = rows.new_zeros(len(rows))
-    is_tempered = bool(((part.temperatures != 0) & (part.temperatures != 1)).any())
-    has_mass = part.factors is not None or part.bias is not None
-    totals = None
-    if has_mass or not is_tempered:
-        weights = torch.softmax(scores, -1, out=part.memory)
-        if part.bias is not None:
-            log_mass += scores.amax(-1) - weights.amax(-1).log()  # of the sum of all tokens
-        sums = _masked_sums(weights, part.factors)
-        totals = sums.sum(-1)
-        if part.factors is not None:
-            shares = totals.log().to(log_mass)
-            if part.unrestricted is not None:
-                shares.masked_fill_(part.unrestricted, 0.0)
-            log_mass += shares
-    if is_tempered:
-        tempered_scores = _divide_by_temperature(scores, part.temperatures)
-        weights = torch.softmax(tempered_scores, -1, out=part.memory)
-        sums = _masked_sums(weights, part.factors)
-        tempered_totals = sums.sum(-1)
-        totals = tempered_totals if totals is None else torch.minimum(totals, tempered_totals)
-    assert totals is not None  # noqa: S101 - one of the two was computed
-    has_underflow = ~(totals >= _UNDERFLOW)  # NaN if no token is possible
-    if has_underflow.any():
-        underflown = has_underflow.nonzero()[:, 0]
-        places = underflown.to(rows.device)
-        possible = _masked_scores(scores, part.factors, places)
-        log_mass[places] = possible.logsumexp(-1)
-        _reweight(weights, sums, possible, part.temperatures, underflown)
-    if part.offset is not None:
-        log_mass += part.offset
-    return _Weights(scores, weights, sums, log_mass)
-
-
-def _reweight(
-    weights: torch.Tensor,
-    sums: torch.Tensor,
-    scores: torch.Tensor,
-    temperatures: npt.NDArray[np.float64],
-    rows: torch.Tensor,
-) -> None:
-    """Compute the weights of some rows in place, relative to the largest of their scores."""
-    shifted = _divide_by_temperature(scores, temperatures[rows.cpu().numpy()])
-    row_weights = shifted.exp_()
-    weights[rows.to(weights.device)] = row_weights
-    sums[rows] = block_sums(row_weights)
-
-
-def _masked_sums(weights: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    """Multiply weights by 0 or 1 in place, and return their `block_sums`."""
-    if factors is not None:
-        weights.mul_(factors)
-    return block_sums(weights)
-
-
-def _masked_scores(
-    scores: torch.Tensor, factors: torch.Tensor | None, places: torch.Tensor
-) -> torch.Tensor:
-    """Return scores of some rows, `-inf` outside their masks."""
-    if factors is None:
-        return scores[places]
-    row_factors = factors if len(factors) == 1 else factors[places]
-    return scores[places].masked_fill_(row_factors == 0, -_INF)
-
-
-def _divide_by_temperature(
-    scores: torch.Tensor, temperatures: npt.NDArray[np.float64]
-) -> torch.Tensor:
-    """Return scores minus the largest, divided by temperatures; 0 counts as 1."""
-    # The bound is for rows without a possible token, which would become NaN.
-    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    shifted = scores - largest
-    # Before the division the largest is 0; otherwise all scores could become -inf.
-    divisors = np.where(temperatures == 0, 1.0, temperatures)
-    device_divisors = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
-    return shifted.div_(device_divisors[:, None])
-
-
 def _draw_part(
     part: RowPart, uniforms: torch.Tensor, row_of: torch.Tensor | None
 ) -> DrawnTokens:
@@ -320,7 +220,7 @@ def _draw_part(
         log_mass = certain if part.offset is None else certain + part.offset
         best = _drawn_tokens(rows, rows.argmax(-1), log_mass, certain)
         return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
-    scores, weights, sums, log_mass = _compute_weights(part)
+    scores, weights, sums, log_mass = compute_weights(part)
     limited = ~is_greedy & ((part.top_k < rows.shape[1]) | (part.top_p < 1))
     if limited.any():
         places = moved(torch.from_numpy(np.flatnonzero(limited)), rows.device)
@@ -329,16 +229,16 @@ def _draw_part(
         sums[places.to(sums.device)] = block_sums(limited_weights)
     if is_greedy.any():
         places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), rows.device)
-        best_ids = _masked_scores(scores, part.factors, places).argmax(-1)
+        best_ids = masked_scores(scores, part.factors, places).argmax(-1)
         # A draw returns the only token with a weight above 0, whatever the weight.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    drawn = _invert(weights, sums, uniforms, row_of)
+    drawn = draw_ids(weights, sums, uniforms, row_of)
     return _drawn_tokens(rows, drawn.token_ids, log_mass, drawn.logprobs, row_of)
 
 
 def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
-    computed = _compute_weights(part)
+    computed = compute_weights(part)
     token_ids, draw_logprob = _draw_in_turns(
         computed, part.factors, part.temperatures, uniforms
     )
@@ -346,7 +246,7 @@ def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> Dra
 
 
 def _draw_in_turns(
-    computed: _Weights,
+    computed: TokenWeights,
     factors: torch.Tensor | None,
     temperatures: npt.NDArray[np.float64],
     uniforms: torch.Tensor,
@@ -359,7 +259,7 @@ def _draw_in_turns(
     """
     scores, weights, sums, _ = computed
     first, *others = uniforms.unbind(1)
-    drawn = _invert(weights, sums, first, None)
+    drawn = draw_ids(weights, sums, first, None)
     ids, logprobs = [drawn.token_ids], [drawn.logprobs]
     for numbers in others:
         weights.scatter_(1, drawn.token_ids[:, None], 0.0)
@@ -369,13 +269,13 @@ def _draw_in_turns(
             sums = new_sums
         else:
             sums.scatter_(1, drawn.block.to(sums.device)[:, None], new_sums)
-        underflown = (sums.sum(-1) < _UNDERFLOW).nonzero()[:, 0]
+        underflown = (sums.sum(-1) < UNDERFLOW).nonzero()[:, 0]
         if len(underflown):
             places = underflown.to(weights.device)
             earlier = torch.stack(ids, 1)[places]
-            possible = _masked_scores(scores, factors, places).scatter(1, earlier, -_INF)
-            _reweight(weights, sums, possible, temperatures, underflown)
-        drawn = _invert(weights, sums, numbers, None)
+            possible = masked_scores(scores, factors, places).scatter(1, earlier, -_INF)
+            reweight(weights, sums, possible, temperatures, underflown)
+        drawn = draw_ids(weights, sums, numbers, None)
         ids.append(drawn.token_ids)
         logprobs.append(drawn.logprobs)
     token_ids, draw_logprob = torch.stack(ids, 1), torch.stack(logprobs, 1)
@@ -418,79 +318,3 @@ def _concatenate(
         numbers = rows.new_empty(0, *shape)
         return DrawnTokens(ids, numbers, rows.new_empty(0), numbers.clone())
     return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-class _DrawnIds(NamedTuple):
-    """Ids drawn from rows, and the blocks of weights that contain them."""
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    """Log of each id's share of the sum of its row."""
-    block: torch.Tensor | None
-    """Block of each id; None if each row is one block."""
-    block_weights: torch.Tensor
-    """The weights of these blocks, shape `(n, ids)`."""
-    place: torch.Tensor
-    """Place of each id in `block_weights`."""
-
-
-def _invert(
-    weights: torch.Tensor,
-    sums: torch.Tensor,
-    uniforms: torch.Tensor,
-    row_of: torch.Tensor | None,
-) -> _DrawnIds:
-    """Draw an id from rows in proportion to their weights.
-
-    The search has two levels: only the sums of blocks and one block of each row are in float64.
-    """
-    first = block = None
-    if weights.shape[1] <= SUM_BLOCK:
-        block_weights = weights if row_of is None else weights.index_select(0, row_of)
-        within = to_float64(block_weights).cumsum(-1)
-        ends = totals = within[:, -1:]
-        share = moved(uniforms, within.device)[:, None]
-    else:
-        share = moved(uniforms, sums.device)[:, None]
-        row_sums = sums if row_of is None else sums.index_select(0, row_of.to(sums.device))
-        cumulative = row_sums.cumsum(-1)
-        totals = cumulative[:, -1:]
-        # A multiple of 2**-53 below 1, times the total, is below the total, even when rounded.
-        thresholds = share * totals
-        blocks = torch.searchsorted(cumulative, thresholds, right=True)
-        blocks = blocks.clamp_(max=sums.shape[1] - 1)  # rows of zeros
-        end, width = cumulative.gather(1, blocks), row_sums.gather(1, blocks)
-        share = (thresholds - (end - width)).div_(width)
-        block = blocks.to(weights.device)[:, 0]
-        block_weights, first = _block_weights(weights, block, row_of)
-        within = to_float64(block_weights).cumsum(-1)
-        ends = within[:, -1:]
-    # The largest share selects the last id that has a weight.
-    thresholds = share.clamp(0, _LARGEST_SHARE).mul_(ends)
-    places = torch.searchsorted(within, thresholds, right=True)
-    places = places.clamp_(max=within.shape[1] - 1).to(weights.device)  # rows of zeros
-    logprobs = (block_weights.gather(1, places) / totals.to(block_weights)).log_()[:, 0]
-    place = places[:, 0]
-    token_ids = place if first is None else first + place
-    return _DrawnIds(token_ids, logprobs, block, block_weights, place)
-
-
-def _block_weights(
-    weights: torch.Tensor, block: torch.Tensor, row_of: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the weights of a block of each of some rows; also return the id of the first weight.
-
-    The last block of a row may be shorter. The weights before it are then returned as 0, so
-    that all blocks have the same size.
-    """
-    size = weights.shape[1]
-    if row_of is None:
-        row_of = torch.arange(len(weights), device=weights.device)
-    first = (block * SUM_BLOCK).clamp_(max=size - SUM_BLOCK)
-    # Faster than indexing by rows and places.
-    blocks = weights.view(-1).unfold(0, SUM_BLOCK, 1)
-    block_weights = blocks.index_select(0, torch.add(first, row_of, alpha=size))
-    if size % SUM_BLOCK:
-        before = SUM_BLOCK - size % SUM_BLOCK
-        block_weights[:, :before].mul_((block < size // SUM_BLOCK)[:, None])
-    return block_weights, first

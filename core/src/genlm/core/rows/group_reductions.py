@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import EvaluationError, compute_error
+from genlm.core.base.error_handling import compute_error
+from genlm.core.base.errors import EvaluationError
 from genlm.core.base.forking import cached_property
 from genlm.core.queries.generations import is_ascending
 from genlm.core.queries.query import GroupReduction, Reduction

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError, compute_error
+from genlm.core.base.error_handling import compute_error
+from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.rows.logits import (

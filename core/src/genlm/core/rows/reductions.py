@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError, compute_error
+from genlm.core.base.error_handling import compute_error
+from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import Reduced, Reduction
 from genlm.core.rows.draws import batch_draw, batch_log_mass
 from genlm.core.rows.logits import copied_rows, invalid_rows, moved, row_parts, rows_from_logits

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import EvaluationError, GenlmError, describe_error, map_batch
+from genlm.core.base.error_handling import map_batch
+from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask

@@ -14,7 +14,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from genlm.core.base.errors import EvaluationError, GenlmError, compute_error
+from genlm.core.base.error_handling import compute_error
+from genlm.core.base.errors import EvaluationError, GenlmError
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.queries.sequence import TokenSequence

@@ -12,7 +12,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from genlm.core.base.errors import EvaluationError, GenlmError, as_genlm_error, describe_error
+from genlm.core.base.error_handling import as_genlm_error
+from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.rows.output_cache import copy_result
 from genlm.core.scheduler.request_table import Evaluation, Request
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.base.errors import VocabularyError, import_required
+from genlm.core.base.error_handling import import_required
+from genlm.core.base.errors import VocabularyError
 from genlm.core.base.forking import cached_property
 from genlm.core.trie.compiled import compiled_take, use_compiled
 from genlm.core.trie.layout import TrieLayout

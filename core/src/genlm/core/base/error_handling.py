@@ -1,0 +1,84 @@
+"""Functions that convert exceptions to `GenlmError`, and add the place where they occurred."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any, TypeVar
+
+from genlm.core.base.errors import (
+    EvaluationError,
+    GenlmError,
+    MissingRequirementError,
+    describe_error,
+)
+
+__all__ = ["as_genlm_error", "compute_error", "import_required", "map_batch", "with_places"]
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+_MAX_LISTED_PLACES = 20
+"""Maximum number of places of a batch in a message."""
+
+
+def import_required(module: str, purpose: str, install: str | None = None) -> Any:
+    """Import an optional library; raise `MissingRequirementError` if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        command = f"pip install {install or name}"
+        raise MissingRequirementError(purpose, (name,), command) from error
+
+
+def as_genlm_error(error: BaseException) -> GenlmError:
+    """Return a `GenlmError` unchanged, another error as the cause of an `EvaluationError`."""
+    if isinstance(error, GenlmError):
+        return error
+    wrapper = EvaluationError(f"the engine raised {describe_error(error)}")
+    wrapper.__cause__ = error
+    return wrapper
+
+
+def compute_error(reduction: type, error: Exception) -> GenlmError:
+    """Return the error of a reduction whose `compute` raised; a `GenlmError` unchanged."""
+    if isinstance(error, GenlmError):
+        return error
+    wrapper = EvaluationError(f"{reduction.__name__}.compute raised {describe_error(error)}")
+    wrapper.__cause__ = error
+    return wrapper
+
+
+def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
+    """Add the places of failed sequences in a batch to an error, and return it."""
+    if len(places) == 1:
+        note = f"Sequence {places[0]} of the batch failed."
+    else:
+        indices = ", ".join(map(str, places[:_MAX_LISTED_PLACES]))
+        omitted = len(places) - _MAX_LISTED_PLACES
+        indices += f" and {omitted} more" if omitted > 0 else ""
+        note = f"Sequences {indices} of the batch failed; this is the error of {places[0]}."
+    error.add_note(note)
+    if isinstance(error, GenlmError):
+        error.places = tuple(places)
+    return error
+
+
+def map_batch(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> list[ResultT]:
+    """Apply a check to every item of a batch; raise the first error, with the places of all."""
+    results: list[ResultT] = []
+    errors: dict[int, Exception] = {}
+    for place, item in enumerate(items):
+        try:
+            results.append(function(item))
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors[place] = error
+    if errors:
+        places = list(errors)
+        try:
+            raise with_places(errors[places[0]], places)
+        finally:
+            errors.clear()  # whose tracebacks refer to this frame
+    return results

@@ -1,0 +1,408 @@
+"""`BatchEngine`: base class of engines that evaluate one batch of queries in each step."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
+from genlm.core.engine.engine import Capability
+from genlm.core.engine.halving import Halving, completions_of
+from genlm.core.queries.query import (
+    ROW_ONLY,
+    Completion,
+    GroupValues,
+    Query,
+    Reduced,
+    TokenScores,
+)
+from genlm.core.vocab import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+    from genlm.core.queries.generations import Integers64
+    from genlm.core.queries.query import GroupQuery
+    from genlm.core.rows.groups import GroupWork
+
+__all__ = ["BatchEngine"]
+
+logger = logging.getLogger("genlm")
+
+_GROUP_VALUES = 2**26
+"""Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
+
+
+class BatchEngine(abc.ABC):
+    """Base class of engines that evaluate batches; subclasses implement `evaluate`.
+
+    Subclasses also set the attributes below. `step` evaluates the queries that `choose`
+    returns, by default all pending ones, in one call, and computes requested reductions of
+    their rows. When `evaluate` raises, the batch is halved until the queries at fault are
+    isolated; only those fail. If no query is at fault, as when memory is short, the error is
+    logged. When the device has failed, or all parts of the batch raise the
+    same error, all of its queries fail. Populations are computed in parts, between which steps
+    evaluate other queries.
+
+    Attributes:
+        vocabulary: Tokens whose ids are those of queries and the indices of rows.
+        max_context: Maximum number of tokens of a query, None for no limit.
+        capabilities: Abilities beyond next-token rows.
+        smallest_group: Groups with fewer members are evaluated as separate queries, in batches
+            with the queries of other callers, unless the engine stores their state as arrays.
+            Steps alternate between larger groups and other queries.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None = None
+    capabilities: frozenset[Capability] = frozenset()
+    smallest_group: int = 8
+
+    _pending: dict[int, Query]
+    _groups: dict[int, GroupWork]
+    _group_is_next = False
+    _has_logged = False
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        """Initialise the pending queries, so that subclasses need not call `__init__`."""
+        engine = super().__new__(cls)
+        engine._pending = {}
+        engine._groups = {}
+        return engine
+
+    @abc.abstractmethod
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the next-token row of each query.
+
+        Args:
+            queries: At least one query, distinct in (adapter, token ids), with at least one
+                token id each.
+
+        Returns:
+            Natural-log probabilities, shape `(len(queries), vocabulary.size)`,
+            float32, normalised, row i for query i (`genlm.rows_from_logits` computes
+            them from logits). The engine must not reuse the memory.
+        """
+
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:  # noqa: ARG002
+        """Score the `targets` of queries; engines with `Capability.SCORE` implement this.
+
+        Args:
+            queries: At least one query, all with targets and no other output.
+
+        Returns:
+            Scores of the n targets of each query: target i is scored after the first
+            `len(query) - n + 1 + i` ids of the query.
+        """
+        raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
+
+    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
+        """Reduce the rows that predict the targets of queries, by default a few rows at a time.
+
+        Engines that compute all positions of a text in one pass override this method, and add
+        their logits to a `genlm.prefix.PieceScores`.
+
+        Args:
+            queries: At least one query, all with targets and a `GroupReduction`.
+
+        Returns:
+            The columns of the reduction, or the error, for each query.
+        """
+        import numpy as np
+
+        from genlm.core.rows.text_scores import PieceScores, ScoredText  # loads torch
+
+        texts = [ScoredText.of(query) for query in queries]
+        scores = PieceScores(texts, self.vocabulary)
+        step = max(1, _GROUP_VALUES // self.vocabulary.size)
+        for query, text, end in zip(queries, texts, scores.ends.tolist(), strict=False):
+            ids, count = query.token_ids, len(text.targets)
+            for begin in range(0, count, step):
+                positions = range(begin, min(begin + step, count))
+                prefixes = [
+                    Query(query.query_id, ids[: text.first + 1 + position], query.adapter)
+                    for position in positions
+                ]
+                scores.add(end + np.array(positions), self._evaluate_checked(prefixes))
+        return scores.results()  # type: ignore[return-value]  # all have reductions
+
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Choose the queries that the next step evaluates; all by default.
+
+        The remaining queries stay pending and can be cancelled. The choice must not exceed what
+        the engine computes at once, and must include the oldest query, so that every query is
+        evaluated.
+
+        Args:
+            pending: At least one query, oldest first.
+
+        Returns:
+            At least one of the pending queries, without repetition.
+        """
+        return pending
+
+    def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
+        """Return the number of sequences that `evaluate_group` should compute at once."""
+        return max(1, _GROUP_VALUES // self.vocabulary.size)
+
+    def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
+        """Compute rows of a group's sequences, by default as separate queries.
+
+        Engines that compute populations on arrays override this method.
+
+        Args:
+            group: Query of the population; its `generation` may hold the engine's state.
+            places: Consecutive indices into `group.wanted`, at least one.
+
+        Returns:
+            Logits or rows, one for each entry of `places`.
+        """
+        lineage = group.generation.lineage
+        queries = [
+            Query(group.query_id, lineage.sequence(place), group.adapter)
+            for place in group.wanted[places].tolist()
+        ]
+        return GroupValues(self._evaluate_checked(queries), are_logits=False)
+
+    def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
+        """Choose the groups that `evaluate_groups` computes; the first one by default.
+
+        Args:
+            pending: Groups of which nothing was computed yet, oldest first.
+
+        Returns:
+            The first group, alone or with others. A group that is chosen alone is computed by
+            `evaluate_group`, in parts.
+        """
+        return pending[:1]
+
+    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
+        """Compute all sequences of several groups, by default one group after the other.
+
+        If this method raises, the groups are computed one by one.
+
+        Args:
+            groups: At least two groups from `choose_groups`.
+
+        Returns:
+            Logits or rows of each group, one for each entry of its `wanted`.
+        """
+        import numpy as np
+
+        return [self.evaluate_group(group, np.arange(len(group.wanted))) for group in groups]
+
+    def submit(self, query: Query) -> None:
+        """Accept a query for one of the next steps."""
+        self._pending[query.query_id] = query
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Accept the query of a population, which one or several steps compute."""
+        from genlm.core.rows.groups import GroupWork  # loads torch
+
+        self._groups[group.query_id] = GroupWork(group, self.vocabulary)
+
+    def step(self) -> list[Completion]:
+        """Evaluate the queries that `choose` returns; halve the batch to isolate errors.
+
+        Raises:
+            EvaluationError: `choose` returned no query, or a query that is not pending.
+        """
+        self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
+        if self._group_is_next:
+            return self._group_step()
+        if not self._pending:
+            return []
+        batch = self._take_batch()
+        score_queries = [query for query in batch if query.targets]
+        row_queries = [query for query in batch if not query.targets]
+        completions: list[Completion] = []
+        for queries, compute in (
+            (score_queries, self._score_batch),
+            (row_queries, self._evaluate_batch),
+        ):
+            if queries:
+                completions += completions_of(
+                    queries, self._evaluate_by_halving(compute, queries)
+                )
+        return completions
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query that no step has evaluated yet."""
+        self._pending.pop(query_id, None)
+        self._groups.pop(query_id, None)
+
+    def close(self) -> None:  # noqa: B027 - optional for subclasses
+        """Free the engine's resources; nothing by default."""
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counters and sizes of the engine; none by default."""
+        return {}
+
+    def _group_step(self) -> list[Completion]:
+        """Compute several groups, or a part of one; further steps continue with the others."""
+        works = self._take_groups()
+        if len(works) > 1:
+            self._evaluate_together(works)
+        else:
+            [work] = works
+            self._evaluate_part(work, work.next_part(self.group_limit(work.query)))
+        completions = []
+        for work in works:
+            if work.is_complete:
+                work.query.keep_contexts()
+                completions.append(Completion(work.query.query_id, work.result()))
+            else:
+                self._groups[work.query.query_id] = work
+        return completions
+
+    def _take_groups(self) -> list[GroupWork]:
+        """Remove the oldest group, or several groups that are computed together."""
+        works = list(self._groups.values())
+        if not works[0].is_begun:
+            pending = [work.query for work in works if not work.is_begun]
+            return [self._groups.pop(query.query_id) for query in self.choose_groups(pending)]
+        return [self._groups.pop(works[0].query.query_id)]
+
+    def _evaluate_together(self, works: Sequence[GroupWork]) -> None:
+        """Compute all sequences of several groups; if that raises, one group at a time."""
+        parts = [work.next_part(len(work.query.wanted)) for work in works]
+        values: Sequence[GroupValues | None]
+        try:
+            values = self.evaluate_groups([work.query for work in works])
+        except Exception:  # noqa: BLE001 - raised again by the group that causes it
+            values = [None] * len(works)
+        for work, part, computed in zip(works, parts, values, strict=True):
+            try:
+                if computed is not None:
+                    work.reduce(part, computed)
+                    continue
+            except Exception:  # noqa: BLE001, S110 - raised again by the sequences that cause it
+                pass
+            self._evaluate_part(work, part)
+
+    def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
+        """Compute a part of a group, and record the errors of its sequences."""
+
+        def evaluate(places: Integers64) -> Sequence[None]:
+            work.reduce(places, self.evaluate_group(work.query, places))
+            return [None] * len(places)
+
+        errors = self._evaluate_by_halving(evaluate, part)
+        if any(errors):
+            for place, error in zip(part.tolist(), errors, strict=True):
+                if error is not None:
+                    work.errors[place] = error
+
+    def _evaluate_by_halving(
+        self, evaluate: Callable[[Any], Sequence[Any]], batch: Any
+    ) -> Sequence[Any]:
+        """Return the results or errors of a batch; log the first error that no query causes."""
+        halving: Halving[Any] = Halving(evaluate)
+        results = halving.results(batch)
+        if halving.recovered_error and not self._has_logged:
+            self._has_logged = True
+            logger.error(
+                "%s raised %s for a batch of %d queries, all of which it then computed in "
+                "smaller batches; further errors like this are not logged",
+                type(self).__name__,
+                halving.recovered_error,
+                len(batch),
+            )
+        return results
+
+    def _take_batch(self) -> list[Query]:
+        pending = list(self._pending.values())
+        batch = list(self.choose(pending))
+        for query in batch:
+            if self._pending.pop(query.query_id, None) is None:
+                raise EvaluationError(
+                    f"{type(self).__name__}.choose returned query {query.query_id}, which is "
+                    f"not pending, or returned it twice; return pending queries, without "
+                    f"repetition"
+                )
+        if not batch:
+            raise EvaluationError(
+                f"{type(self).__name__}.choose returned none of {len(pending)} pending "
+                f"queries; return at least one"
+            )
+        return batch
+
+    def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
+        plain = [query for query in queries if query.outputs == ROW_ONLY]
+        reduced = [query for query in queries if query.outputs != ROW_ONLY]
+        results: dict[int, Any] = {}
+        for part, compute in ((plain, self.score), (reduced, self.reduce_texts)):
+            values: Any = compute(part) if part else []
+            if not isinstance(values, Sequence) or len(values) != len(part):
+                is_list = isinstance(values, Sequence)
+                description = f"{len(values)} results" if is_list else repr(values)
+                raise EvaluationError(
+                    f"{type(self).__name__}.{compute.__name__} returned {description} for "
+                    f"{len(part)} queries; expected a list with one result for each query"
+                )
+            results |= {
+                query.query_id: value for query, value in zip(part, values, strict=True)
+            }
+        return [results[query.query_id] for query in queries]
+
+    def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
+        """Evaluate queries and return their rows, or their requested outputs."""
+        # A batch can contain several queries of one sequence, which request different outputs
+        # or were submitted when the first one could no longer be joined.
+        row_of_key: dict[tuple[str | None, bytes], int] = {}
+        distinct: list[Query] = []
+        row_of: list[int] = []
+        for query in queries:
+            row = row_of_key.setdefault((query.adapter, query.sequence.key), len(row_of_key))
+            if row == len(distinct):
+                distinct.append(query)
+            row_of.append(row)
+        rows = self._evaluate_checked(distinct)
+        if all(query.outputs == ROW_ONLY for query in queries):
+            separate = self._separate_rows(rows)
+            return [
+                separate[row] if distinct[row] is query else separate[row].clone()
+                for query, row in zip(queries, row_of, strict=True)
+            ]
+        from genlm.core.rows.reductions import reduce_rows  # loads torch
+
+        results = reduce_rows(rows, [query.outputs for query in queries], row_of=row_of)
+        return [
+            result.values[0]
+            if query.outputs == ROW_ONLY and isinstance(result, Reduced)
+            else result
+            for query, result in zip(queries, results, strict=True)
+        ]
+
+    def _evaluate_checked(self, queries: list[Query]) -> torch.Tensor:
+        """Evaluate distinct queries and check the shape and dtype of the rows."""
+        import torch
+
+        rows = self.evaluate(queries)
+        if not isinstance(rows, torch.Tensor):
+            raise EvaluationError(
+                f"{type(self).__name__}.evaluate returned {type(rows).__name__}; expected a "
+                f"torch.Tensor with one row for each query"
+            )
+        rows = rows.detach()  # otherwise rows keep the autograd graph alive
+        expected = (len(queries), self.vocabulary.size)
+        if tuple(rows.shape) != expected or rows.dtype != torch.float32:
+            raise EvaluationError(
+                f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)}, "
+                f"{rows.dtype}, for {len(queries)} queries over {self.vocabulary.size} ids; "
+                f"expected {expected}, torch.float32"
+            )
+        return rows
+
+    @staticmethod
+    def _separate_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return rows that share no memory, so that callers can change them in place."""
+        from genlm.core.rows.logits import copied_rows  # loads torch
+
+        # A slice would keep the whole tensor alive; an expanded row aliases itself.
+        owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
+        if len(rows) == 1 and owns_memory and not rows.is_inference():
+            return [rows[0]]
+        return copied_rows(rows)

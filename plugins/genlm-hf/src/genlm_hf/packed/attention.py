@@ -18,7 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardResult, TableBatch, TreeBatch
 from genlm_hf.forward import accepted_arguments, compute_logits
-from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
+from genlm_hf.packed.device_plan import (
+    DeviceChunk,
+    DeviceChunks,
+    DeviceGroup,
+    DevicePlan,
+)
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
@@ -40,6 +45,11 @@ _FUSED_DEVICES = {"cuda", "xpu"}
 
 # Also returns the log-sum-exps that merge attention over parts of the past.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+
+# Computes sequences of different lengths in one call. The public function for it,
+# `torch.nn.attention.varlen.varlen_attn`, does not support shared heads before torch 2.12.
+_flash_on_cuda = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+_MAX_FLASH_WIDTH = 256
 
 
 class PackedForward:
@@ -118,6 +128,11 @@ def _attend(  # noqa: PLR0917 - as `Attend`
     for group in plan.groups:
         parts.append(attention.group(query[:, first : first + group.count], group))
         first += group.count
+    if attention.merges_chunks(query):
+        for chunks in plan.merged_chunks:
+            parts.append(attention.chunks(query[:, first : first + chunks.length], chunks))
+            first += chunks.length
+        return _concatenate(parts).transpose(0, 1).contiguous()
     for chunk in plan.chunks:
         parts.append(attention.chunk(query[:, first : first + chunk.length], chunk))
         first += chunk.length
@@ -206,6 +221,40 @@ class _Attention:
         share = torch.sigmoid(prefix_sums.view(output_sums.shape) - output_sums)[..., None]
         output = torch.lerp(output, prefix_output.view(output.shape), share.to(output.dtype))
         return output.transpose(1, 2).reshape(query.shape[0], count, -1)
+
+    def merges_chunks(self, query: torch.Tensor) -> bool:
+        """Whether `chunks` can compute the attention of these queries."""
+        width = query.shape[2]
+        return (
+            self._is_plain
+            and query.dtype in {torch.float16, torch.bfloat16}
+            and width == self._values.shape[2]
+            and width % 8 == 0
+            and width <= _MAX_FLASH_WIDTH
+            and _has_flash(query.device)
+        )
+
+    def chunks(self, query: torch.Tensor, chunks: DeviceChunks) -> torch.Tensor:
+        """Attend from each of several chunks to its past and itself, in one call.
+
+        On a GPU, a call for each chunk takes longer to launch than to compute.
+        """
+        window = None if self._window is None else self._window - 1  # tokens before a token
+        output: torch.Tensor = _flash_on_cuda(
+            query.transpose(0, 1),
+            chunks.all_of(self._keys).transpose(0, 1),
+            chunks.all_of(self._values).transpose(0, 1),
+            chunks.ends,
+            chunks.total_ends,
+            chunks.max_length,
+            chunks.max_total,
+            0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=self._scale,
+            window_size_left=window,
+        )[0]
+        return output.transpose(0, 1)
 
     def chunk(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
         """Attend from a chunk to its past and itself."""
@@ -299,6 +348,14 @@ def _attend_causally(
         scale=scale,
         enable_gqa=shared_heads,
     )[0]
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch's flash attention runs on a device."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _repeat_heads(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

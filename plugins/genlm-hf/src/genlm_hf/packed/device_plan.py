@@ -5,8 +5,9 @@ A model spread over several devices needs one `DevicePlan` for each.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +16,14 @@ from genlm.plugin import moved
 from genlm.prefix import Slots
 from genlm_hf.packed.plan import PackedPlan, PrefillChunk, QueryGroup
 
-__all__ = ["DeviceChunk", "DeviceGroup", "DevicePlan"]
+__all__ = ["DeviceChunk", "DeviceChunks", "DeviceGroup", "DevicePlan"]
 
 # Maximum bytes of suffixes gathered at once on a CPU, so that reads hit its cache. More is
 # slower, especially beyond 32 MiB, where every allocation maps new pages.
 _GATHERED_BYTES = 2**20
+
+# Maximum slots of several chunks that are gathered at once: 128 MiB a layer at 2 KiB a slot.
+_GATHERED_SLOTS = 2**16
 
 
 class DevicePlan:
@@ -37,7 +41,8 @@ class DevicePlan:
             arrays += [group.suffixes, group.prefix]
         arrays += [chunk.slots for chunk in plan.chunks]
         numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-        parts = moved(numbers, device).split_with_sizes([array.size for array in arrays])
+        numbers = moved(numbers, device)
+        parts = numbers.split_with_sizes([array.size for array in arrays])
         tensors = (part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
         self.tokens, self.positions, self.writes, self.results = itertools.islice(tensors, 4)
         self.groups, end = [], 0
@@ -47,6 +52,18 @@ class DevicePlan:
             positions, suffixes, prefix = self.positions[tokens], next(tensors), next(tensors)
             self.groups.append(DeviceGroup(group, shortest, positions, suffixes, prefix))
         self.chunks = [DeviceChunk(chunk, next(tensors)) for chunk in plan.chunks]
+        total = sum(len(chunk.slots) for chunk in plan.chunks)
+        self._plan, self._chunk_slots = plan, numbers[len(numbers) - total :]
+
+    @functools.cached_property
+    def merged_chunks(self) -> list[DeviceChunks]:
+        """The chunks of the plan, in order, merged up to a number of slots."""
+        merged, first = [], 0
+        for chunks in _consecutive(self._plan.chunks):
+            end = first + sum(len(chunk.slots) for chunk in chunks)
+            merged.append(DeviceChunks(chunks, self._chunk_slots[first:end]))
+            first = end
+        return merged
 
 
 class DeviceGroup:
@@ -150,6 +167,36 @@ class DeviceChunk:
         return visible if window is None else visible & (key > position - window)
 
 
+class DeviceChunks:
+    """Several prefill chunks, on one device.
+
+    Args:
+        chunks: The chunks.
+        slots: Slots of the past and of the tokens of each chunk, chunk by chunk.
+
+    Attributes:
+        length: Number of tokens of all chunks.
+        max_length: Number of tokens of the longest chunk.
+        max_total: Largest number of tokens of a chunk and its past.
+        ends: For each chunk, the end of its tokens among all tokens, shape `(chunks + 1,)`,
+            int32, beginning with 0.
+        total_ends: The same of its tokens and its past.
+    """
+
+    def __init__(self, chunks: Sequence[PrefillChunk], slots: torch.Tensor) -> None:
+        lengths = np.array([(chunk.length, len(chunk.slots)) for chunk in chunks], np.int32)
+        self.length = int(lengths[:, 0].sum())
+        self.max_length, self.max_total = lengths.max(axis=0).tolist()
+        ends = np.zeros((2, len(chunks) + 1), np.int32)
+        ends[:, 1:] = lengths.cumsum(axis=0).T
+        self.ends, self.total_ends = moved(torch.from_numpy(ends), slots.device)
+        self._slots = _Slots(np.concatenate([chunk.slots for chunk in chunks]), slots)
+
+    def all_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return keys or values of all chunks and their pasts, `(heads, slots, width)`."""
+        return self._slots.select(states)
+
+
 class _Slots:
     """An index of slots: a slice if they are contiguous, else a tensor."""
 
@@ -162,3 +209,17 @@ class _Slots:
         if self._slice is not None:
             return states[:, self._slice]
         return states.index_select(1, self._index)
+
+
+def _consecutive(chunks: Sequence[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+    """Divide chunks into lists with a limited number of slots, at least one chunk each."""
+    part: list[PrefillChunk] = []
+    total = 0
+    for chunk in chunks:
+        if part and total + len(chunk.slots) > _GATHERED_SLOTS:
+            yield part
+            part, total = [], 0
+        part.append(chunk)
+        total += len(chunk.slots)
+    if part:
+        yield part

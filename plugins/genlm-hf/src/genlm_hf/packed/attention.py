@@ -46,8 +46,8 @@ _FUSED_DEVICES = {"cuda", "xpu"}
 # Also returns the log-sum-exps that merge attention over parts of the past.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
-# Computes sequences of different lengths in one call. The public function for it,
-# `torch.nn.attention.varlen.varlen_attn`, does not support shared heads before torch 2.12.
+# Computes sequences of different lengths in one call. Its public counterpart,
+# `torch.nn.attention.varlen.varlen_attn`, does not support shared heads in torch 2.11.
 _flash_on_cuda = torch.ops.aten._flash_attention_forward  # noqa: SLF001
 _MAX_FLASH_WIDTH = 256
 

@@ -12,6 +12,8 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
 - population: a `Population` whose members are extended by the tokens that are drawn for them,
   and one that is resampled after every fourth step too. The peer is static with
   `torch.multinomial` on its rows; resampling selects its cache by member;
+- concurrent: 20 populations of 50 members with different prompts, in 20 coroutines, against the
+  same populations one after the other, and against one population of 1,000;
 - outside: the share of a step that is not the model's forward pass, by CUDA events around it;
 - beams: the program `beam_search` against `generate(num_beams=...)` of transformers;
 - scores: `batch_score` of 16 texts against one padded forward pass with log-softmax and gather;
@@ -377,6 +379,43 @@ def drawn(lm: AsyncLM, case: Population, clock: Clock) -> float:
     return decode(lm, case, clock, draws=True) * 1e3
 
 
+def concurrent(line: Line) -> None:
+    """Milliseconds in which all of several populations draw a token."""
+    clock = device_clock(line.device)
+    count, members, steps = (3, 4, 3) if line.tiny else (20, 50, STEPS)
+    model = random_llama(line.shape("1b"), line.device)
+    length = 8 if line.tiny else 64
+
+    async def one(number: int, size: int) -> None:
+        population = lm.population([number, *prompt_of(length)], size)
+        for _ in range(steps):
+            drawn = await population.draw(seed=number)
+            population = population.extend(drawn.token_ids)
+
+    async def together() -> None:
+        await asyncio.gather(*(one(number, members) for number in range(count)))
+
+    async def in_turn() -> None:
+        for number in range(count):
+            await one(number, members)
+
+    def timed(run: Callable[[], Any]) -> float:
+        lm.clear_kv_cache()
+        start = clock()
+        asyncio.run(run())
+        return (clock() - start) / steps * 1e3
+
+    with served(line, model) as lm:
+        gc.freeze()  # as the guide recommends
+        contestants = {
+            "one after the other": functools.partial(timed, in_turn),
+            "concurrently": functools.partial(timed, together),
+            "one population": functools.partial(timed, lambda: one(0, count * members)),
+        }
+        line.measure(contestants, "populations")
+        line.ratio("concurrent", "populations one after the other", "populations concurrently")
+
+
 # -- outside the forward pass ---------------------------------------------------------
 
 
@@ -689,6 +728,7 @@ LINES: dict[str, Callable[[Line], None]] = {
     "draws": draws,
     "particles-1b": functools.partial(particles, shape="1b", way="graph"),
     "population": populations,
+    "concurrent": concurrent,
     "outside": outside,
     "beams": beams,
     "scores": scores,

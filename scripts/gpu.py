@@ -139,6 +139,7 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         bench("population", 120),
         bench("trie", 90),
         bench("draws", 60),
+        bench("concurrent", 60),
         bench("outside", 60),
         bench("beams", 60),
         bench("scores", 60),

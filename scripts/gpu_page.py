@@ -144,6 +144,8 @@ def _others() -> Iterator[Goal]:
                 what += "times as fast as StaticCache as a CUDA graph with `torch.multinomial`"
                 value = f"population {case}{resampled}{option} static graph"
                 yield Goal("population", value, what, 1.0)
+    what = "20 populations of 50 members of 1B, in concurrent coroutines: times as fast as one "
+    yield Goal("concurrent", "concurrent", f"{what}after the other", 3.0)
     ways = {"a coroutine each": "a coroutine each", "one call": "in one call"}
     ways["a population"] = "a population that draws"
     for value, how in ways.items():

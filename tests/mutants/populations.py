@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-import genlm.core.model.population
+import genlm.core.model.draw_settings
 from genlm import BatchEngine
 from genlm.core.model.population import Population
 from genlm.core.queries.generations import Lineage
@@ -78,7 +78,9 @@ def step_of_a_population_forgotten(uniforms):
 
 
 @core_mutant(
-    genlm.core.model.population, "RowMasks", killed_by="population-draws-are-those-of-the-seed"
+    genlm.core.model.draw_settings,
+    "RowMasks",
+    killed_by="population-draws-are-those-of-the-seed",
 )
 def mask_index_ignored(row_masks):
     """Gives members masks in turn, whatever `mask_index` says."""

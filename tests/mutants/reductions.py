@@ -10,7 +10,7 @@ import genlm.core.model.reduction_methods
 import genlm.core.rows.draws
 import genlm.core.rows.reductions
 from genlm import Capability, TokenScores
-from genlm.core.model.requests import Requests
+from genlm.core.model.text_requests import TextRequests
 from genlm.core.rows.reductions import TargetScore, TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation
@@ -127,7 +127,7 @@ def with_capabilities(change):
 
 
 @core_fault(
-    Requests,
+    TextRequests,
     "score_items",
     found_by="model/test_lm_reductions.py::test_scores_are_shared_cached_and_of_their_adapter",
 )
@@ -137,7 +137,7 @@ def never_scored_natively(scores):
 
 
 @core_fault(
-    Requests,
+    TextRequests,
     "score_items",
     found_by="model/test_lm_reductions.py::test_scores_are_those_of_the_rows",
 )
@@ -161,7 +161,7 @@ def all_reductions_fail_together(computed):
 
 
 @core_fault(
-    Requests,
+    TextRequests,
     "_find_cached",
     found_by="model/test_lm_reductions.py::test_reductions_are_cached_and_cached_rows_answer_them",
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from genlm.core.model import requests
+from genlm.core.model import text_requests
 from genlm.core.rows.text_scores import PieceScores
 
 from .baselines import cached_target
 from .mutant import core_mutant
 
 
-@core_mutant(requests, "_proper_prefixes", killed_by="scores-equal-the-loop-over-rows")
+@core_mutant(text_requests, "_proper_prefixes", killed_by="scores-equal-the-loop-over-rows")
 def rows_after_the_token(beginnings):
     """Reduces the row after each token, not the one that predicts it."""
 

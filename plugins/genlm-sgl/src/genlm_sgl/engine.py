@@ -44,8 +44,9 @@ from genlm_sgl.loading import (
     options_mapping,
     runs_on_cpu,
 )
+from genlm_sgl.model_runner import server_options
 from genlm_sgl.process_state import QuietLogger, quiet
-from genlm_sgl.served_model import ServedModel, server_options
+from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import check_version, installed_version
 
 __all__ = ["SGLEngine"]

@@ -1,16 +1,15 @@
-"""SGLang's model runner in this process: construction, forward passes, LoRA adapters.
+"""SGLang's model in this process: forward passes, hidden states, LoRA adapters.
 
-This module has all calls into SGLang that compute. SGLang's scheduler, radix cache and
-allocator are not used: a pass receives the slots of the KV cache that its tokens read and
-write, in rows of SGLang's table of slots (`req_to_token_pool`).
+`model_runner` builds the model; this module has all other calls into SGLang that compute.
+SGLang's scheduler, radix cache and allocator are not used: a pass receives the slots of the KV
+cache that its tokens read and write, in rows of SGLang's table of slots (`req_to_token_pool`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,22 +19,11 @@ import torch
 
 from genlm.plugin import EvaluationError, ModelLoadError, device_index
 from genlm.prefix import Segment, Slots
+from genlm_sgl.model_runner import LoadWeightsHook, build_runner, destroy_process_groups
 
-__all__ = ["LoadWeightsHook", "ServedModel", "server_options"]
-
-Weights = Iterator[tuple[str, Any]]
-
-LoadWeightsHook = Callable[[Any, Weights], Weights]
-"""Function of a built model and the weights of its checkpoint; returns the weights to load."""
+__all__ = ["ServedModel"]
 
 Integers = npt.NDArray[np.int64]
-
-
-def server_options() -> frozenset[str]:
-    """Return the names of the options of SGLang's `ServerArgs`."""
-    from sglang.srt.server_args import ServerArgs
-
-    return frozenset(inspect.signature(ServerArgs).parameters)
 
 
 class ServedModel:
@@ -71,10 +59,10 @@ class ServedModel:
         self._trunk_rows = 0
         try:
             with self._memory_mode():
-                self._runner, self.tokenizer = _build(options, gpu_id, on_load_weights)
+                self._runner, self.tokenizer = build_runner(options, gpu_id, on_load_weights)
             self._check_slots()
         except BaseException:
-            _destroy_process_groups()
+            destroy_process_groups()
             raise
         self._table: torch.Tensor = self._runner.req_to_token_pool.req_to_token
         self._device = torch.device(self._runner.device)
@@ -425,84 +413,4 @@ class ServedModel:
     def close(self) -> None:
         """Free the model and SGLang's process groups."""
         del self._runner, self._table
-        _destroy_process_groups()
-
-
-def _build(
-    options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
-) -> tuple[Any, Any]:
-    """Build the model runner of the only rank and the tokenizer."""
-    from sglang.srt import runtime_context
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
-    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
-    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
-    from sglang.srt.model_executor import model_runner
-    from sglang.srt.server_args import PortArgs, ServerArgs
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
-    arguments = ServerArgs(**options)
-    port = PortArgs.init_new(arguments).nccl_port
-    # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
-    # next model fails with an AssertionError.
-    runtime_context.get_resources().expert_location_metadata = None
-    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
-    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
-    for initialize in (
-        *(initialize_moe_config, initialize_fp8_gemm_config),
-        *(initialize_bf16_gemm_config, initialize_fp4_gemm_config),
-    ):
-        initialize()
-    config = ModelConfig.from_server_args(arguments)
-    device = runtime_context.get_device().device
-    bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
-    bootstrap.init_layer_runtime(model_config=config)
-    with _hook_weights(on_load_weights):
-        runner: Any = model_runner.ModelRunner(
-            model_config=config,
-            mem_fraction_static=runtime_context.get_schedule().mem_fraction_static,
-            gpu_id=gpu_id,
-            nccl_port=port,
-            server_args=arguments,
-        )
-    runner.alloc_memory_pool()
-    runner.init_attention_backends()
-    runner.init_cuda_graphs()
-    if runner.token_to_kv_pool.post_capture_active:
-        runner.post_capture_resize_kv_pool()
-    serving, model = runtime_context.get_serving(), runtime_context.get_model()
-    tokenizer = get_tokenizer(
-        serving.tokenizer_path,
-        tokenizer_mode=serving.tokenizer_mode,
-        trust_remote_code=model.trust_remote_code,
-        revision=model.revision,
-        tokenizer_backend=serving.tokenizer_backend,
-    )
-    return runner, tokenizer
-
-
-@contextlib.contextmanager
-def _hook_weights(hook: LoadWeightsHook) -> Iterator[None]:
-    """Call `hook` with every built model and the weights that it loads."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    original = DefaultModelLoader._get_all_weights  # noqa: SLF001
-
-    def get_all_weights(self: Any, model_config: Any, model: Any) -> Weights:
-        return hook(model, original(self, model_config, model))
-
-    DefaultModelLoader._get_all_weights = get_all_weights  # noqa: SLF001
-    try:
-        yield
-    finally:
-        DefaultModelLoader._get_all_weights = original  # noqa: SLF001
-
-
-def _destroy_process_groups() -> None:
-    from sglang.srt.distributed import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-    gc.collect()
+        destroy_process_groups()

@@ -27,53 +27,17 @@ from genlm.plugin import (
     GroupQuery,
     GroupResult,
     Query,
-    TokenIdError,
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable, Parent
-from genlm_vllm.processes import Outputs, without_frames
+from genlm_vllm.pending_queries import GenerationState, PendingQuery
+from genlm_vllm.processes import Outputs
 from genlm_vllm.running_requests import ResidentRequest, RunningRequests
 from genlm_vllm.scores import TextPart
 from genlm_vllm.worker_rows import GroupPart, RowPart
 from genlm_vllm.workers import Workers
 
 __all__ = ["Residents"]
-
-
-class _GenerationState:
-    """State of a generation: the resident request of each sequence that has one."""
-
-    __slots__ = ("adapter", "residents")
-
-    def __init__(self, adapter: str | None, count: int) -> None:
-        self.adapter = adapter
-        self.residents: list[ResidentRequest | None] = [None] * count
-
-
-class _PendingQuery:
-    """A query, the requests that compute its sequences, and its state.
-
-    Attributes:
-        query: The query. A `Query` has one sequence, a `GroupQuery` those of `wanted`.
-        residents: The request of each sequence, by place in `wanted`.
-        remaining: Number of sequences that are neither computed nor failed.
-        errors: Errors of the failed sequences, by place.
-        is_sent: Whether the workers have the query's reduction.
-    """
-
-    __slots__ = ("errors", "is_sent", "query", "remaining", "residents")
-
-    def __init__(self, query: Query | GroupQuery, count: int) -> None:
-        self.query = query
-        self.residents: list[ResidentRequest | None] = [None] * count
-        self.remaining = count
-        self.errors: dict[int, Exception] = {}
-        self.is_sent = False
-
-    def fail(self, place: int, error: Exception) -> None:
-        """Record the error of a sequence."""
-        self.errors[place] = without_frames(error)
-        self.remaining -= 1
 
 
 class Residents:
@@ -111,10 +75,10 @@ class Residents:
         self._embedded_ids = embedded_ids
         self._max_context = max_context
         self._block_tokens: int = engine.vllm_config.cache_config.block_size
-        self._queries: dict[int, _PendingQuery] = {}
+        self._queries: dict[int, PendingQuery] = {}
         # Queries and places of the sequences that a request computes now, by the request's id.
-        self._busy: dict[str, list[tuple[_PendingQuery, int]]] = {}
-        self._unstarted: deque[tuple[_PendingQuery, int]] = deque()
+        self._busy: dict[str, list[tuple[PendingQuery, int]]] = {}
+        self._unstarted: deque[tuple[PendingQuery, int]] = deque()
         self._contexts = ContextTable()
         self.keeps = True
         self.tokens_evaluated = self.tokens_computed = 0
@@ -152,7 +116,7 @@ class Residents:
         if parent is None:
             self._check(query)
         self.requests.end_dropped()
-        pending = _PendingQuery(query, 1)
+        pending = PendingQuery(query, 1)
         if query.targets:
             # Otherwise the first block of the prefix cache could cover a scored position.
             first = len(query) - len(query.targets)
@@ -167,7 +131,7 @@ class Residents:
         self.tokens_evaluated += len(query)
 
     def _wait_for(
-        self, resident: ResidentRequest, pending: _PendingQuery, place: int = 0
+        self, resident: ResidentRequest, pending: PendingQuery, place: int = 0
     ) -> None:
         """Record that a request computes a sequence."""
         pending.residents[place] = resident
@@ -204,7 +168,7 @@ class Residents:
             oldest = next((name for name in idle if name != parent.name), None)
             self._end([] if oldest is None else [oldest])
 
-    def _begin_scores(self, pending: _PendingQuery, *, reads_cache: bool) -> None:
+    def _begin_scores(self, pending: PendingQuery, *, reads_cache: bool) -> None:
         query = pending.query
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = len(query) - len(query.targets)
@@ -224,7 +188,7 @@ class Residents:
 
     def submit_group(self, query: GroupQuery) -> None:
         """Continue, fork or begin the requests of the wanted sequences."""
-        pending = _PendingQuery(query, len(query.wanted))
+        pending = PendingQuery(query, len(query.wanted))
         self._queries[query.query_id] = pending
         try:
             self._assign_requests(pending, query)
@@ -233,16 +197,16 @@ class Residents:
             raise
         self.tokens_evaluated += len(query)
 
-    def _assign_requests(self, pending: _PendingQuery, query: GroupQuery) -> None:
+    def _assign_requests(self, pending: PendingQuery, query: GroupQuery) -> None:
         """Assign a request to every sequence, and drop the state of the base generation."""
         generation, lineage = query.generation, query.generation.lineage
         wanted = query.wanted.tolist()
         base, base_state = self._base_of(generation, query.adapter)
-        state = _GenerationState(query.adapter, len(lineage))
+        state = GenerationState(query.adapter, len(lineage))
         parents: Iterable[Parent | None] = [None] * len(wanted)
         if base is not None and base_state is not None:
             places, suffixes = lineage.suffixes(query.wanted, base.lineage)
-            self._refuse_ids(pending, suffixes)
+            pending.refuse_ids(suffixes, self._embedded_ids)
             lengths = base.lineage.lengths[places].tolist()
             residents = [base_state.residents[place] for place in places.tolist()]
             parents = [
@@ -273,22 +237,13 @@ class Residents:
 
     def _base_of(
         self, generation: Generation, adapter: str | None
-    ) -> tuple[Generation | None, _GenerationState | None]:
+    ) -> tuple[Generation | None, GenerationState | None]:
         """Return the closest generation that has requests, if they are of the same adapter."""
         base = generation.with_state()
         state = None if base is None else base.state
-        if isinstance(state, _GenerationState) and state.adapter == adapter:
+        if isinstance(state, GenerationState) and state.adapter == adapter:
             return base, state
         return None, None
-
-    def _refuse_ids(self, pending: _PendingQuery, suffixes: npt.NDArray[np.int64]) -> None:
-        """Fail the sequences whose new tokens the model does not embed."""
-        if suffixes.size and int(suffixes.max()) >= self._embedded_ids:
-            for place in np.flatnonzero((suffixes >= self._embedded_ids).any(1)).tolist():
-                position = int((suffixes[place] >= self._embedded_ids).argmax())
-                token_id = int(suffixes[place, position])
-                error = TokenIdError(token_id, position, self._embedded_ids, "token_ids")
-                pending.fail(place, error)
 
     def _begin_members(self) -> None:
         """Begin requests of members while vLLM has places; the other members wait."""
@@ -334,7 +289,7 @@ class Residents:
 
     def collect(self) -> None:
         """Request the results of the sequences that a step computed."""
-        computed: dict[_PendingQuery, tuple[list[str], list[int]]] = {}
+        computed: dict[PendingQuery, tuple[list[str], list[int]]] = {}
         for name in list(self._busy):
             request = self.requests.by_name[name]
             if (
@@ -362,7 +317,7 @@ class Residents:
         self._end([name])
 
     def _request_results(
-        self, pending: _PendingQuery, names: list[str], places: list[int]
+        self, pending: PendingQuery, names: list[str], places: list[int]
     ) -> None:
         """Request the results of sequences of a query that a step computed."""
         query, results = pending.query, self._workers.results

@@ -1,19 +1,18 @@
 """`AsyncLM`: the public language model, the same class for every engine.
 
 `Requests` checks arguments, reads the output cache and submits queries to the scheduler, which
-runs the engine. `reduction_methods`, `score_methods` and `sample_methods` contain the public
-methods for results other than rows. Every method that waits is a coroutine method with a
-blocking twin, derived by `blocking`: `..._sync`, or the name without `a`.
+runs the engine. The modules `text_methods`, `reduction_methods`, `score_methods`,
+`sample_methods` and `adapter_methods` contain the other public methods. Every method that waits
+is a coroutine method with a blocking twin, derived by `blocking`: `..._sync`, or the name
+without `a`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
 import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
@@ -21,33 +20,27 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
-from genlm.core.base.error_handling import map_batch
-from genlm.core.base.errors import TokenTypeError
 from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import RequestCounters, Statistics
-from genlm.core.base.validation import (
-    checked_batch,
-    checked_builder,
-    checked_integer,
-    is_model_object,
-    is_sequence_like,
-)
+from genlm.core.base.validation import checked_builder, is_model_object
 from genlm.core.engine.engine import Capability, Engine, checked_engine, require_capability
 from genlm.core.engine.group_engine import GroupEngine, with_groups
+from genlm.core.model.adapter_methods import AdapterMethods
 from genlm.core.model.adapters import Adapters
 from genlm.core.model.context import Context
 from genlm.core.model.leases import LeaseTable
 from genlm.core.model.loading import engine_builder
+from genlm.core.model.members import initial_members
 from genlm.core.model.population import Population
 from genlm.core.model.reduction_methods import ReductionMethods
-from genlm.core.model.requests import COPIED_ON_LOOP, Requests, drop_results
+from genlm.core.model.requests import COPIED_ON_LOOP, drop_results
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
-from genlm.core.queries.generations import first_generation
+from genlm.core.model.text_methods import TextMethods
+from genlm.core.model.text_requests import TextRequests
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler import Scheduler
-from genlm.core.vocab import Token, Vocabulary
-from genlm.core.vocab.text import decode, encode, encode_chat
+from genlm.core.vocab import Vocabulary
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -62,7 +55,7 @@ DEFAULT_CACHE_BYTES = 256 * 2**20
 DEFAULT_CACHE_ENTRIES = 65_536
 
 
-class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
+class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, AdapterMethods):
     """A language model: next-token log-probabilities of any number of sequences at once.
 
     Concurrent calls may share one forward pass; batching never changes which sequence a
@@ -130,7 +123,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         )
         leases.on_drop = self._scheduler.release
         self._counters = RequestCounters()
-        self._requests = Requests(
+        self._requests = TextRequests(
             self._scheduler,
             model=self._model,
             cache=output_cache,
@@ -202,81 +195,6 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             f"<{type(self).__name__} {model}{self.name!r}: {self.vocab_size} token ids, "
             f"context of {context}; {abilities}{lora}{closed}>"
         )
-
-    # -- vocabulary -------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The engine's tokenizer object."""
-        return self.vocabulary.tokenizer
-
-    @property
-    def byte_vocab(self) -> list[Token]:
-        """The tokens, with their exact bytes, indexed by id."""
-        return self.vocabulary.byte_vocab
-
-    @property
-    def str_vocab(self) -> list[str]:
-        """Readable strings of the tokens, indexed by id, for display only."""
-        return self.vocabulary.str_vocab
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, the length of every row."""
-        return self.vocabulary.size
-
-    def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Encode a text with the model's BOS convention.
-
-        Special tokens that the tokenizer adds are kept, except an EOS token at the end. If it
-        adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the separator of the
-        training texts of such models (GPT-2, GPT-NeoX), unless the tokenizer was created with
-        `add_bos_token=False`.
-
-        Args:
-            text: Text to encode. The tokenizer decides whether names of special tokens in the
-                text are encoded as these tokens.
-            begin: Whether the text begins a sequence; False adds no special tokens.
-
-        Raises:
-            TokenizerError: The engine's tokenizer has no `encode`.
-            TypeError: `text` is not a string.
-            ValueError: `text` has a surrogate, which is not a character.
-        """
-        return encode(self.vocabulary, text, begin=begin)
-
-    def decode(self, token_ids: TokenIds, *, special_tokens: bool = False) -> str:
-        """Decode token ids from the exact bytes of their tokens.
-
-        A continuation keeps its leading space. Bytes that are not valid UTF-8, such as those of
-        an incomplete character, become U+FFFD.
-
-        Args:
-            token_ids: Token ids as for `next_token_logprobs`; may be empty.
-            special_tokens: Whether the text includes the names of special tokens.
-
-        Raises:
-            TokenTypeError: `token_ids` is not a flat sequence of integers.
-            TokenIdError: An id is outside the vocabulary.
-        """
-        ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
-        return decode(self.vocabulary, ids, special_tokens=special_tokens)
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
-    ) -> list[int]:
-        """Encode messages with the tokenizer's chat template and its generation prompt.
-
-        Args:
-            messages: Messages such as `[{"role": "user", "content": "Hello"}]`.
-            **template_options: Passed to the tokenizer's `apply_chat_template`, for example
-                `tools`, `chat_template` or `add_generation_prompt=False`.
-
-        Raises:
-            TokenizerError: The tokenizer lacks a chat template, or the template fails.
-            TypeError: `messages` is not a sequence of mappings.
-        """
-        return encode_chat(self.vocabulary, messages, **template_options)
 
     # -- next-token log-probabilities -------------------------------------------------
 
@@ -406,103 +324,10 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ValueError: `size` is negative, or contexts have different adapters.
             GenlmError: As `context`.
         """
-        if size is None:
-            sequences = checked_batch(
-                cast("TokenBatch", prompts), "pass the number of members as `size`"
-            )
-            parts = map_batch(
-                lambda prompt: self._requests.context_parts(prompt, lora_name), sequences
-            )
-        elif _has_several(prompts):
-            raise TokenTypeError(
-                "several: pass them without `size`, one for each member",
-                "`prompts` with `size`",
-                "one sequence of token ids",
-            )
-        else:
-            parts = [self._requests.context_parts(cast("TokenIds", prompts), lora_name)]
-        adapters = {part[1:] for part in parts}
-        if len(adapters) > 1:
-            raise ValueError(
-                f"the members of a population have one adapter; found "
-                f"{', '.join(sorted(str(name) for name, _ in adapters))}"
-            )
-        generation, places = first_generation([part[0] for part in parts])
-        if size is not None:
-            places = places.repeat(checked_integer("size", size, 0))
-        name, adapter = adapters.pop() if adapters else (None, None)
+        generation, places, name, adapter = initial_members(
+            self._requests, prompts, size, lora_name
+        )
         return Population(self, generation, places, lora_name=name, adapter=adapter)
-
-    # -- adapters ---------------------------------------------------------------------
-
-    async def aload_lora(
-        self,
-        lora_path: str | os.PathLike[str],
-        lora_name: str = "lora_1",
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Load a LoRA adapter. Loading the same folder under the same name has no effect.
-
-        Args:
-            lora_path: Adapter folder.
-            lora_name: Adapter name for requests.
-            replace: Whether the new adapter replaces a loaded adapter of this name, as if
-                `unload_lora` had been called for the loaded one. If the engine has its maximum
-                number of adapters and no request uses the loaded one, that is unloaded first,
-                and remains unloaded if the new one cannot be loaded.
-
-        Raises:
-            UnsupportedCapabilityError: The engine serves no adapters.
-            AdapterError: The adapter cannot be loaded, or its name belongs to another folder;
-                `AdapterLimitError` if the engine has loaded its maximum number of adapters.
-            TypeError: The name is not a string, or the folder is not a path.
-        """
-        await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
-
-    load_lora = blocking(aload_lora, "load_lora")
-
-    def unload_lora(self, lora_name: str) -> None:
-        """Unload an adapter without waiting; its name can be reused at once.
-
-        In-flight requests complete with the adapter. After the last of them, the adapter's
-        rows are dropped from the output cache and its weights are freed; for a preloaded
-        adapter, only the name is removed. The next token of a `stream` fails with
-        `UnknownAdapterError`.
-
-        Raises:
-            UnknownAdapterError: `lora_name` is not loaded.
-            UnsupportedCapabilityError: The engine serves no adapters, or cannot remove them.
-        """
-        self._adapters.remove(lora_name)
-
-    @property
-    def lora_names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters; preloaded adapters come first."""
-        return self._adapters.names
-
-    @property
-    def lora_name(self) -> str | None:
-        """Default adapter of requests, None for the base model."""
-        return self._requests.default_lora
-
-    def with_lora(self, lora_name: str | None) -> Self:
-        """Return this model with another default adapter, None for the base model.
-
-        Both models share the engine, the caches and the counters, and their requests can share
-        a batch. Closing one of them closes both.
-
-        Raises:
-            UnknownAdapterError: `lora_name` is not loaded.
-            UnsupportedCapabilityError: The engine serves no adapters.
-        """
-        if lora_name is not None:
-            self._adapters.engine_name(lora_name)
-        model = object.__new__(type(self))
-        vars(model).update(vars(self))
-        model._requests = copy.copy(self._requests)
-        model._requests.default_lora = lora_name
-        return model
 
     # -- components -------------------------------------------------------------------
 
@@ -608,14 +433,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         require_capability(self._scheduler.engine, capability, self.name)
 
 
-def _has_several(prompts: Any) -> bool:
-    """Whether an argument is a list of sequences, or an array of rows."""
-    if isinstance(prompts, (list, tuple)) and prompts:
-        return is_sequence_like(prompts[0]) and not isinstance(prompts[0], (str, bytes))
-    return getattr(prompts, "ndim", 1) > 1
-
-
-for _methods in (ReductionMethods, ScoreMethods, SampleMethods):
+for _methods in (TextMethods, ReductionMethods, ScoreMethods, SampleMethods, AdapterMethods):
     for _name, _method in vars(_methods).items():
         if isinstance(_method, FunctionType):  # Python's error messages name the public class
             _method.__qualname__ = f"AsyncLM.{_name}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.error_handling import map_batch
 from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
+from genlm.core.base.validation import checked_batch, checked_integer, is_sequence_like
 from genlm.core.model.context import Context
 from genlm.core.queries.generations import (
     NO_TOKEN,
@@ -20,9 +22,11 @@ from genlm.core.queries.generations import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.requests import Requests
 
-__all__ = ["ArrayLike", "Flags", "Members", "checked_array"]
+__all__ = ["ArrayLike", "Flags", "Members", "checked_array", "initial_members"]
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 ArrayLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
@@ -247,6 +251,48 @@ class Members:
             "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
             "and create it again with the model's method population"
         )
+
+
+def initial_members(
+    requests: Requests, prompts: TokenIds | TokenBatch, size: int | None, lora_name: str | None
+) -> tuple[Generation, Integers64, str | None, str | None]:
+    """Check the arguments of `AsyncLM.population`.
+
+    Returns:
+        The generation, the place of each member in it, the name of the members' adapter, and
+        the engine's name of the adapter.
+    """
+    if size is None:
+        sequences = checked_batch(
+            cast("TokenBatch", prompts), "pass the number of members as `size`"
+        )
+        parts = map_batch(lambda prompt: requests.context_parts(prompt, lora_name), sequences)
+    elif _has_several(prompts):
+        raise TokenTypeError(
+            "several: pass them without `size`, one for each member",
+            "`prompts` with `size`",
+            "one sequence of token ids",
+        )
+    else:
+        parts = [requests.context_parts(cast("TokenIds", prompts), lora_name)]
+    adapters = {part[1:] for part in parts}
+    if len(adapters) > 1:
+        raise ValueError(
+            f"the members of a population have one adapter; found "
+            f"{', '.join(sorted(str(name) for name, _ in adapters))}"
+        )
+    generation, places = first_generation([part[0] for part in parts])
+    if size is not None:
+        places = places.repeat(checked_integer("size", size, 0))
+    name, adapter = adapters.pop() if adapters else (None, None)
+    return generation, places, name, adapter
+
+
+def _has_several(prompts: Any) -> bool:
+    """Whether an argument is a list of sequences, or an array of rows."""
+    if isinstance(prompts, (list, tuple)) and prompts:
+        return is_sequence_like(prompts[0]) and not isinstance(prompts[0], (str, bytes))
+    return getattr(prompts, "ndim", 1) > 1
 
 
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.errors import GenlmError, PopulationError
 from genlm.core.base.validation import (
-    checked_count,
     checked_integer,
     checked_limits,
     checked_stop,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
-from genlm.core.model.members import ArrayLike, Members, checked_array
-from genlm.core.queries.generations import NO_TOKEN, Integers64, raise_member_errors
-from genlm.core.queries.query import GroupReduction, GroupResult, Reduction
+from genlm.core.model.draw_settings import DrawSettings
+from genlm.core.model.member_reductions import MemberReductions
+from genlm.core.model.members import ArrayLike
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
     MassColumns,
-    Rows,
-    TokenColumns,
-    TopColumns,
-    checked_reduction,
 )
-from genlm.core.rows.reductions import TopTokens
-from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 
@@ -64,22 +53,7 @@ class SampledTokens(NamedTuple):
     population: Population
 
 
-class _Settings(NamedTuple):
-    """Checked arguments of a draw from the members of a population.
-
-    Attributes:
-        active: Indices of the members for which a token is drawn, ascending.
-        log_mass: Log-mass of the inactive members, shape `(n,)`, float32: 0 if finished, else
-            `-inf`.
-        weights: Masks, temperature and bias of the active members.
-    """
-
-    active: Integers64
-    log_mass: npt.NDArray[np.float32]
-    weights: RowWeights
-
-
-class Population(Members):
+class Population(MemberReductions):
     """N token sequences of one model and adapter, created with `AsyncLM.population`.
 
     A population is immutable: `extend` and indexing return new populations, in time that does
@@ -102,81 +76,6 @@ class Population(Members):
 
     __slots__ = ()
 
-    # -- rows and reductions ----------------------------------------------------------
-
-    async def next_token_logprobs(self) -> torch.Tensor:
-        """Return the row of each member.
-
-        Returns:
-            Natural-log probabilities, shape `(n, vocab_size)`, float32, on the engine's
-            device. The tensor is the caller's.
-
-        Raises:
-            PopulationError: The contexts of members are full, or their rows are not
-                distributions.
-            GenlmError: As `AsyncLM.next_token_logprobs`.
-        """
-        rows: torch.Tensor
-        [rows] = await self._reduce(Rows())
-        return rows
-
-    next_token_logprobs_sync = blocking(next_token_logprobs)
-
-    async def token_logprobs(self, token_ids: ArrayLike) -> torch.Tensor:
-        """Return the log-probabilities of given next tokens.
-
-        Args:
-            token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token.
-
-        Returns:
-            Natural-log probabilities, the same shape, float32, in main memory; 0 for -1.
-
-        Raises:
-            ValueError: The shape is not one of these.
-            PopulationError: Ids are outside the vocabulary, or as `next_token_logprobs`.
-        """
-        ids = self._checked_tokens(token_ids)
-        if not ids.size:
-            return torch.empty(ids.shape)
-        columns = torch.from_numpy(ids.reshape(len(ids), -1))
-        logprobs: torch.Tensor
-        [logprobs] = await self._reduce(TokenColumns(columns))
-        return logprobs.view(ids.shape)
-
-    token_logprobs_sync = blocking(token_logprobs)
-
-    async def top_tokens(self, k: int) -> TopTokens:
-        """Return the `k` most likely next tokens of each member.
-
-        Returns:
-            Log-probabilities and ids, both of shape `(n, k)`, in main memory, in descending
-            order of probability; ties in ascending order of ids.
-        """
-        count = checked_count("k", k, self._lm.vocabulary.size)
-        return TopTokens(*await self._reduce(TopColumns(count)))
-
-    top_tokens_sync = blocking(top_tokens)
-
-    async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
-        """Return a user-defined reduction of the row of each member.
-
-        Args:
-            reduction: A `GroupReduction`, whose columns have an entry for each member, or a
-                `Reduction` that all members share.
-
-        Returns:
-            The results of all members: a tensor whose first dimension is n, or a tuple of such
-            tensors.
-
-        Raises:
-            TypeError: `reduction` is of another class.
-            PopulationError: As `next_token_logprobs`, or `compute` of the reduction raised.
-        """
-        columns = await self._reduce(checked_reduction(reduction))
-        return columns[0] if len(columns) == 1 else columns
-
-    reduce_sync = blocking(reduce)
-
     # -- draws ------------------------------------------------------------------------
 
     async def log_mass(
@@ -195,10 +94,7 @@ class Population(Members):
         """
         settings = self._settings(masks, mask_index, bias=bias)
         [values] = await self._reduce(MassColumns(settings.weights), settings.active)
-        self._check_masses(values, settings.active)
-        log_mass = torch.from_numpy(settings.log_mass)
-        log_mass[settings.active] = values
-        return log_mass
+        return settings.masses_of_all(values)
 
     log_mass_sync = blocking(log_mass)
 
@@ -445,7 +341,7 @@ class Population(Members):
 
     async def _draw(
         self,
-        settings: _Settings,
+        settings: DrawSettings,
         seed: int | None,
         count: int | None = None,
         then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
@@ -456,91 +352,12 @@ class Population(Members):
         return await self._reduce(
             DrawColumns(settings.weights, numbers),
             active,
-            lambda columns: then(self._drawn(settings, columns)),
+            lambda columns: then(settings.draws_of_all(columns)),
         )
-
-    def _drawn(self, settings: _Settings, columns: tuple[torch.Tensor, ...]) -> DrawnTokens:
-        """Return the draws of all members from the columns of the active members."""
-        active = settings.active
-        self._check_masses(columns[2], active)
-        if len(active) == len(self):
-            return DrawnTokens(*columns)
-        log_mass = torch.from_numpy(settings.log_mass)
-        shape = (len(self), *columns[0].shape[1:])
-        inactive = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
-        drawn = DrawnTokens(
-            torch.full(shape, NO_TOKEN), inactive.clone(), log_mass, inactive.clone()
-        )
-        members = torch.from_numpy(active)
-        for column, values in zip(drawn, columns, strict=True):
-            column[members] = values
-        return drawn
-
-    def _check_masses(self, log_mass: torch.Tensor, members: Integers64) -> None:
-        """Raise an error that lists the members whose log-mass is NaN or infinite.
-
-        Rows are distributions, so the bias is the cause. Checking the bias beforehand would
-        take another pass over `(n, vocab_size)` numbers.
-        """
-        masses = log_mass.numpy()
-        if not masses.max(initial=-math.inf) < math.inf:  # true for NaN
-            is_invalid = ~(masses < math.inf)
-            error = ValueError("bias is NaN or inf for a token that may be drawn")
-            raise PopulationError(members[is_invalid].tolist(), len(self), error)
-
-    async def _reduce(
-        self,
-        reduction: GroupReduction,
-        members: Integers64 | None = None,
-        then: Callable[[tuple[torch.Tensor, ...]], Any] = lambda columns: columns,
-    ) -> Any:
-        """Return a function of the columns of some members, ascending, or of all members."""
-        if len(self._places if members is None else members):
-            return await self._query(reduction, members, then=then)
-        result = then(self._lm._requests.reduce_no_rows(reduction))  # noqa: SLF001
-        if isinstance(result, concurrent.futures.Future):
-            return await asyncio.wrap_future(result)
-        return result
-
-    async def _query(
-        self,
-        reduction: GroupReduction,
-        members: Integers64 | None,
-        sampling: GroupSampling | None = None,
-        then: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
-    ) -> Any:
-        """Return the `SampledGroup` of some members or of all, or a function of columns."""
-        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
-        requests.adapter_of(self, None)
-        query = requests.group_query(
-            self._generation, self._places, reduction, self._adapter, members, sampling
-        )
-        if then is None:
-            return await requests.group(query)
-
-        def finish(result: GroupResult) -> Any:
-            raise_member_errors(result.errors, query.row_of, members, len(self))
-            return then(result.columns)
-
-        return await requests.group(query, finish)
 
     def _settings(
         self, masks: MasksLike | None, mask_index: ArrayLike | None, **options: Any
-    ) -> _Settings:
+    ) -> DrawSettings:
         """Check the arguments of a draw; `options` are arguments of `RowWeights`."""
-        count, size = len(self), self._lm.vocabulary.size
-        index = None if mask_index is None else checked_array(mask_index, "mask_index")
-        if masks is None and index is not None:
-            raise ValueError("mask_index without masks; it selects the mask of each member")
-        rows = None if masks is None else RowMasks(masks, count, size, index)
-        log_mass = np.zeros(count, np.float32)
-        active = ~self._finished
-        if rows is not None and not rows.is_pending:
-            has_no_token = active & rows.is_empty
-            log_mass[has_no_token] = -math.inf
-            active &= ~has_no_token
-        [members] = active.nonzero()
-        weights = RowWeights((count, size), rows, **options)
-        if len(members) < count:
-            weights = weights.of(members)
-        return _Settings(members, log_mass, weights)
+        size = self._lm.vocabulary.size
+        return DrawSettings.of(self._finished, size, masks, mask_index, **options)

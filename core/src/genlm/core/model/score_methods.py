@@ -23,7 +23,8 @@ from genlm.core.rows.group_reductions import checked_reduction
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.requests import Item, Requests
+    from genlm.core.model.requests import Item
+    from genlm.core.model.text_requests import TextRequests
     from genlm.core.queries.query import GroupReduction, Reduction
 
 __all__ = ["ScoreMethods"]
@@ -36,7 +37,7 @@ is a request, to limit the rows in memory."""
 class ScoreMethods:
     """The methods of `AsyncLM` that score texts."""
 
-    _requests: Requests
+    _requests: TextRequests
 
     async def score(
         self,

@@ -1,8 +1,9 @@
 """The engine's thread: submits arrived requests, steps the engine, delivers results.
 
 The worker calls `submit`, `step`, `abort` and `close` of an engine. `request_table` stores the
-unfinished requests, `batching` decides when a batch is dispatched, `results` checks and stores
-results, and `delivery` wakes the callers. One lock guards the state that threads share.
+unfinished requests, `batching` decides when a batch is dispatched, `steps` calls the engine,
+`calls` runs functions between two steps, `results` checks and stores results, and `delivery`
+wakes the callers. One lock guards the state that threads share.
 
 An evaluation is removed from the table together with its delivery: an exception between a step
 and the delivery becomes the result of the evaluations concerned.
@@ -17,14 +18,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from genlm.core.base.errors import (
     EngineClosedError,
     EngineDiedError,
     EngineError,
-    EvaluationError,
     describe_error,
 )
 from genlm.core.base.forking import renew_in_forks
@@ -32,12 +31,13 @@ from genlm.core.base.statistics import SchedulerStatistics
 from genlm.core.engine.engine import call_each
 from genlm.core.queries.query import Completion, GroupQuery
 from genlm.core.rows.output_cache import OutputCache
-from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
+from genlm.core.scheduler.calls import Call, ReleaseQueue
 from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import Finished, StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
 from genlm.core.scheduler.results import outcomes_of, store_outcome
+from genlm.core.scheduler.steps import step_engine, submit_evaluations
 
 __all__ = ["Submission", "Worker"]
 
@@ -45,33 +45,6 @@ logger = logging.getLogger("genlm")
 
 Submission = tuple[Identified, Hashable, Hashable]
 """A query, its key, and the requested output."""
-
-RELEASE_DELAY_S = 0.01
-"""Period in which released items are collected before an idle engine is woken."""
-
-
-@dataclass
-class Call:
-    """A function to run on the engine's thread and the future of its result.
-
-    A call with `wait_for` runs when no unfinished query satisfies `wait_for` and the engine has
-    received all aborts.
-    """
-
-    function: Callable[[Any], Any]
-    wait_for: Callable[[Any], bool] | None = None
-    future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
-
-    def run(self, engine: Any) -> None:
-        """Run the function and finish the future with its result or exception."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.function(engine))
-        except BaseException as error:
-            self.future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
 
 
 class Worker:
@@ -96,7 +69,6 @@ class Worker:
         name: str,
     ) -> None:
         self._cache = cache
-        self._release_items = release
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(max_pending)
@@ -105,8 +77,7 @@ class Worker:
         self._max_batch_size = max_batch_size
         self._aborts: list[int] = []
         self._calls: deque[Call] = deque()
-        self._released: deque[Any] = deque()
-        self._release_scheduled = self._release_due = False
+        self._releases = ReleaseQueue(release, self._wake_for_release)
         self.stopped: EngineError | None = None
         self._engine: Any = None
         self._final_statistics: Mapping[str, Any] = {}
@@ -200,21 +171,13 @@ class Worker:
             return self._table.has_query(matches)
 
     def release(self, item: Any) -> None:
-        """Schedule the release of an item between two steps; safe in finalizers.
-
-        An idle engine is woken once for all items of `RELEASE_DELAY_S`.
-        """
-        if self.stopped is not None:
-            return
-        self._released.append(item)
-        if not self._release_scheduled:
-            self._release_scheduled = True
-            run_in_background(self._wake_for_release)
+        """Schedule the release of an item between two steps; safe in finalizers."""
+        if self.stopped is None:
+            self._releases.add(item)
 
     def _wake_for_release(self) -> None:
-        time.sleep(RELEASE_DELAY_S)
         with self._lock:
-            self._release_due = True
+            self._releases.is_due = True
             self._changed.notify()
 
     def reset(self, error: EngineError) -> None:
@@ -235,8 +198,7 @@ class Worker:
             self._notify()
         delivery.send()
         for call in calls:
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
+            call.fail(error)
 
     def _after_fork(self) -> None:
         """Reject all requests in a forked process, which lacks the engine's thread."""
@@ -332,12 +294,12 @@ class Worker:
         if aborts:
             self._abort(engine, aborts)
         self._run_calls(engine)
-        rejected = self._submit(engine, evaluations)
+        rejected = submit_evaluations(engine, evaluations)
         if rejected:
             self._hand_over(rejected)
         # After the submissions, which may use the state to be released.
-        if self._released or self._release_due:
-            self._release(engine)
+        if self._releases or self._releases.is_due:
+            self._releases.run(engine)
         if self._table.in_engine:
             self._step_once(engine)
 
@@ -360,14 +322,6 @@ class Worker:
             logger.exception("reporting a step raised")
         self._hand_over(finished, step_s=step_s, is_step=True)
 
-    def _release(self, engine: Any) -> None:
-        self._release_scheduled = self._release_due = False
-        items = [self._released.popleft() for _ in range(len(self._released))]
-        try:
-            self._release_items(engine, items)
-        except Exception:
-            logger.exception("releasing state of the engine raised")
-
     def _run_calls(self, engine: Any) -> None:
         # One at a time: if the thread dies, `stop` fails the remaining calls.
         for _ in range(len(self._calls)):
@@ -389,7 +343,7 @@ class Worker:
         """Block until there is work; return False after the worker was stopped."""
         with self._lock:
             while self.stopped is None:
-                if self._aborts or self._table.in_engine or self._release_due:
+                if self._aborts or self._table.in_engine or self._releases.is_due:
                     return True
                 if not all(map(self._is_blocked, self._calls)):
                     return True
@@ -416,36 +370,10 @@ class Worker:
             self._policy.hold()
         return evaluations
 
-    def _submit(self, engine: Any, evaluations: list[Evaluation]) -> Finished:
-        """Submit the queries to the engine; return the rejected evaluations."""
-        rejected: Finished = []
-        for evaluation in evaluations:
-            try:
-                query = evaluation.query
-                if isinstance(query, GroupQuery):
-                    engine.submit_group(query)
-                    continue
-                if not evaluation.is_whole:
-                    query = query.replace(outputs=tuple(evaluation.outputs))
-                engine.submit(query)
-            except Exception as error:  # noqa: BLE001 - it fails this query alone
-                rejected.append((evaluation, error))
-        return rejected
-
     def _step(self, engine: Any) -> list[tuple[Evaluation, Completion]]:
         """Step the engine; return the finished evaluations, all of them if the step raises."""
         try:
-            finished: dict[Evaluation, Completion] = {}
-            for completion in list(engine.step()):
-                if not isinstance(completion, Completion):
-                    raise EvaluationError(
-                        f"{type(engine).__name__}.step returned {type(completion).__name__!r}; "
-                        f"expected genlm.Completion objects"
-                    )
-                evaluation = self._table.in_engine.get(completion.query_id)
-                if evaluation is not None:  # otherwise it was aborted
-                    finished.setdefault(evaluation, completion)
-            return list(finished.items())
+            return step_engine(engine, self._table.in_engine)
         except Exception as error:  # noqa: BLE001 - fails every query in the engine
             with self._lock:
                 evaluations = list(self._table.in_engine.values())

@@ -1,0 +1,116 @@
+"""`DrawSettings`: the checked arguments of a draw from the members of a population."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.base.errors import PopulationError
+from genlm.core.model.members import ArrayLike, Flags, checked_array
+from genlm.core.queries.generations import NO_TOKEN, Integers64
+from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_weights import RowWeights
+
+if TYPE_CHECKING:
+    from genlm.core.rows.row_masks import MasksLike
+
+__all__ = ["DrawSettings"]
+
+
+class DrawSettings(NamedTuple):
+    """Checked arguments of a draw from the members of a population.
+
+    A member is active if it is not finished and its mask has a token. Tokens are drawn for
+    active members only.
+
+    Attributes:
+        active: Indices of the active members, ascending.
+        log_mass: Log-mass of the inactive members, shape `(n,)`, float32: 0 if finished, else
+            `-inf`.
+        weights: Masks, temperature and bias of the active members.
+    """
+
+    active: Integers64
+    log_mass: npt.NDArray[np.float32]
+    weights: RowWeights
+
+    @classmethod
+    def of(
+        cls,
+        finished: Flags,
+        vocab_size: int,
+        masks: MasksLike | None,
+        mask_index: ArrayLike | None,
+        **options: Any,
+    ) -> DrawSettings:
+        """Check the arguments of a draw.
+
+        Args:
+            finished: Flags of the finished members, shape `(n,)`.
+            vocab_size: Number of token ids.
+            masks: As `Population.draw`.
+            mask_index: As `Population.draw`.
+            **options: Arguments of `RowWeights`.
+        """
+        count = len(finished)
+        index = None if mask_index is None else checked_array(mask_index, "mask_index")
+        if masks is None and index is not None:
+            raise ValueError("mask_index without masks; it selects the mask of each member")
+        rows = None if masks is None else RowMasks(masks, count, vocab_size, index)
+        log_mass = np.zeros(count, np.float32)
+        is_active = ~finished
+        if rows is not None and not rows.is_pending:
+            has_no_token = is_active & rows.is_empty
+            log_mass[has_no_token] = -math.inf
+            is_active &= ~has_no_token
+        [active] = is_active.nonzero()
+        weights = RowWeights((count, vocab_size), rows, **options)
+        if len(active) < count:
+            weights = weights.of(active)
+        return cls(active, log_mass, weights)
+
+    def masses_of_all(self, masses: torch.Tensor) -> torch.Tensor:
+        """Return the log-masses of all members from those of the active members.
+
+        Raises:
+            PopulationError: The log-mass of a member is NaN or infinite. Rows are
+                distributions, so the bias is the cause. Checking the bias beforehand would take
+                another pass over `(n, vocab_size)` numbers.
+        """
+        values = masses.numpy()
+        if not values.max(initial=-math.inf) < math.inf:  # true for NaN
+            is_invalid = ~(values < math.inf)
+            error = ValueError("bias is NaN or inf for a token that may be drawn")
+            raise PopulationError(self.active[is_invalid].tolist(), len(self.log_mass), error)
+        if len(self.active) == len(self.log_mass):
+            return masses
+        log_mass = torch.from_numpy(self.log_mass.copy())
+        log_mass[self.active] = masses
+        return log_mass
+
+    def draws_of_all(self, columns: tuple[torch.Tensor, ...]) -> DrawnTokens:
+        """Return the draws of all members from the columns of the active members.
+
+        Raises:
+            PopulationError: As `masses_of_all`.
+        """
+        log_mass = self.masses_of_all(columns[2])
+        if len(self.active) == len(self.log_mass):
+            return DrawnTokens(*columns)
+        shape = (len(self.log_mass), *columns[0].shape[1:])
+        inactive = torch.from_numpy(self.log_mass).view(-1, *[1] * (len(shape) - 1))
+        drawn = DrawnTokens(
+            torch.full(shape, NO_TOKEN),
+            inactive.expand(shape).clone(),
+            log_mass,
+            inactive.expand(shape).clone(),
+        )
+        members = torch.from_numpy(self.active)
+        for column, values in zip(drawn, columns, strict=True):
+            column[members] = values
+        return drawn

@@ -1,0 +1,138 @@
+"""`MemberReductions`: rows and reductions of the members of a population."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from genlm.core.base.blocking import blocking
+from genlm.core.base.validation import checked_count
+from genlm.core.model.members import ArrayLike, Members
+from genlm.core.queries.generations import Integers64, raise_member_errors
+from genlm.core.queries.query import GroupReduction, GroupResult, Reduction
+from genlm.core.rows.group_reductions import Rows, TokenColumns, TopColumns, checked_reduction
+from genlm.core.rows.reductions import TopTokens
+
+if TYPE_CHECKING:
+    from genlm.core.engine.group_sampling import GroupSampling
+
+__all__ = ["MemberReductions"]
+
+
+class MemberReductions(Members):
+    """Rows and reductions of the members of a population; see `Population`."""
+
+    __slots__ = ()
+
+    async def next_token_logprobs(self) -> torch.Tensor:
+        """Return the row of each member.
+
+        Returns:
+            Natural-log probabilities, shape `(n, vocab_size)`, float32, on the engine's
+            device. The tensor is the caller's.
+
+        Raises:
+            PopulationError: The contexts of members are full, or their rows are not
+                distributions.
+            GenlmError: As `AsyncLM.next_token_logprobs`.
+        """
+        rows: torch.Tensor
+        [rows] = await self._reduce(Rows())
+        return rows
+
+    next_token_logprobs_sync = blocking(next_token_logprobs)
+
+    async def token_logprobs(self, token_ids: ArrayLike) -> torch.Tensor:
+        """Return the log-probabilities of given next tokens.
+
+        Args:
+            token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token.
+
+        Returns:
+            Natural-log probabilities, the same shape, float32, in main memory; 0 for -1.
+
+        Raises:
+            ValueError: The shape is not one of these.
+            PopulationError: Ids are outside the vocabulary, or as `next_token_logprobs`.
+        """
+        ids = self._checked_tokens(token_ids)
+        if not ids.size:
+            return torch.empty(ids.shape)
+        columns = torch.from_numpy(ids.reshape(len(ids), -1))
+        logprobs: torch.Tensor
+        [logprobs] = await self._reduce(TokenColumns(columns))
+        return logprobs.view(ids.shape)
+
+    token_logprobs_sync = blocking(token_logprobs)
+
+    async def top_tokens(self, k: int) -> TopTokens:
+        """Return the `k` most likely next tokens of each member.
+
+        Returns:
+            Log-probabilities and ids, both of shape `(n, k)`, in main memory, in descending
+            order of probability; ties in ascending order of ids.
+        """
+        count = checked_count("k", k, self._lm.vocabulary.size)
+        return TopTokens(*await self._reduce(TopColumns(count)))
+
+    top_tokens_sync = blocking(top_tokens)
+
+    async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
+        """Return a user-defined reduction of the row of each member.
+
+        Args:
+            reduction: A `GroupReduction`, whose columns have an entry for each member, or a
+                `Reduction` that all members share.
+
+        Returns:
+            The results of all members: a tensor whose first dimension is n, or a tuple of such
+            tensors.
+
+        Raises:
+            TypeError: `reduction` is of another class.
+            PopulationError: As `next_token_logprobs`, or `compute` of the reduction raised.
+        """
+        columns = await self._reduce(checked_reduction(reduction))
+        return columns[0] if len(columns) == 1 else columns
+
+    reduce_sync = blocking(reduce)
+
+    async def _reduce(
+        self,
+        reduction: GroupReduction,
+        members: Integers64 | None = None,
+        then: Callable[[tuple[torch.Tensor, ...]], Any] = lambda columns: columns,
+    ) -> Any:
+        """Return a function of the columns of some members, ascending, or of all members."""
+        if len(self._places if members is None else members):
+            return await self._query(reduction, members, then=then)
+        result = then(self._lm._requests.reduce_no_rows(reduction))  # noqa: SLF001
+        if isinstance(result, concurrent.futures.Future):
+            return await asyncio.wrap_future(result)
+        return result
+
+    async def _query(
+        self,
+        reduction: GroupReduction,
+        members: Integers64 | None,
+        sampling: GroupSampling | None = None,
+        then: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
+    ) -> Any:
+        """Return the `SampledGroup` of some members or of all, or a function of columns."""
+        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
+        requests.adapter_of(self, None)
+        query = requests.group_query(
+            self._generation, self._places, reduction, self._adapter, members, sampling
+        )
+        if then is None:
+            return await requests.group(query)
+
+        def finish(result: GroupResult) -> Any:
+            raise_member_errors(result.errors, query.row_of, members, len(self))
+            return then(result.columns)
+
+        return await requests.group(query, finish)

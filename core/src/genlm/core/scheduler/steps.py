@@ -1,0 +1,57 @@
+"""Submission of evaluations to an engine, and the evaluations that a step completes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.query import Completion, GroupQuery
+from genlm.core.scheduler.observation import Finished
+from genlm.core.scheduler.request_table import Evaluation
+
+__all__ = ["step_engine", "submit_evaluations"]
+
+
+def submit_evaluations(engine: Any, evaluations: Iterable[Evaluation]) -> Finished:
+    """Submit the queries of evaluations; return the rejected evaluations with their errors."""
+    rejected: Finished = []
+    for evaluation in evaluations:
+        try:
+            query = evaluation.query
+            if isinstance(query, GroupQuery):
+                engine.submit_group(query)
+                continue
+            if not evaluation.is_whole:
+                query = query.replace(outputs=tuple(evaluation.outputs))
+            engine.submit(query)
+        except Exception as error:  # noqa: BLE001 - it fails this query alone
+            rejected.append((evaluation, error))
+    return rejected
+
+
+def step_engine(
+    engine: Any, in_engine: Mapping[int, Evaluation]
+) -> list[tuple[Evaluation, Completion]]:
+    """Step an engine once; return the completed evaluations.
+
+    Args:
+        engine: The engine.
+        in_engine: Unfinished evaluations by query id. Completions of other queries, which were
+            aborted, are ignored.
+
+    Raises:
+        EvaluationError: The step returned an object that is not a `Completion`.
+        Exception: The error of the engine's step.
+    """
+    finished: dict[Evaluation, Completion] = {}
+    for completion in list(engine.step()):
+        if not isinstance(completion, Completion):
+            raise EvaluationError(
+                f"{type(engine).__name__}.step returned {type(completion).__name__!r}; "
+                f"expected genlm.Completion objects"
+            )
+        evaluation = in_engine.get(completion.query_id)
+        if evaluation is not None:
+            finished.setdefault(evaluation, completion)
+    return list(finished.items())

@@ -1,0 +1,119 @@
+"""Construction of SGLang's model runner in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = [
+    "LoadWeightsHook",
+    "Weights",
+    "build_runner",
+    "destroy_process_groups",
+    "server_options",
+]
+
+Weights = Iterator[tuple[str, Any]]
+
+LoadWeightsHook = Callable[[Any, Weights], Weights]
+"""Function of a built model and the weights of its checkpoint; returns the weights to load."""
+
+
+def server_options() -> frozenset[str]:
+    """Return the names of the options of SGLang's `ServerArgs`."""
+    from sglang.srt.server_args import ServerArgs
+
+    return frozenset(inspect.signature(ServerArgs).parameters)
+
+
+def build_runner(
+    options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
+) -> tuple[Any, Any]:
+    """Build SGLang's model runner for a single rank, and load the tokenizer.
+
+    Args:
+        options: Arguments of `ServerArgs`.
+        gpu_id: Index of the GPU.
+        on_load_weights: Called when the model is built, before its weights are loaded.
+
+    Returns:
+        The `ModelRunner`, with its KV cache, and the tokenizer.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    arguments = ServerArgs(**options)
+    port = PortArgs.init_new(arguments).nccl_port
+    # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
+    # next model fails with an AssertionError.
+    runtime_context.get_resources().expert_location_metadata = None
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
+    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    for initialize in (
+        *(initialize_moe_config, initialize_fp8_gemm_config),
+        *(initialize_bf16_gemm_config, initialize_fp4_gemm_config),
+    ):
+        initialize()
+    config = ModelConfig.from_server_args(arguments)
+    device = runtime_context.get_device().device
+    bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
+    bootstrap.init_layer_runtime(model_config=config)
+    with _hook_weights(on_load_weights):
+        runner: Any = model_runner.ModelRunner(
+            model_config=config,
+            mem_fraction_static=runtime_context.get_schedule().mem_fraction_static,
+            gpu_id=gpu_id,
+            nccl_port=port,
+            server_args=arguments,
+        )
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    if runner.token_to_kv_pool.post_capture_active:
+        runner.post_capture_resize_kv_pool()
+    serving, model = runtime_context.get_serving(), runtime_context.get_model()
+    tokenizer = get_tokenizer(
+        serving.tokenizer_path,
+        tokenizer_mode=serving.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+        tokenizer_backend=serving.tokenizer_backend,
+    )
+    return runner, tokenizer
+
+
+@contextlib.contextmanager
+def _hook_weights(hook: LoadWeightsHook) -> Iterator[None]:
+    """Call `hook` with every built model and the weights that it loads."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    original = DefaultModelLoader._get_all_weights  # noqa: SLF001
+
+    def get_all_weights(self: Any, model_config: Any, model: Any) -> Weights:
+        return hook(model, original(self, model_config, model))
+
+    DefaultModelLoader._get_all_weights = get_all_weights  # noqa: SLF001
+    try:
+        yield
+    finally:
+        DefaultModelLoader._get_all_weights = original  # noqa: SLF001
+
+
+def destroy_process_groups() -> None:
+    """Destroy SGLang's process groups, of which a process has one set."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    gc.collect()

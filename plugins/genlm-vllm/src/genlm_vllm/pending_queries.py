@@ -1,0 +1,61 @@
+"""Queries in progress, and the requests in vLLM that compute their sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.plugin import GroupQuery, Query, TokenIdError
+from genlm_vllm.processes import without_frames
+from genlm_vllm.running_requests import ResidentRequest
+
+__all__ = ["GenerationState", "PendingQuery"]
+
+
+class GenerationState:
+    """State of a generation: the resident request of each sequence that has one."""
+
+    __slots__ = ("adapter", "residents")
+
+    def __init__(self, adapter: str | None, count: int) -> None:
+        self.adapter = adapter
+        self.residents: list[ResidentRequest | None] = [None] * count
+
+
+class PendingQuery:
+    """A query, the requests that compute its sequences, and its state.
+
+    Attributes:
+        query: The query. A `Query` has one sequence, a `GroupQuery` those of `wanted`.
+        residents: The request of each sequence, by place in `wanted`.
+        remaining: Number of sequences that are neither computed nor failed.
+        errors: Errors of the failed sequences, by place.
+        is_sent: Whether the workers have the query's reduction.
+    """
+
+    __slots__ = ("errors", "is_sent", "query", "remaining", "residents")
+
+    def __init__(self, query: Query | GroupQuery, count: int) -> None:
+        self.query = query
+        self.residents: list[ResidentRequest | None] = [None] * count
+        self.remaining = count
+        self.errors: dict[int, Exception] = {}
+        self.is_sent = False
+
+    def fail(self, place: int, error: Exception) -> None:
+        """Record the error of a sequence."""
+        self.errors[place] = without_frames(error)
+        self.remaining -= 1
+
+    def refuse_ids(self, suffixes: npt.NDArray[np.int64], embedded_ids: int) -> None:
+        """Fail the sequences with new tokens that the model does not embed.
+
+        Args:
+            suffixes: New tokens of each sequence, padded with -1.
+            embedded_ids: Number of token ids with an embedding.
+        """
+        is_refused = suffixes >= embedded_ids
+        for place in np.flatnonzero(is_refused.any(1)).tolist():
+            position = int(is_refused[place].argmax())
+            token_id = int(suffixes[place, position])
+            self.fail(place, TokenIdError(token_id, position, embedded_ids, "token_ids"))

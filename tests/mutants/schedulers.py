@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 
 import genlm.core.scheduler.delivery as delivery
+import genlm.core.scheduler.worker as worker
 from genlm import AsyncLM, EngineClosedError
 from genlm.core.model.requests import Requests
 from genlm.core.scheduler import Scheduler
@@ -157,15 +158,15 @@ def ids_of_each_thread(build_query):
 
 
 @core_fault(
-    Worker,
-    "_submit",
+    worker,
+    "submit_evaluations",
     found_by="scheduler/test_failures.py::test_a_request_refused_by_submit_fails_alone",
 )
 def refusal_fails_the_batch(submit):
     """Fails every query that arrived together with one that the engine refuses."""
 
-    def broken(self, engine, evaluations):
-        refused = submit(self, engine, evaluations)
+    def broken(engine, evaluations):
+        refused = submit(engine, evaluations)
         return [(each, refused[0][1]) for each in evaluations] if refused else []
 
     return broken

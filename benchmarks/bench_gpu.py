@@ -14,6 +14,8 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
   `torch.multinomial` on its rows; resampling selects its cache by member;
 - concurrent: 20 populations of 50 members with different prompts, in 20 coroutines, against the
   same populations one after the other, and against one population of 1,000;
+- constraints: a population under each constraint of `bench_constraints.py`, against the same
+  population without one, in wall time, with the masks of the next draw;
 - outside: the share of a step that is not the model's forward pass, by CUDA events around it;
 - beams: the program `beam_search` against `generate(num_beams=...)` of transformers;
 - scores: `batch_score` of 16 texts against one padded forward pass with log-softmax and gather;
@@ -416,6 +418,32 @@ def concurrent(line: Line) -> None:
         line.ratio("concurrent", "populations one after the other", "populations concurrently")
 
 
+def constraints(line: Line) -> None:
+    """A population under each constraint and without, their steps in turn."""
+    from bench_constraints import LANGUAGES, Contestant  # need libraries of their own
+
+    clock = device_clock(line.device)
+    model = random_llama(line.shape("1b"), line.device)
+    with served(line, model) as lm:
+        gc.freeze()  # as the guide recommends
+        for size in (50, 500):
+            ways = {name: Contestant(lm, size, each) for name, each in LANGUAGES.items()}
+
+            async def steps(ways: dict[str, Contestant] = ways, size: int = size) -> None:
+                for number in range(STEPS * line.rounds + 3):
+                    for name, way in ways.items():
+                        start = clock()
+                        await way.step()
+                        if number >= 3:  # the first steps capture graphs
+                            figures = line.samples.setdefault(f"constraints {size} {name}", [])
+                            figures.append((clock() - start) * 1e3)
+
+            asyncio.run(steps())
+            for name in LANGUAGES.keys() - {"none"}:
+                label = f"constraints {size} {name}"
+                line.ratio(label, f"constraints {size} none", label)
+
+
 # -- outside the forward pass ---------------------------------------------------------
 
 
@@ -729,6 +757,7 @@ LINES: dict[str, Callable[[Line], None]] = {
     "particles-1b": functools.partial(particles, shape="1b", way="graph"),
     "population": populations,
     "concurrent": concurrent,
+    "constraints": constraints,
     "outside": outside,
     "beams": beams,
     "scores": scores,

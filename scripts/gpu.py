@@ -60,6 +60,7 @@ PACKAGES = (
         "matplotlib",
         "opentelemetry",
     ),
+    *("outlines_core", "xgrammar"),
 )
 
 _DESCRIBE = """
@@ -120,10 +121,10 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         own = ("hypothesis", "typer", "rich", needed)
         return Step(f"check-{name}", "checks", arguments, limit_s, own, optional)
 
-    def bench(line: str, limit_s: float) -> Step:
+    def bench(line: str, limit_s: float, *also: str) -> Step:
         options = ("--device", device, *(("--tiny",) if tiny else ()))
         arguments = (str(ROOT / "benchmarks" / "bench_gpu.py"), line, *options)
-        return Step(line, "bench", arguments, limit_s, ("transformers", "cachetools"))
+        return Step(line, "bench", arguments, limit_s, ("transformers", "cachetools", *also))
 
     hf, trie = "plugins/genlm-hf/tests", "plugins/genlm-trie-cuda/tests"
     return [
@@ -140,6 +141,7 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         bench("trie", 90),
         bench("draws", 60),
         bench("concurrent", 60),
+        bench("constraints", 60, "outlines_core", "xgrammar"),
         bench("outside", 60),
         bench("beams", 60),
         bench("scores", 60),

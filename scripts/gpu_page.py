@@ -57,14 +57,15 @@ scripts/gpu.py trie outside`) repeat these. Failures, time-outs and missing pack
 are reported. `--device cpu --tiny` runs every step on a machine without a GPU.
 
 It needs Python 3.11 to 3.13, torch from 2.7, transformers from 5.17, pytest, pytest-timeout,
-hypothesis, pluggy, cachetools, typer, rich, tqdm, peft, accelerate and opentelemetry-sdk. For a
-machine without a network, copy wheels of missing packages, and of genlm-backend 0.3.1 for the
-comparison with it, to `.cache/gpu-wheels/` or the folder of `--wheels`; they are unpacked, not
-installed:
+hypothesis, pluggy, cachetools, typer, rich, tqdm, peft, accelerate, opentelemetry-sdk,
+outlines-core and xgrammar. For a machine without a network, copy wheels of missing packages,
+and of genlm-backend 0.3.1 for the comparison with it, to `.cache/gpu-wheels/` or the folder of
+`--wheels`; they are unpacked, not installed:
 
 ```bash
 pip download --no-deps -d .cache/gpu-wheels cachetools genlm-backend==0.3.1 \\
-    opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions
+    opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions outlines-core \\
+    xgrammar apache-tvm-ffi pydantic pydantic-core typing-inspection annotated-types
 python benchmarks/trie_vocabulary.py     # .cache/trie_vocabulary_128000.npz; a minute, once
 ```
 
@@ -146,6 +147,11 @@ def _others() -> Iterator[Goal]:
                 yield Goal("population", value, what, 1.0)
     what = "20 populations of 50 members of 1B, in concurrent coroutines: times as fast as one "
     yield Goal("concurrent", "concurrent", f"{what}after the other", 3.0)
+    for size in (50, 500):
+        for constraint in ("automaton", "grammar", "python"):
+            what = f"a population of {size} of 1B under `{constraint.title()}`: "
+            what += "times as fast as without a constraint"
+            yield Goal("constraints", f"constraints {size} {constraint}", what, 0.98)
     ways = {"a coroutine each": "a coroutine each", "one call": "in one call"}
     ways["a population"] = "a population that draws"
     for value, how in ways.items():

@@ -46,9 +46,9 @@ def test_a_model_of_the_plugin_answers_with_its_closed_form(environment):
 
 
 def test_the_demonstration_runs_on_the_plugin(environment):
-    command = [environment.folder / "bin" / "genlm", "demo", "--backend", "toy", "--json"]
-    report = json.loads(environment.run(*command, "--particles", "5", "--max-tokens", "5"))
-    assert len(report["particles"]) == 5
+    command = [environment.folder / "bin" / "genlm", "demo", "--backend", "toy"]
+    output = environment.run(*command, "--particles", "5", "--max-tokens", "5")
+    assert "5 particles after 5 steps" in output
 
 
 def test_the_plugin_is_what_a_call_means_when_it_is_the_only_one(environment):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,12 +92,6 @@ def test_batches_that_are_left_out_are_explained() -> None:
     assert "not measured" not in bench().stdout
 
 
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "figures.svg"
-    assert bench("--plot", str(path)).exit_code == 0
-    assert path.read_text("utf-8").count("</svg>") == 1
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -108,8 +101,6 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
         ("--options", "{"),
         ("--steps", "9", "--options", '{"max_context": 9}'),
         ("--most-tokens", "3"),
-        ("--plot", "figures.abc"),
-        ("--plot", "/no/such/folder/figures.svg"),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(wrong: tuple[str, ...]) -> None:

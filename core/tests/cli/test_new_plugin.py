@@ -87,9 +87,9 @@ def test_the_engine_is_listed(environment):
 
 
 def test_the_demonstration_runs_on_it(environment):
-    options = ["--backend", "my-engine", "--particles", "5", "--max-tokens", "5", "--json"]
-    report = json.loads(run_program(*COMMAND, "demo", *options, env=environment).stdout)
-    assert len(report["particles"]) == 5
+    options = ["--backend", "my-engine", "--particles", "5", "--max-tokens", "5"]
+    printed = run_program(*COMMAND, "demo", *options, env=environment).stdout
+    assert "5 particles after 5 steps" in printed
 
 
 def test_the_code_is_in_the_style_of_this_project(project):

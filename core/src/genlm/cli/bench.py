@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,11 +18,9 @@ from genlm.cli.arguments import (
     bad_value,
     checked_options,
     load,
-    require_writable,
 )
 from genlm.cli.measurement import Cell, Plan, first_row_s, measure
 from genlm.cli.output import borderless_table, output_console, print_json, progress_bar
-from genlm.core.base.errors import MissingRequirementError
 
 __all__ = ["bench"]
 
@@ -51,9 +47,6 @@ def bench(
         int, typer.Option(min=1, help="Maximum number of tokens in a batch.")
     ] = 2**14,
     seed: SeedOption = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Output file for a plot, .svg or .png.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure throughput by batch size and length, latency of the first row, and memory."""
@@ -61,11 +54,7 @@ def bench(
         _integers("--lengths", lengths), _integers("--batches", batches), repeats, steps,
         most_tokens, seed,
     )  # fmt: skip
-    if plot is not None:
-        _check_plot(plot)
     report = _measure(backend, model, checked_options(options), plan)
-    if plot is not None:
-        _draw(report, plot)
     if as_json:
         print_json(report | {"cells": [dataclasses.asdict(cell) for cell in report["cells"]]})
     else:
@@ -169,32 +158,3 @@ def _table(figure: str, cells: Sequence[Cell], plan: Plan) -> Table:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix not in {".svg", ".png"}:
-        raise bad_value("--plot", f"{str(path)!r}: expected a name that ends in .svg or .png")
-    require_writable("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingRequirementError("--plot", ["matplotlib"], "pip install matplotlib")
-
-
-def _draw(report: Mapping[str, Any], path: Path) -> None:
-    """Plot the throughput over the batch size, one line per length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    titles = {"new_rows_per_s": "new contexts", "continued_rows_per_s": "extended by a token"}
-    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items()):
-        for length in sorted({cell.context_tokens for cell in report["cells"]}):
-            cells = [cell for cell in report["cells"] if cell.context_tokens == length]
-            sizes = [cell.batch_size for cell in cells]
-            axes.plot(sizes, [getattr(cell, name) for cell in cells], "o-", label=str(length))
-        axes.set(
-            xscale="log", yscale="log", xlabel="contexts in a batch", ylabel="rows per second"
-        )
-        axes.set_title(title)
-        axes.grid(visible=True, alpha=0.3)
-    axes.legend(title="tokens")
-    figure.suptitle(f"{report['backend']}, {report['model']}")
-    figure.savefig(path)

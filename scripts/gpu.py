@@ -161,8 +161,10 @@ def run_step(step: Step, variables: Mapping[str, str], seconds: float) -> dict[s
     if step.kind == "tests":
         command.append(f"--junitxml={report}")
     if step.kind != "bench":
-        # Comparisons with float32 forward passes: products must not be rounded to TF32.
-        variables = {**variables, "NVIDIA_TF32_OVERRIDE": "0"}
+        # Comparisons with float32 forward passes: products must not be rounded to TF32, in
+        # libraries and in Triton's kernels.
+        exact = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+        variables = {**variables, **exact}
     started = time.monotonic()
     process = subprocess.Popen(
         command,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import genlm
 from genlm_vllm.engine import VLLMEngine
 from genlm_vllm.loading import (
     CPU_BLOCK_SIZE,
+    _unsupported,
     checked_options,
     engine_arguments,
     needs_processes,
@@ -31,6 +34,21 @@ def test_options_that_would_make_rows_wrong_are_refused(tiny: Any) -> None:
     }.items():
         with pytest.raises(ValueError, match=f"{name}.*leave it out"):
             VLLMEngine(tiny.path, engine_opts={name: value})
+
+
+def test_adapters_in_float32_are_refused_on_a_gpu() -> None:
+    gpu = SimpleNamespace(
+        is_cpu=lambda: False,
+        is_cuda=lambda: True,
+        device_name="cuda",
+        ray_device_key="GPU",
+    )
+    for dtype in ("float32", torch.float32):
+        problem = _unsupported({"enable_lora": True, "dtype": dtype}, gpu)
+        assert problem is not None
+        assert "Pass dtype='bfloat16'" in problem
+    assert _unsupported({"enable_lora": True, "dtype": "bfloat16"}, gpu) is None
+    assert _unsupported({"dtype": "float32"}, gpu) is None
 
 
 def test_values_without_an_effect_are_not_refused() -> None:

@@ -25,16 +25,27 @@ _SETTINGS = {**TINY_LLAMA, "head_dim": 32}
 def targets(folder: Path) -> Iterator[EngineTarget]:
     """Yield a target that computes in this process and one that computes in worker processes.
 
+    Both compute in float32 and have adapters on the CPU. On a GPU, vLLM's kernels for adapters
+    compute in bfloat16 only, so the first target has no adapters, and the second computes in
+    bfloat16.
+
     Args:
         folder: Receives the model.
     """
+    from vllm.platforms import current_platform
+
     model = TinyLlama(folder / "llama")
+    on_cpu = current_platform.is_cpu()
     for name, multiprocess in {"one process": False, "own processes": True}.items():
+        lora = on_cpu or multiprocess
+        dtype = "float32" if on_cpu or not lora else "bfloat16"
+        build = functools.partial(model.engine, multiprocess=multiprocess, lora=lora)
         yield EngineTarget(
             model=name,
-            build=functools.partial(model.engine, multiprocess=multiprocess),
+            build=functools.partial(build, dtype=dtype),
             oracle=model.logprobs,
-            adapters=model.adapters,
+            adapters=model.adapters if lora else {},
+            dtype=dtype,
             max_length=40,  # more than a KV block
             # In other processes, because this process may have only one engine.
             tight_options=[{"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True}],
@@ -55,9 +66,11 @@ class TinyLlama(TinyModel):
         super().__init__(folder, {**_SETTINGS, **settings}, adapters=("red", "blue"))
 
     def engine(
-        self, *, multiprocess: bool | None = False, lora: bool = True, **options: Any
+        self, *, multiprocess: bool | None = False, lora: bool | None = None, **options: Any
     ) -> Any:
-        """Serve the model in float32, with or without its adapters."""
+        """Serve the model, by default in float32 and, on the CPU, with its adapters."""
+        from vllm.platforms import current_platform
+
         from genlm_vllm.engine import VLLMEngine
 
         defaults: dict[str, Any] = {
@@ -66,6 +79,9 @@ class TinyLlama(TinyModel):
             "max_num_seqs": 64,
             "kv_cache_memory_bytes": 2**24,
         }
-        if lora:
+        on_cpu = current_platform.is_cpu()
+        if not on_cpu:
+            defaults["gpu_memory_utilization"] = 0.1  # several engines share the device
+        if on_cpu if lora is None else lora:
             defaults |= {"enable_lora": True, "max_loras": len(self.adapters)}
         return VLLMEngine(self.path, engine_opts=defaults | options, multiprocess=multiprocess)

@@ -147,6 +147,12 @@ def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
             f"vLLM does not run Ray's workers on {platform.device_name!r}. Leave "
             f"distributed_executor_backend out to run the workers as processes of this machine"
         )
+    dtype = str(engine_opts.get("dtype", "")).removeprefix("torch.")
+    if platform.is_cuda() and engine_opts.get("enable_lora") and dtype in {"float", "float32"}:
+        return (
+            f"vLLM's kernels for adapters compute in float16 and bfloat16 on "
+            f"{platform.device_name!r}. Pass dtype='bfloat16'"
+        )
     pipeline = engine_opts.get("pipeline_parallel_size", 1) > 1
     if platform.is_cpu() and pipeline:
         for name in ("enable_lora", "enforce_eager"):

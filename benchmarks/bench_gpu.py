@@ -23,7 +23,12 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
   method must move;
 - draws: a token under a mask for each of 1,000 rows: as a population draws, masks shared and
   distinct, in main memory and on the device; and as 1,000 separate requests of one batch;
-- peer: genlm-backend 0.3.1 on the loop of particles, in a separate process.
+- peer: genlm-backend 0.3.1 on the loop of particles, in a separate process;
+- vllm, vllm-first: populations on vLLM, by its default model runner and by its first, against
+  vLLM's own greedy generation of as many sequences by the same engine. Steps are replayed from
+  CUDA graphs and nothing is compiled. Each sequence begins with a different token after a
+  cached prompt, and the step in which its request begins is not measured. vLLM's asynchronous
+  scheduling, with which each row would come one step later, is off for both.
 
 The limit of a step is reading the weights once, which is also printed. Every figure is a
 time between two synchronisations of the device. `--device cpu --tiny` runs every line with
@@ -40,6 +45,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,10 +66,11 @@ from peer import Peer
 from trie_traffic import floor_bytes
 from trie_vocabulary import words
 
-from genlm import AsyncLM, Mask, OutputCache, Token
+from genlm import AsyncLM, Mask, OutputCache, Token, load_model
 from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.reductions import Draw, reduce_rows
 from genlm.core.rows.row_weights import RowWeights
+from genlm.plugin import draw_tokens
 from genlm_hf.engine import HFEngine
 from genlm_trie_cuda.plan import TreePlan
 from genlm_trie_cuda.trie import DeviceTrie
@@ -125,6 +132,7 @@ class Line:
                     self.notes[f"{case} {name}"] = f"{type(error).__name__}: {error}"[:300]
                 else:
                     self.samples.setdefault(f"{case} {name}", []).append(figure)
+                    print(f"{case} {name}: {figure:.3f} ms", flush=True)
                 release()
         for name in contestants:
             figures = self.samples.get(f"{case} {name}", [])
@@ -751,6 +759,159 @@ def published(line: Line) -> None:
         line.ratio(f"peer {mode}", f"peer {case} genlm-backend {mode}", label)
 
 
+# -- vLLM -----------------------------------------------------------------------------
+
+
+GRAPH_SIZES = (1, 40, 50, 144, 200, 672, 1000)
+"""Requests of the captured steps: all of each case, or those that resampling leaves."""
+
+RESAMPLE_EVERY = 4
+
+
+def vllm(line: Line, name: str) -> None:
+    """Populations on vLLM against its own generation; milliseconds a step."""
+    if name == "vllm-first" and line.on_gpu:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # read when vLLM is imported
+    clock = device_clock(line.device)
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_llama(line.shape("1b"), line.device)
+        model.save_pretrained(folder)
+        tokenizer(model.config.vocab_size).save_pretrained(folder)
+        del model
+        release()
+        lm = load_model(
+            folder,
+            "vllm",
+            engine_opts=vllm_options(line),
+            unverified="warn",
+            output_cache=OutputCache(0),
+        )
+        with lm:
+            runner = lm.engine.llm_engine.model_executor.driver_worker.worker.model_runner
+            line.notes[f"{name} model runner"] = type(runner).__module__
+            print(line.notes, flush=True)
+            gc.freeze()  # as the guide recommends
+            for case in [case for case in line.cases() if str(case) != "50/512"]:
+                contestants = {
+                    "raw": functools.partial(vllm_own, lm, case, clock),
+                    "population": functools.partial(stepped, lm, case, clock),
+                    "resampled": functools.partial(
+                        stepped, lm, replace(case, every=RESAMPLE_EVERY), clock
+                    ),
+                    "sample": functools.partial(sampled, lm, case, clock),
+                    "contexts": functools.partial(in_coroutines, lm, case, clock),
+                }
+                if case.count > 50:
+                    del contestants["contexts"]
+                label = f"{name} {case}"
+                line.measure(contestants, label)
+                for way in contestants.keys() - {"raw"}:
+                    line.ratio(f"{label} {way}", f"{label} raw", f"{label} {way}")
+
+
+def vllm_options(line: Line) -> dict[str, Any]:
+    """Options of vLLM's engine, which has room for the largest case."""
+    if not line.on_gpu:
+        return {"dtype": "float32", "kv_cache_memory_bytes": 2**26}
+    graphs = {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": list(GRAPH_SIZES),
+    }
+    return {
+        "dtype": "bfloat16",
+        "max_num_seqs": 1024,
+        "kv_cache_memory_bytes": 20 * 2**30,  # 655,360 tokens
+        "compilation_config": graphs,
+    }
+
+
+def cached_prompt(lm: AsyncLM, case: Population) -> tuple[list[int], list[int]]:
+    """The prompt, the only one in the cache, and a different first token of each sequence."""
+    lm.clear_kv_cache()
+    lm.next_token_logprobs_sync(case.prompt)
+    return case.prompt, list(range(case.count))
+
+
+def vllm_own(lm: AsyncLM, case: Population, clock: Clock) -> float:
+    """Milliseconds of a step in which vLLM generates a token of each request."""
+    from vllm import SamplingParams
+
+    prompt, first = cached_prompt(lm, case)
+    length = case.steps + 2  # requests do not end in a measured step
+    params = SamplingParams(
+        max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+
+    def generate(engine: Any) -> float:
+        own = engine.llm_engine
+        for token_id in first:
+            ids = {"prompt_token_ids": [*prompt, token_id]}
+            own.add_request(f"own-{token_id}", ids, params)
+        begun = len(own.step())
+        start = clock()
+        generated = sum(len(own.step()) for _ in range(case.steps))
+        seconds = clock() - start
+        if (begun, generated) != (case.count, case.count * case.steps):
+            raise RuntimeError(f"vLLM generated {begun} and {generated} tokens")
+        own.step()
+        return seconds / case.steps * 1e3
+
+    milliseconds: float = lm._scheduler.run(generate)  # noqa: SLF001
+    return milliseconds
+
+
+def stepped(lm: AsyncLM, case: Population, clock: Clock) -> float:
+    """Milliseconds of a step of a population: a draw, new tokens, and resampling."""
+    parents = np.random.default_rng(0).integers(0, case.count, (case.steps, case.count))
+
+    async def run(prompt: list[int], first: list[int]) -> float:
+        members = lm.population(prompt, case.count).extend(first)
+        members = members.extend((await members.draw(seed=0)).token_ids)
+        start = clock()
+        for step in range(case.steps):
+            members = members.extend((await members.draw(seed=step)).token_ids)
+            if case.every and step % case.every == case.every - 1:
+                members = members[np.sort(parents[step])]
+        return (clock() - start) / case.steps * 1e3
+
+    return asyncio.run(run(*cached_prompt(lm, case)))
+
+
+def sampled(lm: AsyncLM, case: Population, clock: Clock) -> float:
+    """Milliseconds of a step of a population whose tokens are drawn by one call."""
+
+    async def run(prompt: list[int], first: list[int]) -> float:
+        members = lm.population(prompt, case.count).extend(first)
+        members = members.extend((await members.draw(seed=0)).token_ids)
+        start = clock()
+        await members.sample(case.steps, stop=(), seed=0)
+        return (clock() - start) / case.steps * 1e3
+
+    return asyncio.run(run(*cached_prompt(lm, case)))
+
+
+def in_coroutines(lm: AsyncLM, case: Population, clock: Clock) -> float:
+    """Milliseconds of a step of contexts, each with a coroutine that requests its row."""
+
+    async def run(prompt: list[int], first: list[int]) -> float:
+        parent = lm.context(prompt)
+        contexts = [parent.extend(token_id) for token_id in first]
+        start = 0.0
+        for step in range(case.steps + 1):
+            if step == 1:
+                start = clock()
+            rows = await asyncio.gather(*(each.next_token_logprobs() for each in contexts))
+            uniforms = [(i + 0.5) / case.count for i in range(case.count)]
+            tokens = draw_tokens(torch.stack(rows), [1.0] * case.count, uniforms).tolist()
+            contexts = [
+                each.extend(token) for each, token in zip(contexts, tokens, strict=True)
+            ]
+        return (clock() - start) / case.steps * 1e3
+
+    return asyncio.run(run(*cached_prompt(lm, case)))
+
+
 LINES: dict[str, Callable[[Line], None]] = {
     "trie": trie,
     "draws": draws,
@@ -764,6 +925,8 @@ LINES: dict[str, Callable[[Line], None]] = {
     "peer": published,
     "particles-8b": functools.partial(particles, shape="8b", way="graph"),
     "compile": functools.partial(particles, shape="1b", way="compile", cases=slice(1)),
+    "vllm": functools.partial(vllm, name="vllm"),
+    "vllm-first": functools.partial(vllm, name="vllm-first"),
 }
 
 

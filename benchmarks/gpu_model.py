@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 32,  # the smallest of vLLM's CPU build
         "tie_word_embeddings": True,
     },
 }

@@ -121,10 +121,11 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         own = ("hypothesis", "typer", "rich", needed)
         return Step(f"check-{name}", "checks", arguments, limit_s, own, optional)
 
-    def bench(line: str, limit_s: float, *also: str) -> Step:
+    def bench(line: str, limit_s: float, *also: str, optional: bool = False) -> Step:
         options = ("--device", device, *(("--tiny",) if tiny else ()))
         arguments = (str(ROOT / "benchmarks" / "bench_gpu.py"), line, *options)
-        return Step(line, "bench", arguments, limit_s, ("transformers", "cachetools", *also))
+        own = ("transformers", "cachetools", *also)
+        return Step(line, "bench", arguments, limit_s, own, optional)
 
     hf, trie = "plugins/genlm-hf/tests", "plugins/genlm-trie-cuda/tests"
     return [
@@ -149,6 +150,8 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         bench("peer", 90),
         bench("particles-8b", 150),
         bench("compile", 150),
+        bench("vllm", 120, "vllm", optional=True),
+        bench("vllm-first", 120, "vllm", optional=True),
     ]
 
 

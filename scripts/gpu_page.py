@@ -176,6 +176,13 @@ def _others() -> Iterator[Goal]:
     for mode, name in (("cached", "with `cache_kv`"), ("uncached", "without it")):
         what = f"times as fast as genlm-backend 0.3.1 {name}, 1B, 50/64"
         yield Goal("peer", f"peer {mode}", what, 6.0)
+    ways = {"population": "", "resampled": " resampled", "sample": " by `sample`"}
+    for runner, name in (("vllm", ""), ("vllm-first", "'s first model runner")):
+        for case in ("50/64", "200/512", "1000/512"):
+            for way, how in ways.items():
+                what = f"a population of 1B on vLLM{name}, {case}{how}: "
+                what += "times as fast as vLLM's own generation"
+                yield Goal(runner, f"{runner} {case} {way}", what, 0.95)
 
 
 GOALS: Sequence[Goal] = (*_particles(), *_others())

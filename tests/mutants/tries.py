@@ -269,41 +269,25 @@ class StretchedToFit(TokenCharacterTrie):
         return super().reduce(ws, operation, batch=batch, returns=returns)
 
 
-@trie_mutant(killed_by="views-agree-with-the-arrays")
-class OneLeafANode(TokenCharacterTrie):
-    """Lists one leaf only where several tokens end."""
+@trie_mutant(killed_by="nodes-are-the-prefixes-of-the-vocabulary")
+class OneTokenANode(TokenCharacterTrie):
+    """Lists one token only where several tokens end."""
 
-    @property
-    def children(self):
-        return [self._first_leaf(edges) for edges in super().children]
-
-    def _first_leaf(self, edges):
-        leaves = [edge for edge in edges if isinstance(edge, tuple) and edge[:1] == (None,)]
-        return {edge: child for edge, child in edges.items() if edge not in leaves[1:]}
+    def tokens_at(self, node):
+        return super().tokens_at(node)[:1]
 
 
-@trie_mutant(killed_by="views-agree-with-the-arrays")
+@trie_mutant(killed_by="nodes-are-the-prefixes-of-the-vocabulary")
 class PrefixWithoutItsEnd(TokenCharacterTrie):
-    """Loses the last letter of every prefix in `node2prefix`."""
+    """Loses the last letter of every prefix."""
 
-    @property
-    def node2prefix(self):
-        return {node: prefix[:-1] for node, prefix in super().node2prefix.items()}
-
-
-@trie_mutant(killed_by="views-agree-with-the-arrays")
-class PrefixesAsAList(TokenCharacterTrie):
-    """Has a list for `node2prefix`, without keys."""
-
-    @property
-    def node2prefix(self):
-        return list(super().node2prefix.values())
+    def prefix_of(self, node):
+        return super().prefix_of(node)[:-1]
 
 
-@trie_mutant(killed_by="views-agree-with-the-arrays")
-class JumpWithoutLeaves(TokenCharacterTrie):
-    """Leaves the leaves out of `jump`."""
+@trie_mutant(killed_by="nodes-are-the-prefixes-of-the-vocabulary")
+class GrandparentAsParent(TokenCharacterTrie):
+    """Returns the root as the parent of every node."""
 
-    @property
-    def jump(self):
-        return [nodes[nodes >= len(self.decode)] for nodes in super().jump]
+    def parent(self, node):
+        return None if super().parent(node) is None else self.root

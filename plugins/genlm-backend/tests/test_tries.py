@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 import genlm
 from genlm.backend import (
@@ -16,9 +18,15 @@ from genlm.backend import (
     Token,
     TokenCharacterTrie,
 )
+from genlm.backend.trie.views import TrieViews
 
 TOKENS = [Token(0, b"a"), Token(1, b"ab"), Token(2, b"ab"), Token(3, b"b")]
 WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
+
+
+def trie_over(items):
+    """A trie of any items, whose positions are the labels of edges to leaves."""
+    return TrieViews(items)
 
 
 def expected(trie, weights, reduce):
@@ -177,3 +185,75 @@ def test_an_asynchronous_trie_is_made_of_a_vocabulary(backend, kind):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="expected one of sequential, parallel"):
         AsyncTokenCharacterTrie.from_vocab(TOKENS, backend="magic")
+
+
+@given(vocabularies())
+def test_walking_children_from_the_root_meets_every_prefix_and_token(items):
+    trie = trie_over(items)
+    prefixes, leaves = {}, {}
+    waiting = [((), trie.root)]
+    while waiting:
+        prefix, node = waiting.pop()
+        prefixes[prefix] = node
+        for symbol, child in trie.children[node].items():
+            assert child < node
+            if isinstance(symbol, tuple) and symbol[0] is None:
+                leaves[symbol[1]] = child
+                assert symbols_of(items[symbol[1]]) == prefix
+                assert trie.children[child] == {}
+            else:
+                waiting.append(((*prefix, symbol), child))
+    assert prefixes.keys() == tokens_below(items).keys()
+    assert leaves == {position: position for position in range(len(items))}
+    assert len(prefixes) + len(leaves) == len(trie) == len(trie.children)
+
+
+@given(vocabularies())
+def test_every_mapping_is_consistent(items):
+    trie = trie_over(items)
+    for node, (children, jump) in enumerate(zip(trie.children, trie.jump, strict=True)):
+        assert jump.tolist() == sorted(children.values())
+        assert jump.dtype == np.int32
+        for symbol, child in children.items():
+            ends = isinstance(symbol, tuple) and symbol[0] is None
+            added = [] if ends else [symbol]
+            assert trie.node2prefix[child] == trie.node2prefix[node] + added
+    assert trie.node2prefix[trie.root] == []
+    assert {leaf: word for word, leaf in trie.word2leaf.items()} == trie.leaf2word
+    for position, leaf in trie.idx_to_leaf.tolist():
+        item = items[position]
+        key = (item.byte_string, item.token_id) if isinstance(item, genlm.Token) else item
+        assert trie.word2leaf[key] == leaf
+        assert trie.leaf2word[leaf] == key
+    done = set(range(len(items)))
+    for node in trie.ordering.tolist():
+        assert done.issuperset(trie.jump[node].tolist())
+        done.add(node)
+    assert done == set(range(len(trie)))
+
+
+@given(vocabularies())
+def test_node2prefix_is_a_mapping_of_all_nodes(items):
+    trie = trie_over(items)
+    prefixes = trie.node2prefix
+    expected = {node: trie.prefix_of(node) for node in range(len(trie))}
+    assert isinstance(prefixes, Mapping)
+    assert dict(prefixes) == expected == prefixes
+    assert list(prefixes) == list(prefixes.keys()) == list(expected)
+    assert list(prefixes.values()) == list(expected.values())
+    assert list(prefixes.items()) == list(expected.items())
+    assert prefixes.get(np.int32(trie.root)) == []
+    for absent in (-1, len(trie), "a", None, 0.5):
+        assert absent not in prefixes
+        assert prefixes.get(absent) is None
+        with pytest.raises(KeyError, match=f"nodes are 0 to {trie.root}"):
+            prefixes[absent]
+
+
+def test_nodes_that_are_not_there():
+    trie = TokenCharacterTrie([Token(0, b"ac"), EOS])
+    with pytest.raises(IndexError, match=f"nodes are 0 to {trie.root}"):
+        trie.children[len(trie)]
+    assert trie.children[-1] == trie.children[trie.root]
+    assert trie.node2prefix[1:3] == [[EOS], [97, 99]]
+    assert repr(trie.children) == f"<entries of {len(trie)} nodes, computed when read>"

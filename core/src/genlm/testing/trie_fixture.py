@@ -148,15 +148,14 @@ class Node:
 
 
 def oracle_nodes(trie: Any) -> dict[int, Node]:
-    """Every node, from an enumeration of the vocabulary, `children` and `word2leaf`."""
+    """Every node, from an enumeration of the vocabulary and a walk from the root."""
     tokens_below = below(trie.decode)
     nodes = {
         node: Node(f"the node of {_format_symbols(symbols)}", tokens_below[symbols])
         for symbols, node in nodes_by_symbols(trie).items()
     }
-    for position in range(len(trie.decode)):
-        leaf = leaf_of(trie, position)
-        nodes[leaf] = Node(f"the leaf of token {position}", [position], leaf=True)
+    for leaf in range(len(trie.decode)):  # the leaf of a token is its position
+        nodes[leaf] = Node(f"the leaf of token {leaf}", [leaf], leaf=True)
     return nodes
 
 
@@ -170,38 +169,24 @@ def largest_error(operation: str, exact: float, dtype: str) -> float:
 
 
 def nodes_by_symbols(trie: Any) -> dict[Symbols, int]:
-    """The node of every prefix, from a walk over `children` from the root; without leaves."""
+    """The node of every prefix, from a walk over `child_prefixes` from the root."""
     nodes: dict[Symbols, int] = {(): trie.root}
     waiting: list[Symbols] = [()]
     while waiting:
         symbols = waiting.pop()
-        for edge, child in trie.children[nodes[symbols]].items():
-            if _is_symbol(edge):
-                nodes[(*symbols, edge)] = child
-                waiting.append((*symbols, edge))
+        node = nodes[symbols]
+        for symbol, child in zip(trie.child_symbols(node), trie.child_prefixes(node)):
+            nodes[*symbols, symbol] = child
+            waiting.append((*symbols, symbol))
     expected = below(trie.decode)
     expect(
         nodes.keys() == expected.keys(),
-        f"a path of `children` to each of {len(expected)} prefixes and to no other",
+        f"a path to each of {len(expected)} prefixes and to no other",
         f"{len(nodes)} paths; missing: {[*map(_format_symbols, expected.keys() - nodes)]}, "
         f"too many: {[*map(_format_symbols, nodes.keys() - expected)]}",
         vocabulary=trie.decode,
     )
     return nodes
-
-
-def leaf_of(trie: Any, position: int) -> int:
-    """The leaf of a token, from `word2leaf`."""
-    item = trie.decode[position]
-    token_id = getattr(item, "token_id", None)
-    key = item if token_id is None else (bytes(item), token_id)
-    leaf: int = trie.word2leaf[key]
-    return leaf
-
-
-def _is_symbol(edge: Any) -> bool:
-    """Whether an edge leads to a prefix; the edge to a leaf is `(None, position)`."""
-    return not (isinstance(edge, tuple) and len(edge) == 2 and edge[0] is None)
 
 
 def _format_symbols(symbols: Symbols) -> str:

@@ -43,12 +43,18 @@ def _selections(trie: Any, data: st.DataObject) -> dict[str, list[int]]:
     node, end = (data.draw(st.sampled_from(sorted(paths, key=len))) for _ in range(2))
     frontier = data.draw(st.lists(st.integers(0, len(trie) - 1), max_size=10))
     return {
-        "children of a node": list(trie.children[paths[node]].values()),
+        "children of a node": _children(trie, paths[node]),
         "a path": [paths[end[:length]] for length in range(len(end) + 1)],
         "a frontier": frontier,
         "a node twice": [*frontier, *frontier],
         "no nodes": [],
     }
+
+
+def _children(trie: Any, node: int) -> list[int]:
+    """The children of a node: leaves, and the nodes of longer prefixes."""
+    leaves = [] if trie.is_leaf(node) else trie.tokens_at(node).tolist()
+    return [*leaves, *trie.child_prefixes(node)]
 
 
 def _check_rows(
@@ -71,7 +77,7 @@ def weights_elsewhere_change_nothing(fixture: TrieFixture) -> None:
     nodes = oracle_nodes(trie)
     for elsewhere in (np.nan, np.inf):
         for node, oracle_node in nodes.items():
-            children = [node, *trie.children[node].values()]
+            children = [node, *_children(trie, node)]
             ws = np.full(len(WORDS), elsewhere, dtype=np.float32)
             ws[oracle_node.below] = fixture.weights(len(oracle_node.below), salt=node).numpy()
             for operation in OPERATIONS:

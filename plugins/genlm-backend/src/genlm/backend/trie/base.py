@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-import genlm
 from genlm.backend.tokenization import Token
+from genlm.backend.trie.views import TrieViews
 
 __all__ = ["TokenCharacterTrie"]
 
 
-class TokenCharacterTrie(genlm.TokenCharacterTrie):
-    """Maps to `genlm.TokenCharacterTrie`, with the published dtypes and edges.
+class TokenCharacterTrie(TrieViews):
+    """Maps to `genlm.TokenCharacterTrie`, with the published dtypes, mappings and edges.
 
     Results of `weight_sum` and the other reductions are float64, as published. The edge to the
     leaf of a token is `(None, token_id)`; see `leaf_label` for other items.

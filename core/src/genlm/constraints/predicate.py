@@ -58,7 +58,7 @@ _LOWEST_TEMPERATURE = 1e-30
 
 
 class Python(Language):
-    """The texts that functions accept.
+    """The set of texts that Python functions accept.
 
         no_repeats = Python(lambda text: len(set(text.split())) == len(text.split()))
 

@@ -56,7 +56,7 @@ class Language(ABC):
 
 
 class Constraint(ABC):
-    """The allowed continuations of N members; immutable.
+    """The allowed continuations of the N members of a population. Immutable.
 
     Subclasses implement `masks`, `advance` and indexing, and set the attributes.
 
@@ -102,7 +102,7 @@ class Constraint(ABC):
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw the next token of each member among the allowed tokens.
+        """Draw the next token of each member from the allowed tokens.
 
         Args:
             population: Population of the same size. Its finished members get token -1.
@@ -138,7 +138,7 @@ class Constraint(ABC):
     def draw_sync(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw as `draw`, on the calling thread and without an event loop."""
+        """Draw as `draw` does; blocks the calling thread and needs no event loop."""
         return run_blocking(self.draw(population, temperature=temperature, seed=seed))
 
     def _check_size(self, population: Population) -> None:

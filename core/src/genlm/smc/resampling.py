@@ -85,7 +85,7 @@ def systematic_resampling(
 def systematic_resampling(
     log_weights: LogWeights, uniform: float, size: int | None = None
 ) -> npt.NDArray[np.int64] | torch.Tensor:
-    """Choose ancestors: particle `i` on average `size * w[i]` times.
+    """Choose ancestors by systematic resampling: particle `i` on average `size * w[i]` times.
 
     The points `(uniform + k) / size` are looked up in the cumulative weights, so a particle
     is chosen `floor` or `ceil` of `size * w[i]` times; a particle of weight 0 is never chosen.

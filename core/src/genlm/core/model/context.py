@@ -31,10 +31,10 @@ __all__ = ["Context"]
 class Context:
     """A sequence of token ids of one model and adapter, created with `AsyncLM.context`.
 
-    Contexts are immutable and hashable; contexts of the same ids, model and adapter are equal.
-    The cost of `extend` and of requests does not depend on the length. The engine's state of a
-    context, such as keys and values, may be freed when no references remain to the context and
-    to extensions of it that have not been requested yet.
+    Contexts are immutable and hashable; contexts with the same ids, model and adapter are
+    equal. The cost of `extend` and of requests does not depend on the length. The engine caches
+    the state of a context, such as keys and values, as long as there are references to the
+    context or to extensions of it that have not been requested yet.
     """
 
     __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
@@ -54,9 +54,9 @@ class Context:
         self.lora_name = lora_name
 
     def extend(self, token_ids: SupportsIndex | Integers) -> Context:
-        """Return the context that extends this one by one or several token ids.
+        """Return a new context with one or several token ids appended.
 
-        Any number of extensions of one context may exist. No row is computed.
+        A context can have any number of extensions. No row is computed.
 
         Raises:
             TokenIdError: An id is outside the vocabulary.

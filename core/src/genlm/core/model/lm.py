@@ -56,11 +56,10 @@ DEFAULT_CACHE_ENTRIES = 65_536
 
 
 class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, AdapterMethods):
-    """A language model: next-token log-probabilities of any number of sequences at once.
+    """A language model that computes next-token log-probabilities of many sequences at once.
 
-    Concurrent calls may share one forward pass; batching never changes which sequence a
-    result belongs to. Every method may be called from any thread and from any number of
-    event loops. Use the model as a context manager, or call `close`.
+    Concurrent calls may share one forward pass. Every method may be called from any thread and
+    from any number of event loops. Use the model as a context manager, or call `close`.
 
     Rows are natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
     device, `logsumexp` 0 within 1e-4. They belong to the caller: changing one changes
@@ -274,7 +273,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
     # -- contexts ---------------------------------------------------------------------
 
     def context(self, token_ids: Integers, *, lora_name: str | None = None) -> Context:
-        """Return a context: a token sequence that is extended and requested in constant time.
+        """Return a handle to a token sequence, which is extended in constant time.
 
         No row is computed. Every method that accepts token ids also accepts contexts of this
         model; a context determines the adapter, too.
@@ -308,7 +307,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
         *,
         lora_name: str | None = None,
     ) -> Population:
-        """Return a population: sequences that are extended, sampled and copied as arrays.
+        """Return a population: many token sequences that are stored and processed as arrays.
 
         No row is computed.
 
@@ -333,7 +332,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
 
     @property
     def engine(self) -> Engine:
-        """The engine, for reading its attributes and `statistics`; only its thread calls it.
+        """The engine. Only its attributes and `statistics` may be used by other threads.
 
         Raises:
             EngineClosedError: The model was closed, which frees the engine.

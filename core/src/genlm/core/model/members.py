@@ -172,7 +172,7 @@ class Members:
         return model, self._generation, self._places, self._finished, self._step
 
     def extend(self, token_ids: ArrayLike) -> Self:
-        """Return the population of the extended members; nothing is computed.
+        """Return the population in which each member is extended by tokens; computes no row.
 
         Args:
             token_ids: One token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
@@ -189,7 +189,7 @@ class Members:
         return self._derive(generation, places, self._finished, step)
 
     def finish(self, members: ArrayLike) -> Self:
-        """Return the population with further finished members, for which no token is drawn.
+        """Return the population with some members marked as finished; these draw no tokens.
 
         Args:
             members: Flags of the members to finish, shape `(n,)`, bool.

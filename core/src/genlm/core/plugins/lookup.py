@@ -189,7 +189,7 @@ def get_backend(name: str | None = None) -> Callable[..., Engine]:
 
 
 def get_trie(name: str | None = None) -> Callable[..., TokenCharacterTrie]:
-    """Import a token trie's class, `target(vocabulary)`, and return it; as `get_backend`."""
+    """Import the class of a token trie and return it; arguments and errors as `get_backend`."""
     return cast("Callable[..., TokenCharacterTrie]", _import_target(find_backend(name, "trie")))
 
 

@@ -147,11 +147,11 @@ class AsyncTokenCharacterTrie:
         return await self._request(ws, "sum", returns)
 
     async def weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Find the largest weight below every node; as `weight_sum`."""
+        """Find the largest weight below every node; arguments as for `weight_sum`."""
         return await self._request(ws, "max", returns)
 
     async def weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Add log-weights below every node, in the log domain; as `weight_sum`."""
+        """Compute the logsumexp of the log-weights below every node; as `weight_sum`."""
         return await self._request(ws, "logsumexp", returns)
 
     def start(self) -> None:

@@ -88,7 +88,7 @@ def is_byte(symbol: Any) -> bool:
 
 
 def item_key(item: Any) -> Hashable:
-    """Return the key of an item in `word2leaf`: `(bytes, id)` for a token, else the item."""
+    """Return the identity of an item: `(bytes, id)` for a token, else the item."""
     token_id = getattr(item, "token_id", None)
     if isinstance(item, bytes) and token_id is not None:
         return bytes(item), token_id

@@ -36,7 +36,7 @@ __all__ = ["TokenCharacterTrie"]
 
 
 class TokenCharacterTrie(Navigation):
-    """The trie of a vocabulary, and reductions of weights over its nodes.
+    """The trie of the byte prefixes of a vocabulary, and reductions of weights over its nodes.
 
     Every prefix of a token is a node, and every token has a leaf below the node of its
     last symbol; tokens with equal bytes have a leaf each. `TrieLayout` documents the
@@ -118,11 +118,11 @@ class TokenCharacterTrie(Navigation):
         return self.reduce(ws, "sum", batch=False, returns=returns)
 
     def weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Find the largest weight below every node; as `weight_sum`."""
+        """Find the largest weight below every node; arguments as for `weight_sum`."""
         return self.reduce(ws, "max", batch=False, returns=returns)
 
     def weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Add log-weights below every node, in the log domain; as `weight_sum`."""
+        """Compute the logsumexp of the log-weights below every node; as `weight_sum`."""
         return self.reduce(ws, "logsumexp", batch=False, returns=returns)
 
     def batch_weight_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
@@ -143,11 +143,11 @@ class TokenCharacterTrie(Navigation):
         return self.reduce(ws, "sum", batch=True, returns=returns)
 
     def batch_weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Find the largest weights of several rows; as `batch_weight_sum`."""
+        """Find the largest weights of several rows; arguments as for `batch_weight_sum`."""
         return self.reduce(ws, "max", batch=True, returns=returns)
 
     def batch_weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Add the log-weights of several rows; as `batch_weight_sum`."""
+        """Compute the logsumexp for several rows; arguments as for `batch_weight_sum`."""
         return self.reduce(ws, "logsumexp", batch=True, returns=returns)
 
     def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
@@ -208,13 +208,13 @@ class TokenCharacterTrie(Navigation):
     def partial_max(
         self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
     ) -> Any:
-        """Find the largest weight below some nodes; as `partial_sum`."""
+        """Find the largest weight below some nodes; arguments as for `partial_sum`."""
         return self.reduce_some(ws, nodes, "max", returns=returns)
 
     def partial_logsumexp(
         self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
     ) -> Any:
-        """Add the log-weights below some nodes; as `partial_sum`."""
+        """Compute the logsumexp of the log-weights below some nodes; as `partial_sum`."""
         return self.reduce_some(ws, nodes, "logsumexp", returns=returns)
 
     def reduce_some(

@@ -12,7 +12,7 @@ __all__ = ["Token"]
 
 
 class Token(bytes):
-    """A vocabulary entry: its bytes, identified by its id.
+    """An entry of a vocabulary: a `bytes` object with a token id, which identifies it.
 
     Equality, hash and order are those of `token_id`, so tokens with equal bytes are distinct
     in sets and dictionaries, and a sorted vocabulary is in id order. All other operations

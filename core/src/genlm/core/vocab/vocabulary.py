@@ -1,8 +1,8 @@
 """`Vocabulary` and `decode_vocab`: the exact bytes of every id of a tokenizer.
 
-The bytes of a token are those that the tokenizer's decoding adds for it in the middle of a
-text; for added and special tokens, they are the content. A module for each family of tokenizers
-derives the bytes.
+The bytes of a token are the bytes that it contributes to a decoded text if it is not the first
+token; those of added and special tokens are their content. Each family of tokenizers has a
+module that derives the bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """Decode a tokenizer.
+        """Create the vocabulary of a tokenizer.
 
         Args:
             tokenizer: Tokenizer as for `decode_vocab`; stored without a copy.
@@ -125,7 +125,7 @@ class Vocabulary:
         return frozenset(token_id for token_id in ids if 0 <= token_id < self.size)
 
     def mask(self, predicate: Callable[[bytes], object]) -> torch.Tensor:
-        r"""Select the tokens whose bytes satisfy a predicate.
+        r"""Return a mask of the tokens whose bytes satisfy a predicate.
 
             digits = llm.vocabulary.mask(bytes.isdigit)
             digits[llm.tokenizer.eos_token_id] = True       # special tokens are set by id
@@ -200,12 +200,12 @@ class Vocabulary:
 def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
     r"""Decode a tokenizer to the exact bytes, and a readable string, of every token.
 
-    The bytes of a token are those that the tokenizer's decoding adds for it in mid-text: a
-    SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`; a WordPiece token at the start
-    of a word has a leading space, but `##ing`, and punctuation before which the decoder's
-    `cleanup` removes the space, do not. The concatenated tokens of a sequence are its
-    decoding, up to the space that some tokenizers drop at the start of a text. Added and
-    special tokens have their content in UTF-8. All derived bytes are compared with the
+    The bytes of a token are the bytes that it contributes to a decoded text if it is not the
+    first token: a SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`. A WordPiece token
+    that begins a word has a leading space; `##ing`, and punctuation before which the decoder's
+    `cleanup` removes the space, have none. The concatenated bytes of a sequence are its decoded
+    text, except for a space that some tokenizers drop at the start of a text. The bytes of
+    added and special tokens are their content in UTF-8. All derived bytes are compared with the
     tokenizer's decoding.
 
     Args:

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[1]
 CORE = REPOSITORY / "core" / "src"
 HOST = "https://github.com/genlm/genlm"
 PAGES = (
-    *("*.md", "core/README.md", "docs/**/*.md", "examples/genlm-toy/README.md"),
+    *("*.md", "core/README.md", "docs/**/*.md"),
     *("plugins/*/README.md", "plugins/genlm-hf/src/genlm_hf/demo/MODEL.md"),
 )
 ASSETS = "docs/**/*.svg", "docs/assets/site.css"

@@ -22,7 +22,7 @@ import genlm
 from genlm.testing import TinyModel
 from genlm_llamacpp.conformance import TinyGguf
 
-PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "examples/*/*.md", "plugins/*/*.md"
+PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "plugins/*/*.md"
 HOST = "https://github.com/genlm/genlm"
 SHOWN_BY_INDEXES = [
     REPOSITORY / "core/README.md",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import run_code
-from trie_oracle import vocabularies
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie
 from genlm.core.trie import compiled
+from genlm.testing.strategies import vocabularies
 
 OPERATIONS = ["sum", "max", "logsumexp"]
 VOCAB = [Token(i, b"%d" % i) for i in range(300)]
@@ -27,7 +27,7 @@ def without_numba(monkeypatch):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@given(items=vocabularies(), data=st.data())
+@given(items=vocabularies(other_items=True), data=st.data())
 def test_answers_are_those_of_numpy_bit_for_bit(operation, items, data) -> None:
     weights = data.draw(st.lists(NUMBERS, min_size=2 * len(items), max_size=2 * len(items)))
     tries = [TokenCharacterTrie(items, compiled=choice) for choice in (False, True)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import example, given
-from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 from genlm import Token, VocabularyError
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols, symbols_of_codes
+from genlm.testing.strategies import EOS, vocabularies
+from genlm.testing.trie_oracle import symbols_of, tokens_below
 
 
 def prefixes(layout: TrieLayout, symbols: Symbols) -> dict[int, tuple]:
@@ -28,7 +29,7 @@ def tokens(*words: bytes) -> list[Token]:
     return [Token(position, word) for position, word in enumerate(words)]
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 @example(tokens(b""))
 @example(tokens(b"", b"", b""))
 @example(tokens(b"a" * 1000, b"a" * 999, b"a" * 1000 + b"b"))
@@ -50,7 +51,7 @@ def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> N
         assert prefix_of[layout.parent[token]] == symbols_of(items[token])
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_children_precede_parents_and_prefix_children_are_consecutive(items) -> None:
     layout = TrieLayout.build(Symbols.of(items))
     n = layout.n_tokens
@@ -63,7 +64,7 @@ def test_children_precede_parents_and_prefix_children_are_consecutive(items) -> 
         assert codes == sorted(set(codes))
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_sources_name_the_interval_of_each_prefix(items) -> None:
     layout = TrieLayout.build(Symbols.of(items))
     n = layout.n_tokens
@@ -78,7 +79,7 @@ def test_sources_name_the_interval_of_each_prefix(items) -> None:
     assert len({(layout.lo[d], layout.hi[d]) for d in layout.distinct}) == len(layout.distinct)
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_levels_hold_the_prefixes_of_each_length(items) -> None:
     symbols = Symbols.of(items)
     layout = TrieLayout.build(symbols)

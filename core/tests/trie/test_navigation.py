@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from programs import run_program
-from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 from genlm import (
     AsyncTokenCharacterTrie,
@@ -19,9 +18,11 @@ from genlm import (
     Vocabulary,
     VocabularyError,
 )
+from genlm.testing.strategies import EOS, vocabularies
+from genlm.testing.trie_oracle import symbols_of, tokens_below
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_nodes_are_found_by_prefix_symbol_and_token(items) -> None:
     trie = TokenCharacterTrie(items)
     below = tokens_below(items)

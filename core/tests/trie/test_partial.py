@@ -7,15 +7,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trie_oracle import EXACT, tokens_below, vocabularies
 
 from genlm import Token, TokenCharacterTrie, WeightsError
+from genlm.testing.strategies import vocabularies
+from genlm.testing.trie_oracle import EXACT, tokens_below
 
 OPERATIONS = sorted(EXACT)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@given(items=vocabularies(), data=st.data())
+@given(items=vocabularies(other_items=True), data=st.data())
 def test_any_nodes_in_any_order_agree_with_enumeration(operation, items, data) -> None:
     trie = TokenCharacterTrie(items)
     nodes = data.draw(st.lists(st.integers(0, len(trie) - 1), max_size=30))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from trie_oracle import EOS, EXACT, tokens_below, vocabularies
 
 from genlm import Token, TokenCharacterTrie
+from genlm.testing.strategies import EOS, vocabularies
+from genlm.testing.trie_oracle import EXACT, tokens_below
 
 OPERATIONS = sorted(EXACT)
 ULPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52}
@@ -49,7 +50,7 @@ any_number = st.one_of(finite, st.sampled_from([0.0, -0.0, math.inf, -math.inf, 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@given(data=st.data(), items=vocabularies())
+@given(data=st.data(), items=vocabularies(other_items=True))
 def test_every_node_is_exact_for_any_weights(operation, data, items) -> None:
     weights = data.draw(st.lists(any_number, min_size=len(items), max_size=len(items)))
     trie = TokenCharacterTrie(items)
@@ -114,7 +115,7 @@ def test_other_items_count_like_tokens() -> None:
     assert values[trie.root] == 3
 
 
-@given(vocabularies(), st.integers(0, 3))
+@given(vocabularies(other_items=True), st.integers(0, 3))
 @example(tokens(b""), 1)
 def test_a_row_of_a_batch_is_that_row_alone(items, rows) -> None:
     trie = TokenCharacterTrie(items)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from trie_oracle import EOS
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, WeightsError
 from genlm.core.trie import visualisation
@@ -19,6 +18,7 @@ from genlm.core.trie.visualisation import (
     node_values,
     visible_nodes,
 )
+from genlm.testing.strategies import EOS
 
 
 def text(trie: TokenCharacterTrie, ws=None, max_nodes: int = 200) -> list[str]:

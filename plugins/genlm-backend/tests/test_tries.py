@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 import genlm
 from genlm.backend import (
@@ -19,6 +18,8 @@ from genlm.backend import (
     TokenCharacterTrie,
 )
 from genlm.backend.trie.views import TrieViews
+from genlm.testing.strategies import EOS, vocabularies
+from genlm.testing.trie_oracle import symbols_of, tokens_below
 
 TOKENS = [Token(0, b"a"), Token(1, b"ab"), Token(2, b"ab"), Token(3, b"b")]
 WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
@@ -187,7 +188,7 @@ def test_an_unknown_backend_is_refused():
         AsyncTokenCharacterTrie.from_vocab(TOKENS, backend="magic")
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_walking_children_from_the_root_meets_every_prefix_and_token(items):
     trie = trie_over(items)
     prefixes, leaves = {}, {}
@@ -208,7 +209,7 @@ def test_walking_children_from_the_root_meets_every_prefix_and_token(items):
     assert len(prefixes) + len(leaves) == len(trie) == len(trie.children)
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_every_mapping_is_consistent(items):
     trie = trie_over(items)
     for node, (children, jump) in enumerate(zip(trie.children, trie.jump, strict=True)):
@@ -232,7 +233,7 @@ def test_every_mapping_is_consistent(items):
     assert done == set(range(len(trie)))
 
 
-@given(vocabularies())
+@given(vocabularies(other_items=True))
 def test_node2prefix_is_a_mapping_of_all_nodes(items):
     trie = trie_over(items)
     prefixes = trie.node2prefix

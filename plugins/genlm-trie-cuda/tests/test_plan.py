@@ -7,9 +7,9 @@ import pytest
 from benchmarks.trie_traffic import floor_bytes, kernel_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from trie_oracle import vocabularies
 
 from genlm import TokenCharacterTrie
+from genlm.testing.strategies import vocabularies
 from genlm_trie_cuda.plan import TreePlan
 
 
@@ -37,7 +37,7 @@ def ranks_below_each_slot(plan: TreePlan) -> list[set[int]]:
     return slots
 
 
-@given(items=vocabularies(), block=st.sampled_from([None, 2, 4, 16]))
+@given(items=vocabularies(other_items=True), block=st.sampled_from([None, 2, 4, 16]))
 def test_every_prefix_reads_the_tokens_below_it(items, block) -> None:
     layout = TokenCharacterTrie(items).layout
     plan = TreePlan.of_layout(layout, block)

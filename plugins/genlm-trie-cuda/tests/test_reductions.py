@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from trie_oracle import EOS, EXACT, tokens_below, vocabularies
 
 from genlm import Token, TokenCharacterTrie
+from genlm.testing.strategies import EOS, vocabularies
+from genlm.testing.trie_oracle import EXACT, tokens_below
 
 OPERATIONS = sorted(EXACT)
 ROUNDING = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -77,7 +78,7 @@ any_number = st.one_of(finite, st.sampled_from([0.0, -0.0, math.inf, -math.inf, 
     ],
 )
 @few
-@given(data=st.data(), items=vocabularies())
+@given(data=st.data(), items=vocabularies(other_items=True))
 @example(data=None, items=tokens(b""))
 @example(data=None, items=tokens(b"x", b"x", b""))
 @example(data=None, items=[*tokens(b"\xff\x00"), EOS])

@@ -84,9 +84,20 @@ SPECIAL: dict[str, Sequence[Any]] = {
 """Vocabularies that trie implementations often get wrong, by name."""
 
 
-def vocabularies(max_size: int = 24) -> st.SearchStrategy[list[Token]]:
-    """Tokens over four symbols, so that they share prefixes; some are duplicate or empty."""
+def vocabularies(
+    max_size: int = 24, *, other_items: bool = False
+) -> st.SearchStrategy[list[Any]]:
+    """Tokens over four symbols, so that they share prefixes; some are duplicate or empty.
+
+    Args:
+        max_size: Maximum number of tokens.
+        other_items: Whether some vocabularies also contain items that are not tokens.
+    """
     symbols = st.sampled_from([b"a", b"b", b"\x00", b"\xff"])
-    byte_strings = st.lists(symbols, max_size=12).map(b"".join)
+    byte_strings = st.lists(symbols, max_size=18).map(b"".join)  # two sorting keys and more
     lists = st.lists(byte_strings, min_size=1, max_size=max_size)
-    return lists.map(lambda contents: tokens(*contents))
+    found = lists.map(lambda contents: tokens(*contents))
+    if not other_items:
+        return found
+    others = st.lists(st.sampled_from([EOS, "a\u00f1b", (1, EOS), (97, "b")]), unique=True)
+    return st.builds(lambda first, last: [*first, *last], found, st.one_of(st.just([]), others))

@@ -1,13 +1,9 @@
-"""`TrieFixture`: tries and a brute-force oracle for a check of a token trie.
-
-The oracle enumerates every prefix and every token below it; it is slow and exact, and uses no
-arrays. A sum is `math.fsum` of the same weights in float64.
-"""
+"""`TrieFixture`: tries for a check of a token trie, and the comparison of values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,43 +13,12 @@ import torch
 from genlm.testing.check import expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.target import TrieTarget
+from genlm.testing.trie_oracle import EXACT, Symbols, tokens_below
 
-__all__ = ["EXACT", "TrieFixture", "below", "nodes_by_symbols", "oracle_nodes", "symbols_of"]
+__all__ = ["TrieFixture", "nodes_by_symbols", "oracle_nodes"]
 
 RELATIVE_ERROR = {"float32": 2e-6, "float64": 1e-13}
 """Maximum relative error of a sum of non-negative weights: a few units in the last place."""
-
-Symbols = tuple[Any, ...]
-
-
-def symbols_of(item: Any) -> Symbols:
-    """The symbols of a vocabulary item: bytes as integers, other items' elements unchanged."""
-    return tuple(bytes(item)) if isinstance(item, bytes) else tuple(item)
-
-
-def below(items: Sequence[Any]) -> dict[Symbols, list[int]]:
-    """Positions of the items below every prefix, including the empty prefix."""
-    positions: dict[Symbols, list[int]] = {(): []}
-    for position, item in enumerate(items):
-        symbols = symbols_of(item)
-        for length in range(len(symbols) + 1):
-            positions.setdefault(symbols[:length], []).append(position)
-    return positions
-
-
-def _logsumexp(weights: Sequence[float]) -> float:
-    top = max(weights)
-    if math.isinf(top):
-        return top
-    return top + math.log(math.fsum(math.exp(weight - top) for weight in weights))
-
-
-EXACT: dict[str, Callable[[Sequence[float]], float]] = {
-    "sum": math.fsum,
-    "max": max,
-    "logsumexp": _logsumexp,
-}
-"""The reductions of a list of float64 values, by name."""
 
 
 class TrieFixture(Fixture):
@@ -149,9 +114,9 @@ class Node:
 
 def oracle_nodes(trie: Any) -> dict[int, Node]:
     """Every node, from an enumeration of the vocabulary and a walk from the root."""
-    tokens_below = below(trie.decode)
+    below = tokens_below(trie.decode)
     nodes = {
-        node: Node(f"the node of {_format_symbols(symbols)}", tokens_below[symbols])
+        node: Node(f"the node of {_format_symbols(symbols)}", below[symbols])
         for symbols, node in nodes_by_symbols(trie).items()
     }
     for leaf in range(len(trie.decode)):  # the leaf of a token is its position
@@ -178,7 +143,7 @@ def nodes_by_symbols(trie: Any) -> dict[Symbols, int]:
         for symbol, child in zip(trie.child_symbols(node), trie.child_prefixes(node)):
             nodes[*symbols, symbol] = child
             waiting.append((*symbols, symbol))
-    expected = below(trie.decode)
+    expected = tokens_below(trie.decode)
     expect(
         nodes.keys() == expected.keys(),
         f"a path to each of {len(expected)} prefixes and to no other",

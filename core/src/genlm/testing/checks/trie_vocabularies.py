@@ -7,7 +7,8 @@ from typing import Any
 
 from genlm.testing.check import expect, trie_check
 from genlm.testing.strategies import SPECIAL, vocabularies
-from genlm.testing.trie_fixture import TrieFixture, nodes_by_symbols, symbols_of
+from genlm.testing.trie_fixture import TrieFixture, nodes_by_symbols
+from genlm.testing.trie_oracle import symbols_of
 
 
 @trie_check()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from genlm import Completion, rows_from_logits
+from genlm.core.rows import reductions
 
 from .attention import CONTEXT, MISSING, SIZE
 from .cached_engine import CachedEngine, PlainEngine
-from .mutant import engine_mutant
+from .mutant import core_fault, engine_mutant
 
 
 @engine_mutant(killed_by="rows-are-distributions", shows_as="exception")
@@ -99,8 +100,10 @@ class WindowTooShort(CachedEngine):
 class ViewsOfTheBatch(CachedEngine):
     """Returns rows that are views, each of which keeps the whole batch alive."""
 
-    def _separate_rows(self, rows):
-        return list(rows)
+    def _evaluate_batch(self, queries):
+        results = super()._evaluate_batch(queries)
+        are_rows = all(isinstance(result, torch.Tensor) for result in results)
+        return list(torch.stack(results)) if are_rows else results
 
 
 @engine_mutant(killed_by="rows-belong-to-the-caller")
@@ -129,3 +132,28 @@ class BufferReused(CachedEngine):
     def rows(self, logits):
         rows = rows_from_logits(logits, self.vocabulary)
         return self.buffer.copy_(rows) if len(rows) == 1 else rows
+
+
+@core_fault(
+    reductions,
+    "_copies",
+    found_by="engine/test_engine.py::test_every_row_owns_exactly_its_memory_and_can_be_changed",
+)
+def views_of_the_rows_of_a_part(_copies):
+    """Returns views of memory in which the next rows are computed."""
+    return lambda rows, _requests: list(rows)
+
+
+@core_fault(
+    reductions,
+    "_compute_from_logits",
+    found_by="rows/test_reductions.py::test_draws_from_logits_depend_on_their_query_alone",
+)
+def draws_need_rows_if_one_of_them_does(compute_from_logits):
+    """Computes all draws of a part from rows if one of them needs its row."""
+
+    def broken(kind, logits, requests):
+        values = compute_from_logits(kind, logits, requests)
+        return [None] * len(values) if None in values else values
+
+    return broken

@@ -28,9 +28,10 @@ def temperature_ignored(temperatures):
 def temperature_multiplies(weights):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
-    def broken(shape, masks=None, temperature=(), **limits):
-        inverse = [1 / t if t else 0 for t in temperature]
-        return weights(shape, masks, temperature=inverse or 1.0, **limits)
+    def broken(shape, masks=None, temperature=1.0, **limits):
+        divisors = np.array(temperature, float)
+        inverse = np.divide(1, divisors, out=np.zeros_like(divisors), where=divisors > 0)
+        return weights(shape, masks, temperature=inverse, **limits)
 
     return broken
 

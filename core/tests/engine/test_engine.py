@@ -16,7 +16,7 @@ from genlm.core.base.error_handling import compute_error
 from genlm.core.base.errors import EvaluationError
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Engine, LoraEngine, PrefixCacheEngine
-from genlm.core.queries.query import Completion, Query
+from genlm.core.queries.query import Completion, GroupValues, Query
 from genlm.core.vocab import Token, Vocabulary
 
 VOCAB_SIZE = 8
@@ -38,15 +38,19 @@ def row_of(completion: Completion) -> torch.Tensor:
 class FunctionEngine(BatchEngine):
     """Evaluates with a function of the batch's size; has no `super().__init__()`."""
 
-    def __init__(self, rows: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, rows: Callable[[int], torch.Tensor | GroupValues]) -> None:
         tokens = [Token(i, bytes([i])) for i in range(VOCAB_SIZE)]
         self.vocabulary = Vocabulary(None, tokens, list(map(repr, tokens)))
         self.rows = rows
         self.calls = 0
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        raise AssertionError("evaluate_queries is called")
+
+    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
         self.calls += 1
-        return self.rows(len(queries))
+        values = self.rows(len(queries))
+        return values if isinstance(values, GroupValues) else GroupValues(values, False)
 
 
 # -- halving --------------------------------------------------------------------------
@@ -311,15 +315,32 @@ def test_rows_that_are_no_tensor_are_an_error_that_says_so(rows: object) -> None
     assert found in str(completion.error)
 
 
-ROWS: dict[str, Callable[[int], torch.Tensor]] = {
-    "fresh": lambda count: torch.zeros(count, VOCAB_SIZE),
-    "with a graph": lambda count: torch.zeros(count, VOCAB_SIZE, requires_grad=True) * 2,
-    "a leaf of a graph": lambda count: torch.zeros(count, VOCAB_SIZE, requires_grad=True),
-    "last of each sequence": lambda count: torch.zeros(count, 7, VOCAB_SIZE)[:, -1],
-    "cut from padded ones": lambda count: torch.zeros(count, VOCAB_SIZE + 5)[:, :VOCAB_SIZE],
-    "expanded": lambda count: torch.zeros(1, 1).expand(count, VOCAB_SIZE),
-    "transposed": lambda count: torch.zeros(VOCAB_SIZE, count).T,
-    "inference": torch.inference_mode()(lambda count: torch.zeros(count, VOCAB_SIZE)),
+LOGPROB = -math.log(VOCAB_SIZE)
+
+
+def equal_rows(*shape: int, requires_grad: bool = False) -> torch.Tensor:
+    return torch.full(shape, LOGPROB, requires_grad=requires_grad)
+
+
+ROWS: dict[str, Callable[[int], torch.Tensor | GroupValues]] = {
+    "fresh": lambda count: equal_rows(count, VOCAB_SIZE),
+    "with a graph": lambda count: equal_rows(count, VOCAB_SIZE, requires_grad=True) * 1,
+    "a leaf of a graph": lambda count: equal_rows(count, VOCAB_SIZE, requires_grad=True),
+    "last of each sequence": lambda count: equal_rows(count, 7, VOCAB_SIZE)[:, -1],
+    "cut from padded ones": lambda count: equal_rows(count, VOCAB_SIZE + 5)[:, :VOCAB_SIZE],
+    "expanded": lambda count: equal_rows(1, 1).expand(count, VOCAB_SIZE),
+    "transposed": lambda count: equal_rows(VOCAB_SIZE, count).T,
+    "inference": torch.inference_mode()(lambda count: equal_rows(count, VOCAB_SIZE)),
+    "logits": lambda count: GroupValues(torch.ones(count, VOCAB_SIZE + 5), are_logits=True),
+    "inference logits": torch.inference_mode()(
+        lambda count: GroupValues(torch.ones(count, VOCAB_SIZE), are_logits=True)
+    ),
+    "logits with a graph": lambda count: GroupValues(
+        torch.ones(count, VOCAB_SIZE, requires_grad=True), are_logits=True
+    ),
+    "logits in half precision": lambda count: GroupValues(
+        torch.ones(count, VOCAB_SIZE).half(), are_logits=True
+    ),
 }
 
 
@@ -336,14 +357,15 @@ def test_every_row_owns_exactly_its_memory_and_can_be_changed(kind: str, count: 
         assert not row.requires_grad
         row.add_(torch.arange(VOCAB_SIZE) + index)
     for index, row in enumerate(rows):
-        assert row.tolist() == [float(i + index) for i in range(VOCAB_SIZE)]
+        expected = torch.arange(VOCAB_SIZE) + index + LOGPROB
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
 
 
 def test_a_lone_row_is_handed_over_without_a_copy() -> None:
     tensors: list[torch.Tensor] = []
 
     def rows(count: int) -> torch.Tensor:
-        tensors.append(torch.zeros(count, VOCAB_SIZE))
+        tensors.append(equal_rows(count, VOCAB_SIZE))
         return tensors[-1]
 
     engine = FunctionEngine(rows)

@@ -198,6 +198,6 @@ def test_every_query_of_a_cancelled_group_is_aborted_if_aborts_raise(caplog):
     completions: list[Completion] = []
     while not completions:
         completions += groups.step()
-    [(query_id, result, _)] = completions
-    assert query_id == 2
-    assert len(result.columns[0]) == 3
+    [completion] = completions
+    assert completion.query_id == 2
+    assert len(completion.result.columns[0]) == 3

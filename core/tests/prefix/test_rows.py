@@ -97,9 +97,11 @@ class Alone(UncachedPath):
             logits = [logits_after(self.adapter, ids[: end + 1]) for end in ends]
             yield np.array([[row] * len(ends), ends]), torch.stack(logits)
 
-    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def last_logits(
+        self, adapter: str | None, sequences: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
         self.adapter = adapter
-        return super().rows(adapter, sequences)
+        return super().last_logits(adapter, sequences)
 
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
         self.adapter = adapter

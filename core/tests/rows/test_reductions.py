@@ -22,6 +22,7 @@ from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.reductions import (
     Draw,
+    DrawnToken,
     LogMass,
     TargetScore,
     TokenLogprobs,
@@ -337,6 +338,74 @@ def test_weights_are_computed_in_parts_with_the_mask_of_each_row(
     assert all(drawn.token_id in draw.mask for drawn, draw in zip(whole, wanted, strict=True))
 
 
+@pytest.mark.parametrize("width", [150, 200, 256])
+def test_draws_from_logits_depend_on_their_query_alone(width: int) -> None:
+    tokens = [Token(i, bytes([i])) for i in range(200)]
+    ids = Vocabulary(None, tokens, list(map(repr, tokens)))
+    logits = 3 * torch.randn(9, width, generator=torch.Generator().manual_seed(2))
+    logits[1, 3] = math.nan
+    logits[2, 7] = -200.0
+    unlikely = Mask([7], 200)  # its probability underflows, so it needs the row
+    wanted: list[tuple[Any, ...]] = [
+        (Draw(0.3),),
+        (Draw(0.4),),
+        (Draw(0.5, mask=unlikely),),
+        (Draw(0.6, mask=Mask(range(50), 200)), None),
+        (Draw(0.7, temperature=0.5), Draw(0.7)),
+        (Draw(0.2, temperature=0.0),),
+        (Draw(0.8, top_k=3), TopK(2), Draw(0.1)),
+        (Draw(0.9, top_p=0.4),),
+        (Draw(0.95), Draw(0.05)),
+    ]
+    assert [
+        request.reads_logits for row in wanted for request in row if type(request) is Draw
+    ] == [*(True, True, True, True, False, True, False, False, True, False, True, True)]
+    together = reduce_logits(logits, ids, wanted)
+    rows = reduce_rows(rows_from_logits(logits, ids), wanted)
+    for i, (result, by_rows) in enumerate(zip(together, rows, strict=True)):
+        [alone] = reduce_logits(logits[i : i + 1], ids, wanted[i : i + 1])
+        if i == 1:
+            assert isinstance(result, EvaluationError)
+            assert isinstance(alone, EvaluationError)
+            continue
+        assert isinstance(result, Reduced)
+        assert isinstance(alone, Reduced)
+        assert isinstance(by_rows, Reduced)
+        for here, there, expected in zip(
+            result.values, alone.values, by_rows.values, strict=True
+        ):
+            if isinstance(here, DrawnToken):
+                assert here == there
+                assert here.token_id == expected.token_id
+                assert here[1:] == pytest.approx(expected[1:], rel=1e-6, abs=2e-6)
+
+
+class SumOfLogits(Reduction):
+    """Raises for logits above 9, and needs rows if the largest logit is negative."""
+
+    reads_logits = True
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> Sequence[Any]:
+        return ["row"] * len(requests)
+
+    @classmethod
+    def compute_from_logits(
+        cls, logits: torch.Tensor, requests: Sequence[Any]
+    ) -> Sequence[Any] | None:
+        if (logits > 9).any():
+            raise ArithmeticError
+        return None if (logits.amax(1) < 0).any() else logits.sum(1).tolist()
+
+
+def test_requests_that_cannot_be_computed_from_logits_are_computed_from_rows() -> None:
+    tokens = [Token(i, bytes([i])) for i in range(3)]
+    ids = Vocabulary(None, tokens, list(map(repr, tokens)))
+    logits = torch.tensor([[1.0, 2.0, 3.0], [10.0, 0.0, 0.0], [-1.0, -2.0, -3.0], [0.0, 0, 0]])
+    results = reduce_logits(logits, ids, [(SumOfLogits(),)] * 4)
+    assert results == [Reduced((value,)) for value in (6.0, "row", "row", 0.0)]
+
+
 def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -345,13 +414,15 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
     logits = torch.randn(7, 256, generator=torch.Generator().manual_seed(1))
     logits[4, 9] = math.nan
     wanted = [(Draw(i / 7, mask=Mask(range(i, 200), 200)), TopK(3), None) for i in range(7)]
-    expected = reduce_rows(rows_from_logits(logits, ids), wanted, normalised=True)
+    expected = reduce_rows(rows_from_logits(logits, ids), wanted)
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * 256)
     most: list[int] = []
 
-    def rows_of(part: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    def rows_of(
+        part: torch.Tensor, vocabulary: Vocabulary, out: torch.Tensor | None
+    ) -> torch.Tensor:
         most.append(len(part))
-        return rows_from_logits(part, vocabulary)
+        return rows_from_logits(part, vocabulary, out=out)
 
     monkeypatch.setattr(reductions, "rows_from_logits", rows_of)
     results = reduce_logits(logits, ids, wanted)
@@ -360,7 +431,8 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
     for here, there in zip(results[:4] + results[5:], expected[:4] + expected[5:], strict=True):
         assert isinstance(here, Reduced)
         assert isinstance(there, Reduced)
-        assert here.values[0] == there.values[0]
+        assert here.values[0].token_id == there.values[0].token_id  # drawn without rows
+        assert here.values[0][1:] == pytest.approx(there.values[0][1:], abs=2e-6)
         assert torch.equal(here.values[1].logprobs, there.values[1].logprobs)
         assert torch.equal(here.values[2], there.values[2])
 

@@ -330,7 +330,11 @@ def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usa
     def unreadable(rows, size):
         raise MemoryError("no room to check")
 
-    scheduler = Scheduler(ScriptedEngine)
+    class Unchecked(ScriptedEngine):
+        def step(self):
+            return [Completion(each.query_id, each.result) for each in super().step()]
+
+    scheduler = Scheduler(Unchecked)
     with monkeypatch.context() as patch:
         patch.setattr(results, "invalid_rows", unreadable)
         with pytest.raises(EvaluationError, match="no room to check"):

@@ -288,7 +288,7 @@ def test_groups_share_the_engine_and_user_defined_reductions_run_on_another_thre
         await asyncio.to_thread(shared.scheduler.close)
         return session.finished
 
-    [(query_id, result, error)] = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    [(query_id, result, error, _)] = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     assert (query_id, error) == (7, None)
     sequences = [later.lineage.sequence(i).token_ids for i in range(3)]
     model = get_backend("reference")("demo")

@@ -125,7 +125,7 @@ class Transport:
         # Number of values of each `Reduced`, or `_RESULT` or `_ERROR`.
         counts: list[int] = []
         values: list[Any] = []
-        for query_id, result, error in completions:
+        for query_id, result, error, _ in completions:
             ids.append(query_id)
             if error is not None:
                 counts.append(_ERROR)

@@ -14,6 +14,7 @@ from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
 from genlm.core.queries.sequence import TokenSequence
+from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import ScoredText
 from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice
@@ -169,13 +170,13 @@ class PrefixEngine(BatchEngine):
             [indices.setdefault(sequence, len(indices)) for sequence in part]
             for part in sequences
         ]
-        rows = self.evaluate(
+        values, are_logits = self.evaluate_queries(
             [Query(groups[0].query_id, sequence, groups[0].adapter) for sequence in indices]
         )
         for group in groups:
             assert self._populations is not None  # noqa: S101 - our own mistake
             self._populations.adopt(group, np.arange(len(group.wanted)))
-        return [GroupValues(rows[part], are_logits=False) for part in rows_of]
+        return [GroupValues(values[part], are_logits) for part in rows_of]
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select queries for about one forward pass: the oldest, and others of its adapter.
@@ -196,10 +197,15 @@ class PrefixEngine(BatchEngine):
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
         """Compute the rows of queries with the same adapter; see `BatchEngine.evaluate`."""
+        return rows_from_logits(self.evaluate_queries(queries).values, self.vocabulary)
+
+    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
+        """Compute the logits of queries with the same adapter."""
         adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
-            return self._choice.path.rows(adapter, self._sequences(queries))
+            logits = self._choice.path.last_logits(adapter, self._sequences(queries))
+        return GroupValues(logits, are_logits=True)
 
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score the targets of queries with the same adapter."""

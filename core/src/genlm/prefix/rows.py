@@ -119,7 +119,11 @@ class PrefixRows:
             self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
     def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
-        """Compute the next-token rows of sequences, in one or several passes.
+        """Compute the next-token rows of sequences; see `last_logits`."""
+        return rows_from_logits(self.last_logits(adapter, sequences), self._vocabulary)
+
+    def last_logits(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
+        """Compute the next-token logits of sequences, in one or several passes.
 
         After an exception, the tree contains only computed tokens.
 
@@ -129,10 +133,11 @@ class PrefixRows:
                 tree finds a `TokenSequence` without reading its ids.
 
         Returns:
-            Shape `(len(sequences), vocabulary.size)`, float32, on the device of the logits.
+            Shape `(len(sequences), width of the model's output)`. The next pass may overwrite
+            them.
         """
         self._collect()
-        rows: torch.Tensor | None = None
+        logits: torch.Tensor | None = None
         packed = [
             sequence if isinstance(sequence, TokenSequence) else TokenSequence.of(sequence)
             for sequence in sequences
@@ -142,18 +147,17 @@ class PrefixRows:
             for result in self._passes(adapter, packed, lasts, self._max_tokens):
                 if isinstance(result, int):
                     places = [result]
-                    pass_rows = self._uncached.rows(adapter, [packed[result].token_ids])
+                    computed = self._uncached.last_logits(adapter, [packed[result].token_ids])
                 else:
-                    parts, _, logits = result
+                    parts, _, computed = result
                     places = [part.place for part in parts]
-                    pass_rows = rows_from_logits(logits, self._vocabulary)
                 if len(places) == len(sequences):
-                    return pass_rows
-                if rows is None:
-                    rows = pass_rows.new_empty((len(sequences), pass_rows.shape[1]))
-                rows[places] = pass_rows
-        assert rows is not None  # noqa: S101 - there is at least one sequence
-        return rows
+                    return computed
+                if logits is None:
+                    logits = computed.new_empty((len(sequences), computed.shape[1]))
+                logits[places] = computed
+        assert logits is not None  # noqa: S101 - there is at least one sequence
+        return logits
 
     def next_pass(
         self,
@@ -262,7 +266,7 @@ class PrefixRows:
             EvaluationError: The prefix does not fit into the budget with the pinned prefixes.
         """
         before = self._contexts_without_cache
-        self.rows(adapter, [token_ids])
+        self.last_logits(adapter, [token_ids])
         if self._contexts_without_cache > before:
             raise EvaluationError(
                 f"a prefix of {len(token_ids)} tokens does not fit into the "

@@ -58,19 +58,27 @@ class UncachedPath(abc.ABC):
             positions are requested, the logits of all sequences at once, in order.
         """
 
-    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:  # noqa: ARG002 - see PrefixRows
+    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Compute rows in as few batches as the limits allow."""
+        return rows_from_logits(self.last_logits(adapter, sequences), self._vocabulary)
+
+    def last_logits(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see PrefixRows
+        sequences: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        """Compute the last logits of sequences in as few batches as the limits allow."""
         batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
         if len(batches) == 1:
-            return self._batch_rows(sequences)
-        rows: torch.Tensor | None = None
+            return self._batch_logits(sequences)
+        logits: torch.Tensor | None = None
         for batch in batches:
-            batch_rows = self._batch_rows([sequences[i] for i in batch])
-            if rows is None:
-                rows = batch_rows.new_empty((len(sequences), batch_rows.shape[1]))
-            rows[batch] = batch_rows
-        assert rows is not None  # noqa: S101 - there is at least one sequence
-        return rows
+            computed = self._batch_logits([sequences[i] for i in batch])
+            if logits is None:
+                logits = computed.new_empty((len(sequences), computed.shape[1]))
+            logits[batch] = computed
+        assert logits is not None  # noqa: S101 - there is at least one sequence
+        return logits
 
     def next_pass(
         self,
@@ -99,10 +107,10 @@ class UncachedPath(abc.ABC):
                 scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
         return scores.results()
 
-    def _batch_rows(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _batch_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         lasts = np.array([len(sequence) - 1 for sequence in sequences])
         [(_, logits)] = self.run(sequences, lasts)
-        return rows_from_logits(logits, self._vocabulary)
+        return logits
 
     @property
     def score_limits(self) -> BatchLimits:
@@ -117,8 +125,8 @@ class UncachedPath(abc.ABC):
         for begin in range(0, len(text.targets), max_rows):
             end = min(begin + max_rows, len(text.targets))
             lengths = range(text.first + 1 + begin, text.first + 1 + end)
-            rows = self.rows(adapter, [ids[:length] for length in lengths])
-            scores.add(first_key + np.arange(begin, end), rows)
+            logits = self.last_logits(adapter, [ids[:length] for length in lengths])
+            scores.add(first_key + np.arange(begin, end), logits)
 
     def count(self, sequences: Sequence[Sequence[int]], forwards: int = 1) -> None:
         """Count the passes over a batch of sequences for `statistics`."""

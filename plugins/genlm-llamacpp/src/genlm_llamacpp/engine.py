@@ -175,14 +175,14 @@ class LlamaCppEngine(BatchEngine):
         return batch
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the rows of queries of one adapter.
+        """Compute the rows of queries of one adapter; see `BatchEngine.evaluate`."""
+        return rows_from_logits(self.evaluate_queries(queries).values, self.vocabulary)
 
-        Returns:
-            Shape `(len(queries), vocabulary.size)`, float32.
-        """
+    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
+        """Compute the logits of queries of one adapter."""
         self._prepare(queries)
         logits = self._last_logits(queries[0].adapter, [query.sequence for query in queries])
-        return rows_from_logits(logits, self.vocabulary)
+        return GroupValues(logits, are_logits=True)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Return the scores or reductions of the texts of queries of one adapter."""

@@ -13,7 +13,14 @@ from genlm.core.base.errors import (
     describe_error,
 )
 
-__all__ = ["as_genlm_error", "compute_error", "import_required", "map_batch", "with_places"]
+__all__ = [
+    "as_genlm_error",
+    "compute_error",
+    "import_required",
+    "map_batch",
+    "result_count_error",
+    "with_places",
+]
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 ItemT = TypeVar("ItemT")
@@ -49,6 +56,14 @@ def compute_error(reduction: type, error: Exception) -> GenlmError:
     wrapper = EvaluationError(f"{reduction.__name__}.compute raised {describe_error(error)}")
     wrapper.__cause__ = error
     return wrapper
+
+
+def result_count_error(reduction: type, found: int, expected: int) -> EvaluationError:
+    """Return the error of a reduction whose `compute` did not return a result per request."""
+    return EvaluationError(
+        f"{reduction.__name__}.compute returned {found} results for {expected} requests; "
+        f"return one for each"
+    )
 
 
 def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:

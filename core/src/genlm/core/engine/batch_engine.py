@@ -86,6 +86,21 @@ class BatchEngine(abc.ABC):
             them from logits). The engine must not reuse the memory.
         """
 
+    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
+        """Compute rows or logits of queries, by default the rows of `evaluate`.
+
+        Engines that have logits override this method: the core then computes rows in the memory
+        of their callers, and draws without rows.
+
+        Args:
+            queries: As `evaluate`.
+
+        Returns:
+            Rows or logits, one for each query. The engine may reuse the memory of logits in its
+            next step.
+        """
+        return GroupValues(self.evaluate(queries), are_logits=False)
+
     def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:  # noqa: ARG002
         """Score the `targets` of queries; engines with `Capability.SCORE` implement this.
 
@@ -125,7 +140,8 @@ class BatchEngine(abc.ABC):
                     Query(query.query_id, ids[: text.first + 1 + position], query.adapter)
                     for position in positions
                 ]
-                scores.add(end + np.array(positions), self._evaluate_checked(prefixes))
+                values = self._evaluate_checked(prefixes).values
+                scores.add(end + np.array(positions), values)
         return scores.results()  # type: ignore[return-value]  # all have reductions
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
@@ -164,7 +180,7 @@ class BatchEngine(abc.ABC):
             Query(group.query_id, lineage.sequence(place), group.adapter)
             for place in group.wanted[places].tolist()
         ]
-        return GroupValues(self._evaluate_checked(queries), are_logits=False)
+        return self._evaluate_checked(queries)
 
     def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Choose the groups that `evaluate_groups` computes; the first one by default.
@@ -218,14 +234,13 @@ class BatchEngine(abc.ABC):
         score_queries = [query for query in batch if query.targets]
         row_queries = [query for query in batch if not query.targets]
         completions: list[Completion] = []
-        for queries, compute in (
-            (score_queries, self._score_batch),
-            (row_queries, self._evaluate_batch),
+        for queries, compute, are_rows in (
+            (score_queries, self._score_batch, False),
+            (row_queries, self._evaluate_batch, True),
         ):
             if queries:
-                completions += completions_of(
-                    queries, self._evaluate_by_halving(compute, queries)
-                )
+                results = self._evaluate_by_halving(compute, queries)
+                completions += completions_of(queries, results, are_checked=are_rows)
         return completions
 
     def abort(self, query_id: int) -> None:
@@ -349,60 +364,61 @@ class BatchEngine(abc.ABC):
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate queries and return their rows, or their requested outputs."""
+        from genlm.core.rows.reductions import reduce_logits, reduce_rows  # loads torch
+
         # A batch can contain several queries of one sequence, which request different outputs
         # or were submitted when the first one could no longer be joined.
-        row_of_key: dict[tuple[str | None, bytes], int] = {}
-        distinct: list[Query] = []
-        row_of: list[int] = []
+        by_key: dict[tuple[str | None, bytes], list[Query]] = {}
         for query in queries:
-            row = row_of_key.setdefault((query.adapter, query.sequence.key), len(row_of_key))
-            if row == len(distinct):
-                distinct.append(query)
-            row_of.append(row)
-        rows = self._evaluate_checked(distinct)
-        if all(query.outputs == ROW_ONLY for query in queries):
-            separate = self._separate_rows(rows)
-            return [
-                separate[row] if distinct[row] is query else separate[row].clone()
-                for query, row in zip(queries, row_of, strict=True)
-            ]
-        from genlm.core.rows.reductions import reduce_rows  # loads torch
-
-        results = reduce_rows(rows, [query.outputs for query in queries], row_of=row_of)
-        return [
-            result.values[0]
-            if query.outputs == ROW_ONLY and isinstance(result, Reduced)
-            else result
-            for query, result in zip(queries, results, strict=True)
+            by_key.setdefault((query.adapter, query.sequence.key), []).append(query)
+        equal_queries = list(by_key.values())
+        values, are_logits = self._evaluate_checked([equal[0] for equal in equal_queries])
+        outputs = [
+            equal[0].outputs
+            if len(equal) == 1
+            else tuple(output for query in equal for output in query.outputs)
+            for equal in equal_queries
         ]
+        reduced = (
+            reduce_logits(values, self.vocabulary, outputs)
+            if are_logits
+            else reduce_rows(values, outputs)
+        )
+        results: dict[int, Any] = {}
+        for equal, result in zip(equal_queries, reduced, strict=True):
+            begin = 0
+            for query in equal:
+                if isinstance(result, Exception):
+                    results[query.query_id] = result
+                    continue
+                part = result.values[begin : begin + len(query.outputs)]
+                begin += len(query.outputs)
+                is_row = query.outputs == ROW_ONLY
+                results[query.query_id] = part[0] if is_row else Reduced(part)
+        return [results[query.query_id] for query in queries]
 
-    def _evaluate_checked(self, queries: list[Query]) -> torch.Tensor:
-        """Evaluate distinct queries and check the shape and dtype of the rows."""
+    def _evaluate_checked(self, queries: list[Query]) -> GroupValues:
+        """Evaluate distinct queries and check the shape and dtype of the rows or logits."""
         import torch
 
-        rows = self.evaluate(queries)
-        if not isinstance(rows, torch.Tensor):
+        values, are_logits = self.evaluate_queries(queries)
+        if not isinstance(values, torch.Tensor):
             raise EvaluationError(
-                f"{type(self).__name__}.evaluate returned {type(rows).__name__}; expected a "
+                f"{type(self).__name__}.evaluate returned {type(values).__name__}; expected a "
                 f"torch.Tensor with one row for each query"
             )
-        rows = rows.detach()  # otherwise rows keep the autograd graph alive
-        expected = (len(queries), self.vocabulary.size)
-        if tuple(rows.shape) != expected or rows.dtype != torch.float32:
+        values = values.detach()  # otherwise rows keep the autograd graph alive
+        shape, size = tuple(values.shape), self.vocabulary.size
+        is_valid = (
+            len(shape) == 2 and shape[0] == len(queries)
+            if are_logits
+            else shape == (len(queries), size) and values.dtype == torch.float32
+        )
+        if not is_valid:
+            expected = f"({len(queries)}, {size}), torch.float32"
             raise EvaluationError(
-                f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)}, "
-                f"{rows.dtype}, for {len(queries)} queries over {self.vocabulary.size} ids; "
-                f"expected {expected}, torch.float32"
+                f"{type(self).__name__}.evaluate returned shape {shape}, {values.dtype}, for "
+                f"{len(queries)} queries over {size} ids; expected "
+                f"{f'logits of shape ({len(queries)}, ...)' if are_logits else expected}"
             )
-        return rows
-
-    @staticmethod
-    def _separate_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return rows that share no memory, so that callers can change them in place."""
-        from genlm.core.rows.logits import copied_rows  # loads torch
-
-        # A slice would keep the whole tensor alive; an expanded row aliases itself.
-        owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
-        if len(rows) == 1 and owns_memory and not rows.is_inference():
-            return [rows[0]]
-        return copied_rows(rows)
+        return GroupValues(values, are_logits)

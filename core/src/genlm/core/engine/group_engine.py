@@ -262,7 +262,7 @@ class GroupEngine:
 
     def _advance(self, completion: Completion) -> Completion | None:
         """Submit the next query of a run and return None, or return the completion."""
-        query_id, result, error = completion
+        query_id, result, error, _ = completion
         run = self._runs.get(query_id)
         if run is None:
             return completion

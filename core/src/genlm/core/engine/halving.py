@@ -93,12 +93,14 @@ def _error_kind(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
     return type(outcome), describe_error(outcome) if isinstance(outcome, Exception) else ""
 
 
-def completions_of(queries: Sequence[Any], results: Sequence[Any]) -> list[Completion]:
+def completions_of(
+    queries: Sequence[Any], results: Sequence[Any], *, are_checked: bool = False
+) -> list[Completion]:
     """Return the result or the error of each query as its completion."""
     return [
         Completion(query.query_id, error=result)
         if isinstance(result, Exception)
-        else Completion(query.query_id, result)
+        else Completion(query.query_id, result, None, are_checked)
         for query, result in zip(queries, results, strict=True)
     ]
 

@@ -235,6 +235,9 @@ class Reduction(abc.ABC):
     """Whether the output cache stores results for later requests with an equal instance. A
     result None is never stored."""
 
+    reads_logits: bool = False
+    """Whether `compute_from_logits` computes this request, if the engine has logits."""
+
     @classmethod
     @abc.abstractmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
@@ -253,6 +256,27 @@ class Reduction(abc.ABC):
             request. Tensors and arrays that are views of the rows or of other memory, also
             those in tuples, lists and dictionaries, are copied for their callers.
         """
+
+    @classmethod
+    def compute_from_logits(
+        cls, logits: torch.Tensor, requests: Sequence[Self]
+    ) -> Sequence[Any] | None:
+        """Reduce logits, for requests with `reads_logits`.
+
+        If it raises or returns None for several requests, they are computed one by one; those
+        for which it does so again are computed by `compute`.
+
+        Args:
+            logits: As `rows` of `compute`, but neither normalised nor checked, in the floating
+                dtype in which the engine computed them.
+            requests: As `compute`.
+
+        Returns:
+            As `compute`; None if a request needs its normalised row, for example because the
+            row is not a distribution. The default returns None.
+        """
+        del logits, requests
+        return None
 
 
 class GroupReduction(abc.ABC):
@@ -363,7 +387,7 @@ class GroupResult(NamedTuple):
 
 
 class GroupValues(NamedTuple):
-    """Rows or logits of a part of a group.
+    """Rows or logits of several sequences.
 
     Attributes:
         values: Shape `(d, width)`, on the engine's device.
@@ -384,8 +408,11 @@ class Completion(NamedTuple):
             `GroupResult` or a `SampledGroup`. A row shares its memory with no other tensor and
             belongs to the receiver.
         error: The error, if the query failed.
+        is_checked: Whether the result is a row that is known to be a distribution. The core
+            checks other rows.
     """
 
     query_id: int
     result: torch.Tensor | Reduced | TokenScores | GroupResult | SampledGroup | None = None
     error: Exception | None = None
+    is_checked: bool = False

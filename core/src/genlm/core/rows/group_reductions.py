@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.error_handling import compute_error
+from genlm.core.base.error_handling import compute_error, result_count_error
 from genlm.core.base.errors import EvaluationError
 from genlm.core.base.forking import cached_property
 from genlm.core.queries.generations import is_ascending
@@ -23,7 +23,6 @@ from genlm.core.rows.draws import (
     draw_from_logits,
 )
 from genlm.core.rows.logits import main_memory, moved
-from genlm.core.rows.reductions import result_count_error
 from genlm.core.rows.selection import batch_top_k
 
 if TYPE_CHECKING:
@@ -48,8 +47,10 @@ class Rows(GroupReduction):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Copy the row of each member."""
+        """Select the row of each member; a view, which is then copied, if all are in order."""
         del members
+        if _is_identity(row_of, len(rows)):
+            return (rows,)
         return (rows[moved(row_of, rows.device)],)
 
 
@@ -112,7 +113,7 @@ class SharedReduction(GroupReduction):
             problem = compute_error(kind, error)
             raise problem from problem.__cause__
         if len(results) != len(requests):
-            raise result_count_error(requests, results)
+            raise result_count_error(kind, len(results), len(requests))
         for result in results:
             if isinstance(result, Exception):
                 raise compute_error(kind, result)

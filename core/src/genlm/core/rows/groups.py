@@ -102,11 +102,12 @@ class Columns:
         )
         if columns is None:
             return False
-        memory = values.untyped_storage().data_ptr()  # the memory of the values is reused
-        columns = tuple(
-            column.clone() if column.untyped_storage().data_ptr() == memory else column
-            for column in columns
-        )
+        if len(members) == self._count:  # `add` need not copy them
+            memory = values.untyped_storage().data_ptr()  # the memory of the values is reused
+            columns = tuple(
+                column.clone() if column.untyped_storage().data_ptr() == memory else column
+                for column in columns
+            )
         self.add(members, columns)
         return True
 

@@ -13,19 +13,28 @@ reductions derive from `Reduction`:
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import compute_error
-from genlm.core.base.errors import EvaluationError
+from genlm.core.base.error_handling import compute_error, result_count_error
 from genlm.core.queries.query import Reduced, Reduction
-from genlm.core.rows.draws import batch_draw, batch_log_mass
-from genlm.core.rows.logits import copied_rows, invalid_rows, moved, row_parts, rows_from_logits
+from genlm.core.rows.draws import batch_log_mass
+from genlm.core.rows.group_reductions import DrawColumns
+from genlm.core.rows.logits import (
+    copied_rows,
+    invalid_rows,
+    known_logits,
+    moved,
+    row_parts,
+    rows_from_logits,
+    scratch_memory,
+)
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
@@ -45,10 +54,17 @@ __all__ = [
     "TopTokens",
     "reduce_logits",
     "reduce_rows",
-    "result_count_error",
 ]
 
 _NUMBERS = frozenset({int, float, bool})
+
+_NO_REDUCTION = type(None)
+"""Type of the output that stands for the row."""
+
+_Compute: TypeAlias = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
+
+_Place: TypeAlias = tuple[int, int]
+"""Index of a query, and place of an output among those of the query."""
 
 _ID_BYTES = 40
 """Memory of a Python integer and of the reference to it in a tuple."""
@@ -170,25 +186,51 @@ class Draw(Reduction):
 
     is_cacheable = False  # no later request has the same random number
 
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        """Whether the draw has no other settings than a mask."""
+        return self.temperature == 1 and self.top_k is None and self.top_p >= 1
+
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
         """Draw from all rows at once."""
-        masks = [request.mask for request in requests]
-        drawn = batch_draw(
-            rows,
-            [request.uniform for request in requests],
-            RowWeights(
-                rows.shape,
-                masks if any(mask is not None for mask in masks) else None,
-                temperature=[request.temperature for request in requests],
-                top_k=[request.top_k for request in requests],
-                top_p=[request.top_p for request in requests],
-            ),
-        )
-        # One transfer, because every transfer waits for the device; float32 represents ids
-        # below 2**24.
-        columns = torch.stack([drawn.token_ids.float(), *drawn[1:]]).cpu()
-        return [DrawnToken(int(token_id), *logs) for token_id, *logs in columns.T.tolist()]
+        places = torch.arange(len(requests))
+        columns = _draw_columns(rows, requests).compute(rows, places, places)
+        return _drawn_tokens(columns)
+
+    @classmethod
+    def compute_from_logits(
+        cls, logits: torch.Tensor, requests: Sequence[Draw]
+    ) -> Sequence[DrawnToken] | None:
+        """Draw from all logits at once; see `DrawColumns.compute_from_logits`."""
+        places = torch.arange(len(requests))
+        columns = _draw_columns(logits, requests).compute_from_logits(logits, places, places)
+        return None if columns is None else _drawn_tokens(columns)
+
+
+def _draw_columns(values: torch.Tensor, requests: Sequence[Draw]) -> DrawColumns:
+    masks = [request.mask for request in requests]
+    weights = RowWeights(
+        values.shape,
+        masks if any(mask is not None for mask in masks) else None,
+        temperature=_setting([request.temperature for request in requests]),
+        top_k=_setting([request.top_k for request in requests]),
+        top_p=_setting([request.top_p for request in requests]),
+    )
+    return DrawColumns(weights, np.array([request.uniform for request in requests]))
+
+
+def _setting(values: list[Any]) -> Any:
+    """Return a setting of requests: one value if all are equal, which is faster."""
+    return values[0] if values.count(values[0]) == len(values) else values
+
+
+def _drawn_tokens(columns: tuple[torch.Tensor, ...]) -> list[DrawnToken]:
+    # One transfer, because every transfer waits for the device; float32 represents ids
+    # below 2**24.
+    token_ids, *logs = columns
+    numbers = torch.stack([token_ids.float(), *logs]).cpu()
+    return [DrawnToken(int(token_id), *logs) for token_id, *logs in numbers.T.tolist()]
 
 
 class ScoredToken(NamedTuple):
@@ -215,48 +257,21 @@ class TargetScore(Reduction):
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
 
 
-def reduce_rows(
-    rows: torch.Tensor,
-    outputs: Sequence[Outputs],
-    *,
-    normalised: bool = False,
-    row_of: Sequence[int] | None = None,
-) -> list[Reduced | Exception]:
+def reduce_rows(rows: torch.Tensor, outputs: Sequence[Outputs]) -> list[Reduced | Exception]:
     """Compute the outputs of queries from their rows, with few calls per class of reductions.
+
+    On a CPU, a few rows are computed at a time, so that they stay in its caches.
 
     Args:
         rows: Natural-log probabilities, shape `(n, vocab_size)`, float32; not changed.
         outputs: Requested outputs of each query: `Query.outputs`.
-        normalised: Whether `rows` are a result of `rows_from_logits`, whose sums need no check.
-        row_of: The row of each query; by default row i is that of query i.
 
     Returns:
         The `Reduced` of each query, or the error of a row that is not a distribution. Rows
-        among the values are copies.
+        among the values are copies; if there is one row, and it has separate memory, it is the
+        row itself.
     """
-    row_of = range(len(outputs)) if row_of is None else row_of
-    invalid = invalid_rows(rows, rows.shape[1], normalised=normalised)
-    results: list[list[Any]] = [[None] * len(query_outputs) for query_outputs in outputs]
-    groups: dict[type, list[tuple[int, int]]] = {}
-    for index, query_outputs in enumerate(outputs):
-        if row_of[index] not in invalid:
-            for place, output in enumerate(query_outputs):
-                groups.setdefault(type(output), []).append((index, place))
-    for kind, members in groups.items():
-        for begin, end in row_parts(len(members), rows.shape[1], rows.device):
-            part = members[begin:end]
-            indices = [row_of[index] for index, _ in part]
-            if kind is type(None):
-                values: Sequence[Any] = copied_rows(_select_rows(rows, indices))
-            else:
-                requests = [outputs[index][place] for index, place in part]
-                values = _compute(kind.compute, _select_rows(rows, indices), requests)  # type: ignore[attr-defined]
-            for (index, place), value in zip(part, values, strict=True):
-                results[index][place] = value
-    return [
-        invalid[row] if row in invalid else Reduced(tuple(values))
-        for row, values in zip(row_of, results, strict=True)
-    ]
+    return _reduce(rows, outputs, None)
 
 
 def reduce_logits(
@@ -266,18 +281,95 @@ def reduce_logits(
 ) -> list[Reduced | Exception]:
     """Compute the outputs of queries from logits, as `reduce_rows` of `rows_from_logits`.
 
-    On a CPU, a few rows are computed at a time, so that they stay in its caches.
+    Rows are computed only for outputs that need them: see `Reduction.reads_logits`.
+
+    On CUDA, logits are not copied to main memory. Requested rows are written twice: normalised
+    in float32 by one operation for up to 2**27 entries, then copied into the memory of each
+    caller by another. Reductions transfer their results, one number for each row says whether
+    it is a distribution, and nothing else leaves the device.
 
     Args:
         logits: Logits as for `rows_from_logits`; not changed.
         vocabulary: As `rows_from_logits`.
         outputs: As `reduce_rows`.
     """
+    return _reduce(logits, outputs, vocabulary)
+
+
+def _reduce(
+    values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
+) -> list[Reduced | Exception]:
+    """Compute outputs from rows, or from logits over a vocabulary."""
     results: list[Reduced | Exception] = []
-    for begin, end in row_parts(len(logits), logits.shape[1], logits.device):
-        rows = rows_from_logits(logits[begin:end], vocabulary)
-        results += reduce_rows(rows, outputs[begin:end], normalised=True)
+    for begin, end in row_parts(len(values), values.shape[1], values.device):
+        results += _reduce_part(values[begin:end], outputs[begin:end], vocabulary)
     return results
+
+
+def _reduce_part(
+    values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
+) -> list[Reduced | Exception]:
+    results: list[list[Any]] = [[None] * len(row_outputs) for row_outputs in outputs]
+    places_of: dict[type, list[_Place]] = {}
+    logits_places: dict[type, list[_Place]] = {}
+    for row, row_outputs in enumerate(outputs):
+        for place, output in enumerate(row_outputs):
+            reads_logits = vocabulary is not None and getattr(output, "reads_logits", False)
+            by_kind = logits_places if reads_logits else places_of
+            by_kind.setdefault(type(output), []).append((row, place))
+
+    def reduce(compute: _Compute, places: list[_Place], rows: torch.Tensor) -> None:
+        requests = [outputs[row][place] for row, place in places]
+        reduced = compute(_select_rows(rows, [row for row, _ in places]), requests)
+        for (row, place), value in zip(places, reduced, strict=True):
+            results[row][place] = value
+
+    if vocabulary is not None:
+        for kind, places in logits_places.items():
+            logits = known_logits(values, vocabulary)
+            if logits.shape[1] == vocabulary.size:
+                reduce(functools.partial(_compute_from_logits, kind), places, logits)
+            missing = [(row, place) for row, place in places if results[row][place] is None]
+            if missing:
+                places_of.setdefault(kind, []).extend(missing)
+    invalid: dict[int, Exception] = {}
+    if places_of:
+        if vocabulary is None:
+            rows, is_normalised = values, False
+        else:
+            memory = _row_memory(values, places_of, vocabulary.size)
+            rows, is_normalised = rows_from_logits(values, vocabulary, out=memory), True
+        invalid = invalid_rows(rows, rows.shape[1], normalised=is_normalised)
+        for kind, places in places_of.items():
+            compute = (
+                _copies if kind is _NO_REDUCTION else functools.partial(_compute, kind.compute)  # type: ignore[attr-defined]
+            )
+            valid = [place for place in places if place[0] not in invalid]
+            if valid:
+                reduce(compute, valid, rows)
+    return [
+        invalid.get(row) or Reduced(tuple(row_results))
+        for row, row_results in enumerate(results)
+    ]
+
+
+def _row_memory(
+    logits: torch.Tensor, kinds: Collection[type], size: int
+) -> torch.Tensor | None:
+    """Return memory for rows that are copied for their callers; None for new memory."""
+    if logits.device.type != "cpu" or len(logits) == 1 or logits.shape[1] < size:
+        return None
+    # Results of other reductions may refer to the rows.
+    return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
+
+
+def _copies(rows: torch.Tensor, _requests: Sequence[None]) -> list[torch.Tensor]:
+    """Return rows that share no memory, so that callers can change them."""
+    # A slice would keep the whole tensor alive; an expanded row aliases itself.
+    owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
+    if len(rows) == 1 and owns_memory and not rows.is_inference():
+        return [rows[0]]
+    return copied_rows(rows)
 
 
 def _select_rows(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
@@ -305,20 +397,32 @@ def _own_copy(value: Any, rows: torch.Tensor) -> Any:
     return value
 
 
-def result_count_error(
-    requests: Sequence[Reduction], results: Sequence[Any]
-) -> EvaluationError:
-    """Return an error for a `compute` that did not return one result for each request."""
-    return EvaluationError(
-        f"{type(requests[0]).__name__}.compute returned {len(results)} results for "
-        f"{len(requests)} requests; return one for each"
-    )
-
-
 def _is_view(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     is_part = storage.nbytes() > tensor.nbytes
     return is_part or storage.data_ptr() == rows.untyped_storage().data_ptr()
+
+
+def _compute_from_logits(
+    kind: type[Reduction], logits: torch.Tensor, requests: Sequence[Any]
+) -> list[Any]:
+    """Return the results of `compute_from_logits`, None for requests that need rows.
+
+    Whether a request needs its row depends on this request alone.
+    """
+    try:
+        values = kind.compute_from_logits(logits, requests)
+    except Exception:  # noqa: BLE001 - `compute` finds the requests that cause it
+        values = None
+    if values is not None and len(values) == len(requests):
+        return [_own_copy(value, logits) for value in values]
+    if len(requests) == 1:
+        return [None]
+    return [
+        value
+        for index, request in enumerate(requests)
+        for value in _compute_from_logits(kind, logits[index : index + 1], [request])
+    ]
 
 
 def _compute(
@@ -330,7 +434,7 @@ def _compute(
         values = compute(rows, requests)
         if len(values) == len(requests):
             return [_own_copy(value, rows) for value in values]
-        problem: Exception = result_count_error(requests, values)
+        problem: Exception = result_count_error(type(requests[0]), len(values), len(requests))
     except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
         problem = compute_error(type(requests[0]), error)
     if len(requests) == 1:

@@ -50,7 +50,10 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
         query = evaluation.query
         requests_row = type(query) is Query and not query.targets
         if requests_row and isinstance(result, torch.Tensor) and completion.error is None:
-            rows.append((evaluation, result))
+            if completion.is_checked and evaluation.is_whole:
+                outcomes[evaluation] = (result,)
+            else:
+                rows.append((evaluation, result))
         else:
             outcomes[evaluation] = _checked_outcome(evaluation, completion)
     if not rows:

@@ -8,8 +8,9 @@ import genlm.core.engine.group_sampling
 import genlm.core.model.sample_methods
 import genlm.core.rows.reductions
 from genlm import AsyncLM
+from genlm.core.engine import group_engine
 from genlm.core.engine.group_engine import GroupEngine
-from genlm.core.engine.group_sampling import MemberRuns, SamplingRun
+from genlm.core.engine.group_sampling import JoinedRun, MemberRuns, SamplingRun
 from genlm.core.rows.row_weights import RowWeights
 
 from .baselines import cached_target
@@ -183,5 +184,50 @@ def negative_temperature_is_one(sample_options):
 
     def broken(self, max_tokens, stop, temperature, *others):
         return sample_options(self, max_tokens, stop, max(0.0, temperature), *others)
+
+    return broken
+
+
+@core_fault(
+    group_engine,
+    "joining_key",
+    found_by="model/test_lm_sampling.py::test_different_settings_and_few_continuations_are_not_joined",
+)
+def all_continuations_are_joined(_key):
+    """Draws continuations with different settings together, with those of the first."""
+    return lambda _query: 0
+
+
+@core_fault(
+    JoinedRun,
+    "completed",
+    found_by="model/test_lm_sampling.py"
+    "::test_continuations_that_are_pending_together_are_drawn_as_one_group",
+)
+def results_of_the_first_members(completed):
+    """Gives each joined query the tokens of the first members."""
+
+    def broken(self):
+        self._members = {
+            query_id: slice(0, members.stop - members.start)
+            for query_id, members in self._members.items()
+        }
+        return completed(self)
+
+    return broken
+
+
+@core_fault(
+    JoinedRun,
+    "drop",
+    found_by="model/test_lm_sampling.py"
+    "::test_cancelled_continuations_leave_those_that_are_drawn_with_them",
+)
+def cancelled_continuations_are_drawn(drop):
+    """Continues to draw tokens for cancelled callers."""
+
+    def broken(self, query_id):
+        drop(self, query_id)
+        self._dropped = []
 
     return broken

@@ -100,6 +100,147 @@ def test_concurrent_continuations_share_the_passes_of_the_engine(
     assert len(engine.batches) == 16
 
 
+class Joining(ScriptedEngine):
+    """Draws continuations that are pending together as one group."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(VOCAB_SIZE, **options)
+        self.group_sizes: list[int] = []
+        self.kept: list[Any] = []
+
+    def evaluate_group(self, group: Any, places: Any) -> Any:
+        self.group_sizes.append(len(group.row_of))
+        return super().evaluate_group(group, places)
+
+    def keep_sequences(self, generation: Any, adapter: str | None) -> None:
+        lineage = generation.lineage
+        ids = [lineage.sequence(place).token_ids for place in range(len(lineage))]
+        self.kept.append((sorted(ids), adapter))
+
+
+def test_continuations_that_are_pending_together_are_drawn_as_one_group(
+    make_model: MakeModel,
+) -> None:
+    engine = Joining()
+    llm = make_model(engine)
+    prompts = [[1 + i % 3, i % 4] for i in range(20)]
+    lengths = [1 + i % 7 for i in range(20)]
+    temperatures = [0.5 + i / 10 for i in range(20)]
+    requests = list(zip(prompts, lengths, temperatures, strict=True))
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(
+            *(
+                llm.sample(ids, count, temperature=temperature, seed=i, stop=3)
+                for i, (ids, count, temperature) in enumerate(requests)
+            )
+        )
+
+    expected = []
+    for i, (ids, count, temperature) in enumerate(requests):
+        [stream] = stream_seeds(i, 1)
+        drawn = chain(ids, count, stream, temperature)
+        expected.append(drawn[: drawn.index(3)] if 3 in drawn else drawn)
+    assert asyncio.run(main()) == expected
+    unfinished = [
+        sum(
+            len(drawn) >= t and t < count
+            for drawn, count in zip(expected, lengths, strict=True)
+        )
+        for t in range(7)
+    ]
+    # Groups of fewer than 8 members become separate queries.
+    assert engine.group_sizes == [count for count in unfinished if count >= 8]
+    [(kept, adapter)] = engine.kept
+    assert adapter is None
+    ends = {(*ids, *drawn) for ids, drawn in zip(prompts, expected, strict=True)}
+    assert {ids[:-1] if ids[-1] == 3 and ids not in ends else ids for ids in kept} == ends
+    assert llm.statistics().pending == 0
+
+
+def test_different_settings_and_few_continuations_are_not_joined(make_model: MakeModel) -> None:
+    engine = Joining()
+    llm = make_model(engine)
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(
+            *(llm.sample([1, i % 4], 3, seed=i, top_k=5 + i // 8) for i in range(12))
+        )
+
+    drawn = asyncio.run(main())
+    assert engine.group_sizes == [8, 8, 8]
+    assert drawn == [
+        llm.sample_sync([1, i % 4], 3, seed=i, top_k=5 + i // 8) for i in range(12)
+    ]
+    assert engine.group_sizes == [8, 8, 8]
+
+
+def test_an_error_fails_one_of_the_continuations_that_are_drawn_together(
+    make_model: MakeModel,
+) -> None:
+    poisoned = Joining()
+    llm = make_model(poisoned)
+    [stream] = stream_seeds(5, 1)
+    prompts = [[1 + i // 4, i % 4] for i in range(16)]
+    expected = [chain(ids, 6, stream, 1.0) for ids in prompts]
+    poison = expected[3][2]
+    poisoned.poison = {poison}
+
+    async def main() -> list[Any]:
+        samples = (llm.sample(ids, 6, seed=5) for ids in prompts)
+        return await asyncio.gather(*samples, return_exceptions=True)
+
+    for ids, drawn, found in zip(prompts, expected, asyncio.run(main()), strict=True):
+        if poison in ids + drawn[:-1]:
+            assert isinstance(found, EvaluationError)
+            assert isinstance(found.__cause__, ArithmeticError)
+        else:
+            assert found == drawn
+    assert poisoned.kept == []
+    assert llm.statistics().pending == 0
+
+
+@pytest.mark.parametrize("cancelled", [range(1), range(0, 16, 3), range(16)], ids=len)
+def test_cancelled_continuations_leave_those_that_are_drawn_with_them(
+    make_model: MakeModel, cancelled: range
+) -> None:
+    class Cancelling(Joining):
+        def evaluate_group(self, group: Any, places: Any) -> Any:
+            if len(self.group_sizes) == 2:
+                loop.call_soon_threadsafe(cancel)
+                assert is_cancelled.wait(10)
+            return super().evaluate_group(group, places)
+
+    def cancel() -> None:
+        for i in cancelled:
+            tasks[i].cancel()
+        loop.call_soon(is_cancelled.set)
+
+    async def main() -> list[Any]:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        tasks.extend(asyncio.ensure_future(llm.sample(ids, 6, seed=5)) for ids in prompts)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    engine, is_cancelled, tasks = Cancelling(), threading.Event(), []  # type: ignore[var-annotated]
+    loop: Any = None
+    llm = make_model(engine)
+    [stream] = stream_seeds(5, 1)
+    prompts = [[1 + i // 4, i % 4] for i in range(16)]
+    found = asyncio.run(main())
+    for i, ids in enumerate(prompts):
+        if i in cancelled:
+            assert isinstance(found[i], asyncio.CancelledError)
+        else:
+            assert found[i] == chain(ids, 6, stream, 1.0)
+    remaining = 16 - len(cancelled)
+    assert engine.group_sizes[:2] == [16, 16]
+    assert set(engine.group_sizes[4:]) <= {remaining}
+    assert llm.next_token_logprobs_sync([2]).shape == (VOCAB_SIZE,)
+    assert llm.statistics().pending == 0
+    assert not engine._groups
+
+
 def test_a_batch_of_several_adapters_is_drawn_with_each(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     llm.load_lora("folder", "a")

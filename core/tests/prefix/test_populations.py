@@ -269,6 +269,7 @@ PROGRAM = st.lists(
             st.just("resample"), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=8)
         ),
         st.tuples(st.just("copy"), st.integers(0, 3)),
+        st.tuples(st.just("keep"), st.integers(0, 3)),
         st.tuples(st.just("drop"), st.integers(0, 3)),
         st.tuples(st.just("fail"), st.integers(0, 3)),
         st.tuples(st.just("together"), st.booleans()),
@@ -322,6 +323,10 @@ def run(engine: Engine, program: list[Any]) -> None:
                 population.resample([i % len(members) for i in arguments[1]])
             elif name == "drop":
                 del populations[which], population
+            elif name == "keep":
+                before = len(prefixes(engine.path._tree))
+                engine.keep_sequences(population.generation, population.adapter)
+                SEEN["kept"] += len(prefixes(engine.path._tree)) > before
             elif name == "copy":
                 copied = Members.__new__(Members)
                 copied.__dict__.update(population.__dict__)
@@ -352,6 +357,13 @@ LONGER = ("extend", 0, 1, [0, 1, 2, 1])
 EXAMPLE = [("ask", 0, []), LONGER, ("fail", 0), *[("ask", 0, []), LONGER] * 12]
 
 
+KEPT = [
+    *[("ask", 0, []), LONGER] * 3,
+    *[("keep", 0), ("list", [1, 2, 0, 0, 0, 1]), ("ask", 0, []), LONGER] * 3,
+    *[("copy", 0), ("extend", 1, 1, [2, 1]), ("ask", 1, []), ("keep", 0), ("ask", 0, [])],
+]
+
+
 TOGETHER = [
     ("new", [[1, 2]], None),
     ("new", [[2, 0], [1]], None),
@@ -363,6 +375,8 @@ TOGETHER = [
 @settings(max_examples=25, deadline=None)
 @example(500, 20, EXAMPLE)
 @example(14, 5, EXAMPLE)
+@example(500, 20, KEPT)
+@example(14, 5, KEPT)
 @example(500, 20, TOGETHER)
 @example(14, 20, TOGETHER)
 @given(st.sampled_from([0, 2, 6, 14, 40, 500]), st.sampled_from([2, 5, 20]), PROGRAM)
@@ -377,6 +391,69 @@ def test_the_random_programs_used_tables_and_failed_at_times() -> None:
     assert SEEN["failed"] > 0
     assert SEEN["by tables"] > 20
     assert SEEN["together"] > 10
+    assert SEEN["kept"] > 1
+
+
+def test_tokens_that_were_moved_into_the_tree_are_found_by_other_requests() -> None:
+    engine = Engine(500)
+    population = Members([(1, 2, 0), (1, 2, 0), (0, 1)])
+    for tokens in ([(0,), (1,), (2,)], [(1,), (-1,), (0,)], [(0,), (2,), (-1,)]):
+        assert not population.ask(engine).errors
+        population.extend(tokens)
+    computed = engine.statistics()["tokens_computed"]
+    assert computed == (3 + 2) + 3 + 3
+    engine.keep_sequences(population.generation, None)
+    check(engine)
+    assert not engine.tables._tables
+    for ids in population.ids:
+        row = engine.answer(Query(0, ids))
+        torch.testing.assert_close(row, expected(None, ids), rtol=0, atol=1e-6)
+    assert engine.statistics()["tokens_computed"] == computed + 3
+    check(engine)
+
+
+def test_tokens_of_other_tables_are_not_moved_into_the_tree() -> None:
+    engine = Engine(500)
+    population = Members([(1, 2, 0), (0, 1)])
+    for tokens in ([(0,), (1,)], [(1,), (2,)]):
+        assert not population.ask(engine).errors
+        population.extend(tokens)
+    assert not population.ask(engine).errors
+    other = Members.__new__(Members)
+    other.__dict__.update(population.__dict__)
+    other.extend([(2,), (2,)])
+    assert not other.ask(engine).errors
+    cached = len(prefixes(engine.path._tree))
+    computed = engine.statistics()["tokens_computed"]
+    engine.keep_sequences(population.generation, None)
+    check(engine)
+    assert len(prefixes(engine.path._tree)) == cached
+    assert not other.ask(engine).errors
+    engine.keep_sequences(other.generation, None)
+    check(engine)
+    assert len(prefixes(engine.path._tree)) == cached + 6
+    assert not population.ask(engine).errors
+    repeated = 2  # for the logits
+    assert engine.statistics()["tokens_computed"] == computed + 2 * repeated
+    check(engine)
+
+
+def test_tokens_that_were_moved_into_the_tree_are_evicted_ends_first() -> None:
+    engine = Engine(12)
+    population = Members([(1, 2, 0), (1, 2, 0)])
+    for tokens in ([(0,), (1,)], [(1,), (2,)]):
+        assert not population.ask(engine).errors
+        population.extend(tokens)
+    assert not population.ask(engine).errors
+    engine.keep_sequences(population.generation, None)
+    del population
+    check(engine)
+    for ids in [(0,) * 5, (1, 2, 0, 0), (2,) * 7]:
+        row = engine.answer(Query(0, ids))
+        torch.testing.assert_close(row, expected(None, ids), rtol=0, atol=1e-6)
+        check(engine)
+        check_tree(engine.path._tree)
+    assert engine.statistics()["tokens_evicted"] > 0
 
 
 def test_tokens_of_a_population_are_computed_once() -> None:

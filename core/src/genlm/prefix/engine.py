@@ -23,7 +23,7 @@ from genlm.prefix.rows import PrefixRows
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.queries.generations import Integers64
+    from genlm.core.queries.generations import Generation, Integers64
     from genlm.core.rows.text_scores import TextResult
     from genlm.prefix.populations import Populations
 
@@ -177,6 +177,11 @@ class PrefixEngine(BatchEngine):
             assert self._populations is not None  # noqa: S101 - our own mistake
             self._populations.adopt(group, np.arange(len(group.wanted)))
         return [GroupValues(values[part], are_logits) for part in rows_of]
+
+    def keep_sequences(self, generation: Generation, adapter: str | None) -> None:
+        """Move the tokens of a population into the tree, where other requests find them."""
+        if self._populations is not None:
+            self._populations.move_to_tree(generation, adapter)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select queries for about one forward pass: the oldest, and others of its adapter.

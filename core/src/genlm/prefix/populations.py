@@ -2,7 +2,8 @@
 
 The slots come from the pool of a prefix tree. The tree computes the first sequences of a
 population and pins them while rows refer to them; their extensions have slots here, without an
-object per sequence. The tree also recomputes the sequences of an evicted table.
+object per sequence. The tree also recomputes the sequences of an evicted table. Sequences that
+are no longer used as a population can be moved into the tree, where other requests find them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.queries.generations import NO_TOKEN, Integers64
+from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
 from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.continuation import Continuation, TableBatch, continuation, joined
-from genlm.prefix.node import SCRATCH_SLOT, Paths
+from genlm.prefix.node import SCRATCH_SLOT, Paths, Slots
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 __all__ = ["Populations"]
@@ -217,6 +218,31 @@ class Populations:
         if rows:
             self._store(group, table.replace(np.array(rows, np.int64), slots))
 
+    def move_to_tree(self, generation: Generation, adapter: str | None) -> None:
+        """Move the tokens of a generation's sequences into the tree, and remove its table.
+
+        Tokens to which rows of other tables refer are not moved.
+        """
+        self.collect()
+        base = generation.with_state()
+        if base is None or not isinstance(base.state, _TableReference):
+            return
+        entry = self._tables.pop(base.state.key, None)
+        if entry is None:
+            return
+        table = entry.table
+        is_free = np.zeros(self._tree.capacity + 1, bool)
+        is_free[self._released(table)] = True
+        for row, count in enumerate(table.tokens.tolist()):
+            sequence = base.lineage.sequence(row)
+            match = _, first = self._tree.match(adapter, sequence)
+            path = np.concatenate([table.trunk, table.slots[row, : table.lengths[row]]])
+            slots = path[first:]
+            if first < count and is_free[slots].all():
+                self._tree.add_computed(adapter, sequence, match, slots)
+                is_free[slots] = False
+        self._tree.free(np.flatnonzero(is_free))
+
     # -- internals --------------------------------------------------------------------
 
     def _passes(self, counts: Integers64) -> Iterator[slice]:
@@ -316,15 +342,22 @@ class Populations:
         return True
 
     def _free(self, table: BlockTable) -> None:
-        """Release the slots of a table; those of first sequences return to the tree."""
+        """Free the slots of a table that no other table refers to."""
+        self._tree.free(self._released(table))
+
+    def _released(self, table: BlockTable) -> Slots:
+        """Release a table, and return the slots to free, which belong to no other table.
+
+        Those of first sequences belong to the tree, where they are unpinned.
+        """
         freed = self._references.release(table.last)
         if not len(freed):
-            return
+            return freed
         roots = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
         pinned = [slot for slot in roots if slot in self._pinned]
         for slot in pinned:
             self._tree.unpin(*self._pinned.pop(slot))
-        self._tree.free(freed[~np.isin(freed, pinned)] if pinned else freed)
+        return freed[~np.isin(freed, pinned)] if pinned else freed
 
 
 class _TableEntry(NamedTuple):

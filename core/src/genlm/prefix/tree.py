@@ -138,7 +138,7 @@ class PrefixTree:
         if length < len(tokens):
             node = self._extend(node, _ids_from(tokens, length))
         if isinstance(tokens, TokenSequence):
-            self._store_place(adapter, tokens, node)
+            self._store_place(adapter, tokens.key, node, len(tokens))
         return node
 
     def match(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
@@ -262,6 +262,39 @@ class PrefixTree:
             lacking -= self._evict(lacking)
         return self._free.allocate(count)
 
+    def add_computed(
+        self,
+        adapter: str | None,
+        tokens: TokenSequence,
+        match: tuple[Node, int],
+        slots: Slots,
+    ) -> None:
+        """Add tokens that were computed outside the tree. Call this between batches.
+
+        Args:
+            adapter: Adapter of the sequence.
+            tokens: The sequence.
+            match: The result of `match` for the sequence, which ends before slots of it.
+            slots: Slots of the next tokens of the sequence, at least one, from `allocate`; they
+                then belong to the tree.
+        """
+        node, length = match
+        if length < node.end:
+            lower, node = node, self._split(node, length - node.start)
+            if lower in self._idle:
+                self._set_idle(node, idle=True)
+        ids = list(tokens.ids_from(length)[: len(slots)])
+        child = Node(ids, slots, length, node)
+        child.computed = len(ids)
+        node.children[ids[0]] = child
+        self._store_place(adapter, tokens.prefix_key(child.end), child, child.end)
+        used: Node | None = child
+        self._set_idle(child, idle=True)
+        while used is not None:  # descendants precede their ancestors
+            if used in self._idle:
+                self._idle.move_to_end(used)
+            used = used.parent
+
     def free(self, slots: Slots) -> None:
         """Free slots that `allocate` returned."""
         self._free.free(slots)
@@ -297,10 +330,12 @@ class PrefixTree:
         node, cuts, length = place
         return node.at(length - 1) if node.cuts == cuts else None
 
-    def _store_place(self, adapter: str | None, tokens: TokenSequence, node: Node) -> None:
+    def _store_place(
+        self, adapter: str | None, sequence_key: bytes, node: Node, length: int
+    ) -> None:
         """Store the node that contains the last token of a sequence."""
-        key = (adapter, tokens.key)
-        self._places[key] = (node, node.cuts, len(tokens))
+        key = (adapter, sequence_key)
+        self._places[key] = (node, node.cuts, length)
         self._places.move_to_end(key)
         if len(self._places) > self._max_places:
             self._places.popitem(last=False)

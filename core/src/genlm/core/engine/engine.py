@@ -61,6 +61,11 @@ class Engine(Protocol):
     `samples_groups`, the maximum number of continuations in a query: it then accepts group
     queries with `sampling`. For other engines, the core submits queries for every token.
 
+    An engine that stores the state of groups apart from that of single sequences may have a
+    method `keep_sequences(generation, adapter)`, which is called when no group will extend the
+    sequences of a generation, but other requests may. Continuations of several callers that
+    are pending together are then drawn as one group.
+
     Attributes:
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
         max_context: Maximum number of tokens of a query, None for no limit.

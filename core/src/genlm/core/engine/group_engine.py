@@ -19,9 +19,11 @@ import torch
 
 from genlm.core.engine.engine import call_each
 from genlm.core.engine.group_sampling import (
+    JoinedRun,
     MemberRuns,
     RowRequest,
     SamplingRun,
+    joining_key,
     result_error,
 )
 from genlm.core.queries.generations import Integers64
@@ -139,6 +141,8 @@ class GroupEngine:
         self._smallest_group: float = math.inf
         if getattr(engine, "submit_group", None) is not None:
             self._smallest_group = getattr(engine, "smallest_group", _SMALLEST_GROUP)
+        self._keep_sequences = getattr(engine, "keep_sequences", None)
+        self._waiting: dict[int, GroupQuery] = {}  # continuations that the next step begins
         self._runs: dict[int, SamplingRun] = {}  # by query id
         self._divided: dict[int, _DividedGroup | MemberRuns] = {}  # by query id
         # By id of a query for one sequence: id of the group, place, requested reduction.
@@ -150,18 +154,19 @@ class GroupEngine:
 
     def submit_group(self, group: GroupQuery) -> None:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
-        vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
         if group.sampling is None:
             self._submit(group)
-        elif self._is_divided(group):
-            self._divide(MemberRuns(group, vocabulary, max_context))
+        elif not self._is_divided(group):
+            self._run(SamplingRun(group, self.engine.vocabulary, self.engine.max_context))
+        elif group.sampling.returns_generation or self._keep_sequences is None:
+            self._divide_members(group)
         else:
-            run = SamplingRun(group, vocabulary, max_context)
-            self._submit(run.next_query())
-            self._runs[group.query_id] = run
+            self._waiting[group.query_id] = group
 
     def step(self) -> Iterable[Completion]:
         """Step the engine, and submit the queries for next tokens."""
+        if self._waiting:
+            self._begin_waiting()
         step_completions: Iterable[Completion] = self._rejected
         if step_completions:
             self._rejected = []
@@ -187,11 +192,19 @@ class GroupEngine:
             group = self._divided[group_id]
             if group.has_failed or not group.pending_ids:
                 completions.append(self._finish_group(group_id))
-        advanced = map(self._advance, completions)
-        return [completion for completion in advanced if completion is not None]
+        return [result for completion in completions for result in self._advance(completion)]
 
     def abort(self, query_id: int) -> None:
         """Drop a query."""
+        if self._waiting.pop(query_id, None) is not None:
+            return
+        for run_id, run in self._runs.items():
+            if isinstance(run, JoinedRun) and query_id in run.unfinished_queries:
+                run.drop(query_id)
+                if run.unfinished_queries:
+                    return
+                query_id = run_id
+                break
         self._runs.pop(query_id, None)
         group = self._divided.pop(query_id, None)
         if group is None:
@@ -202,6 +215,44 @@ class GroupEngine:
     def _is_divided(self, group: GroupQuery) -> bool:
         is_small = len(group.row_of) < self._smallest_group
         return is_small and group.generation.has_only_contexts
+
+    def _run(self, run: SamplingRun) -> None:
+        """Submit the query for the first tokens of continuations."""
+        self._submit(run.next_query())
+        self._runs[run.query.query_id] = run
+
+    def _begin_waiting(self) -> None:
+        """Submit the queries for the first tokens of the continuations that are pending.
+
+        They are drawn together if there are enough of them and none is being drawn. Otherwise
+        they share passes with those being drawn, as separate queries.
+        """
+        waiting, self._waiting = self._waiting, {}
+        is_idle = not self._runs and not self._divided
+        by_key: dict[Any, list[GroupQuery]] = {}
+        for query in waiting.values():
+            by_key.setdefault(joining_key(query), []).append(query)
+        for queries in by_key.values():
+            count = sum(len(query.row_of) for query in queries)
+            if not is_idle or count < self._smallest_group:
+                self._divide_all(queries)
+                continue
+            vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
+            try:
+                self._run(JoinedRun(next(self._query_ids), queries, vocabulary, max_context))
+            except Exception:  # noqa: BLE001 - raised again by the query that causes it
+                self._divide_all(queries)
+
+    def _divide_all(self, queries: Iterable[GroupQuery]) -> None:
+        """Submit the queries for the first tokens of the members of each group."""
+        for query in queries:
+            try:
+                self._divide_members(query)
+            except Exception as error:  # noqa: BLE001 - it fails this query alone
+                self._rejected.append(Completion(query.query_id, error=error))
+
+    def _divide_members(self, group: GroupQuery) -> None:
+        self._divide(MemberRuns(group, self.engine.vocabulary, self.engine.max_context))
 
     def _submit(self, group: GroupQuery) -> None:
         """Submit a group query, or a query for each of its distinct sequences."""
@@ -260,23 +311,37 @@ class GroupEngine:
             del self._row_requests[query_id]
         call_each(self.engine.abort, ((query_id,) for query_id in group.pending_ids))
 
-    def _advance(self, completion: Completion) -> Completion | None:
-        """Submit the next query of a run and return None, or return the completion."""
-        query_id, result, error, _ = completion
-        run = self._runs.get(query_id)
+    def _advance(self, completion: Completion) -> list[Completion]:
+        """Submit the next query of a run; return completions of the caller's queries.
+
+        If a joined run fails, its queries are computed separately, so that an error fails only
+        the queries that cause it.
+        """
+        run = self._runs.get(completion.query_id)
         if run is None:
-            return completion
-        if error is None and isinstance(result, GroupResult):
+            return [completion]
+        completions: list[Completion] = []
+        error = completion.error
+        if error is None and not isinstance(completion.result, GroupResult):
+            error = result_error(completion.result)
+        if error is None:
             try:
-                run.add(result)
+                run.add(completion.result)  # type: ignore[arg-type]
+                completions = run.completed()
                 if not run.is_complete:
                     self._submit(run.next_query())
-                    return None
-                completion = Completion(query_id, run.result())
-            except Exception as raised:  # noqa: BLE001 - it fails this query alone
-                completion = Completion(query_id, error=raised)
-        del self._runs[query_id]
-        return completion
+                    return completions
+            except Exception as raised:  # noqa: BLE001 - it fails the queries of this run alone
+                error = raised
+        del self._runs[completion.query_id]
+        sampling = run.query.sampling
+        if isinstance(run, JoinedRun) and error is not None:
+            self._divide_all(run.unfinished_queries.values())
+        elif error is not None:
+            completions = [Completion(completion.query_id, error=error)]
+        elif self._keep_sequences and sampling and not sampling.returns_generation:
+            call_each(self._keep_sequences, [(run.generation, run.query.adapter)])
+        return completions
 
 
 def with_groups(engine: Engine) -> Engine:

@@ -1,14 +1,15 @@
 """Continuations of the members of a group, drawn and extended on the engine's thread.
 
-`SamplingRun` converts a group query with `sampling` into one group query per token. For few
-members, `MemberRuns` converts it into one query per member and token. `GroupEngine` runs them
-for engines that do not forward such queries to other processes.
+`SamplingRun` converts a group query with `sampling` into one group query per token, and
+`JoinedRun` several such queries that are pending together. For few members, `MemberRuns`
+converts it into one query per member and token. `GroupEngine` runs them for engines that do not
+forward such queries to other processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +23,10 @@ from genlm.core.queries.generations import (
     Generation,
     Integers64,
     distinct_sequences,
+    first_generation,
     raise_member_errors,
 )
-from genlm.core.queries.query import GroupQuery, GroupResult, Reduction
+from genlm.core.queries.query import Completion, GroupQuery, GroupResult, Reduction
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import DrawColumns
 from genlm.core.rows.reductions import Draw, DrawnToken
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupSampling",
+    "JoinedRun",
     "MemberRuns",
     "RowRequest",
     "SampledGroup",
     "SamplingRun",
+    "joining_key",
     "result_error",
 ]
 
@@ -67,6 +71,8 @@ class GroupSampling:
         stop_ids: Ids of tokens that finish a member.
         stop_texts: Texts that finish a member, with the token that completes one of them among
             the drawn tokens.
+        returns_generation: Whether the caller uses `generation` and `places` of the result,
+            which are otherwise undefined.
     """
 
     places: Integers64
@@ -77,6 +83,7 @@ class GroupSampling:
     step: int
     stop_ids: frozenset[int]
     stop_texts: tuple[bytes, ...]
+    returns_generation: bool = True
 
     def draws(self, members: Integers64, token: int) -> DrawColumns:
         """Return the reduction that draws the token with index `token` for some members."""
@@ -122,9 +129,8 @@ class _Continuations:
     def __init__(
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
     ) -> None:
-        assert query.sampling is not None  # noqa: S101 - checked by callers
         self.query = query
-        self._sampling = query.sampling
+        self._sampling = _sampling_of(query)
         self._vocabulary = vocabulary
         self._max_context = max_context
         self._tails = [b""] * len(self._sampling.places)
@@ -137,13 +143,17 @@ class _Continuations:
 
 
 class SamplingRun(_Continuations):
-    """Continuations with one group query per token, for all members."""
+    """Continuations with one group query per token, for all members.
+
+    Attributes:
+        generation: Generation with the extended sequences of the members.
+    """
 
     def __init__(
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
     ) -> None:
         super().__init__(query, vocabulary, max_context)
-        self._generation = query.generation
+        self.generation = query.generation
         self._places = self._sampling.places
         self._finished = self._sampling.finished
         self._row_of = self._places
@@ -162,14 +172,14 @@ class SamplingRun(_Continuations):
         Raises:
             PopulationError: The contexts of members are full.
         """
-        lineage, members = self._generation.lineage, self._active
+        lineage, members = self.generation.lineage, self._active
         wanted, row_of = distinct_sequences(
             lineage, self._places, members, max_context=self._max_context
         )
         self._row_of = row_of
         return dataclasses.replace(
             self.query,
-            generation=self._generation,
+            generation=self.generation,
             wanted=wanted,
             row_of=row_of,
             reduction=self._sampling.draws(members, len(self._columns)),
@@ -192,9 +202,7 @@ class SamplingRun(_Continuations):
             draw_logprob = torch.zeros(count).index_copy_(0, active, draw_logprob)
         self._columns.append((token_ids, logprobs, draw_logprob))
         new_ids = token_ids.numpy()
-        self._generation, self._places = self._generation.extended(
-            self._places, new_ids[:, None]
-        )
+        self.generation, self._places = self.generation.extended(self._places, new_ids[:, None])
         ends = np.isin(new_ids, self._stop_ids)
         if self._sampling.stop_texts:
             for member in np.flatnonzero(new_ids >= 0).tolist():
@@ -209,15 +217,137 @@ class SamplingRun(_Continuations):
             torch.stack(token_ids, 1),
             torch.stack(logprobs, 1),
             torch.stack(draw_logprob, 1),
-            self._generation,
+            self.generation,
             self._places,
             self._finished,
         )
+
+    def completed(self) -> list[Completion]:
+        """Return the completions of queries whose continuations have become complete."""
+        return [Completion(self.query.query_id, self.result())] if self.is_complete else []
 
     def _unfinished(self) -> Integers64:
         """Return the members that draw another token, ascending."""
         has_room = self._sampling.max_tokens > len(self._columns)
         return np.flatnonzero(has_room & ~self._finished)
+
+
+class JoinedRun(SamplingRun):
+    """The continuations of several group queries with equal `joining_key`, drawn together.
+
+    The tokens of a query are those that it gets alone.
+
+    Args:
+        query_id: Id of the group queries for tokens.
+        queries: The queries, with `returns_generation` False.
+        vocabulary: As `SamplingRun`.
+        max_context: As `SamplingRun`.
+
+    Attributes:
+        unfinished_queries: Queries whose continuations are not complete, by id.
+    """
+
+    def __init__(
+        self,
+        query_id: int,
+        queries: Sequence[GroupQuery],
+        vocabulary: Vocabulary,
+        max_context: int | None,
+    ) -> None:
+        counts = [len(_sampling_of(query).places) for query in queries]
+        self._begins = np.cumsum([0, *counts[:-1]])
+        self._members = {
+            query.query_id: slice(begin, begin + count)
+            for query, begin, count in zip(queries, self._begins.tolist(), counts, strict=True)
+        }
+        self.unfinished_queries = {query.query_id: query for query in queries}
+        self._dropped: list[slice] = []
+        super().__init__(_joined(query_id, queries, vocabulary.size), vocabulary, max_context)
+
+    def add(self, result: GroupResult) -> None:
+        """Add the tokens that the last query drew; see `SamplingRun.add`."""
+        super().add(result)
+        if self._dropped:
+            for members in self._dropped:
+                self._finished[members] = True
+            self._dropped = []
+            self._active = self._unfinished()
+
+    def drop(self, query_id: int) -> None:
+        """Draw no further tokens for a query."""
+        del self.unfinished_queries[query_id]
+        self._dropped.append(self._members[query_id])
+
+    def completed(self) -> list[Completion]:
+        """Return the completions of queries whose continuations have become complete."""
+        is_active = np.zeros(len(self._places), np.int64)
+        is_active[self._active] = 1
+        has_ended = np.add.reduceat(is_active, self._begins) == 0
+        ended = [
+            query_id
+            for query_id, ends in zip(self._members, has_ended.tolist(), strict=True)
+            if ends and query_id in self.unfinished_queries
+        ]
+        if not ended:
+            return []
+        all_members = self.result()
+        lengths = (all_members.token_ids >= 0).sum(1).numpy()
+        completions = []
+        for query_id in ended:
+            query, members = self.unfinished_queries.pop(query_id), self._members[query_id]
+            longest = int(lengths[members].max())
+            sampled = SampledGroup(
+                all_members.token_ids[members, :longest],
+                all_members.logprobs[members, :longest],
+                all_members.draw_logprob[members, :longest],
+                query.generation,
+                _sampling_of(query).places,
+                all_members.finished[members],
+            )
+            completions.append(Completion(query_id, sampled))
+        return completions
+
+
+def joining_key(query: GroupQuery) -> tuple[object, ...]:
+    """Return the settings that queries for continuations share if they are drawn together."""
+    sampling = _sampling_of(query)
+    weights = sampling.weights
+    limits = int(weights.top_k), float(weights.top_p)
+    return query.adapter, *limits, sampling.step, sampling.stop_ids, sampling.stop_texts
+
+
+def _joined(query_id: int, queries: Sequence[GroupQuery], vocab_size: int) -> GroupQuery:
+    """Return one query for the continuations of several with equal `joining_key`."""
+    samplings = list(map(_sampling_of, queries))
+    generation, places = first_generation(
+        [
+            query.generation.lineage.sequence(place)
+            for query, sampling in zip(queries, samplings, strict=True)
+            for place in sampling.places.tolist()
+        ]
+    )
+    weights = [sampling.weights for sampling in samplings]
+    sampling = dataclasses.replace(
+        samplings[0],
+        places=places,
+        finished=np.concatenate([sampling.finished for sampling in samplings]),
+        max_tokens=np.concatenate([sampling.max_tokens for sampling in samplings]),
+        weights=RowWeights(
+            (len(places), vocab_size),
+            temperature=np.concatenate([each.temperatures for each in weights]),
+            top_k=int(weights[0].top_k),
+            top_p=float(weights[0].top_p),
+        ),
+        seeds=np.concatenate([sampling.seeds for sampling in samplings]),
+    )
+    return dataclasses.replace(
+        queries[0], query_id=query_id, generation=generation, sampling=sampling
+    )
+
+
+def _sampling_of(query: GroupQuery) -> GroupSampling:
+    assert query.sampling is not None  # noqa: S101 - checked by callers
+    return query.sampling
 
 
 class MemberRuns(_Continuations):
@@ -289,9 +419,9 @@ class MemberRuns(_Continuations):
                 ids, logprobs, _, draw_logprobs = zip(*drawn, strict=True)
                 token_ids[member, : len(drawn)] = torch.tensor(ids)
                 numbers[:, member, : len(drawn)] = torch.tensor([logprobs, draw_logprobs])
-        generation, places = self._leased_generation().extended(
-            self._sampling.places, token_ids.numpy()
-        )
+        generation, places = self._leased_generation(), self._sampling.places
+        if self._sampling.returns_generation:
+            generation, places = generation.extended(places, token_ids.numpy())
         return SampledGroup(
             token_ids, numbers[0], numbers[1], generation, places, np.array(self._finished)
         )

@@ -266,6 +266,7 @@ class SampleMethods:
                 top_p=options.top_p,
             ),
             *(seeds, 0, options.stop_ids, options.stop_texts),
+            returns_generation=False,
         )
         draws, adapter = sampling.draws(np.arange(count), 0), queries[0].adapter
         return self._requests.group_query(generation, places, draws, adapter, sampling=sampling)

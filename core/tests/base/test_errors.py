@@ -104,7 +104,7 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (
         errors.PluginApiError("p:hf", 0, 1),
         {"plugin": "p:hf", "found": 0, "expected": 1},
-        ["p:hf speaks version 0", "--upgrade p"],
+        ["p:hf implements version 0", "--upgrade p"],
     ),
     (errors.PluginApiError("p:hf", 2, 1), {}, ["--upgrade genlm-core"]),
 ]

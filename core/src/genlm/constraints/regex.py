@@ -106,7 +106,7 @@ class _Parser:
         """
         part = self._choice({})
         if self._place < len(self._pattern):
-            raise ValueError("a group is closed that was not opened")
+            raise ValueError("a closing parenthesis has no opening parenthesis")
         return self._part(part)
 
     def _next(self, flags: dict[str, bool]) -> str:
@@ -126,7 +126,7 @@ class _Parser:
                 choices.append([])
             elif character in "*+?" or _COUNTED.match(self._pattern, self._place):
                 if not choices[-1]:
-                    raise ValueError(f"{character} repeats nothing")
+                    raise ValueError(f"{character} has no expression to repeat")
                 choices[-1].append(self._repetition(choices[-1].pop(), flags))
             elif group := _GROUP.match(self._pattern, self._place):
                 on, off = group["on"] or "", group["off"] or ""

@@ -427,8 +427,9 @@ class PluginApiError(PluginError):
         if isinstance(self.found, int) and self.found < self.expected:
             distribution = self.plugin.partition(":")[0]
         return (
-            f"the plugin {self.plugin} speaks version {self.found} of the plugin "
-            f"interface, this genlm-core {self.expected}: pip install --upgrade {distribution}"
+            f"the plugin {self.plugin} implements version {self.found} of the plugin "
+            f"interface, but this genlm-core requires version {self.expected}: "
+            f"pip install --upgrade {distribution}"
         )
 
 

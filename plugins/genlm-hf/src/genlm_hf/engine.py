@@ -32,10 +32,10 @@ __all__ = ["HFEngine"]
 _TOKENS_PER_BATCH = 8192
 _TOKENS_PER_BATCH_ON_CPU = 2048
 
-# Maximum logits of one pass on a CPU: 256 MiB in float32. Other devices use a sixteenth of the
+# Maximum logits of one pass on a CPU: 256 MiB in float32. Other devices use an eighth of the
 # memory that the weights leave free, because a second pass reads all weights again.
 _LOGITS_PER_BATCH_ON_CPU = 2**26
-_SHARE_OF_LOGITS = 1 / 16
+_SHARE_OF_LOGITS = 1 / 8
 _BYTES_PER_LOGIT = 8  # in the model's dtype and in float32
 
 

@@ -145,8 +145,9 @@ class PrefixEngine(BatchEngine):
 
     def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Select populations whose next tokens are computed in one forward pass."""
-        populations = self._populations
-        return pending[:1] if populations is None else populations.choose(pending)
+        if self._populations is None or len(pending) == 1:
+            return pending[:1]
+        return self._populations.choose(pending)
 
     def evaluate_groups(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
         """Compute the sequences of several populations in one forward pass."""

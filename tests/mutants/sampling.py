@@ -10,7 +10,8 @@ import genlm.core.rows.reductions
 from genlm import AsyncLM
 from genlm.core.engine import group_engine
 from genlm.core.engine.group_engine import GroupEngine
-from genlm.core.engine.group_sampling import JoinedRun, MemberRuns, SamplingRun
+from genlm.core.engine.group_sampling import MemberRuns, SamplingRun
+from genlm.core.engine.joined_sampling import JoinedRun
 from genlm.core.rows.row_weights import RowWeights
 
 from .baselines import cached_target

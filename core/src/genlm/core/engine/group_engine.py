@@ -19,13 +19,12 @@ import torch
 
 from genlm.core.engine.engine import call_each
 from genlm.core.engine.group_sampling import (
-    JoinedRun,
     MemberRuns,
     RowRequest,
     SamplingRun,
-    joining_key,
     result_error,
 )
+from genlm.core.engine.joined_sampling import JoinedRun, joining_key
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import (
     Completion,

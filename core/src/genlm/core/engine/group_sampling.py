@@ -1,15 +1,15 @@
 """Continuations of the members of a group, drawn and extended on the engine's thread.
 
-`SamplingRun` converts a group query with `sampling` into one group query per token, and
-`JoinedRun` several such queries that are pending together. For few members, `MemberRuns`
-converts it into one query per member and token. `GroupEngine` runs them for engines that do not
-forward such queries to other processes.
+`SamplingRun` converts a group query with `sampling` into one group query per token;
+`joined_sampling` does so for several queries that are pending together. For few members,
+`MemberRuns` converts a query into one query per member and token. `GroupEngine` runs them for
+engines that do not forward such queries to other processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,6 @@ from genlm.core.queries.generations import (
     Generation,
     Integers64,
     distinct_sequences,
-    first_generation,
     raise_member_errors,
 )
 from genlm.core.queries.query import Completion, GroupQuery, GroupResult, Reduction
@@ -41,13 +40,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupSampling",
-    "JoinedRun",
     "MemberRuns",
     "RowRequest",
     "SampledGroup",
     "SamplingRun",
-    "joining_key",
     "result_error",
+    "sampling_of",
 ]
 
 RowRequest = tuple[int, TokenSequence, Reduction]
@@ -130,7 +128,7 @@ class _Continuations:
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
     ) -> None:
         self.query = query
-        self._sampling = _sampling_of(query)
+        self._sampling = sampling_of(query)
         self._vocabulary = vocabulary
         self._max_context = max_context
         self._tails = [b""] * len(self._sampling.places)
@@ -232,120 +230,8 @@ class SamplingRun(_Continuations):
         return np.flatnonzero(has_room & ~self._finished)
 
 
-class JoinedRun(SamplingRun):
-    """The continuations of several group queries with equal `joining_key`, drawn together.
-
-    The tokens of a query are those that it gets alone.
-
-    Args:
-        query_id: Id of the group queries for tokens.
-        queries: The queries, with `returns_generation` False.
-        vocabulary: As `SamplingRun`.
-        max_context: As `SamplingRun`.
-
-    Attributes:
-        unfinished_queries: Queries whose continuations are not complete, by id.
-    """
-
-    def __init__(
-        self,
-        query_id: int,
-        queries: Sequence[GroupQuery],
-        vocabulary: Vocabulary,
-        max_context: int | None,
-    ) -> None:
-        counts = [len(_sampling_of(query).places) for query in queries]
-        self._begins = np.cumsum([0, *counts[:-1]])
-        self._members = {
-            query.query_id: slice(begin, begin + count)
-            for query, begin, count in zip(queries, self._begins.tolist(), counts, strict=True)
-        }
-        self.unfinished_queries = {query.query_id: query for query in queries}
-        self._dropped: list[slice] = []
-        super().__init__(_joined(query_id, queries, vocabulary.size), vocabulary, max_context)
-
-    def add(self, result: GroupResult) -> None:
-        """Add the tokens that the last query drew; see `SamplingRun.add`."""
-        super().add(result)
-        if self._dropped:
-            for members in self._dropped:
-                self._finished[members] = True
-            self._dropped = []
-            self._active = self._unfinished()
-
-    def drop(self, query_id: int) -> None:
-        """Draw no further tokens for a query."""
-        del self.unfinished_queries[query_id]
-        self._dropped.append(self._members[query_id])
-
-    def completed(self) -> list[Completion]:
-        """Return the completions of queries whose continuations have become complete."""
-        is_active = np.zeros(len(self._places), np.int64)
-        is_active[self._active] = 1
-        has_ended = np.add.reduceat(is_active, self._begins) == 0
-        ended = [
-            query_id
-            for query_id, ends in zip(self._members, has_ended.tolist(), strict=True)
-            if ends and query_id in self.unfinished_queries
-        ]
-        if not ended:
-            return []
-        all_members = self.result()
-        lengths = (all_members.token_ids >= 0).sum(1).numpy()
-        completions = []
-        for query_id in ended:
-            query, members = self.unfinished_queries.pop(query_id), self._members[query_id]
-            longest = int(lengths[members].max())
-            sampled = SampledGroup(
-                all_members.token_ids[members, :longest],
-                all_members.logprobs[members, :longest],
-                all_members.draw_logprob[members, :longest],
-                query.generation,
-                _sampling_of(query).places,
-                all_members.finished[members],
-            )
-            completions.append(Completion(query_id, sampled))
-        return completions
-
-
-def joining_key(query: GroupQuery) -> tuple[object, ...]:
-    """Return the settings that queries for continuations share if they are drawn together."""
-    sampling = _sampling_of(query)
-    weights = sampling.weights
-    limits = int(weights.top_k), float(weights.top_p)
-    return query.adapter, *limits, sampling.step, sampling.stop_ids, sampling.stop_texts
-
-
-def _joined(query_id: int, queries: Sequence[GroupQuery], vocab_size: int) -> GroupQuery:
-    """Return one query for the continuations of several with equal `joining_key`."""
-    samplings = list(map(_sampling_of, queries))
-    generation, places = first_generation(
-        [
-            query.generation.lineage.sequence(place)
-            for query, sampling in zip(queries, samplings, strict=True)
-            for place in sampling.places.tolist()
-        ]
-    )
-    weights = [sampling.weights for sampling in samplings]
-    sampling = dataclasses.replace(
-        samplings[0],
-        places=places,
-        finished=np.concatenate([sampling.finished for sampling in samplings]),
-        max_tokens=np.concatenate([sampling.max_tokens for sampling in samplings]),
-        weights=RowWeights(
-            (len(places), vocab_size),
-            temperature=np.concatenate([each.temperatures for each in weights]),
-            top_k=int(weights[0].top_k),
-            top_p=float(weights[0].top_p),
-        ),
-        seeds=np.concatenate([sampling.seeds for sampling in samplings]),
-    )
-    return dataclasses.replace(
-        queries[0], query_id=query_id, generation=generation, sampling=sampling
-    )
-
-
-def _sampling_of(query: GroupQuery) -> GroupSampling:
+def sampling_of(query: GroupQuery) -> GroupSampling:
+    """Return the sampling parameters of a query, which must have some."""
     assert query.sampling is not None  # noqa: S101 - checked by callers
     return query.sampling
 

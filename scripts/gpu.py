@@ -111,9 +111,16 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
     """All steps, in their order; their limits are far above what they take."""
     needs = ("pytest", "pytest_timeout", "hypothesis", "cachetools", "pluggy")
 
-    def tests(name: str, limit_s: float, *paths: str, also: tuple[str, ...] = ()) -> Step:
+    def tests(
+        name: str,
+        limit_s: float,
+        *paths: str,
+        also: tuple[str, ...] = (),
+        optional: bool = False,
+    ) -> Step:
         found = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-        return Step(f"tests-{name}", "tests", (*found, *paths), limit_s, (*needs, *also))
+        own = (*needs, *also)
+        return Step(f"tests-{name}", "tests", (*found, *paths), limit_s, own, optional)
 
     def checks(name: str, limit_s: float, needed: str, *, optional: bool = False) -> Step:
         only = ("--only", _TINY_CHECKS[name]) if tiny else ()
@@ -128,12 +135,14 @@ def steps(device: str, *, tiny: bool) -> list[Step]:
         return Step(line, "bench", arguments, limit_s, own, optional)
 
     hf, trie = "plugins/genlm-hf/tests", "plugins/genlm-trie-cuda/tests"
+    vllm = "plugins/genlm-vllm/tests/test_gpu.py"
     return [
         tests("trie", 240, trie),
         tests("hf", 240, hf, also=("transformers", "peft", "accelerate")),
         tests(
             "core", 120, "core/tests/rows", "tests/test_documents.py", also=("opentelemetry",)
         ),
+        tests("vllm", 300, vllm, also=("vllm", "transformers", "peft"), optional=True),
         checks("cuda", 240, "triton"),
         checks("hf", 240, "transformers"),
         checks("vllm", 240, "vllm", optional=True),

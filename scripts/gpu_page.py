@@ -29,6 +29,8 @@ STEPS = {
     "tests-hf": "tests of genlm-hf that need a GPU: rows, forks, cancellations, adapters, "
     "eviction, `device_map`, bitsandbytes",
     "tests-core": "tests of the core and the documents that need a GPU",
+    "tests-vllm": "tests of genlm-vllm that need a GPU, where vLLM is installed: both model "
+    "runners, CUDA graphs, adapters, a worker process",
     "check-cuda": "`genlm check cuda` on the device",
     "check-hf": "`genlm check hf` on the device",
     "check-vllm": "`genlm check vllm` on the device, where vLLM is installed",

@@ -67,7 +67,7 @@ def check_output(value: Any, output: Any, row: torch.Tensor) -> None:
     """Compare the result of an output with the row of its context, in float64."""
     match output:
         case None:
-            assert (value - row).abs().max() <= TOLERANCE
+            assert (value.cpu() - row).abs().max() <= TOLERANCE
             assert value.untyped_storage().nbytes() == value.nbytes
             assert not value.is_inference()
         case TokenLogprobs():

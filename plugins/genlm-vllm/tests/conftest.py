@@ -13,16 +13,20 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 # Workers of several engines share the cores; vLLM would bind each worker to its cores.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.loading import CPU_BLOCK_SIZE
 
 from . import frozen_modules, interpreted_triton, preloaded_workers
 
 frozen_modules.keep_frozen()
-preloaded_workers.fork_spawned_processes()
+if not interpreted_triton.ON_GPU:
+    preloaded_workers.fork_spawned_processes()
 
 if interpreted_triton.SECOND_RUNNER:
     interpreted_triton.provide()
@@ -63,8 +67,31 @@ def _inspect_model_classes_in_this_process() -> Iterator[None]:
         yield
 
 
+class TinyLlamaOnGPU(TinyLlama):
+    """Without adapters, which vLLM does not compute in float32 on a GPU.
+
+    KV blocks have their size on the CPU, because tests count blocks and cached tokens.
+    """
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self.adapters = {}
+
+    def engine(self, **options: Any) -> Any:
+        return super().engine(**{"block_size": CPU_BLOCK_SIZE, **options})
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     """The conformance suite's model with room for longer prompts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    return TinyLlama(folder, max_position_embeddings=256)
+    model = TinyLlamaOnGPU if interpreted_triton.ON_GPU else TinyLlama
+    return model(folder, max_position_embeddings=256)
+
+
+@pytest.fixture
+def adapters(tiny: TinyLlama) -> Mapping[str, str]:
+    """The model's adapters; skips the test if it has none."""
+    if not tiny.adapters:
+        pytest.skip("vLLM does not compute adapters in float32 on a GPU")
+    return tiny.adapters

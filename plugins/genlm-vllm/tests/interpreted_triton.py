@@ -5,14 +5,20 @@ Triton only if it has a backend named "cpu". Triton's distribution has no such b
 interpreter runs kernels as Python and needs no backend, so a placeholder with that name
 suffices.
 
-VLLM_USE_V2_MODEL_RUNNER=1 in the environment chooses the second runner for all tests.
+VLLM_USE_V2_MODEL_RUNNER=1 in the environment chooses the second runner for all tests. On a GPU,
+kernels are compiled: the second runner is vLLM's default there, and 0 chooses the first.
 """
 
 from __future__ import annotations
 
 import os
 
-SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+import torch
+
+ON_GPU = torch.cuda.is_available()
+
+SECOND_RUNNER = not ON_GPU and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether the second runner computes, in Triton's interpreter."""
 
 
 class Interpreter:

@@ -136,7 +136,7 @@ def test_a_child_costs_its_token_and_what_nothing_refers_to_ends(
 
 def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM) -> None:
     population = llm.population(PROMPT, 8).extend(np.arange(8) // 2 + 3)
-    rows = population.next_token_logprobs_sync()
+    rows = population.next_token_logprobs_sync().cpu()
     masks = np.random.default_rng(1).random((3, rows.shape[1])) < 0.5
     index = np.array([0, 1, 2, 0, 1, 2, 0, 1])
     mass = population.log_mass_sync(masks, mask_index=index)
@@ -268,7 +268,7 @@ def test_a_population_above_the_places_does_not_hold_up_others(
     assert list(results) == [-8, -9]
     [rows] = results[-9].columns
     for ids, row in ((tuple(PROMPT), results[-8]), *zip(prompts[::20], rows[::20])):
-        assert float((row - tiny.logprobs(ids)).abs().max()) <= 1e-4
+        assert float((row.cpu() - tiny.logprobs(ids)).abs().max()) <= 1e-4
 
 
 @pytest.mark.usefixtures("free")
@@ -349,7 +349,7 @@ def test_a_step_that_raises_loses_no_population(
         check(tiny, population, population.next_token_logprobs_sync())
 
 
-@pytest.mark.usefixtures("free")
+@pytest.mark.usefixtures("free", "adapters")
 def test_a_removed_adapter_takes_its_requests_along(
     llm: genlm.AsyncLM, tiny: TinyLlama
 ) -> None:

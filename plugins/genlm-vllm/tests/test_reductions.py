@@ -152,6 +152,7 @@ def test_what_is_asked_changes_from_step_to_step(either: Any, tiny: Any) -> None
         ids = (*ids, 5 + number)
 
 
+@pytest.mark.usefixtures("adapters")
 def test_adapters_have_their_own_rows(either: Any, tiny: Any) -> None:
     sequences = prompts(70, 3, 40)
     names = (None, "red", "blue")

@@ -254,6 +254,7 @@ def test_cancelled_requests_end_whatever_they_do(engine: Any, tiny: Any) -> None
     assert unfetched(engine) == 0
 
 
+@pytest.mark.usefixtures("adapters")
 def test_contexts_of_adapters_do_not_mix(engine: Any, tiny: Any) -> None:
     [prompt] = prompts(37)
     for length in range(37, 44):
@@ -266,6 +267,7 @@ def test_contexts_of_adapters_do_not_mix(engine: Any, tiny: Any) -> None:
             assert largest_error(tiny, [row], sequences[:1], name) <= 1e-4
 
 
+@pytest.mark.usefixtures("adapters")
 def test_a_removed_adapter_takes_its_contexts_along(engine: Any, tiny: Any) -> None:
     [prompt] = prompts(40)
     for adapter in ("red", "blue"):

@@ -153,6 +153,7 @@ def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: 
     assert engine.statistics()["tokens_computed"] - before == 4 * (145 - 128)
 
 
+@pytest.mark.usefixtures("adapters")
 def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
     spans = [(text, start) for text in prompts(40, 90) for start in (1, 33)]
     names = (None, "red", "blue")
@@ -245,7 +246,8 @@ def test_scores_that_are_not_numbers_are_an_error(
     add = ScoreStore.add
 
     def spoiled(store: Any, request: Any, wanted: Any, logits: Any) -> None:
-        add(store, request, wanted, logits.index_fill(0, torch.tensor([3]), torch.nan))
+        fourth = torch.tensor([3], device=logits.device)
+        add(store, request, wanted, logits.index_fill(0, fourth, torch.nan))
 
     with monkeypatch.context() as patch:
         patch.setattr(ScoreStore, "add", spoiled)

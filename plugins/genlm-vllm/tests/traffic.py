@@ -84,7 +84,7 @@ def largest_error(
     for row in rows:
         assert isinstance(row, torch.Tensor), row
     return max(
-        float((row - model.logprobs(ids, adapter)).abs().max())
+        float((row.cpu() - model.logprobs(ids, adapter)).abs().max())
         for row, ids in zip(rows, sequences, strict=True)
     )
 

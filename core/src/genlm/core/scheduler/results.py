@@ -7,7 +7,7 @@ their errors fail single evaluations, not the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from genlm.core.rows.reductions import reduce_rows
 from genlm.core.scheduler.delivery import Outcome
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["outcomes_of", "store_outcome"]
+__all__ = ["outcomes_of", "store_outcomes"]
 
 Finished = Sequence[tuple[Evaluation, Completion]]
 
@@ -74,19 +74,38 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
             outcomes[evaluation] = values if isinstance(values, Exception) else values.values
 
 
-def store_outcome(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outcome:
-    """Store the results of an evaluation and return them, or the error of storing them."""
-    if isinstance(outcome, Exception) or evaluation.key is None:
-        return outcome
-    try:
-        for output, value in zip(evaluation.outputs, outcome, strict=True):
-            is_stored = not isinstance(output, Reduction) or output.is_cacheable
-            if is_stored and value is not None and not isinstance(value, Exception):
-                key = evaluation.key if output is None else (evaluation.key, output)
-                cache.put(key, value)
-    except Exception as error:  # noqa: BLE001 - fails only this evaluation
-        return error
-    return outcome
+def store_outcomes(
+    cache: OutputCache, finished: Sequence[tuple[Evaluation, Outcome]]
+) -> list[tuple[Evaluation, Outcome]]:
+    """Store the results of a step, but not those that later ones would evict.
+
+    Returns:
+        The evaluations and their results, or the errors of storing them.
+    """
+    outcomes = dict(finished)
+    if not cache.max_entries:
+        return list(finished)
+    results: list[tuple[Hashable, Any]] = []
+    evaluations: list[Evaluation] = []  # of each result
+    for evaluation, outcome in finished:
+        if isinstance(outcome, Exception) or evaluation.key is None:
+            continue
+        try:
+            for output, value in zip(evaluation.outputs, outcome, strict=True):
+                is_stored = not isinstance(output, Reduction) or output.is_cacheable
+                if is_stored and value is not None and not isinstance(value, Exception):
+                    key = evaluation.key if output is None else (evaluation.key, output)
+                    results.append((key, value))
+                    evaluations.append(evaluation)
+        except Exception as error:  # noqa: BLE001 - fails only this evaluation
+            outcomes[evaluation] = error
+    first = cache.first_kept(results)
+    for evaluation, (key, value) in zip(evaluations[first:], results[first:], strict=True):
+        try:
+            cache.put(key, value)
+        except Exception as error:  # noqa: BLE001 - as above
+            outcomes[evaluation] = error
+    return list(outcomes.items())
 
 
 def _checked_outcome(evaluation: Evaluation, completion: Completion) -> Outcome:

@@ -36,7 +36,7 @@ from genlm.core.scheduler.calls import Call, ReleaseQueue
 from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import Finished, StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
-from genlm.core.scheduler.results import outcomes_of, store_outcome
+from genlm.core.scheduler.results import outcomes_of, store_outcomes
 from genlm.core.scheduler.steps import step_engine, submit_evaluations
 
 __all__ = ["Submission", "Worker"]
@@ -391,10 +391,7 @@ class Worker:
         try:
             # Results are stored before the evaluations end. Otherwise an equal request that
             # arrives in between would be evaluated again.
-            finished = [
-                (evaluation, store_outcome(self._cache, evaluation, outcome))
-                for evaluation, outcome in finished
-            ]
+            finished = store_outcomes(self._cache, finished)
             with self._lock:
                 for evaluation, _ in finished:
                     self._table.close_to_joiners(evaluation)

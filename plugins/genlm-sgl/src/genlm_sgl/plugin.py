@@ -26,7 +26,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         conformance="genlm_sgl.conformance:targets",
         tested={
             "sglang": ("0.5.23",),
-            "torch": ("2.13.0",),
+            "torch": ("2.13.0", "2.14.1"),
             "transformers": ("5.19.0",),
         },
     )

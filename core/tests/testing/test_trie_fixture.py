@@ -10,14 +10,8 @@ import pytest
 from genlm import get_trie
 from genlm.testing import QUICK, CheckFailure, TrieTarget
 from genlm.testing.strategies import EOS, SPECIAL, tokens
-from genlm.testing.trie_fixture import (
-    EXACT,
-    TrieFixture,
-    below,
-    leaf_of,
-    nodes_by_symbols,
-    symbols_of,
-)
+from genlm.testing.trie_fixture import TrieFixture, nodes_by_symbols
+from genlm.testing.trie_oracle import EXACT, symbols_of, tokens_below
 
 
 @pytest.fixture
@@ -26,7 +20,7 @@ def fixture() -> TrieFixture:
 
 
 def test_tokens_are_below_each_of_their_prefixes() -> None:
-    positions = below(tokens(b"ab", b"a", b"", b"ab"))
+    positions = tokens_below(tokens(b"ab", b"a", b"", b"ab"))
     assert positions == {(): [0, 1, 2, 3], (97,): [0, 1, 3], (97, 98): [0, 3]}
 
 
@@ -51,8 +45,9 @@ def test_reductions_are_exact(operation: str, weights: list[float], value: float
 @pytest.mark.parametrize("vocabulary", SPECIAL.values(), ids=SPECIAL)
 def test_every_token_has_a_leaf_and_every_prefix_a_node(fixture, vocabulary) -> None:
     trie = fixture.build(vocabulary)
-    leaves = {leaf_of(trie, position) for position in range(len(vocabulary))}
-    assert sorted(leaves | set(nodes_by_symbols(trie).values())) == list(range(len(trie)))
+    nodes = nodes_by_symbols(trie).values()
+    assert all(map(trie.is_leaf, range(len(vocabulary))))
+    assert [*range(len(vocabulary)), *sorted(nodes)] == list(range(len(trie)))
 
 
 def test_a_wrong_value_is_reported_with_the_node_of_its_prefix(fixture) -> None:

@@ -20,6 +20,7 @@ __all__ = ["GOALS", "PAGE", "STEPS", "Goal", "page", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+VLLM_RESULTS = RESULTS.with_name("vllm_gpu.json")
 PAGE = ROOT / "docs" / "gpu.md"
 UNMEASURED = "not measured on a GPU"
 
@@ -200,6 +201,7 @@ def page(results: Mapping[str, Any] | None) -> str:
     parts += [_row("What", "Result"), _row("---", "---")]
     for name, what in STEPS.items():
         parts.append(_row(what, _outcome(found.get(name), on_gpu=on_gpu)))
+    parts += _rows_of_vllm(json.loads(VLLM_RESULTS.read_text()))
     parts += [_SPEED, _row("What", "Goal", "Measured", "Reached"), _row(*["---"] * 4)]
     for goal in GOALS:
         sign = ">=" if goal.at_least else "<="
@@ -252,6 +254,34 @@ def _outcome(step: Mapping[str, Any] | None, *, on_gpu: bool) -> str:
     if step.get("reason"):
         said.append(step["reason"])
     return "; ".join(said).replace("|", "/").replace("\n", " ")
+
+
+def _rows_of_vllm(found: Mapping[str, Any]) -> list[str]:
+    """Return the largest errors of each configuration that was compared, in stored results."""
+    machine = found["machine"]
+    versions = ", ".join(
+        f"{name} {machine['packages'][name]}" for name in ("vllm", "torch", "transformers")
+    )
+    parts = [
+        f"\n## Rows of vLLM\n\nCompared on {found['date']} on {machine['device']}, {versions} "
+        f"([results](../benchmarks/results/{VLLM_RESULTS.name}), [what was "
+        f"compared](vllm-engine.md#on-a-gpu)), with unbatched float32 forward passes of "
+        f"transformers:\n"
+    ]
+    head = ("Configuration", "Largest difference of a log-probability", "Largest divergence")
+    parts += [_row(*head), _row(*["---"] * 3)]
+    for run in found["runs"]:
+        steps = "eager" if run["cuda_graphs"] == "NONE" else f"graphs `{run['cuda_graphs']}`"
+        said = [run["dtype"], f"{run['model_runner']} model runner", steps]
+        said += ["`torch.compile`"] if run["compilation_mode"] else []
+        options = ("enable_lora", "multiprocess", "unverified")
+        said += [f"`{name}={run[name]!r}`" for name in options if name in run]
+        errors = [error for error in run["largest"].values() if "max" in error]
+        columns = (max(error.get(key, 0.0) for error in errors) for key in ("max", "kl"))
+        parts.append(
+            _row(f"{', '.join(said)} ({run['commit']})", *map("{:.1e}".format, columns))
+        )
+    return parts
 
 
 def _figure(goal: Goal, step: Mapping[str, Any] | None, *, on_gpu: bool) -> tuple[str, str]:

@@ -46,6 +46,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,17 @@ class Line:
         pairs = list(zip(self.samples.get(slow, ()), self.samples.get(fast, ()), strict=False))
         if pairs:
             self.values[goal] = statistics.median(s / f for s, f in pairs)
+
+    def report(self) -> str:
+        """What was found so far, as a line of JSON."""
+        rows = {
+            row: {"median": statistics.median(f), "min": min(f), "max": max(f)}
+            for row, f in self.samples.items()
+            if f
+        }
+        shapes = {name: SHAPES[name] for name in ("tiny",) if self.tiny} or SHAPES
+        found = {"unit": "ms", "rows": rows, "values": self.values, "notes": self.notes}
+        return json.dumps({**found, "rounds": self.rounds, "seed": 0, "shapes": shapes})
 
 
 def release() -> None:
@@ -767,12 +779,16 @@ GRAPH_SIZES = (1, 40, 50, 144, 200, 672, 1000)
 
 RESAMPLE_EVERY = 4
 
+VLLM_ROUNDS = 2
+"""Loading takes most of a line's time."""
+
 
 def vllm(line: Line, name: str) -> None:
     """Populations on vLLM against its own generation; milliseconds a step."""
     if name == "vllm-first" and line.on_gpu:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # read when vLLM is imported
-    clock = device_clock(line.device)
+    line.rounds = min(line.rounds, VLLM_ROUNDS)
+    clock, begin = device_clock(line.device), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         model = random_llama(line.shape("1b"), line.device)
         model.save_pretrained(folder)
@@ -789,6 +805,7 @@ def vllm(line: Line, name: str) -> None:
         with lm:
             runner = lm.engine.llm_engine.model_executor.driver_worker.worker.model_runner
             line.notes[f"{name} model runner"] = type(runner).__module__
+            line.notes[f"{name} seconds to load"] = round(time.monotonic() - begin, 1)
             print(line.notes, flush=True)
             gc.freeze()  # as the guide recommends
             for case in [case for case in line.cases() if str(case) != "50/512"]:
@@ -807,6 +824,7 @@ def vllm(line: Line, name: str) -> None:
                 line.measure(contestants, label)
                 for way in contestants.keys() - {"raw"}:
                     line.ratio(f"{label} {way}", f"{label} raw", f"{label} {way}")
+                print(line.report(), flush=True)  # for a run that ends before the next case
 
 
 def vllm_options(line: Line) -> dict[str, Any]:
@@ -823,6 +841,8 @@ def vllm_options(line: Line) -> dict[str, Any]:
         "max_num_seqs": 1024,
         "kv_cache_memory_bytes": 20 * 2**30,  # 655,360 tokens
         "compilation_config": graphs,
+        # The first round compiles the kernels that are used, in less time than all.
+        "kernel_config": {"enable_jit_warmup": False},
     }
 
 
@@ -942,14 +962,7 @@ def main() -> None:
     LINES[options.line](line)
     for row, figures in line.samples.items():
         print(f"{row:50} {statistics.median(figures):12.3f} ms")
-    rows = {
-        row: {"median": statistics.median(f), "min": min(f), "max": max(f)}
-        for row, f in line.samples.items()
-        if f
-    }
-    shapes = {name: SHAPES[name] for name in ("tiny",) if line.tiny} or SHAPES
-    found = {"unit": "ms", "rows": rows, "values": line.values, "notes": line.notes}
-    print(json.dumps({**found, "rounds": rounds, "seed": 0, "shapes": shapes}))
+    print(line.report())
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ from source_tree import BUILD, ROOT, WHEELS, environment
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 FINISHED = {"passed", "failed"}
 LINES_KEPT = 40
+REPORT = '{"unit": '
+"""How a benchmark's report begins."""
 
 _TINY_CHECKS = {
     "cuda": "values-are-exact",
@@ -198,6 +200,8 @@ def run_step(step: Step, variables: Mapping[str, str], seconds: float) -> dict[s
     result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     if status == "timeout":
         result["reason"] = f"not finished after {seconds:.0f} s"
+        if step.kind == "bench":
+            result |= _read_unfinished_bench(out)
     else:
         result |= _READ[step.kind](out, report, process.returncode)
     if result["status"] != "passed":
@@ -250,6 +254,12 @@ def _read_bench(out: str, report: Path, code: int) -> dict[str, Any]:  # noqa: A
     if code or not lines:
         return {}
     return {"result": json.loads(lines[-1])}
+
+
+def _read_unfinished_bench(out: str) -> dict[str, Any]:
+    """The last JSON line of a benchmark that was ended, if it had printed one."""
+    reports = [line for line in out.splitlines() if line.startswith(REPORT)]
+    return {"result": json.loads(reports[-1])} if reports else {}
 
 
 _READ: dict[str, Callable[[str, Path, int], dict[str, Any]]] = {

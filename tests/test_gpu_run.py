@@ -68,6 +68,14 @@ def test_each_step_ends_in_its_own_way_and_says_why(tmp_path):
     assert found["lacking"]["reason"] == "not installed: no_such_module"
 
 
+def test_figures_of_a_benchmark_that_is_ended_are_kept(tmp_path):
+    code = 'print(\'{"unit": "ms", "values": {"a": %d}}\', flush=True)'
+    endless = "; ".join([code % 1, code % 2, "print('{}', flush=True)"]) + "\nwhile True: pass"
+    found = run(tmp_path / "gpu.json", bench("endless", endless, limit_s=2))["endless"]
+    assert found["status"] == "timeout"
+    assert found["result"]["values"] == {"a": 2}
+
+
 def test_tests_run_before_benchmarks_and_everything_printed_is_kept(tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it(): print('seen')\n")
     arguments = ("-m", "pytest", "-s", "-c", os.devnull, str(tmp_path / "test_it.py"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import traceback
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -34,6 +36,16 @@ def test_other_versions_are_refused_with_the_command_to_run(installed: str) -> N
         check_version(installed)
     assert f"from 0.5.23 to 0.5.23 (found {installed})" in str(refused.value)
     assert "pip install sglang==0.5.23" in str(refused.value)
+
+
+def test_an_engine_after_an_import_without_the_environment_is_not_built(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("sglang.imported_before")
+    module._is_cpu = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ModelLoadError, match=r"imported sglang\.imported_before.*CPU_ENGINE=1"):
+        build()
 
 
 def test_an_engine_on_another_version_is_not_built(

@@ -36,6 +36,7 @@ from genlm_sgl.adapters import Adapters
 from genlm_sgl.corrections import ModelCorrections
 from genlm_sgl.forward import SGLangForward
 from genlm_sgl.loading import (
+    check_imported_modules,
     checked_options,
     cpu_sizes,
     default_options,
@@ -134,6 +135,8 @@ class SGLEngine(PrefixEngine):
         source = model_source(model)
         loading_stage("starting SGLang: weights, memory, kernels")
         cpu = runs_on_cpu(requested)
+        if cpu:
+            check_imported_modules()
         with preserve_process_state(**environment(cpu=cpu)), quiet(), _stubs(cpu=cpu):
             supported = server_options()
             defaults = default_options(cpu=cpu)

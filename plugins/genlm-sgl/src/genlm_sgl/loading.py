@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from genlm.plugin import ModelLoadError, cache_budget_bytes, describe_error, dtype_name
 
 __all__ = [
+    "check_imported_modules",
     "checked_options",
     "cpu_running_requests",
     "cpu_sizes",
@@ -56,6 +58,23 @@ _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 def environment(*, cpu: bool) -> dict[str, str]:
     """Return environment variables that SGLang reads when it is imported and built."""
     return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
+
+
+def check_imported_modules() -> None:
+    """Check that modules of SGLang that were imported before compute on the CPU.
+
+    When they are imported, they read `environment`.
+
+    Raises:
+        ModelLoadError: A module was imported without these variables.
+    """
+    for name, module in sys.modules.items():
+        if name.startswith("sglang.") and vars(module).get("_is_cpu") is False:
+            raise ModelLoadError(
+                f"this program imported {name} before the model, without the environment "
+                f"variable SGLANG_USE_CPU_ENGINE=1, so SGLang does not compute on the CPU in "
+                f"this process. Set the variable, or load the model before importing SGLang"
+            )
 
 
 def runs_on_cpu(options: Mapping[str, Any]) -> bool:

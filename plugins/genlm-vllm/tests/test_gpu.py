@@ -32,7 +32,10 @@ pytestmark = [
 ]
 
 EAGER = {"enforce_eager": True}
-GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+GRAPHS = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "kernel_config": {"enable_jit_warmup": False},  # half a minute
+}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, **EAGER}
 FIRST = ", first runner"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -184,26 +187,28 @@ class TwoLargest(genlm.GroupReduction):
         return tuple(rows.topk(2).values[row_of.to(rows.device)].T)
 
 
-def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM) -> None:
+def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM, model: TinyModel) -> None:
     count = 20
     members = llm.population(prompts(7)[0], count).extend(np.arange(count) + 5)
     rows = members.next_token_logprobs_sync().cpu()
-    allowed = torch.rand(count, TINY_VOCABULARY, generator=torch.manual_seed(0)) < 0.5
+    check(model, [context.token_ids for context in members], rows)
+    allowed = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     mass = rows.masked_fill(~allowed, -torch.inf).logsumexp(-1)
     drawn = members.draw_sync(allowed, seed=1)
-    assert allowed[torch.arange(count), drawn.token_ids].all()
-    of_drawn = rows.gather(1, drawn.token_ids[:, None])[:, 0]
+    token_ids = drawn.token_ids.cpu()
+    assert allowed[torch.arange(count), token_ids].all()
+    of_drawn = rows.gather(1, token_ids[:, None])[:, 0]
     best = rows.topk(3)
     found = members.top_tokens_sync(3)
     for name, value, expected in (
         ("mass", members.log_mass_sync(allowed), mass),
         ("mass of a draw", drawn.log_mass, mass),
         ("draw", drawn.logprobs, of_drawn),
-        ("tokens", members.token_logprobs_sync(drawn.token_ids), of_drawn),
+        ("tokens", members.token_logprobs_sync(token_ids), of_drawn),
         ("top", found.logprobs, best.values),
-        ("user", torch.stack(members.reduce_sync(TwoLargest()), 1).cpu(), best.values[:, :2]),
+        ("user", torch.stack(members.reduce_sync(TwoLargest()), 1), best.values[:, :2]),
     ):
-        torch.testing.assert_close(value, expected, rtol=0, atol=1e-4, msg=name)
+        torch.testing.assert_close(value.cpu(), expected, rtol=0, atol=1e-4, msg=name)
 
 
 def test_scores_of_texts(llm: genlm.AsyncLM, model: TinyModel) -> None:

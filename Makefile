@@ -43,6 +43,9 @@ test-core: $(READY)  ## the tests of the core
 test-main: $(READY)  ## the tests across packages
 	$(BIN)/$(PYTEST) tests plugins/genlm-sgl/tests/without_sglang
 
+# Of the tests for a GPU, those that can run on a CPU; `make gpu` runs all of them on a GPU.
+test-plugins test-vllm: export GENLM_TEST_DEVICE ?= cpu
+
 test-plugins: $(READY)  ## the tests of the plugins that need neither vLLM's processes nor SGLang
 	$(BIN)/$(PYTEST) $(patsubst %,%/tests,$(filter plugins/%,$(PACKAGES)))
 

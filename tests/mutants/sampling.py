@@ -232,3 +232,30 @@ def cancelled_continuations_are_drawn(drop):
         self._dropped = []
 
     return broken
+
+
+@core_fault(
+    GroupEngine,
+    "_separate_joined",
+    found_by="model/test_lm_sampling.py"
+    "::test_continuations_that_are_drawn_together_share_later_passes_with_other_requests",
+)
+def joined_continuations_stay_together(_separate):
+    """Computes joined continuations and other requests in separate passes."""
+    return lambda _self: None
+
+
+@core_fault(
+    JoinedRun,
+    "separated",
+    found_by="model/test_lm_sampling.py"
+    "::test_continuations_that_are_drawn_together_share_later_passes_with_other_requests",
+)
+def separated_continuations_begin_again(separated):
+    """Draws all tokens of joined continuations again when they are separated."""
+
+    def broken(self):
+        self._columns = []
+        return separated(self)
+
+    return broken

@@ -200,6 +200,51 @@ def test_an_error_fails_one_of_the_continuations_that_are_drawn_together(
     assert llm.statistics().pending == 0
 
 
+@pytest.mark.parametrize("other", ["sample", "row"])
+def test_continuations_that_are_drawn_together_share_later_passes_with_other_requests(
+    make_model: MakeModel, other: str
+) -> None:
+    class Joined(Joining):
+        def evaluate_group(self, group: Any, places: Any) -> Any:
+            if len(self.group_sizes) == 2:
+                asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+            return super().evaluate_group(group, places)
+
+    async def start() -> None:
+        request = llm.sample([5], 9, seed=7) if other == "sample" else llm.top_tokens([5], 1)
+        later.append(asyncio.ensure_future(request))
+        await asyncio.sleep(0)
+
+    async def main() -> list[Any]:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        samples = [
+            llm.sample(ids, 3 + i % 6, seed=5, stop=[3, b"\x01\x02"])
+            for i, ids in enumerate(prompts)
+        ]
+        return [*await asyncio.gather(*samples), await later[0]]
+
+    engine, loop, later = Joined(), None, []  # type: ignore[var-annotated]
+    llm = make_model(engine)
+    prompts = [[1 + i // 4, i % 4] for i in range(16)]
+    *found, last = asyncio.run(main())
+    assert engine.group_sizes == [16, *engine.group_sizes[1:3]]
+    unfinished = engine.group_sizes[2]
+    together = len(engine.batches[3])
+    assert unfinished - 4 <= together <= unfinished + 1
+    assert any(ids[0] == 5 for ids in engine.batches[3])
+    assert len(engine.batches) == (12 if other == "sample" else 8)
+    assert len(engine.kept) == 1
+    alone = make_model(ScriptedEngine(VOCAB_SIZE))
+    for i, (ids, drawn) in enumerate(zip(prompts, found, strict=True)):
+        options: Any = {"seed": 5, "stop": [3, b"\x01\x02"]}
+        assert drawn == alone.sample_sync(ids, 3 + i % 6, **options)
+    if other == "sample":
+        assert last == alone.sample_sync([5], 9, seed=7)
+    assert llm.statistics().pending == 0
+    assert not engine._groups
+
+
 @pytest.mark.parametrize("cancelled", [range(1), range(0, 16, 3), range(16)], ids=len)
 def test_cancelled_continuations_leave_those_that_are_drawn_with_them(
     make_model: MakeModel, cancelled: range

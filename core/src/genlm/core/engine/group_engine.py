@@ -151,6 +151,12 @@ class GroupEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
+    def submit(self, query: Query) -> None:
+        """Submit a query, which shares its passes with continuations that are being drawn."""
+        if self._runs:
+            self._separate_joined()
+        self.engine.submit(query)
+
     def submit_group(self, group: GroupQuery) -> None:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
         if group.sampling is None:
@@ -205,6 +211,10 @@ class GroupEngine:
                 query_id = run_id
                 break
         self._runs.pop(query_id, None)
+        self._abort_query(query_id)
+
+    def _abort_query(self, query_id: int) -> None:
+        """Abort a query of the engine, or the queries of a divided group."""
         group = self._divided.pop(query_id, None)
         if group is None:
             self.engine.abort(query_id)
@@ -223,32 +233,48 @@ class GroupEngine:
     def _begin_waiting(self) -> None:
         """Submit the queries for the first tokens of the continuations that are pending.
 
-        They are drawn together if there are enough of them and none is being drawn. Otherwise
-        they share passes with those being drawn, as separate queries.
+        They are drawn together if there are enough of them and no other continuations.
+        Otherwise all are drawn by separate queries, which share passes.
         """
         waiting, self._waiting = self._waiting, {}
+        self._separate_joined()
         is_idle = not self._runs and not self._divided
         by_key: dict[Any, list[GroupQuery]] = {}
         for query in waiting.values():
             by_key.setdefault(joining_key(query), []).append(query)
+        vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
         for queries in by_key.values():
             count = sum(len(query.row_of) for query in queries)
-            if not is_idle or count < self._smallest_group:
-                self._divide_all(queries)
-                continue
-            vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
-            try:
-                self._run(JoinedRun(next(self._query_ids), queries, vocabulary, max_context))
-            except Exception:  # noqa: BLE001 - raised again by the query that causes it
-                self._divide_all(queries)
+            if is_idle and count >= self._smallest_group:
+                run = JoinedRun(next(self._query_ids), queries, vocabulary, max_context)
+                try:
+                    self._run(run)
+                except Exception:  # noqa: BLE001 - raised again by the query that causes it
+                    self._divide_all(run.separated())
+            else:
+                self._divide_all(MemberRuns(q, vocabulary, max_context) for q in queries)
 
-    def _divide_all(self, queries: Iterable[GroupQuery]) -> None:
-        """Submit the queries for the first tokens of the members of each group."""
-        for query in queries:
+    def _separate_joined(self) -> None:
+        """Continue joined runs as separate queries, which share passes with other queries."""
+        joined = [run for run in self._runs.values() if isinstance(run, JoinedRun)]
+        for run in joined:
+            del self._runs[run.query.query_id]
+            self._abort_query(run.query.query_id)
+            self._keep(run)
+            self._divide_all(run.separated())
+
+    def _keep(self, run: SamplingRun) -> None:
+        """Let the engine keep the tokens of continuations for other requests."""
+        if self._keep_sequences is not None:
+            call_each(self._keep_sequences, [(run.generation, run.query.adapter)])
+
+    def _divide_all(self, runs: Iterable[MemberRuns]) -> None:
+        """Submit the next queries of several runs."""
+        for run in runs:
             try:
-                self._divide_members(query)
+                self._divide(run)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
-                self._rejected.append(Completion(query.query_id, error=error))
+                self._rejected.append(Completion(run.query.query_id, error=error))
 
     def _divide_members(self, group: GroupQuery) -> None:
         self._divide(MemberRuns(group, self.engine.vocabulary, self.engine.max_context))
@@ -335,11 +361,11 @@ class GroupEngine:
         del self._runs[completion.query_id]
         sampling = run.query.sampling
         if isinstance(run, JoinedRun) and error is not None:
-            self._divide_all(run.unfinished_queries.values())
+            self._divide_all(run.separated())
         elif error is not None:
             completions = [Completion(completion.query_id, error=error)]
-        elif self._keep_sequences and sampling and not sampling.returns_generation:
-            call_each(self._keep_sequences, [(run.generation, run.query.adapter)])
+        elif sampling is not None and not sampling.returns_generation:
+            self._keep(run)
         return completions
 
 

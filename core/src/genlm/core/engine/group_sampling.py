@@ -266,9 +266,9 @@ class MemberRuns(_Continuations):
         return bool(self._errors)
 
     def row_requests(self) -> Iterator[RowRequest]:
-        """Yield the draws of the first tokens."""
+        """Yield the draws of the next tokens."""
         for member, is_finished in enumerate(self._finished):
-            if not is_finished and self._limits[member]:
+            if not is_finished and len(self._drawn[member]) < self._limits[member]:
                 row_request = self._next_draw(member)
                 if row_request is not None:
                     yield row_request

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from genlm.core.engine.group_sampling import SampledGroup, SamplingRun, sampling_of
+from genlm.core.engine.group_sampling import MemberRuns, SampledGroup, SamplingRun, sampling_of
 from genlm.core.queries.generations import first_generation
 from genlm.core.queries.query import Completion, GroupQuery, GroupResult
+from genlm.core.rows.reductions import DrawnToken
 from genlm.core.rows.row_weights import RowWeights
 
 if TYPE_CHECKING:
@@ -64,6 +65,24 @@ class JoinedRun(SamplingRun):
         """Draw no further tokens for a query."""
         del self.unfinished_queries[query_id]
         self._dropped.append(self._members[query_id])
+
+    def separated(self) -> list[MemberRuns]:
+        """Return the unfinished queries as separate runs, which continue after their tokens."""
+        drawn: list[list[DrawnToken]] = [[] for _ in self._places]
+        if self._columns:
+            columns = [column.tolist() for column in self.result()[:3]]
+            drawn = [
+                [DrawnToken(i, p, 0.0, q) for i, p, q in zip(*member, strict=True) if i >= 0]
+                for member in zip(*columns, strict=True)
+            ]
+        runs = []
+        for query_id, query in self.unfinished_queries.items():
+            run = MemberRuns(query, self._vocabulary, self._max_context)
+            for member, tokens in enumerate(drawn[self._members[query_id]]):
+                for token in tokens:
+                    run.add(member, token)
+            runs.append(run)
+        return runs
 
     def completed(self) -> list[Completion]:
         """Return the completions of queries whose continuations have become complete."""

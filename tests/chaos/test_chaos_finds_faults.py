@@ -201,7 +201,7 @@ def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch
 
 def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "genlm.core.rows.reductions.batch_draw",
+        "genlm.core.rows.group_reductions.batch_draw",
         lambda rows, _, weights, **__: batch_draw(-rows, [0.0] * len(rows), weights),
     )
     with pytest.raises(CheckFailure, match="the most likely token"):

@@ -324,6 +324,14 @@ def _reduce_part(
         for (row, place), value in zip(places, reduced, strict=True):
             results[row][place] = value
 
+    def copy(places: list[_Place], rows: torch.Tensor) -> None:
+        distinct = list(dict.fromkeys(row for row, _ in places))
+        copies = dict(zip(distinct, _copies(_select_rows(rows, distinct)), strict=True))
+        unused = set(distinct)
+        for row, place in places:
+            results[row][place] = copies[row] if row in unused else copies[row].clone()
+            unused.discard(row)
+
     if vocabulary is not None:
         for kind, places in logits_places.items():
             logits = known_logits(values, vocabulary)
@@ -341,12 +349,11 @@ def _reduce_part(
             rows, is_normalised = rows_from_logits(values, vocabulary, out=memory), True
         invalid = invalid_rows(rows, rows.shape[1], normalised=is_normalised)
         for kind, places in places_of.items():
-            compute = (
-                _copies if kind is _NO_REDUCTION else functools.partial(_compute, kind.compute)  # type: ignore[attr-defined]
-            )
             valid = [place for place in places if place[0] not in invalid]
-            if valid:
-                reduce(compute, valid, rows)
+            if valid and kind is _NO_REDUCTION:
+                copy(valid, rows)
+            elif valid:
+                reduce(functools.partial(_compute, kind.compute), valid, rows)  # type: ignore[attr-defined]
     return [
         invalid.get(row) or Reduced(tuple(row_results))
         for row, row_results in enumerate(results)
@@ -363,7 +370,7 @@ def _row_memory(
     return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
 
 
-def _copies(rows: torch.Tensor, _requests: Sequence[None]) -> list[torch.Tensor]:
+def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return rows that share no memory, so that callers can change them."""
     # A slice would keep the whole tensor alive; an expanded row aliases itself.
     owns_memory = rows.untyped_storage().nbytes() == rows.nbytes

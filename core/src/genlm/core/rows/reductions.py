@@ -188,7 +188,7 @@ class Draw(Reduction):
 
     @property
     def reads_logits(self) -> bool:  # type: ignore[override]
-        """Whether the draw has no other settings than a mask."""
+        """Whether the draw sets nothing but a mask."""
         return self.temperature == 1 and self.top_k is None and self.top_p >= 1
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`Fixture`: examples, time limits, threads and event loops for one check, and the profile.
+"""`Fixture`: examples and time limits for one check, and the profile.
 
 One fixture serves one check of one target and closes everything that the check opened. All
 threads are daemon threads: a call that never returns must not keep the process alive.
@@ -29,7 +29,6 @@ __all__ = [
     "PROFILES",
     "QUICK",
     "Fixture",
-    "LoopThread",
     "Profile",
     "call_within",
     "on_thread",
@@ -71,7 +70,6 @@ class Fixture:
     Attributes:
         cases: Number of occurrences of each case that the check must cover.
         devices: Devices of the results seen so far.
-        loop: An event loop on a dedicated thread.
     """
 
     def __init__(self, profile: Profile, seed: int, timeout_s: float) -> None:
@@ -82,8 +80,6 @@ class Fixture:
         self.devices: set[str] = set()
         self._resources = contextlib.ExitStack()
         self._logged = self._resources.enter_context(_logged_errors())
-        self.loop = LoopThread()
-        self._resources.callback(self.loop.close)
 
     def __enter__(self) -> Self:
         return self
@@ -92,11 +88,6 @@ class Fixture:
         self._resources.close()
         if error:  # further errors are most likely a consequence
             return
-        expect(
-            not self.loop.unhandled,
-            "no error that reaches an event loop's exception handler",
-            "; ".join(self.loop.unhandled[:3]),
-        )
         expect(not self._logged, "no error in the log", "; ".join(self._logged[:3]))
 
     def saw(self, case: str, times: int = 1) -> None:
@@ -140,12 +131,13 @@ class Fixture:
         test_example()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the fixture's event loop.
+        """Run a coroutine on an event loop of its own, on a separate thread.
 
         Raises:
             CheckTimeout: It took longer than `timeout_s`.
         """
-        return self.loop.run(coroutine, self.timeout_s)
+        what = f"the coroutine {getattr(coroutine, '__qualname__', coroutine)}"
+        return call_within(lambda: asyncio.run(coroutine), self.timeout_s, what)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on a separate thread.
@@ -181,7 +173,11 @@ class Fixture:
 
 @contextlib.contextmanager
 def _logged_errors() -> Iterator[list[str]]:
-    """Collect the errors that the core logs: those of methods for which no request waits."""
+    """Collect the logged errors, which no caller can see.
+
+    The core logs those of methods for which no request waits; asyncio logs those that reach the
+    exception handler of an event loop.
+    """
     found: list[str] = []
 
     class Collector(logging.Handler):
@@ -190,88 +186,27 @@ def _logged_errors() -> Iterator[list[str]]:
             shown = f": {describe_error(cause)}" if cause else ""
             found.append(f"{record.getMessage()}{shown}")
 
-    collector, logger = Collector(logging.ERROR), logging.getLogger("genlm")
-    logger.addHandler(collector)
+    collector = Collector(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("genlm", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(collector)
     try:
         yield found
     finally:
-        logger.removeHandler(collector)
+        for logger in loggers:
+            logger.removeHandler(collector)
 
 
-# -- threads and event loops ---------------------------------------------------------------
+# -- threads -------------------------------------------------------------------------------
 
 
-class LoopThread:
-    """An event loop on a dedicated thread.
-
-    Attributes:
-        unhandled: Messages that reached the loop's exception handler: exceptions that were
-            never retrieved, which callers cannot see.
-    """
-
-    def __init__(self, name: str = "genlm-testing-loop") -> None:
-        self.unhandled: list[str] = []
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self._record_unhandled)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.run_until_complete(_cancel_all())
-        self._loop.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and wait for its result.
-
-        Raises:
-            CheckTimeout: It took longer than `timeout_s`.
-            Exception: The exception that it raised.
-        """
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:  # the loop is closed
-            coroutine.close()  # avoids the warning that it was not awaited
-            raise
-        done, _ = concurrent.futures.wait([future], timeout_s)
-        if not done:
-            future.cancel()
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # avoids the warning that it was not awaited
-            name = getattr(coroutine, "__qualname__", repr(coroutine))
-            raise CheckTimeout(f"the coroutine {name}", timeout_s)
-        return future.result()
-
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Stop the loop and cancel its running tasks.
-
-        Args:
-            timeout_s: Maximum wait. A loop that is blocked for longer is closed
-                later, by its own thread.
-        """
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout_s)
-
-    def _record_unhandled(
-        self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]
-    ) -> None:
-        error = context.get("exception")
-        cause = f": {describe_error(error)}" if error is not None else ""
-        self.unhandled.append(f"{context['message']}{cause}")
-
-
-async def _cancel_all() -> None:
-    """Cancel all other tasks, because collecting them later would need the closed loop."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=0.5)
-
-
-def call_within(function: Callable[[], T], timeout_s: float) -> T:
+def call_within(function: Callable[[], T], timeout_s: float, what: str = "") -> T:
     """Call a function on a separate thread.
+
+    Args:
+        function: The function.
+        timeout_s: Time limit.
+        what: Description of the call for `CheckTimeout`, by default the function's name.
 
     Raises:
         CheckTimeout: The call took longer than `timeout_s`.
@@ -281,7 +216,7 @@ def call_within(function: Callable[[], T], timeout_s: float) -> T:
     done, _ = concurrent.futures.wait([future], timeout_s)
     if not done:
         name = getattr(function, "__qualname__", repr(function))
-        raise CheckTimeout(f"the call {name}", timeout_s)
+        raise CheckTimeout(what or f"the call {name}", timeout_s)
     return future.result()
 
 

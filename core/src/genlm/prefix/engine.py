@@ -149,7 +149,7 @@ class PrefixEngine(BatchEngine):
             return pending[:1]
         return self._populations.choose(pending)
 
-    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
+    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
         """Compute the sequences of several populations in one forward pass."""
         path = self._choice.path
         assert isinstance(path, PrefixRows)  # noqa: S101 - it has populations
@@ -158,26 +158,25 @@ class PrefixEngine(BatchEngine):
         if logits is None:
             return self._evaluate_first(groups)
         self._tokens_evaluated += sum(map(len, groups))
-        return [GroupValues(part, are_logits=True) for part in logits]
+        return GroupValues(logits, are_logits=True)
 
-    def _evaluate_first(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
+    def _evaluate_first(self, groups: Sequence[GroupQuery]) -> GroupValues:
         """Compute the first sequences of populations through the tree."""
         sequences = [
-            [group.generation.lineage.sequence(place) for place in group.wanted.tolist()]
+            group.generation.lineage.sequence(place)
             for group in groups
+            for place in group.wanted.tolist()
         ]
         indices: dict[TokenSequence, int] = {}
-        rows_of = [
-            [indices.setdefault(sequence, len(indices)) for sequence in part]
-            for part in sequences
-        ]
+        rows = [indices.setdefault(sequence, len(indices)) for sequence in sequences]
         values, are_logits = self.evaluate_queries(
             [Query(groups[0].query_id, sequence, groups[0].adapter) for sequence in indices]
         )
         for group in groups:
             assert self._populations is not None  # noqa: S101 - our own mistake
             self._populations.adopt(group, np.arange(len(group.wanted)))
-        return [GroupValues(values[part], are_logits) for part in rows_of]
+        is_complete = len(indices) == len(rows)
+        return GroupValues(values if is_complete else values[rows], are_logits)
 
     def keep_sequences(self, generation: Generation, adapter: str | None) -> None:
         """Move the tokens of a population into the tree, where other requests find them."""

@@ -166,7 +166,7 @@ class Populations:
         logits: torch.Tensor | None = None
         for part in self._passes(np.maximum(missing, 1)):
             try:
-                [part_logits] = self._pass([(group, rows[part], missing[part])], run)
+                part_logits = self._pass([(group, rows[part], missing[part])], run)
             except OutOfSlotsError:
                 return None
             if len(part_logits) == len(rows):
@@ -176,13 +176,11 @@ class Populations:
             logits[part] = part_logits
         return logits
 
-    def joint_logits(
-        self, groups: Sequence[GroupQuery], run: RunTable
-    ) -> list[torch.Tensor] | None:
+    def joint_logits(self, groups: Sequence[GroupQuery], run: RunTable) -> torch.Tensor | None:
         """Compute the next-token logits of all sequences of groups from `choose` in one pass.
 
         Returns:
-            As `logits` for each group; None if the groups have no tables.
+            As `logits`, one group after the other; None if the groups have no tables.
 
         Raises:
             OutOfSlotsError: There are too few slots; the state is unchanged.
@@ -266,7 +264,7 @@ class Populations:
         missing: Integers64 = group.generation.lineage.lengths[rows] - table.tokens[rows]
         return None if missing.max() > min(self._max_tokens, _MAX_NEW_TOKENS) else missing
 
-    def _pass(self, parts: Sequence[_Part], run: RunTable) -> list[torch.Tensor]:
+    def _pass(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
         """Compute continuations of rows of groups, and store the longer tables.
 
         Args:
@@ -297,7 +295,7 @@ class Populations:
             table = self._tables[group.generation.state.key].table
             self._references.connect(step.new, step.parents)
             self._store(group, table.extend(rows, step.batch.slots, step.lengths))
-        return list(torch.split(logits, [len(rows) for _, rows, _ in parts]))
+        return logits
 
     def _table(self, group: GroupQuery) -> BlockTable | None:
         """Return the table of a generation, or a selection of that of its base, or None."""

@@ -253,7 +253,7 @@ class PrefixRows:
         with self._rolled_back_on_error():
             return self.populations.logits(group, places, self._table_pass)
 
-    def joint_logits(self, groups: Sequence[GroupQuery]) -> list[torch.Tensor] | None:
+    def joint_logits(self, groups: Sequence[GroupQuery]) -> torch.Tensor | None:
         """Compute the logits of several populations; see `Populations.joint_logits`."""
         assert self.populations is not None  # noqa: S101 - our own mistake
         with self._rolled_back_on_error():

@@ -194,20 +194,19 @@ class BatchEngine(abc.ABC):
         """
         return pending[:1]
 
-    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> Sequence[GroupValues]:
-        """Compute all sequences of several groups, by default one group after the other.
+    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
+        """Compute all sequences of several groups; for engines that override `choose_groups`.
 
         If this method raises, the groups are computed one by one.
 
         Args:
-            groups: At least two groups from `choose_groups`.
+            groups: At least two groups from `choose_groups`, in any order.
 
         Returns:
-            Logits or rows of each group, one for each entry of its `wanted`.
+            Logits or rows, one for each entry of `wanted` of the first group, then of the
+            second, and so on.
         """
-        import numpy as np
-
-        return [self.evaluate_group(group, np.arange(len(group.wanted))) for group in groups]
+        raise NotImplementedError
 
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
@@ -282,20 +281,24 @@ class BatchEngine(abc.ABC):
 
     def _evaluate_together(self, works: Sequence[GroupWork]) -> None:
         """Compute all sequences of several groups; if that raises, one group at a time."""
-        parts = [work.next_part(len(work.query.wanted)) for work in works]
-        values: Sequence[GroupValues | None]
+        from genlm.core.rows.joined_groups import divide_groups, reduce_groups  # loads torch
+
+        places = {work: work.next_part(len(work.query.wanted)) for work in works}
+        sets = divide_groups(works)
+        failed: list[GroupWork] = []
         try:
-            values = self.evaluate_groups([work.query for work in works])
+            ordered = [work.query for joined in sets for work in joined]
+            values, are_logits = self.evaluate_groups(ordered)
+            begin = 0
+            for joined in sets:
+                end = begin + sum(len(work.query.wanted) for work in joined)
+                part = GroupValues(values[begin:end], are_logits)
+                failed += reduce_groups(joined, part, self.vocabulary)
+                begin = end
         except Exception:  # noqa: BLE001 - raised again by the group that causes it
-            values = [None] * len(works)
-        for work, part, computed in zip(works, parts, values, strict=True):
-            try:
-                if computed is not None:
-                    work.reduce(part, computed)
-                    continue
-            except Exception:  # noqa: BLE001, S110 - raised again by the sequences that cause it
-                pass
-            self._evaluate_part(work, part)
+            failed = list(works)
+        for work in failed:
+            self._evaluate_part(work, places[work])
 
     def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
         """Compute a part of a group, and record the errors of its sequences."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,8 @@ from genlm.core.rows.draws import (
     draw_from_logits,
 )
 from genlm.core.rows.logits import main_memory, moved
+from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
-
-if TYPE_CHECKING:
-    from genlm.core.rows.row_weights import RowWeights
 
 __all__ = [
     "DrawColumns",
@@ -255,6 +253,18 @@ class DrawColumns(_WeightedReduction):
         """The random numbers."""
         numbers = self._numbers
         return torch.from_numpy(numbers() if callable(numbers) else numbers)
+
+    @property
+    def joining_key(self) -> Hashable:
+        """Equal for draws that `joined` combines; None for those that it does not."""
+        key = self.weights.joining_key
+        return None if key is None else (self.uniforms.shape[1:], key)
+
+    @classmethod
+    def joined(cls, draws: Sequence[DrawColumns]) -> DrawColumns:
+        """Return the draws of the members of several groups, which have equal `joining_key`."""
+        weights = RowWeights.joined([each.weights for each in draws])
+        return cls(weights, np.concatenate([each.uniforms.numpy() for each in draws]))
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor

@@ -217,6 +217,12 @@ class GroupWork:
             if len(members):
                 self._columns.reduce(rows, row_of, members)
 
+    def put(self, columns: tuple[torch.Tensor, ...], errors: dict[int, Exception]) -> None:
+        """Set the columns of all members, and the errors of sequences by place."""
+        if columns:
+            self._columns.add(np.arange(len(self.query.row_of)), columns)
+        self.errors = errors
+
     def members_of(self, place: int) -> Integers64:
         """Return the members that have the sequence at a place in `query.wanted`."""
         return self._by_row[self._bounds[place] : self._bounds[place + 1]]

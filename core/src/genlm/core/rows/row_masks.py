@@ -116,6 +116,19 @@ class RowMasks:
             masks._computed = masks._compute()
         return masks
 
+    @classmethod
+    def joined(cls, batches: Sequence[RowMasks]) -> RowMasks:
+        """Return the masks of the rows of several batches, one batch after the other."""
+        tables = [masks._computed[0] for masks in batches]  # noqa: SLF001 - of the same class
+        places = [masks.places for masks in batches]
+        table = tables[0]
+        if any(other is not table for other in tables):
+            table, places = _joined_table(tables, places)
+        joined = object.__new__(cls)
+        joined._size = tables[0].size
+        joined._computed = table, torch.cat(places)
+        return joined
+
     @property
     def places(self) -> torch.Tensor:
         """Place of each row's mask; equal places are equal masks. Shape `(count,)`, int64."""
@@ -171,6 +184,7 @@ class _MaskTable:
         unrestricted: Which of the masks stand for all tokens, shape `(m,)`; None if no mask
             does.
         is_shared: Whether several requests use the masks.
+        size: Number of ids in the vocabulary.
         is_packed: Whether rows are bits.
     """
 
@@ -185,7 +199,7 @@ class _MaskTable:
         self.rows = rows
         self.unrestricted = unrestricted
         self.is_shared = False
-        self._size = size
+        self.size = size
         self.is_packed = is_packed
         self._copies: dict[torch.device, torch.Tensor] = {}
         self._single: dict[torch.device, torch.Tensor] = {}
@@ -194,14 +208,14 @@ class _MaskTable:
         """Return some of the masks."""
         full = None if self.unrestricted is None else self.unrestricted[places]
         rows = self.rows[places.to(self.rows.device)]
-        return _MaskTable(rows, self._size, is_packed=self.is_packed, unrestricted=full)
+        return _MaskTable(rows, self.size, is_packed=self.is_packed, unrestricted=full)
 
     @functools.cached_property
     def is_empty(self) -> npt.NDArray[np.bool_]:
         """Return whether each mask is empty, shape `(m,)`."""
         rows = self.rows
         if self.is_packed:
-            whole, remainder = divmod(self._size, 8)
+            whole, remainder = divmod(self.size, 8)
             # Without bits beyond the vocabulary.
             last = rows[:, whole : whole + 1] & (2**remainder - 1)
             rows = torch.cat([rows[:, :whole], last], 1)
@@ -226,10 +240,53 @@ class _MaskTable:
         if not self.is_packed:
             return rows
         if rows.device.type == "cpu":
-            bits = np.unpackbits(rows.numpy(), axis=1, count=self._size, bitorder="little")
+            bits = np.unpackbits(rows.numpy(), axis=1, count=self.size, bitorder="little")
             return torch.from_numpy(bits)
         shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
-        return ((rows[:, :, None] >> shifts) & 1).flatten(1)[:, : self._size]
+        return ((rows[:, :, None] >> shifts) & 1).flatten(1)[:, : self.size]
+
+
+def _joined_table(
+    tables: Sequence[_MaskTable], places: Sequence[torch.Tensor]
+) -> tuple[_MaskTable, list[torch.Tensor]]:
+    """Return one table with the masks of several, and places in it.
+
+    Args:
+        tables: Masks over the same vocabulary.
+        places: Places in each table; other masks of the table are left out.
+    """
+    is_packed, device = all(table.is_packed for table in tables), tables[0].rows.device
+    parts: list[_MaskTable] = []
+    joined_places: list[torch.Tensor] = []
+    begins: dict[object, int] = {}
+    end = 0
+    for table, index in zip(tables, places, strict=True):
+        key: object = index  # hashed by identity
+        if len(table.rows) == 1:  # several requests often have one mask each, which is the same
+            key = table.rows.numpy(force=True).tobytes()
+        else:
+            used, index = torch.unique(index, return_inverse=True)  # noqa: PLW2901
+            table = table.of(used)  # noqa: PLW2901
+        if key not in begins:
+            begins[key] = end
+            parts.append(table)
+            end += len(table.rows)
+        joined_places.append(index + begins[key])
+    rows = [(part.rows if is_packed else part.unpacked(part.rows)).to(device) for part in parts]
+    free = [
+        torch.zeros(len(part.rows), dtype=torch.bool)
+        if part.unrestricted is None
+        else part.unrestricted
+        for part in parts
+    ]
+    unrestricted = torch.cat(free)
+    table = _MaskTable(
+        torch.cat(rows),
+        tables[0].size,
+        is_packed=is_packed,
+        unrestricted=unrestricted if unrestricted.any() else None,
+    )
+    return table, joined_places
 
 
 def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAndIndex:

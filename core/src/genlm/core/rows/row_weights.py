@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -138,6 +138,30 @@ class RowWeights:
     def temperatures(self) -> npt.NDArray[np.float64]:
         """The temperature of each row, shape `(n,)`."""
         return _per_row(self._temperature, self.count)
+
+    @property
+    def joining_key(self) -> Hashable:
+        """Equal for weights that `joined` combines; None for those that it does not."""
+        has_biases = self._bias is not None or self._offset is not None
+        if has_biases or self.top_k.ndim or self.top_p.ndim:
+            return None
+        is_tempered = bool((self._temperature != 1).any())
+        limits = int(self.top_k), float(self.top_p)
+        return is_tempered, self.is_greedy, self.masks is None, *limits
+
+    @classmethod
+    def joined(cls, batches: Sequence[RowWeights]) -> RowWeights:
+        """Return the weights of the rows of several batches, which have equal `joining_key`."""
+        masks = [weights.masks for weights in batches if weights.masks is not None]
+        temperatures = np.concatenate([weights.temperatures for weights in batches])
+        joined = object.__new__(cls)
+        joined.count = len(temperatures)
+        joined.masks = RowMasks.joined(masks) if masks else None
+        is_equal = (temperatures == temperatures[:1]).all()
+        joined._temperature = np.array(temperatures[0]) if is_equal else temperatures
+        joined.top_k, joined.top_p = batches[0].top_k, batches[0].top_p
+        joined._bias = joined._offset = None
+        return joined
 
     def of(self, rows: Integers64) -> RowWeights:
         """Return the weights of some rows, possibly with repetitions."""

@@ -1,0 +1,249 @@
+"""Groups that are computed together: their results equal those of each group alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import ScriptedEngine, oracle_row
+
+from genlm.core.rows import joined_groups
+from genlm.core.rows.group_reductions import DrawColumns, TopColumns
+from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_weights import RowWeights
+from genlm.plugin import (
+    Generation,
+    GroupQuery,
+    GroupReduction,
+    GroupResult,
+    GroupValues,
+    Lineage,
+    TokenSequence,
+)
+
+SIZE = 40
+SHARED = RowMasks(np.random.default_rng(0).random((5, SIZE)) < 0.5, 5, SIZE)
+
+
+class Joint(ScriptedEngine):
+    """Computes all pending groups together, and returns logits."""
+
+    invalid: tuple[int, ...] = ()
+    """A sequence whose logits are NaN."""
+
+    def logits(self, group: GroupQuery, places: Any) -> torch.Tensor:
+        sequence_of = group.generation.lineage.sequence
+        ids = [sequence_of(place).token_ids for place in group.wanted[places].tolist()]
+        logits = torch.stack([oracle_row(each, None, SIZE) for each in ids]) + 3.0
+        for place, each in enumerate(ids):
+            if each == self.invalid:
+                logits[place] = torch.nan
+        return logits
+
+    def evaluate_group(self, group: GroupQuery, places: Any) -> GroupValues:
+        return GroupValues(self.logits(group, places), are_logits=True)
+
+    def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
+        return pending
+
+    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
+        parts = [self.logits(group, np.arange(len(group.wanted))) for group in groups]
+        return GroupValues(torch.cat(parts), are_logits=True)
+
+
+def group(query_id: int, row_of: Sequence[int], reduction: GroupReduction) -> GroupQuery:
+    """A query whose sequences begin with its id."""
+    count = max(row_of) + 1
+    sequences = [TokenSequence.of([query_id, place]) for place in range(count)]
+    generation = Generation(Lineage.of_sequences(sequences))
+    return GroupQuery(query_id, generation, np.arange(count), np.array(row_of), reduction)
+
+
+def results(engine: Joint, queries: Sequence[GroupQuery]) -> dict[int, GroupResult]:
+    """The results of queries that are pending together."""
+    for query in queries:
+        engine.submit_group(query)
+    completions = engine.step()
+    assert not engine._groups
+    assert not any(completion.error for completion in completions)
+    return {completion.query_id: completion.result for completion in completions}
+
+
+@pytest.fixture
+def joined_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of groups whose reductions were computed as those of one."""
+    sizes = []
+    original = joined_groups._reduce_joined
+
+    def recorded(works: Any, *arguments: Any) -> None:
+        original(works, *arguments)
+        sizes.append(len(works))
+
+    monkeypatch.setattr(joined_groups, "_reduce_joined", recorded)
+    return sizes
+
+
+def pending(masks: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(masks)
+    return future
+
+
+MASKS: dict[str, Callable[[int, np.random.Generator], Any]] = {
+    "none": lambda n, rng: None,
+    "one": lambda n, rng: rng.random(SIZE) < 0.5,
+    "the same": lambda n, rng: np.arange(SIZE) % 3 > 0,
+    "each": lambda n, rng: rng.random((n, SIZE)) < 0.5,
+    "packed": lambda n, rng: rng.integers(-(2**31), 2**31, (n, 2), np.int64).astype(np.int32),
+    "some without": lambda n, rng: [None, *(rng.random((n - 1, SIZE)) < 0.5)],
+    "pending": lambda n, rng: pending(rng.random((n, SIZE)) < 0.5),
+    "few tokens": lambda n, rng: np.eye(SIZE, dtype=bool)[rng.integers(0, SIZE, n)],
+    "empty": lambda n, rng: np.zeros((n, SIZE), bool),
+    "shared": lambda n, rng: pending((SHARED, rng.integers(0, 5, n))),
+}
+
+
+@st.composite
+def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
+    """A group query for draws."""
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    row_of = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    row_of = np.unique(row_of, return_inverse=True)[1].tolist()
+    count = len(row_of)
+    temperature = draw(st.sampled_from([1.0, 0.7, 0.0, "each"]))
+    several = draw(st.sampled_from([None, None, 1, 3]))
+    if temperature == "each":
+        temperature = rng.choice([0.5, 1.0, 2.0], count)
+    elif temperature == 0.0 and several is not None:
+        temperature = 1.0
+    weights = RowWeights(
+        (count, SIZE),
+        MASKS[draw(st.sampled_from([*MASKS]))](count, rng),
+        temperature=temperature,
+        top_p=draw(st.sampled_from([None, None, 0.8])),
+        bias=draw(st.sampled_from([0.0, 0.0, 0.5])),
+    )
+    numbers = rng.random(count if several is None else (count, several))
+    return group(query_id, row_of, DrawColumns(weights, numbers))
+
+
+@given(st.data())
+def test_draws_of_groups_equal_those_of_each_alone(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 5))
+    queries = [data.draw(draws(query_id)) for query_id in range(count)]
+    together = results(Joint(SIZE), queries)
+    for query in queries:
+        alone = results(Joint(SIZE), [query])[query.query_id]
+        joint = together[query.query_id]
+        assert joint.errors == alone.errors == {}
+        assert torch.equal(joint.columns[0], alone.columns[0])
+        for column, expected in zip(joint.columns[1:], alone.columns[1:], strict=True):
+            torch.testing.assert_close(column, expected, atol=1e-6, rtol=0)
+
+
+def plain(query_id: int, masks: Any = None, count: int = 3, **options: Any) -> GroupQuery:
+    weights = RowWeights((count, SIZE), masks, **options)
+    numbers = np.random.default_rng(query_id).random(count)
+    return group(query_id, range(count), DrawColumns(weights, numbers))
+
+
+def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list[int]) -> None:
+    mask = np.arange(SIZE) < 7
+    kinds: list[Callable[[int], GroupQuery]] = [
+        plain,
+        lambda i: plain(i, mask),
+        lambda i: plain(i, temperature=0.5 + i),
+        lambda i: plain(i, top_p=0.5),
+        lambda i: group(i, [0, 1], TopColumns(2)),
+        lambda i: plain(i, bias=1.0),
+    ]
+    queries = [kinds[i % len(kinds)](i) for i in range(4 * len(kinds))]
+    together = results(Joint(SIZE), queries)
+    assert len(together) == len(queries)
+    assert joined_sizes == [4, 4, 4, 4]
+
+
+def test_one_mask_of_all_groups_is_stored_once() -> None:
+    mask = np.arange(SIZE) < 7
+    batches = [RowMasks(mask, 2, SIZE) for _ in range(3)]
+    joined = RowMasks.joined([*batches, RowMasks(~mask, 1, SIZE)])
+    assert joined.places.tolist() == [0] * 6 + [1]
+    factors = joined.factors(0, 7, torch.device("cpu"))
+    assert factors.bool().tolist() == [mask.tolist()] * 6 + [(~mask).tolist()]
+    same = RowMasks.joined(batches)
+    assert same.factors(0, 6, torch.device("cpu")).shape == (1, SIZE)
+
+
+def test_only_masks_in_use_are_joined() -> None:
+    many = RowMasks(np.eye(SIZE, dtype=bool), SIZE, SIZE)
+    used = RowMasks(many, 3, SIZE, [9, 4, 9])
+    joined = RowMasks.joined([used, RowMasks(np.ones(SIZE, bool), 1, SIZE)])
+    rows, places, _ = joined.bits(torch.device("cpu"))
+    assert len(rows) == 3
+    assert places.tolist() == [1, 0, 1, 2]
+    assert joined.unrestricted is None
+
+
+def test_rows_without_a_mask_keep_none() -> None:
+    some = RowMasks([None, [3], [4]], 3, SIZE)
+    unrestricted = RowMasks.joined([RowMasks([5], 2, SIZE), some]).unrestricted
+    assert unrestricted is not None
+    assert unrestricted.tolist() == [False, False, True, False, False]
+
+
+def test_an_error_is_that_of_one_group(joined_sizes: list[int]) -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(ArithmeticError("no masks"))
+    queries = [plain(0, np.arange(SIZE) < 9), plain(1, failed), plain(2, np.arange(SIZE) < 5)]
+    together = results(Joint(SIZE), queries)
+    assert not joined_sizes
+    assert [sorted(together[i].errors) for i in range(3)] == [[], [0, 1, 2], []]
+    assert "no masks" in str(together[1].errors[0])
+    for query in (queries[0], queries[2]):
+        alone = results(Joint(SIZE), [query])[query.query_id]
+        for column, expected in zip(
+            together[query.query_id].columns, alone.columns, strict=True
+        ):
+            assert torch.equal(column, expected)
+
+
+def test_a_row_that_is_no_distribution_fails_its_sequence_alone(
+    joined_sizes: list[int],
+) -> None:
+    engine = Joint(SIZE)
+    engine.invalid = (1, 2)
+    queries = [plain(i) for i in range(3)]
+    together = results(engine, queries)
+    assert joined_sizes == [3]
+    assert [sorted(together[i].errors) for i in range(3)] == [[], [2], []]
+    for query in queries:
+        alone = results(Joint(SIZE), [query])[query.query_id]
+        for column, expected in zip(
+            together[query.query_id].columns, alone.columns, strict=True
+        ):
+            torch.testing.assert_close(column[:2], expected[:2], atol=1e-6, rtol=0)
+
+
+def test_a_pass_that_raises_or_returns_another_form_is_repeated_for_each_group() -> None:
+    class Raising(Joint):
+        def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
+            raise MemoryError(len(groups))
+
+    class Short(Joint):
+        def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
+            values = super().evaluate_groups(groups).values
+            return GroupValues(values[:-1], are_logits=True)
+
+    queries = [plain(i) for i in range(3)]
+    expected = results(Joint(SIZE), queries)
+    for kind in (Raising, Short):
+        found = results(kind(SIZE), queries)
+        for query_id, result in expected.items():
+            for column, other in zip(result.columns, found[query_id].columns, strict=True):
+                assert torch.equal(column, other)

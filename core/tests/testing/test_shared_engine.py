@@ -7,6 +7,7 @@ import threading
 import pytest
 from scripted_target import CertifiedEngine, scripted_target
 
+from genlm import EngineClosedError
 from genlm.testing import all_checks
 from genlm.testing.shared_engine import SharedEngine
 
@@ -47,8 +48,8 @@ def target():
     Counted.built = 0
     target = scripted_target(build=Counted, shared=True)
     yield target
-    (shared,) = target._engines.values()
-    target.close()
+    _, shared = SharedEngine.current
+    SharedEngine.close_current()
     assert Counted.built == 1
     assert shared.engine.closed
     assert len(shared.engine.threads) == 1
@@ -88,7 +89,35 @@ def test_an_adapter_that_one_model_removed_is_loaded_again_for_the_next() -> Non
             )
             lm.unload_lora("red")
             assert lm.next_token_logprobs_sync([1]) is not None  # the engine has removed it
-    target.close()
+    SharedEngine.close_current()
+
+
+def test_one_engine_is_open_at_a_time_and_models_of_the_others_can_be_closed() -> None:
+    engines = []
+
+    def build(size=2):
+        assert all(engine.closed for engine in engines)
+        engines.append(CertifiedEngine())
+        return engines[-1]
+
+    target = scripted_target(build=build, shared=True)
+    first, again = target.load(), target.load()
+    context = first.context([1, 2])
+    context.next_token_logprobs_sync()
+    assert len(engines) == 1
+    with target.load(engine_options={"size": 3}) as other:
+        assert other.next_token_logprobs_sync([1]).shape == (other.vocab_size,)
+        assert len(engines) == 2
+        with pytest.raises(EngineClosedError, match="other options was opened"):
+            again.next_token_logprobs_sync([1])
+    del context
+    first.close()
+    again.close()
+    with scripted_target(build=build, shared=True).load() as rebuilt:
+        assert rebuilt.next_token_logprobs_sync([1]).shape == (rebuilt.vocab_size,)
+    assert len(engines) == 3
+    SharedEngine.close_current()
+    assert engines[2].closed
 
 
 @pytest.mark.parametrize("check_id", CHECKS)

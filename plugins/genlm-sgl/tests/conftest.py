@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from genlm.testing.shared_engine import SharedEngine
 from genlm_sgl.conformance import TinyLlama
-from genlm_sgl.exclusive import ExclusiveEngine
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"max_total_tokens": 4096},
@@ -31,8 +31,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 def adapted_engine(tiny: TinyLlama, options: Mapping[str, Any]) -> Any:
     """Build an engine with both adapters, which the caller closes."""
-    if ExclusiveEngine.active is not None:
-        ExclusiveEngine.active.suspend()
+    SharedEngine.close_current()
     engine = tiny.engine(options, enable_lora=True, max_lora_rank=8)
     for name, path in tiny.adapters.items():
         engine.add_adapter(name, path)
@@ -55,11 +54,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
 
 @pytest.fixture(autouse=True)
 def alone(request: pytest.FixtureRequest) -> None:
-    """Suspend the engine of the conformance suite, which is built again on its next use."""
-    if request.module.__name__.endswith("test_conformance"):
-        return
-    if ExclusiveEngine.active is not None:
-        ExclusiveEngine.active.suspend()
+    """Close the engine of the conformance suite, which is built again on its next use."""
+    if not request.module.__name__.endswith("test_conformance"):
+        SharedEngine.close_current()
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ import gc
 from typing import Any
 
 import genlm
+from genlm.testing.shared_engine import SharedEngine
 from genlm_sgl.conformance import TinyLlama
-from genlm_sgl.exclusive import ExclusiveEngine
 
 
 def served(tiny: TinyLlama, **options: Any) -> genlm.AsyncLM:
     """Load the model with both adapters; populations of two members are group queries."""
-    if ExclusiveEngine.active is not None:
-        ExclusiveEngine.active.suspend()
+    SharedEngine.close_current()
     options = {"max_total_tokens": 4096, "enable_lora": True, "max_lora_rank": 8, **options}
 
     def build() -> Any:

@@ -16,7 +16,6 @@ from population_walks import PROMPT, TOLERANCE, check, figures
 import genlm
 from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
-from genlm_sgl.exclusive import ExclusiveEngine
 
 from .particles import served, slots_used
 
@@ -145,23 +144,6 @@ def test_members_grow_to_the_longest_context(roomy: genlm.AsyncLM, tiny: TinyLla
     with pytest.raises(genlm.PopulationError, match=str(longest)):
         population.extend([-1, 4, 5]).draw_sync(seed=0)
     check(tiny, population, population.next_token_logprobs_sync())
-
-
-def test_a_generation_is_not_mistaken_for_that_of_another_engine(tiny: TinyLlama) -> None:
-    engines: list[Any] = []
-
-    def build() -> Any:
-        engines.append(ExclusiveEngine(lambda: tiny.engine({"max_total_tokens": 4096})))
-        return engines[-1]
-
-    with genlm.AsyncLM(build, output_cache=genlm.OutputCache(0)) as llm:
-        population = llm.population(PROMPT, 3).extend([3, 4, 5])
-        population.draw_sync(seed=0)
-        llm._scheduler.run(lambda engine: engines[0].suspend())
-        other = llm.population([9, 8, 7], 3).extend([9, 9, 4])
-        other.draw_sync(seed=0)
-        population = population.extend([6, 6, 7])
-        check(tiny, population, population.next_token_logprobs_sync())
 
 
 # -- ends and failures ----------------------------------------------------------------

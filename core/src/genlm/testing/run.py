@@ -20,6 +20,7 @@ from genlm.testing.checks import all_checks
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import PROFILES, QUICK, Fixture, Profile
 from genlm.testing.outcome import ExpectedFailures, Outcome
+from genlm.testing.shared_engine import SharedEngine
 from genlm.testing.target import EngineTarget, Target, TrieTarget
 from genlm.testing.trie_fixture import TrieFixture
 
@@ -126,7 +127,7 @@ class Run:
 
 @contextmanager
 def prepared(settings: Settings) -> Iterator[Run]:
-    """Find the backend, build its targets, and close them afterwards.
+    """Find the backend, build its targets, and close their shared engine afterwards.
 
     Raises:
         PluginError: The backend is not installed or cannot be used.
@@ -152,9 +153,7 @@ def prepared(settings: Settings) -> Iterator[Run]:
         try:
             yield Run(settings, info, cases, failures)
         finally:
-            for target in targets:
-                if isinstance(target, EngineTarget):
-                    target.close()
+            SharedEngine.close_current()
 
 
 def _ids(cases: Iterable[Case]) -> set[str]:

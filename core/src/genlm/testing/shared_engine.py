@@ -1,7 +1,8 @@
 """`SharedEngine`: one engine for all the models that a target loads.
 
 It is used for engines that are slow to build. The engine runs on a dedicated thread, like every
-engine; every model has an `EngineHandle`, which forwards calls to that thread.
+engine; every model has an `EngineHandle`, which forwards calls to that thread. At most one
+shared engine is open at a time, because some libraries allow one engine per process.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import concurrent.futures
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from genlm import Capability, Completion, Engine, Query, Vocabulary
+from genlm import Capability, Completion, Engine, EngineClosedError, Query, Vocabulary
 from genlm.plugin import GroupQuery
 
 __all__ = ["EngineHandle", "SharedEngine"]
-
-T = TypeVar("T")
 
 _ADAPTER_METHODS = frozenset({"add_adapter", "remove_adapter"})
 """Methods of the engine that `SharedEngine` wraps, to track the loaded adapters."""
@@ -29,14 +28,36 @@ class SharedEngine:
     Args:
         build: Builds the engine, on that thread.
 
+    Attributes:
+        current: Key and engine that are open, if there is one.
+        closed: Whether `close` was called; models of the engine can then only be closed.
+
     Raises:
         Exception: The exception that `build` raised.
     """
+
+    current: ClassVar[tuple[object, SharedEngine] | None] = None
+
+    @classmethod
+    def open(cls, key: object, build: Callable[[], Engine]) -> SharedEngine:
+        """Return the engine of a key; closes that of another key and builds this one."""
+        if cls.current is None or cls.current[0] != key:
+            cls.close_current()
+            cls.current = key, cls(build)
+        return cls.current[1]
+
+    @classmethod
+    def close_current(cls) -> None:
+        """Close the engine that is open, if there is one."""
+        if cls.current is not None:
+            (_, shared), cls.current = cls.current, None
+            shared.close()
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owners: dict[int, EngineHandle] = {}  # by query id, unique in this process
         self._adapters: dict[str, str] = {}
+        self.closed = False
         threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
         try:
             self.engine: Engine = self.call(build)
@@ -46,9 +67,11 @@ class SharedEngine:
         # The adapters built into the model, without those that `add_adapter` loads.
         self.built_in_adapters = tuple(getattr(self.engine, "adapters", ()))
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a function on the engine's thread and wait."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the engine's thread and wait; does nothing after `close`."""
+        if self.closed:
+            return None
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run_call() -> None:
             try:
@@ -64,6 +87,7 @@ class SharedEngine:
         try:
             self.call(self.engine.close)
         finally:
+            self.closed = True
             self._calls.put(None)
 
     # -- on the engine's thread -------------------------------------------------------
@@ -134,7 +158,13 @@ class EngineHandle:
         self._shared.call(lambda: self._shared.submit(query, self))
 
     def step(self) -> list[Completion]:
-        """Return the ready completions; if there are none, step the engine."""
+        """Return the ready completions; if there are none, step the engine.
+
+        Raises:
+            EngineClosedError: An engine with other options was opened.
+        """
+        if self._shared.closed:
+            raise EngineClosedError("an engine with other options was opened")
 
         def collect_ready() -> list[Completion]:
             if not self.ready:
@@ -142,7 +172,8 @@ class EngineHandle:
             ready, self.ready = self.ready, []
             return ready
 
-        return self._shared.call(collect_ready)
+        completions: list[Completion] = self._shared.call(collect_ready)
+        return completions
 
     def abort(self, query_id: int) -> None:
         """Abort a query of this model."""

@@ -6,13 +6,13 @@ either; its argument is an empty folder that exists until the run ends.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from genlm import AsyncLM, Engine, Token
-    from genlm.testing.shared_engine import SharedEngine
 
 __all__ = ["TOLERANCE_CAPS", "EngineTarget", "Kind", "Oracle", "Target", "TrieTarget"]
 
@@ -54,7 +54,8 @@ class EngineTarget:
         texts: Texts that the tokenizer encodes without loss, for the round trip.
         timeout_s: Time after which an unanswered request counts as lost.
         shared: Whether all checks use one engine, because building it is slow; its caches
-            then stay warm from one check to the next.
+            then stay warm from one check to the next. It is closed when an engine with other
+            options, or of another target, is built.
 
     Raises:
         ValueError: `dtype` has no cap, or `tolerance` is above it.
@@ -72,9 +73,6 @@ class EngineTarget:
     texts: Sequence[str] = DEFAULT_TEXTS
     timeout_s: float = 60.0
     shared: bool = False
-    _engines: dict[str, SharedEngine] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     kind: ClassVar[Kind] = "engine"
 
@@ -115,20 +113,14 @@ class EngineTarget:
             lambda: watch(self._engine(engine_options or {})), name=self.model, **options
         )
 
-    def close(self) -> None:
-        """Close the shared engines; other engines close with their models."""
-        while self._engines:
-            self._engines.popitem()[1].close()
-
     def _engine(self, options: Mapping[str, Any]) -> Engine:
+        build = functools.partial(self.build, **options)
         if not self.shared:
-            return self.build(**options)
+            return build()
         from genlm.testing.shared_engine import EngineHandle, SharedEngine
 
-        key = repr(sorted(options.items()))
-        if key not in self._engines:
-            self._engines[key] = SharedEngine(lambda: self.build(**options))
-        return EngineHandle(self._engines[key])
+        key = self.build, repr(sorted(options.items()))
+        return EngineHandle(SharedEngine.open(key, build))
 
 
 @dataclass(frozen=True, kw_only=True)

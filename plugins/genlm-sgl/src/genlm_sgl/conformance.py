@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
-from genlm_sgl.exclusive import ExclusiveEngine
 
 __all__ = ["TinyLlama", "targets"]
 
@@ -48,19 +47,13 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
     for name, options in SETTINGS.items():
         yield EngineTarget(
             model=name,
-            build=functools.partial(_exclusive, model, options),
+            build=functools.partial(model.engine, options),
             oracle=model.logprobs,
             adapters=model.adapters,
             timeout_s=240.0,  # the first engine imports SGLang
             tight_options=_TIGHT,
             shared=True,
         )
-
-
-def _exclusive(
-    model: TinyLlama, options: Mapping[str, Any], **overrides: Any
-) -> ExclusiveEngine:
-    return ExclusiveEngine(functools.partial(model.engine, options, **overrides))
 
 
 class TinyLlama(TinyModel):

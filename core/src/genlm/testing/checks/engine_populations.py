@@ -196,11 +196,11 @@ def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
     if not variants:
         raise NotApplicable("the target names no tight_options")
     for salt, options in enumerate(variants):
-        lm = fixture.load(engine_options=options, output_cache=OutputCache(0))
         prompts = [
             token_ids[: max(1, fixture.max_length - 2 * STEPS)]
             for token_ids in fixture.some_sequences(3, salt=100 + salt)
         ]
+        lm = fixture.load(engine_options=options, output_cache=OutputCache(0))
         populations = [
             (lm.population(prompt, MEMBERS), [prompt] * MEMBERS) for prompt in prompts
         ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, Context, OutputCache
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
-from genlm.testing.comparison import entry_differences, largest_difference, request_rows
+from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
@@ -176,7 +176,7 @@ class EngineFixture(Fixture):
         self, token_sequences: Sequence[TokenTuple], lm: AsyncLM
     ) -> list[torch.Tensor]:
         """Request the rows of sequences concurrently."""
-        return [row for _, row in self.run(request_rows(lm, token_sequences, cached=True))]
+        return self.gather(map(lm.next_token_logprobs, token_sequences))
 
     # -- comparisons with the oracle ---------------------------------------------------
 

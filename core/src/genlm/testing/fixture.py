@@ -14,7 +14,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -138,6 +138,16 @@ class Fixture:
         """
         what = f"the coroutine {getattr(coroutine, '__qualname__', coroutine)}"
         return call_within(lambda: asyncio.run(coroutine), self.timeout_s, what)
+
+    def gather(
+        self, requests: Iterable[Awaitable[Any]], *, return_exceptions: bool = False
+    ) -> list[Any]:
+        """Await requests concurrently, as `asyncio.gather` does, and return their results."""
+
+        async def await_all() -> list[Any]:
+            return await asyncio.gather(*requests, return_exceptions=return_exceptions)
+
+        return self.run(await_all())
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on a separate thread.

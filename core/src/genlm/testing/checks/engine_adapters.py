@@ -53,15 +53,13 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
     names = [None, *fixture.adapter_names()]
     lm, probe = fixture.load_probed(adapters=True)
 
-    async def request_together(requests: list[AdapterRequest]) -> list[torch.Tensor]:
-        rows = (lm.next_token_logprobs(ids, lora_name=name) for ids, name in requests)
-        return list(await asyncio.gather(*rows))
-
     def holds(batch: list[AdapterRequest], same: TokenTuple) -> None:
         lm.clear_output_cache()
         requests = [*batch, *((same, name) for name in names)]
         before = len(probe.in_step)
-        rows = fixture.run(request_together(requests))
+        rows = fixture.gather(
+            lm.next_token_logprobs(ids, lora_name=name) for ids, name in requests
+        )
         for position, (row, (token_ids, name)) in enumerate(zip(rows, requests, strict=True)):
             fixture.check_row(row, token_ids, name, position=position, requests=requests)
         fixture.saw("several adapters in one step", probe.in_step[before] == len(set(requests)))

@@ -135,13 +135,9 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     lists = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
     populations = [lm.population(token_ids, len(ids)).extend(ids) for token_ids in lists]
     expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
-
-    async def request_together() -> list[Any]:
-        requests: list[Any] = [population.next_token_logprobs() for population in populations]
-        requests += map(lm.next_token_logprobs, others)
-        return list(await asyncio.gather(*requests))
-
-    first_rows, second_rows, *rows = fixture.run(request_together())
+    requests: list[Any] = [population.next_token_logprobs() for population in populations]
+    requests += map(lm.next_token_logprobs, others)
+    first_rows, second_rows, *rows = fixture.gather(requests)
     fixture.check_rows(first_rows, expected[0], how="together")
     fixture.check_rows(second_rows, expected[1], how="together")
     fixture.check_rows(rows, others, how="together")
@@ -176,15 +172,11 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
     names = [*fixture.adapter_names()[:2], None]
     prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
     ids = list(fixture.token_ids)[:2] * MEMBERS
-
-    async def request_together(populations: list[Population]) -> list[torch.Tensor]:
-        requests = (population.next_token_logprobs() for population in populations)
-        return list(await asyncio.gather(*requests))
-
     populations = [lm.population(prompt, len(ids), lora_name=name) for name in names]
     for step in range(2):
         expected = [prompt] * len(ids) if step == 0 else [(*prompt, last) for last in ids]
-        for name, rows in zip(names, fixture.run(request_together(populations)), strict=True):
+        rows_by_adapter = fixture.gather(each.next_token_logprobs() for each in populations)
+        for name, rows in zip(names, rows_by_adapter, strict=True):
             fixture.check_rows(rows, expected, name, step=step)
         populations = [population.extend(ids) for population in populations]
 

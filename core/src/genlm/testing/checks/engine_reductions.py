@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,13 +115,8 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
             {"top_p": 0.5, "temperature": 1.5},
         ]
         draws += [(context, {"seed": fixture.seed + i} | s) for i, s in enumerate(settings)]
-
-    async def draw_together() -> list[Any]:
-        requests: list[Any] = [lm.draw(context, **arguments) for context, arguments in draws]
-        requests += map(lm.next_token_logprobs, contexts)
-        return list(await asyncio.gather(*requests))
-
-    drawn = fixture.run(draw_together())
+    requests: list[Any] = [lm.draw(context, **arguments) for context, arguments in draws]
+    drawn = fixture.gather([*requests, *map(lm.next_token_logprobs, contexts)])
     fixture.check_rows(drawn[len(draws) :], contexts, how="beside draws")
     results_by_mode = {
         "together": drawn,
@@ -193,17 +187,15 @@ def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
 
     def holds(texts: list[TokenTuple], data: Any) -> None:
         starts = [data.draw(st.integers(1, len(text))) for text in texts]
-
-        async def score_and_reduce() -> list[Any]:
-            reduced = [
-                lm.reduce_text(text, TokenAndMaxLogprobs(text[start:][::-1]), start)
-                for text, start in zip(texts, starts, strict=True)
-            ]
-            largest = lm.reduce_text(texts[0], LargestLogprob(), starts[0])
-            scored = lm.batch_token_scores(texts, starts)
-            return await asyncio.gather(scored, largest, *reduced)
-
-        scored, largest, *reduced = fixture.run(score_and_reduce())
+        requests: list[Any] = [
+            lm.batch_token_scores(texts, starts),
+            lm.reduce_text(texts[0], LargestLogprob(), starts[0]),
+        ]
+        requests += [
+            lm.reduce_text(text, TokenAndMaxLogprobs(text[start:][::-1]), start)
+            for text, start in zip(texts, starts, strict=True)
+        ]
+        scored, largest, *reduced = fixture.gather(requests)
         for text, start, scores, columns in zip(texts, starts, scored, reduced, strict=True):
             _check_scores(fixture, text, start, scores)
             _check_columns(fixture, text, start, columns)
@@ -268,21 +260,15 @@ def a_failing_reduction_fails_alone(fixture: EngineFixture) -> None:
     """A reduction that raises, of a row or of a text, fails its own request only."""
     lm = fixture.load(output_cache=OutputCache(0))
     texts = fixture.some_sequences(4)
-
-    async def request_all() -> list[Any]:
-        reductions = [
-            lm.reduce(text, LargestLogprob(fails=number == 1))
-            for number, text in enumerate(texts)
-        ]
-        of_texts = [
-            lm.reduce_text(text, TokenAndMaxLogprobs(text[1:][::-1], fails=number == 1))
-            for number, text in enumerate(texts)
-        ]
-        rows = map(lm.next_token_logprobs, texts)
-        requests = (*reductions, *of_texts, *rows)
-        return list(await asyncio.gather(*requests, return_exceptions=True))
-
-    results = fixture.run(request_all())
+    requests: list[Any] = [
+        lm.reduce(text, LargestLogprob(fails=number == 1)) for number, text in enumerate(texts)
+    ]
+    requests += [
+        lm.reduce_text(text, TokenAndMaxLogprobs(text[1:][::-1], fails=number == 1))
+        for number, text in enumerate(texts)
+    ]
+    requests += map(lm.next_token_logprobs, texts)
+    results = fixture.gather(requests, return_exceptions=True)
     fixture.check_rows(results[8:], texts)
     for number, text in enumerate(texts):
         of_row, of_text = results[number], results[4 + number]
@@ -303,13 +289,9 @@ def reductions_use_the_adapter(fixture: EngineFixture) -> None:
     names = [None, *fixture.adapter_names()]
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
     for text in fixture.some_sequences(3):
-
-        async def request_all(text: TokenTuple = text) -> list[Any]:
-            masses = [lm.log_mass(text, [0, 1, 2], lora_name=name) for name in names]
-            scores = [lm.score(text, lora_name=name) for name in names]
-            return list(await asyncio.gather(*masses, *scores))
-
-        results = fixture.run(request_all())
+        requests: list[Any] = [lm.log_mass(text, [0, 1, 2], lora_name=name) for name in names]
+        requests += [lm.score(text, lora_name=name) for name in names]
+        results = fixture.gather(requests)
         masses, scores = results[: len(names)], results[len(names) :]
         for name, mass, logprobs in zip(names, masses, scores, strict=True):
             expected = fixture.expected(text, name)[:3].logsumexp(-1)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from genlm import ModelLoadError
 from genlm.cli import app
-from genlm.testing import Outcome, all_checks
+from genlm.testing import FULL, Outcome, all_checks
 
 FEW = ["--only", "rows-are-right", "--only", "batch-equals-map"]
 
@@ -80,12 +80,12 @@ def test_the_seed_and_the_profile_reach_the_check(check, monkeypatch):
     runs = []
 
     def run_case(case, profile, seed):
-        runs.append((profile.name, seed))
+        runs.append((profile, seed))
         return Outcome(id=case.id, property=case.check.property, status="passed")
 
     monkeypatch.setattr("genlm.testing.run.run_case", run_case)
     check("--only", "rows-are-right", "--seed", 3, "--profile", "full")
-    assert runs == [("full", 3)]
+    assert runs == [(FULL, 3)]
 
 
 def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.testing.family_measurement import measure_family as measure_family
     from genlm.testing.fixture import FULL as FULL
     from genlm.testing.fixture import QUICK as QUICK
-    from genlm.testing.fixture import Profile as Profile
     from genlm.testing.outcome import Outcome as Outcome
     from genlm.testing.plugin import conformance_tests as conformance_tests
     from genlm.testing.report import Report as Report

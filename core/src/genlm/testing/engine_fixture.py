@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import hypothesis
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from genlm import AsyncLM, Capability, Context, OutputCache
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
 from genlm.testing.comparison import entry_differences, largest_difference
-from genlm.testing.fixture import Fixture, Profile
+from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
 from genlm.testing.target import EngineTarget
@@ -58,7 +59,7 @@ class EngineFixture(Fixture):
     def __init__(
         self,
         target: EngineTarget,
-        profile: Profile,
+        profile: hypothesis.settings,
         seed: int,
         listed: frozenset[str] | None = None,
     ) -> None:

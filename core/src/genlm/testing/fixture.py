@@ -1,4 +1,4 @@
-"""`Fixture`: examples and time limits for one check, and the profile.
+"""`Fixture`: examples and time limits for one check, and the profiles of runs.
 
 One fixture serves one check of one target and closes everything that the check opened. All
 threads are daemon threads: a call that never returns must not keep the process alive.
@@ -15,7 +15,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import hypothesis
@@ -29,7 +28,6 @@ __all__ = [
     "PROFILES",
     "QUICK",
     "Fixture",
-    "Profile",
     "call_within",
     "on_thread",
 ]
@@ -37,33 +35,29 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Profile of a run: its numbers of examples.
+_SETTINGS = hypothesis.settings(
+    database=None,  # with these settings, the same seed gives the same examples
+    deadline=None,
+    print_blob=False,
+    report_multiple_bugs=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+)
 
-    Attributes:
-        name: Value of the option `profile`.
-        examples: Examples per property.
-        shrink: Whether to search for the smallest failing example, which takes longer than
-            finding one.
-    """
+QUICK = hypothesis.settings(_SETTINGS, max_examples=20)
+"""Hypothesis' settings of the profile `"quick"`."""
 
-    name: str
-    examples: int
-    shrink: bool = True
+FULL = hypothesis.settings(_SETTINGS, max_examples=150)
+"""Hypothesis' settings of the profile `"full"`."""
 
-
-QUICK = Profile("quick", examples=20)
-FULL = Profile("full", examples=150)
-
-PROFILES = {profile.name: profile for profile in (QUICK, FULL)}
+PROFILES = {"quick": QUICK, "full": FULL}
 
 
 class Fixture:
     """Examples and bookkeeping for one check; a context manager.
 
     Args:
-        profile: Profile of the run.
+        profile: Hypothesis' settings, with the number of examples per property.
         seed: Random seed of the examples.
         timeout_s: Time limit of each call.
 
@@ -72,7 +66,7 @@ class Fixture:
         devices: Devices of the results seen so far.
     """
 
-    def __init__(self, profile: Profile, seed: int, timeout_s: float) -> None:
+    def __init__(self, profile: hypothesis.settings, seed: int, timeout_s: float) -> None:
         self.profile = profile
         self.seed = seed
         self.timeout_s = timeout_s
@@ -108,16 +102,8 @@ class Fixture:
             examples: Number of examples; by default the profile's.
             **strategies: Strategies of the arguments.
         """
-        phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
-        # Under these settings the same seed gives the same examples.
         settings = hypothesis.settings(
-            max_examples=examples or self.profile.examples,
-            database=None,
-            deadline=None,
-            print_blob=False,
-            report_multiple_bugs=False,
-            suppress_health_check=list(hypothesis.HealthCheck),
-            phases=phases if self.profile.shrink else phases[:1],
+            self.profile, max_examples=examples or self.profile.max_examples
         )
 
         # `@given` is applied here and not to a method: one method shared by several targets

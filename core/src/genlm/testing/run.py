@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+
 from genlm import BackendInfo, Capability, find_backend, get_backend, list_backends
 from genlm.plugin import describe_error
 from genlm.testing.check import Check, CheckFailure, CheckTimeout, NotApplicable, Skipped
 from genlm.testing.checks import all_checks
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.fixture import PROFILES, QUICK, Fixture, Profile
+from genlm.testing.fixture import PROFILES, QUICK, Fixture
 from genlm.testing.outcome import ExpectedFailures, Outcome
 from genlm.testing.shared_engine import SharedEngine
 from genlm.testing.target import EngineTarget, Target, TrieTarget
@@ -160,7 +162,7 @@ def _ids(cases: Iterable[Case]) -> set[str]:
     return {name for case in cases for name in (case.id, case.check.id)}
 
 
-def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
+def run_case(case: Case, profile: hypothesis.settings = QUICK, seed: int = 0) -> Outcome:
     """Run one check of one target; exceptions become part of the outcome."""
     began = time.perf_counter()
     result: dict[str, Any] = {"status": "passed"}
@@ -183,7 +185,9 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
     return Outcome(id=case.id, property=case.check.property, seconds=seconds, **result)
 
 
-def _fixture_of(case: Case, profile: Profile, seed: int) -> EngineFixture | TrieFixture:
+def _fixture_of(
+    case: Case, profile: hypothesis.settings, seed: int
+) -> EngineFixture | TrieFixture:
     if isinstance(case.target, EngineTarget):
         listed = None if case.info is None else frozenset(case.info.capabilities)
         return EngineFixture(case.target, profile, seed, listed)

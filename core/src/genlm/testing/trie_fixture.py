@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import numpy as np
 import torch
 
 from genlm.testing.check import expect
-from genlm.testing.fixture import Fixture, Profile
+from genlm.testing.fixture import Fixture
 from genlm.testing.target import TrieTarget
 from genlm.testing.trie_oracle import EXACT, Symbols, tokens_below
 
@@ -28,7 +29,7 @@ class TrieFixture(Fixture):
         target: The trie under test.
     """
 
-    def __init__(self, target: TrieTarget, profile: Profile, seed: int) -> None:
+    def __init__(self, target: TrieTarget, profile: hypothesis.settings, seed: int) -> None:
         super().__init__(profile, seed, target.timeout_s)
         self.target = target
 

@@ -79,7 +79,7 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
         holds(first, seed)
     fixture.for_all(
         holds,
-        examples=max(3, fixture.profile.examples // 4),
+        examples=max(3, fixture.profile.max_examples // 4),
         prompt=fixture.sequences(shorter_by=min(2 * STEPS, fixture.max_length - 1)),
         seed=st.integers(0, 2**32),
     )

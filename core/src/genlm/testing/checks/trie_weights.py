@@ -45,7 +45,7 @@ def rows_of_a_batch_are_independent(fixture: TrieFixture) -> None:
     for rows in (0, 1, 2, 5):
         fixture.for_all(
             holds,
-            examples=max(2, fixture.profile.examples // 4),
+            examples=max(2, fixture.profile.max_examples // 4),
             vocabulary=vocabularies(max_size=8),
             rows=st.just(rows),
             data=st.data(),

@@ -579,6 +579,23 @@ def test_members_that_were_not_asked_for_catch_up_without_their_beginnings() -> 
     assert engine.statistics()["tokens_computed"] == before + 3
 
 
+def test_members_with_several_new_tokens_share_a_pass_up_to_its_limit() -> None:
+    engine = Engine(500, max_tokens=10)
+    population = Members([(1, 2, 0)] * 6)
+    population.ask(engine)
+    population.extend([(token,) for token in range(6)])
+    population.ask(engine, [0, 1, 2, 3, 4])
+    population.extend([(token,) for token in range(6)])
+    before = engine.statistics()["forwards"]
+    population.ask(engine)  # five members lack a token, the last one two
+    assert engine.statistics()["forwards"] == before + 1
+    population.extend([(0, 1, 2)] * 6)
+    before = engine.statistics()["forwards"]
+    population.ask(engine)
+    assert engine.statistics()["forwards"] == before + 2
+    assert engine.model.largest[0] <= 10
+
+
 @pytest.mark.parametrize("in_a_thread", [False, True])
 def test_slots_of_a_dropped_population_are_freed_at_the_next_step(in_a_thread: bool) -> None:
     engine = Engine(500)

@@ -128,20 +128,8 @@ class PrefixEngine(BatchEngine):
         return super().group_limit(group) if populations is None else populations.limit(group)
 
     def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute sequences of a population from block tables, or as separate queries."""
-        path, populations = self._choice.path, self._populations
-        if populations is None:
-            return super().evaluate_group(group, places)
-        assert isinstance(path, PrefixRows)  # noqa: S101 - it has populations
-        with self.activate(group.adapter):
-            logits = path.group_logits(group, places)
-        if logits is None:
-            values = super().evaluate_group(group, places)
-            populations.adopt(group, places)
-            return values
-        lengths = group.generation.lineage.lengths[group.wanted[places]]
-        self._tokens_evaluated += int(lengths.sum())
-        return GroupValues(logits, are_logits=True)
+        """Compute some sequences of a population in one forward pass."""
+        return self._evaluate_parts([(group, places)])
 
     def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Select populations whose next tokens are computed in one forward pass."""
@@ -151,30 +139,32 @@ class PrefixEngine(BatchEngine):
 
     def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
         """Compute the sequences of several populations in one forward pass."""
-        path = self._choice.path
-        assert isinstance(path, PrefixRows)  # noqa: S101 - it has populations
-        with self.activate(groups[0].adapter):
-            logits = path.joint_logits(groups)
-        if logits is None:
-            return self._evaluate_first(groups)
-        self._tokens_evaluated += sum(map(len, groups))
-        return GroupValues(logits, are_logits=True)
+        return self._evaluate_parts([(g, np.arange(len(g.wanted))) for g in groups])
 
-    def _evaluate_first(self, groups: Sequence[GroupQuery]) -> GroupValues:
-        """Compute the first sequences of populations through the tree."""
-        sequences = [
-            group.generation.lineage.sequence(place)
-            for group in groups
-            for place in group.wanted.tolist()
-        ]
+    def _evaluate_parts(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
+        """Compute some sequences of populations from tables, else through the tree."""
+        group, path = parts[0][0], self._choice.path
+        if isinstance(path, PrefixRows):
+            with self.activate(group.adapter):
+                logits = path.group_logits(parts)
+            if logits is not None:
+                lengths = (
+                    g.generation.lineage.lengths[g.wanted[places]] for g, places in parts
+                )
+                self._tokens_evaluated += sum(int(part.sum()) for part in lengths)
+                return GroupValues(logits, are_logits=True)
         indices: dict[TokenSequence, int] = {}
-        rows = [indices.setdefault(sequence, len(indices)) for sequence in sequences]
+        rows = [
+            indices.setdefault(g.generation.lineage.sequence(place), len(indices))
+            for g, places in parts
+            for place in g.wanted[places].tolist()
+        ]
         values, are_logits = self.evaluate_queries(
-            [Query(groups[0].query_id, sequence, groups[0].adapter) for sequence in indices]
+            [Query(group.query_id, sequence, group.adapter) for sequence in indices]
         )
-        for group in groups:
-            assert self._populations is not None  # noqa: S101 - our own mistake
-            self._populations.adopt(group, np.arange(len(group.wanted)))
+        if self._populations is not None:
+            for g, places in parts:
+                self._populations.adopt(g, places)
         is_complete = len(indices) == len(rows)
         return GroupValues(values if is_complete else values[rows], are_logits)
 

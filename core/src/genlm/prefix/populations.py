@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,19 +82,21 @@ class Populations:
                 self._free(entry.table)
 
     def limit(self, group: GroupQuery) -> int:
-        """Return the number of sequences of a group for about one pass."""
+        """Return the number of sequences of a group for one pass, or about one in the tree."""
         self.collect()
         lineage, wanted = group.generation.lineage, group.wanted
         table = self._table(group)
-        missing = np.empty(0)
         if table is not None:
-            missing = np.maximum(1, lineage.lengths[wanted] - table.tokens[wanted])
-            missing = missing[missing <= _MAX_NEW_TOKENS]
-        if not len(missing):
-            sample = wanted[:: -(-len(wanted) // _SAMPLE_SIZE)].tolist()
-            sequences = map(lineage.sequence, sample)
-            missing = np.array([1 + self._tree.missing(group.adapter, s) for s in sequences])
-        return max(1, min(self._max_rows, int(self._max_tokens / missing.mean())))
+            missing = lineage.lengths[wanted] - table.tokens[wanted]
+            few = np.maximum(1, missing[missing <= _MAX_NEW_TOKENS])
+            if len(few):
+                tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
+                count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
+                return max(1, min(self._max_rows, count))
+        sample = wanted[:: -(-len(wanted) // _SAMPLE_SIZE)].tolist()
+        sequences = map(lineage.sequence, sample)
+        mean = np.mean([1 + self._tree.missing(group.adapter, s) for s in sequences])
+        return max(1, min(self._max_rows, int(self._max_tokens / mean)))
 
     def choose(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Choose groups that one pass computes: the first, and others of its adapter.
@@ -142,56 +144,40 @@ class Populations:
         )
 
     def logits(
-        self, group: GroupQuery, places: Integers64, run: RunTable
+        self, parts: Sequence[tuple[GroupQuery, Integers64]], run: RunTable
     ) -> torch.Tensor | None:
-        """Compute the next-token logits of some sequences of a group.
+        """Compute the next-token logits of sequences of groups in one pass.
 
-        After an exception, the state is that before the failed pass.
+        After an exception, the state is that before the pass.
 
         Args:
-            group: The sequences and their adapter, which is active.
-            places: Places of the sequences in `group.wanted`.
+            parts: Groups of one adapter, which is active, with different generations; and
+                places of sequences in their `wanted`, at most `limit` for one group, or all
+                places of groups from `choose`.
             run: Function that computes a pass.
 
         Returns:
-            Shape `(len(places), width of the model's output)`. None if the generation has no
-            table, slots are few, or many tokens are new: such sequences are computed through
-            the tree, then `adopt` is called.
-        """
-        self.collect()
-        rows = group.wanted[places]
-        missing = self._missing(group, rows)
-        if missing is None:
-            return None
-        logits: torch.Tensor | None = None
-        for part in self._passes(np.maximum(missing, 1)):
-            try:
-                part_logits = self._pass([(group, rows[part], missing[part])], run)
-            except OutOfSlotsError:
-                return None
-            if len(part_logits) == len(rows):
-                return part_logits
-            if logits is None:
-                logits = part_logits.new_empty((len(rows), part_logits.shape[1]))
-            logits[part] = part_logits
-        return logits
-
-    def joint_logits(self, groups: Sequence[GroupQuery], run: RunTable) -> torch.Tensor | None:
-        """Compute the next-token logits of all sequences of groups from `choose` in one pass.
-
-        Returns:
-            As `logits`, one group after the other; None if the groups have no tables.
+            Shape `(number of places, width of the model's output)`, one group after the other.
+            None if a generation has no table, many tokens are new, or a single group lacks
+            slots: such sequences are computed through the tree, then `adopt` is called.
 
         Raises:
-            OutOfSlotsError: There are too few slots; the state is unchanged.
+            OutOfSlotsError: There are too few slots for several groups.
         """
-        parts: list[_Part] = []
-        for group in groups:
-            missing = self._missing(group, group.wanted)
-            if missing is None:
+        self.collect()
+        missing = []
+        for group, places in parts:
+            rows = group.wanted[places]
+            tokens = self._missing(group, rows)
+            if tokens is None:
                 return None
-            parts.append((group, group.wanted, missing))
-        return self._pass(parts, run)
+            missing.append((group, rows, tokens))
+        try:
+            return self._pass(missing, run)
+        except OutOfSlotsError:
+            if len(parts) > 1:
+                raise
+            return None
 
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
         """Add a table with the sequences of a group that the tree contains."""
@@ -242,16 +228,6 @@ class Populations:
         self._tree.free(np.flatnonzero(is_free))
 
     # -- internals --------------------------------------------------------------------
-
-    def _passes(self, counts: Integers64) -> Iterator[slice]:
-        """Divide sequences, by their numbers of tokens, into passes."""
-        ends, first = np.cumsum(counts), 0
-        while first < len(counts):
-            before = int(ends[first] - counts[first])
-            end = int(np.searchsorted(ends, before + self._max_tokens, side="right"))
-            end = min(end, first + self._max_rows)
-            yield slice(first, end)
-            first = end
 
     def _missing(self, group: GroupQuery, rows: Integers64) -> Integers64 | None:
         """Return the number of tokens that each row's table lacks; None without a table.

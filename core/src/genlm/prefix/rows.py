@@ -247,17 +247,14 @@ class PrefixRows:
         """Maximum number of tokens of a pass of texts; all of their logits may be requested."""
         return min(self._max_tokens, self._max_rows)
 
-    def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:
-        """Compute the logits of sequences of a population; see `Populations.logits`."""
-        assert self.populations is not None  # noqa: S101 - our own mistake
+    def group_logits(
+        self, parts: Sequence[tuple[GroupQuery, Integers64]]
+    ) -> torch.Tensor | None:
+        """Compute the logits of sequences of populations; see `Populations.logits`."""
+        if self.populations is None:
+            return None
         with self._rolled_back_on_error():
-            return self.populations.logits(group, places, self._table_pass)
-
-    def joint_logits(self, groups: Sequence[GroupQuery]) -> torch.Tensor | None:
-        """Compute the logits of several populations; see `Populations.joint_logits`."""
-        assert self.populations is not None  # noqa: S101 - our own mistake
-        with self._rolled_back_on_error():
-            return self.populations.joint_logits(groups, self._table_pass)
+            return self.populations.logits(parts, self._table_pass)
 
     def pin(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and pin it until `clear`.

@@ -18,7 +18,6 @@ from genlm.prefix import (
     SegmentLimits,
     TreeBatch,
     plan_batches,
-    prefill_stages,
 )
 from genlm.prefix.padding import group_segments
 
@@ -138,10 +137,10 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
     for step in steps:
         sequences = sorted(step)
         nodes = [tree.insert(None, ids) for ids in sequences]
-        batch = TreeBatch(tree, None, sequences, nodes)
+        batch = TreeBatch.of(tree, None, sequences, nodes)
         requested = dict(zip(batch.wanted.tolist(), sequences, strict=True))
         uncached = tree.uncached_tokens
-        for stage in prefill_stages(batch):
+        for stage in batch.stages:
             written = set()
             for member in stage:
                 assert set(member.slots[: member.past].tolist()) <= known

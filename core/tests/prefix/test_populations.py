@@ -26,7 +26,6 @@ from genlm.prefix import (
     PrefixRows,
     TableBatch,
     TreeBatch,
-    prefill_stages,
 )
 
 from .test_engine import Adapters
@@ -56,7 +55,7 @@ class Model:
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         tokens = 0
         values = {}
-        for segment in (one for stage in prefill_stages(batch) for one in stage):
+        for segment in (one for stage in batch.stages for one in stage):
             for i, (token, write) in enumerate(
                 zip(segment.tokens, segment.writes, strict=True), segment.past
             ):

@@ -20,7 +20,6 @@ from genlm.prefix import (
     TextResult,
     TreeBatch,
     UncachedPath,
-    prefill_stages,
 )
 
 SIZE, TOKEN_BYTES = 7, 10
@@ -57,7 +56,7 @@ class Model:
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         tokens = 0
-        stages = prefill_stages(batch)
+        stages = batch.stages
         states: dict[int, int] = {}
         for stage in stages:
             for segment in stage:

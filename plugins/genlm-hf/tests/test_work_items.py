@@ -32,7 +32,7 @@ def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
     tree.commit()
     packed = [TokenSequence.of(ids) for ids in sequences]
     last = [tree.insert(None, sequence) for sequence in packed]
-    plan = plan_forward(TreeBatch(tree, None, packed, last))
+    plan = plan_forward(TreeBatch.of(tree, None, packed, last))
     pasts = [Paths().slots(tree.find(None, ids), len(ids)) for ids in sequences]
     return plan, [pasts[number] for number in np.argsort(plan.results)]
 

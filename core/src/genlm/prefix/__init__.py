@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.text_scores import PieceScores as PieceScores
     from genlm.core.rows.text_scores import ScoredText as ScoredText
     from genlm.core.rows.text_scores import TextResult as TextResult
-    from genlm.prefix.continuation import TableBatch as TableBatch
     from genlm.prefix.engine import Adapters as Adapters
     from genlm.prefix.engine import PrefixEngine as PrefixEngine
     from genlm.prefix.execution_path import PathChoice as PathChoice
@@ -26,19 +25,19 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.execution_path import choose_path as choose_path
     from genlm.prefix.forward import ForwardFn as ForwardFn
     from genlm.prefix.forward import ForwardResult as ForwardResult
+    from genlm.prefix.forward import Segment as Segment
+    from genlm.prefix.forward import TableBatch as TableBatch
     from genlm.prefix.forward import TableForward as TableForward
-    from genlm.prefix.forward import TokenRun as TokenRun
     from genlm.prefix.forward import TreeBatch as TreeBatch
+    from genlm.prefix.forward import padded_slots as padded_slots
     from genlm.prefix.node import SCRATCH_SLOT as SCRATCH_SLOT
     from genlm.prefix.node import Node as Node
     from genlm.prefix.node import Paths as Paths
     from genlm.prefix.node import Slots as Slots
     from genlm.prefix.node import slots_within as slots_within
     from genlm.prefix.padding import BatchLimits as BatchLimits
-    from genlm.prefix.padding import Segment as Segment
     from genlm.prefix.padding import SegmentLimits as SegmentLimits
     from genlm.prefix.padding import plan_batches as plan_batches
-    from genlm.prefix.padding import prefill_stages as prefill_stages
     from genlm.prefix.pass_layout import PassLayout as PassLayout
     from genlm.prefix.rows import PrefixRows as PrefixRows
     from genlm.prefix.segment_forward import SegmentForward as SegmentForward

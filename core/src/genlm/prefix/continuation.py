@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from genlm.core.queries.generations import Integers64
 from genlm.prefix.block_table import BlockTable
+from genlm.prefix.forward import TableBatch
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
-__all__ = ["Continuation", "TableBatch", "continuation", "joined"]
+__all__ = ["Continuation", "continuation", "joined"]
 
 # Provisional numbers of new slots, before their allocation, start here.
 _FIRST_NEW = 2**31
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TableBatch:
-    """Tokens to compute that continue rows of a block table.
-
-    A token attends to the trunk and to the slots of its row up to its position; the last of
-    them is the slot of the token.
-
-    Attributes:
-        tokens: Token ids, shape `(q,)`.
-        positions: Positions of the tokens in their sequences, shape `(q,)`.
-        writes: Slot to which the keys and values of each token are written: that of the token,
-            or the scratch slot if the token is recomputed for its logits, shape `(q,)`.
-        trunk: Common first slots of all sequences.
-        slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
-            a row are undefined.
-        rows: Row of each token, shape `(q,)`.
-        results: Token of each row whose logits are returned, shape `(d,)`.
-    """
-
-    tokens: Integers64
-    positions: Integers64
-    writes: Slots
-    trunk: Slots
-    slots: NDArray[np.int32]
-    rows: Integers64
-    results: Integers64
 
 
 class Continuation(NamedTuple):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.prefix.continuation import TableBatch
-from genlm.prefix.node import Node, Slots
+from genlm.core.queries.generations import Integers64
+from genlm.prefix.node import SCRATCH_SLOT, Node, Paths, Slots
 from genlm.prefix.tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -19,104 +19,147 @@ if TYPE_CHECKING:
 __all__ = [
     "ForwardFn",
     "ForwardResult",
+    "Segment",
+    "TableBatch",
     "TableForward",
-    "TokenRun",
     "TreeBatch",
+    "padded_slots",
 ]
 
 _Flags = NDArray[np.bool_]
 
 
-class TreeBatch:
-    """Sequences in the current batch of a tree.
-
-    Args:
-        tree: Tree that contains the sequences; its uncached tokens are computed.
-        adapter: Adapter of the sequences.
-        sequences: Sequences whose logits are requested.
-        nodes: Nodes that `insert` returned for the sequences.
-        first_positions: The position in each sequence from which on logits are requested; empty
-            for the last positions only.
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Consecutive tokens of one sequence, computed together.
 
     Attributes:
-        tree, adapter: As above.
-        ends: The last token of each sequence.
-        wanted: Slots of the tokens whose logits are requested: of the last token of each
-            sequence, or, with `first_positions`, of all requested tokens without repetition.
+        tokens: At least one token id.
+        slots: Slots of the past and of these tokens.
+        writes: Slots to which the keys and values of these tokens are written: their own slots,
+            or the scratch slot if the tokens are cached.
     """
 
-    __slots__ = ("_flags", "adapter", "ends", "tree", "wanted")
+    tokens: Sequence[int]
+    slots: Slots
+    writes: Slots
 
-    def __init__(
-        self,
+    @property
+    def past(self) -> int:
+        """Number of tokens before these."""
+        return len(self.slots) - len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeBatch:
+    """Tokens of a tree to compute: the uncached ones, and cached ones for their logits.
+
+    Attributes:
+        adapter: Adapter of the sequences.
+        stages: Prefill stages; the segments of a stage depend on those of earlier stages only.
+            The first stage includes the cached tokens whose logits are requested.
+        wanted: Slots of the tokens whose logits are requested.
+    """
+
+    adapter: str | None
+    stages: Sequence[Sequence[Segment]]
+    wanted: Slots
+
+    @classmethod
+    def of(
+        cls,
         tree: PrefixTree,
         adapter: str | None,
         sequences: Sequence[Sized],
         nodes: Sequence[Node],
         first_positions: Sequence[int] = (),
-    ) -> None:
-        self.tree, self.adapter = tree, adapter
-        lengths = map(len, sequences)
-        self.ends = [
-            TokenRun(node.at(length - 1), length - 1, length)
-            for node, length in zip(nodes, lengths, strict=True)
-        ]
-        self._flags: dict[Node, _Flags] = {}
-        if first_positions:
-            self._request(first_positions)
-            self.wanted = np.concatenate([n.slots[mask] for n, mask in self._flags.items()])
-        else:
-            slots = [node.slots[first - node.start] for node, first, _ in self.ends]
-            self.wanted = np.array(slots, np.int64)
+    ) -> Self:
+        """Return the current batch of a tree.
 
-    def cached_runs(self) -> list[TokenRun]:
-        """Return the cached tokens whose logits are requested."""
-        if self._flags:
-            return [
-                TokenRun(node, node.start + first, node.start + end)
-                for node, mask in self._flags.items()
+        Args:
+            tree: Tree that contains the sequences; its uncached tokens are computed.
+            adapter: Adapter of the sequences.
+            sequences: Sequences whose logits are requested.
+            nodes: Nodes that `insert` returned for the sequences.
+            first_positions: The position in each sequence from which on logits are requested;
+                empty for the last positions only.
+
+        Returns:
+            A batch whose `wanted` has the last token of each sequence, or, with
+            `first_positions`, all requested tokens without repetition.
+        """
+        ends = [
+            (node.at(len(sequence) - 1), len(sequence))
+            for node, sequence in zip(nodes, sequences, strict=True)
+        ]
+        cached: Iterable[tuple[Node, int, int]]
+        if first_positions:
+            flags = _requested(ends, first_positions)
+            wanted = np.concatenate([node.slots[mask] for node, mask in flags.items()])
+            cached = [
+                (node, node.start + first, node.start + end)
+                for node, mask in flags.items()
                 for first, end in _runs(mask[: node.computed])
             ]
-        cached = [end for end in self.ends if end.first < end.node.start + end.node.computed]
-        return list(dict.fromkeys(cached))
+        else:
+            wanted = np.array(
+                [node.slots[end - 1 - node.start] for node, end in ends], np.int64
+            )
+            cached = dict.fromkeys(
+                (node, end - 1, end) for node, end in ends if end <= node.start + node.computed
+            )
+        paths = Paths()
+        stages = _uncached_stages(tree, paths)
+        for node, first, end in cached:
+            tokens = node.tokens[first - node.start : end - node.start]
+            scratch = np.full(end - first, SCRATCH_SLOT, np.int64)
+            stages[0].append(Segment(tokens, paths.slots(node, end), scratch))
+        return cls(adapter, stages, wanted)
 
-    def _request(self, first_positions: Sequence[int]) -> None:
-        """Mark the tokens of each node whose logits are requested."""
-        for last, first in zip(self.ends, first_positions, strict=True):
-            node: Node | None = last.node
-            end = last.end
-            while node is not None and node.parent is not None and node.end > first:
-                if node not in self._flags:
-                    self._flags[node] = np.zeros(len(node.tokens), bool)
-                self._flags[node][max(0, first - node.start) : end - node.start] = True
-                end = min(end, node.start)
-                node = node.parent
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TableBatch:
+    """Tokens to compute that continue rows of a block table.
 
-class TokenRun(NamedTuple):
-    """Consecutive tokens of a node.
+    A token attends to the trunk and to the slots of its row up to its position; the last of
+    them is the slot of the token.
 
     Attributes:
-        node: The node that contains the tokens.
-        first: Position of the first token in its sequences.
-        end: Position after the last token.
+        tokens: Token ids, shape `(q,)`.
+        positions: Positions of the tokens in their sequences, shape `(q,)`.
+        writes: Slot to which the keys and values of each token are written: that of the token,
+            or the scratch slot if the token is recomputed for its logits, shape `(q,)`.
+        trunk: Common first slots of all sequences.
+        slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
+            a row are undefined.
+        rows: Row of each token, shape `(q,)`.
+        results: Token of each row whose logits are returned, shape `(d,)`.
     """
 
-    node: Node
-    first: int
-    end: int
+    tokens: Integers64
+    positions: Integers64
+    writes: Slots
+    trunk: Slots
+    slots: NDArray[np.int32]
+    rows: Integers64
+    results: Integers64
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Token ids."""
-        start = self.node.start
-        return self.node.tokens[self.first - start : self.end - start]
-
-    @property
-    def own_slots(self) -> Slots:
-        """Slots of the tokens."""
-        start = self.node.start
-        return self.node.slots[self.first - start : self.end - start]
+    @classmethod
+    def of_segments(cls, segments: Sequence[Segment]) -> Self:
+        """Return the tokens of segments, without a trunk; the last ones are the results."""
+        counts = np.array([len(segment.tokens) for segment in segments])
+        rows = np.repeat(np.arange(len(segments)), counts)
+        begins = np.cumsum(counts) - counts
+        pasts = np.array([segment.past for segment in segments])
+        return cls(
+            tokens=np.array([token for s in segments for token in s.tokens], np.int64),
+            positions=pasts[rows] + np.arange(len(rows)) - begins[rows],
+            writes=np.concatenate([segment.writes for segment in segments]),
+            trunk=np.empty(0, np.int64),
+            slots=padded_slots(segments),
+            rows=rows,
+            results=begins + counts - 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +192,50 @@ class TableForward(ForwardFn, Protocol):
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Store keys and values of the tokens; return the logits of `batch.results`."""
         ...
+
+
+def padded_slots(segments: Sequence[Segment]) -> NDArray[np.int32]:
+    """Return the slots of segments, shape `(segments, longest)`, padded with zeros."""
+    longest = max(len(segment.slots) for segment in segments)
+    slots = np.zeros((len(segments), longest), np.int32)
+    for row, segment in enumerate(segments):
+        slots[row, : len(segment.slots)] = segment.slots
+    return slots
+
+
+def _uncached_stages(tree: PrefixTree, paths: Paths) -> list[list[Segment]]:
+    """Return the uncached tokens of a tree in prefill stages, at least one."""
+    depths: dict[Node, int] = {}
+    stages: list[list[Segment]] = [[]]
+    for node in tree.uncached():  # ancestors before descendants
+        parent_depth = depths.get(node.parent) if node.parent is not None else None
+        depth = depths[node] = 0 if parent_depth is None else parent_depth + 1
+        if depth == len(stages):
+            stages.append([])
+        slots, writes = paths.slots(node, node.end), node.slots[node.computed :]
+        stages[depth].append(Segment(node.tokens[node.computed :], slots, writes))
+    return stages
+
+
+def _requested(
+    ends: Sequence[tuple[Node, int]], first_positions: Sequence[int]
+) -> dict[Node, _Flags]:
+    """Return which tokens of each node have requested logits.
+
+    Args:
+        ends: The node of the last token of each sequence, and the length of the sequence.
+        first_positions: The position in each sequence from which on logits are requested.
+    """
+    flags: dict[Node, _Flags] = {}
+    for (last, length), first in zip(ends, first_positions, strict=True):
+        node: Node | None = last
+        end = length
+        while node is not None and node.parent is not None and node.end > first:
+            if node not in flags:
+                flags[node] = np.zeros(len(node.tokens), bool)
+            flags[node][max(0, first - node.start) : end - node.start] = True
+            node, end = node.parent, min(end, node.start)
+    return flags
 
 
 def _runs(flags: _Flags) -> Iterator[tuple[int, int]]:

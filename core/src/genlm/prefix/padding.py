@@ -1,8 +1,7 @@
 """Division of work into padded batches with little padding.
 
-`plan_batches` groups whole sequences. A segment consists of consecutive tokens of one sequence
-and their past: segments whose pasts are computed run together, in a few padded passes, and
-segments that depend on them run in the next prefill stage. This module handles only numbers.
+`plan_batches` groups whole sequences, `group_segments` the segments of a prefill stage. This
+module handles only numbers.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.prefix.forward import TreeBatch
-from genlm.prefix.node import SCRATCH_SLOT, Node, Paths, Slots
+from genlm.prefix.forward import Segment
 
 __all__ = [
     "BatchLimits",
-    "Segment",
     "SegmentLimits",
     "group_segments",
     "plan_batches",
-    "prefill_stages",
 ]
 
 # Padding up to this many tokens costs less than another pass over the weights.
@@ -82,27 +78,6 @@ def plan_batches(lengths: Sequence[int] | Integers, limits: BatchLimits) -> Iter
         first = end
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Consecutive tokens of one sequence, computed together.
-
-    Attributes:
-        tokens: At least one token id.
-        slots: Slots of the past and of these tokens.
-        writes: Slots to which the keys and values of these tokens are written: their own slots,
-            or the scratch slot if the tokens are cached.
-    """
-
-    tokens: Sequence[int]
-    slots: Slots
-    writes: Slots
-
-    @property
-    def past(self) -> int:
-        """Number of tokens before these."""
-        return len(self.slots) - len(self.tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class SegmentLimits:
     """Limits of one padded batch of segments.
@@ -132,28 +107,6 @@ class SegmentLimits:
             and rows * longest - new <= _CHEAP_PADDING_TOKENS
             and rows * past - past_tokens <= max(past_tokens, _CHEAP_GATHERING)
         )
-
-
-def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
-    """Divide the work of a batch into stages, which depend on earlier stages.
-
-    The first stage includes cached tokens whose logits are requested; these are recomputed.
-    """
-    depths: dict[Node, int] = {}
-    paths = Paths()
-    stages: list[list[Segment]] = [[]]
-    for node in batch.tree.uncached():  # ancestors before descendants
-        parent_depth = depths.get(node.parent) if node.parent is not None else None
-        depth = depths[node] = 0 if parent_depth is None else parent_depth + 1
-        if depth == len(stages):
-            stages.append([])
-        writes = node.slots[node.computed :]
-        slots = paths.slots(node, node.end)
-        stages[depth].append(Segment(node.tokens[node.computed :], slots, writes))
-    for run in batch.cached_runs():
-        scratch = np.full(run.end - run.first, SCRATCH_SLOT, np.int64)
-        stages[0].append(Segment(run.tokens, paths.slots(run.node, run.end), scratch))
-    return stages
 
 
 def group_segments(

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm.core.queries.generations import Integers64
-from genlm.prefix.continuation import TableBatch
+from genlm.prefix.forward import Segment, TableBatch
 from genlm.prefix.node import SCRATCH_SLOT, Slots
-from genlm.prefix.padding import Segment
 
 __all__ = ["PassLayout"]
 

@@ -20,7 +20,8 @@ from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
 from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
-from genlm.prefix.continuation import Continuation, TableBatch, continuation, joined
+from genlm.prefix.continuation import Continuation, continuation, joined
+from genlm.prefix.forward import TableBatch
 from genlm.prefix.node import SCRATCH_SLOT, Paths, Slots
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 

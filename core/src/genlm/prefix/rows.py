@@ -18,8 +18,13 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.continuation import TableBatch
-from genlm.prefix.forward import ForwardFn, ForwardResult, TableForward, TreeBatch
+from genlm.prefix.forward import (
+    ForwardFn,
+    ForwardResult,
+    TableBatch,
+    TableForward,
+    TreeBatch,
+)
 from genlm.prefix.node import Node, Paths, Slots, slots_within
 from genlm.prefix.populations import Populations
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
@@ -414,7 +419,7 @@ class PrefixRows:
     def _run(self, current: _Pass) -> _Result:
         """Compute a pass and end it."""
         parts = current.parts
-        batch = TreeBatch(
+        batch = TreeBatch.of(
             self._tree,
             current.adapter,
             [part.sequence for part in parts],

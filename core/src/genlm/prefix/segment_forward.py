@@ -9,14 +9,9 @@ import numpy as np
 import torch
 
 from genlm.core.queries.generations import Integers64
-from genlm.prefix.forward import ForwardResult, TreeBatch
+from genlm.prefix.forward import ForwardResult, Segment, TreeBatch
 from genlm.prefix.node import Slots
-from genlm.prefix.padding import (
-    Segment,
-    SegmentLimits,
-    group_segments,
-    prefill_stages,
-)
+from genlm.prefix.padding import SegmentLimits, group_segments
 
 __all__ = ["SegmentForward", "logits_of_keys"]
 
@@ -50,7 +45,7 @@ class SegmentForward(abc.ABC):
         """Compute the uncached tokens of the tree and the requested logits."""
         tokens = 0
         slots, parts = [], []
-        for stage in prefill_stages(batch):
+        for stage in batch.stages:
             for segments in group_segments(stage, self._limits):
                 counts = np.array([len(segment.tokens) for segment in segments])
                 new = np.concatenate([segment.slots[segment.past :] for segment in segments])

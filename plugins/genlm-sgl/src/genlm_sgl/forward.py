@@ -21,7 +21,7 @@ from genlm.prefix import (
     TableBatch,
     TreeBatch,
     logits_of_keys,
-    prefill_stages,
+    padded_slots,
 )
 from genlm_sgl.adapters import Adapters
 from genlm_sgl.served_model import ServedModel
@@ -55,10 +55,10 @@ class SGLangForward:
         adapter_id = self._adapters.id_of(batch.adapter)
         keys, parts = [], []
         tokens = forwards = 0
-        for stage in prefill_stages(batch):
+        for stage in batch.stages:
             decoded = [segment for segment in stage if self._is_decoded(segment, batch.wanted)]
             if decoded:
-                logits, passes = self._decode(_decode_batch(decoded), adapter_id)
+                logits, passes = self._decode(TableBatch.of_segments(decoded), adapter_id)
                 slots = _new_slots(decoded)
                 places = np.flatnonzero(np.isin(slots, batch.wanted))
                 keys.append(slots[places])
@@ -125,7 +125,7 @@ class SGLangForward:
         size = self._served.max_rows
         for first in range(0, len(segments), size):
             part = segments[first : first + size]
-            self._served.write_rows(_NO_TRUNK, _padded_slots(part))
+            self._served.write_rows(_NO_TRUNK, padded_slots(part))
             yield part
 
 
@@ -139,31 +139,3 @@ def _select_rows(logits: torch.Tensor, places: Slots) -> torch.Tensor:
     if np.array_equal(places, np.arange(len(logits))):
         return logits
     return logits[device_index(places.tolist(), logits.device)]
-
-
-def _decode_batch(segments: Sequence[Segment]) -> TableBatch:
-    """Return the batch that decodes the new tokens of segments."""
-    counts = np.array([len(segment.tokens) for segment in segments])
-    rows = np.repeat(np.arange(len(segments)), counts)
-    begins = np.cumsum(counts) - counts
-    pasts = np.array([segment.past for segment in segments])
-    return TableBatch(
-        tokens=np.concatenate([np.array(segment.tokens, np.int64) for segment in segments]),
-        positions=pasts[rows] + np.arange(len(rows)) - begins[rows],
-        writes=np.concatenate([segment.writes for segment in segments]),
-        trunk=_NO_TRUNK,
-        slots=_padded_slots(segments),
-        rows=rows,
-        results=begins + counts - 1,
-    )
-
-
-def _padded_slots(
-    segments: Sequence[Segment],
-) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Return the slots of segments, shape `(segments, longest)`."""
-    longest = max(len(segment.slots) for segment in segments)
-    slots = np.zeros((len(segments), longest), np.int32)
-    for row, segment in enumerate(segments):
-        slots[row, : len(segment.slots)] = segment.slots
-    return slots

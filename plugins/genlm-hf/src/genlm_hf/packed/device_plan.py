@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from genlm.plugin import moved
-from genlm.prefix import Slots
-from genlm_hf.packed.plan import PackedPlan, PrefillChunk, QueryGroup
+from genlm.prefix import Segment, Slots
+from genlm_hf.packed.plan import PackedPlan, QueryGroup
 
 __all__ = ["DeviceChunk", "DeviceChunks", "DeviceGroup", "DevicePlan"]
 
@@ -134,8 +134,8 @@ class DeviceGroup:
 class DeviceChunk:
     """A prefill chunk, on one device."""
 
-    def __init__(self, chunk: PrefillChunk, slots: torch.Tensor) -> None:
-        self.past, self.length = chunk.past, chunk.length
+    def __init__(self, chunk: Segment, slots: torch.Tensor) -> None:
+        self.past, self.length = chunk.past, len(chunk.tokens)
         self._device = slots.device
         self._slots = _Slots(chunk.slots, slots)
         self._visible: dict[int | None, torch.Tensor] = {}
@@ -183,8 +183,10 @@ class DeviceChunks:
         total_ends: The same of its tokens and its past.
     """
 
-    def __init__(self, chunks: Sequence[PrefillChunk], slots: torch.Tensor) -> None:
-        lengths = np.array([(chunk.length, len(chunk.slots)) for chunk in chunks], np.int32)
+    def __init__(self, chunks: Sequence[Segment], slots: torch.Tensor) -> None:
+        lengths = np.array(
+            [(len(chunk.tokens), len(chunk.slots)) for chunk in chunks], np.int32
+        )
         self.length = int(lengths[:, 0].sum())
         self.max_length, self.max_total = lengths.max(axis=0).tolist()
         ends = np.zeros((2, len(chunks) + 1), np.int32)
@@ -211,9 +213,9 @@ class _Slots:
         return states.index_select(1, self._index)
 
 
-def _consecutive(chunks: Sequence[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+def _consecutive(chunks: Sequence[Segment]) -> Iterator[list[Segment]]:
     """Divide chunks into lists with a limited number of slots, at least one chunk each."""
-    part: list[PrefillChunk] = []
+    part: list[Segment] = []
     total = 0
     for chunk in chunks:
         if part and total + len(chunk.slots) > _GATHERED_SLOTS:

@@ -18,7 +18,7 @@ Shapes of a pass of two groups and one chunk::
                            b 1 1 1          or 2, is the query token's slot, which also pads
                            c c 2 2          the row
 
-    PrefillChunk
+    chunk
         slots     (past + 4,)   x x x x x | c0 c1 c2 c3
 """
 
@@ -31,17 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm.prefix import (
-    SCRATCH_SLOT,
     BatchLimits,
-    Paths,
+    Segment,
     Slots,
     TableBatch,
-    TokenRun,
     TreeBatch,
     plan_batches,
 )
 
-__all__ = ["PackedPlan", "PrefillChunk", "QueryGroup", "plan_forward", "plan_table"]
+__all__ = ["PackedPlan", "QueryGroup", "plan_forward", "plan_table"]
 
 # In slots read, measured on two CPU cores: a group costs as much as reading 2,000
 # slots, and gathering a slot as much as reading three.
@@ -77,24 +75,6 @@ class QueryGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Consecutive tokens of one sequence, computed together, or recomputed for their logits.
-
-    Attributes:
-        past: Number of tokens before them.
-        slots: Slots of the past and of the chunk.
-    """
-
-    past: int
-    slots: Slots
-
-    @property
-    def length(self) -> int:
-        """Number of tokens to compute."""
-        return len(self.slots) - self.past
-
-
-@dataclass(frozen=True, slots=True)
 class PackedPlan:
     """One packed forward pass of `len(tokens)` tokens.
 
@@ -103,7 +83,7 @@ class PackedPlan:
         positions: Positions of the tokens in their sequences.
         writes: Slots for the tokens' keys and values.
         groups: Groups of the first tokens of the pass.
-        chunks: Chunks of the tokens after the groups.
+        chunks: Prefill chunks: segments of the tokens after the groups.
         results: Indices in the pass of the tokens whose logits are requested.
     """
 
@@ -111,38 +91,29 @@ class PackedPlan:
     positions: Integers
     writes: Slots
     groups: Sequence[QueryGroup]
-    chunks: Sequence[PrefillChunk]
+    chunks: Sequence[Segment]
     results: Integers
 
 
 def plan_forward(batch: TreeBatch) -> PackedPlan:
     """Plan the pass that computes the uncached tokens of a tree, and all results."""
-    uncached = batch.tree.uncached()
-    runs = [TokenRun(node, node.start + node.computed, node.end) for node in uncached]
-    runs += batch.cached_runs()
-    tokens = np.array([token for run in runs for token in run.tokens], np.int64)
-    positions = np.array([i for _, first, end in runs for i in range(first, end)], np.int64)
-    slots = np.concatenate([run.own_slots for run in runs])
-    writes = slots.copy()
-    writes[batch.tree.uncached_tokens :] = SCRATCH_SLOT
-    lengths = np.array([end - first for _, first, end in runs])
-    is_query = np.repeat(lengths <= _MAX_QUERY_TOKENS, lengths)
-    queries = np.flatnonzero(is_query)
-    short = [run for run in runs if run.end - run.first <= _MAX_QUERY_TOKENS]
-    long = [run for run in runs if run.end - run.first > _MAX_QUERY_TOKENS]
-    paths = Paths()
-    groups = list(_tree_groups(short, positions[queries], paths))
-    parts = [queries[group.members] for group in groups]
-    order = np.concatenate([*parts, np.flatnonzero(~is_query)])
-    by_slot = np.argsort(slots[order])
-    result_indices = np.searchsorted(slots[order], batch.wanted, sorter=by_slot)
+    segments = [segment for stage in batch.stages for segment in stage]
+    segments.sort(key=_is_chunk)
+    chunks = [segment for segment in segments if _is_chunk(segment)]
+    table = TableBatch.of_segments(segments)
+    queries = len(table.tokens) - sum(len(chunk.tokens) for chunk in chunks)
+    groups = list(_segment_groups(table, queries)) if queries else []
+    members = [group.members for group in groups]
+    order = np.concatenate([*members, np.arange(queries, len(table.tokens))])
+    slots = table.slots[table.rows, table.positions][order]
+    by_slot = np.argsort(slots)
     return PackedPlan(
-        tokens=tokens[order],
-        positions=positions[order],
-        writes=writes[order],
+        tokens=table.tokens[order],
+        positions=table.positions[order],
+        writes=table.writes[order],
         groups=groups,
-        chunks=[PrefillChunk(run.first, paths.slots(run.node, run.end)) for run in long],
-        results=by_slot[result_indices],
+        chunks=chunks,
+        results=by_slot[np.searchsorted(slots, batch.wanted, sorter=by_slot)],
     )
 
 
@@ -162,22 +133,19 @@ def plan_table(batch: TableBatch) -> PackedPlan:
     )
 
 
-def _tree_groups(
-    runs: Sequence[TokenRun], positions: Integers, paths: Paths
-) -> Iterator[QueryGroup]:
-    """Divide the query tokens of runs of a tree into groups, as rows of a block table."""
-    if not runs:
-        return
-    slots = np.zeros((len(runs), max(run.end for run in runs)), np.int32)
-    for row, run in enumerate(runs):
-        slots[row, : run.end] = paths.slots(run.node, run.end)
-    shared = _shared_columns(slots[:, : min(run.first for run in runs)])
-    trunk = slots[0, :shared].astype(np.int64)
-    if not _saves_gathering(len(positions), 0, trunk):
+def _is_chunk(segment: Segment) -> bool:
+    return len(segment.tokens) > _MAX_QUERY_TOKENS
+
+
+def _segment_groups(batch: TableBatch, queries: int) -> Iterator[QueryGroup]:
+    """Divide the first tokens of segments into groups, with a trunk if that saves gathering."""
+    rows, positions = batch.rows[:queries], batch.positions[:queries]
+    shared = _shared_columns(batch.slots[: rows[-1] + 1, : int(positions.min())])
+    trunk = batch.slots[0, :shared].astype(np.int64)
+    if not _saves_gathering(queries, 0, trunk):
         trunk = trunk[:0]
-    rows = np.repeat(np.arange(len(runs)), [run.end - run.first for run in runs])
     begin = shared - len(trunk)
-    yield from _groups(trunk, slots[:, len(trunk) :], rows, positions, begin=begin)
+    return _groups(trunk, batch.slots[:, len(trunk) :], rows, positions, begin=begin)
 
 
 def _groups(

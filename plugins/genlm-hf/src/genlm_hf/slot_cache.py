@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from genlm.plugin import describe_error
 from genlm.prefix import (
@@ -28,7 +28,7 @@ from genlm_hf.forward import accepted_arguments, compute_logits
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
-__all__ = ["RecordingCache", "SlotCache", "SlotCacheForward", "read_cache"]
+__all__ = ["SlotCache", "SlotCacheForward", "read_cache"]
 
 # Names of the cache among the arguments of `forward`: since transformers 5.24, and before.
 _CACHE_NAMES = ("cache", "past_key_values")
@@ -125,40 +125,6 @@ class _Slots:
         return self._reads[key]
 
 
-class RecordingCache(Cache):  # type: ignore[misc]
-    """Records the shapes of the keys and values of each layer in one pass.
-
-    Attributes:
-        shapes: Shape by the index of the layer.
-        problems: Cached state that a `SlotCache` cannot return.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, LayerShape] = {}
-        self.problems: list[str] = []
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the keys and values of a layer and return them."""
-        keys, values = key_states.shape, value_states.shape
-        if len(keys) != 4 or keys[:3] != values[:3]:
-            self.problems.append(f"a layer caches tensors of shape {keys} and {values}")
-        elif layer_idx in self.shapes:
-            self.problems.append("a layer caches twice in a forward pass")
-        else:
-            self.shapes[layer_idx] = LayerShape(
-                keys[1], keys[3], values[3], key_states.dtype, key_states.device
-            )
-        return key_states, value_states
-
-
 class SlotCacheForward(SegmentForward):
     """Runs a model over the uncached tokens of a tree, in padded batches."""
 
@@ -198,7 +164,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
     missing = [name for name in needed if not accepted_arguments(model, {name: None})]
     if missing:
         raise UnsupportedModelError(f"its forward takes no {missing[0]}")
-    cache = RecordingCache()
+    cache = DynamicCache()
     slots = np.arange(1, length + 1, dtype=np.int64)
     batch = PassLayout.of_segments([Segment((0,) * length, slots, slots)], served.pad_id)
     try:
@@ -206,13 +172,21 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
             model(**_inputs(model, batch, device), **{needed[0]: cache})
     except Exception as error:
         raise UnsupportedModelError(
-            f"with another cache its forward pass raises {describe_error(error)}"
+            f"with a `DynamicCache` its forward pass raises {describe_error(error)}"
         ) from error
-    if cache.problems:
-        raise UnsupportedModelError(cache.problems[0])
-    if sorted(cache.shapes) != list(range(len(cache.shapes))):
-        raise UnsupportedModelError(f"only its layers {sorted(cache.shapes)} use the cache")
-    return [cache.shapes[index] for index in range(len(cache.shapes))]
+    used = [index for index, layer in enumerate(cache.layers) if layer.is_initialized]
+    if len(used) != len(cache.layers):
+        raise UnsupportedModelError(f"only its layers {used} use the cache")
+    shapes = []
+    for layer in cache.layers:
+        keys, values = layer.keys.shape, layer.values.shape
+        if len(keys) != 4 or keys[:3] != values[:3] or keys[2] != length:
+            raise UnsupportedModelError(
+                f"a layer caches tensors of shape {keys} and {values} for {length} tokens"
+            )
+        tensor = layer.keys
+        shapes.append(LayerShape(keys[1], keys[3], values[3], tensor.dtype, tensor.device))
+    return shapes
 
 
 def _cache_name(model: Any) -> str:

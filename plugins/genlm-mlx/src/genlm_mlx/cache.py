@@ -1,23 +1,21 @@
 """Caches with mlx-lm's interface that keep keys and values in slots.
 
 The model passes the keys and values of new tokens to `SlotCache` and receives those of whole
-sequences, gathered from the slots or resident from the last pass. `RecordingCache` records the
-tensors that a model passes.
+sequences, gathered from the slots or resident from the last pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from genlm.prefix import PassLayout, Slots
 from genlm_mlx.resident import ResidentBatch
-from genlm_mlx.storage import KVStorage, LayerShape
+from genlm_mlx.storage import KVStorage
 
-__all__ = ["RecordingCache", "SlotCache", "slot_caches"]
+__all__ = ["SlotCache", "slot_caches"]
 
 
 def slot_caches(
@@ -132,46 +130,3 @@ class _Batch:
 
     def _hides(self, window: int | None) -> bool:
         return window is not None and self._batch.past + self._batch.tokens.shape[1] > window
-
-
-class RecordingCache:
-    """Records the cached state of a layer in one pass over one sequence.
-
-    Attributes:
-        shape: Shape of the layer's keys and values; None until the layer has run.
-        problem: Why a `SlotCache` cannot replace this layer's cache; None if it can.
-        offset: Number of cached tokens.
-    """
-
-    offset = 0
-
-    def __init__(self) -> None:
-        self.shape: LayerShape | None = None
-        self.problem: str | None = None
-        self._recorded: tuple[mx.array, mx.array] | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Record the keys and values of the layer and return them."""
-        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
-            self.problem = f"a layer caches {keys.dtype} {keys.shape}, {values.shape}"
-        elif self.shape is not None:
-            self.problem = "a layer caches twice in a forward pass"
-        else:
-            self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        self._recorded = keys, values
-        return keys, values
-
-    def keys_and_values(self) -> Any:
-        """Return the recorded keys and values."""
-        return self._recorded
-
-    def make_mask(
-        self,
-        N: int,  # noqa: N803 - the name that models use
-        return_array: bool = False,
-        window_size: int | None = None,  # noqa: ARG002
-    ) -> mx.array | str | None:
-        """Return a causal mask; windows do not change the recorded shapes."""
-        if N == 1:
-            return None
-        return mx.tril(mx.ones((N, N), mx.bool_)) if return_array else "causal"

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm.plugin import describe_error
 from genlm.prefix import (
     ForwardResult,
     Integers64,
@@ -23,7 +22,7 @@ from genlm.prefix import (
     logits_of_keys,
     slots_within,
 )
-from genlm_mlx.cache import RecordingCache, slot_caches
+from genlm_mlx.cache import slot_caches
 from genlm_mlx.resident import ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape, default_budget_bytes
 
@@ -42,6 +41,9 @@ _LOGITS_AT_ONCE = 2**24
 # Maximum number of slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a
 # slot.
 _MAX_GATHERED_SLOTS = 2**16
+
+# Number of tokens of the pass that shows what a model caches.
+_PROBE_TOKENS = 3
 
 
 class SlotCacheForward(SegmentForward):
@@ -64,8 +66,8 @@ class SlotCacheForward(SegmentForward):
 
     def __init__(self, model: Any, kv_budget_bytes: int | None, limits: SegmentLimits) -> None:
         super().__init__(limits)
-        self._model, self._windows = model, _read_windows(model)
-        shapes, self.width = _read_shapes(model, len(self._windows))
+        self._model = model
+        self._windows, shapes, self.width = _read_layers(model)
         self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes)
         self.budget_bytes = (
             default_budget_bytes(self.bytes_per_token)
@@ -197,46 +199,34 @@ def as_tensor(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _read_windows(model: Any) -> list[int | None]:
-    """Return the window of each layer's cache in tokens, None for all tokens.
+def _read_layers(model: Any) -> tuple[list[int | None], list[LayerShape], int]:
+    """Run a model over a few tokens with mlx-lm's caches, and return what it caches.
+
+    Returns:
+        The window of each layer's cache in tokens, None for all tokens; the shape of a token's
+        keys and values in each layer; and the width of the output.
 
     Raises:
         UnsupportedModelError: A layer caches state other than keys and values of its past.
     """
+    caches = make_prompt_cache(model)
     windows: list[int | None] = []
-    for cache in make_prompt_cache(model):
+    for cache in caches:
         kind = type(cache)
-        if kind is KVCache:
-            windows.append(None)
-        elif kind is RotatingKVCache and cache.keep == 0:
-            windows.append(int(cache.max_size))
-        else:
+        if kind is not KVCache and not (kind is RotatingKVCache and cache.keep == 0):
             raise UnsupportedModelError(f"a layer has a {kind.__name__}")
-    return windows
-
-
-def _read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
-    """Return the cached shapes of a token in each layer, and the width of the output.
-
-    The model is run over three tokens.
-
-    Raises:
-        UnsupportedModelError: The model uses its caches differently from attention.
-    """
-    caches = [RecordingCache() for _ in range(layers)]
-    try:
-        logits = model(mx.zeros((1, 3), mx.int32), cache=caches)
-        mx.eval(logits)
-    except Exception as error:
+        windows.append(None if kind is KVCache else int(cache.max_size))
+    logits = model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
+    mx.eval(logits)
+    used = [cache for cache in caches if cache.offset == _PROBE_TOKENS]
+    if len(used) != len(caches):
         raise UnsupportedModelError(
-            f"with another cache its forward pass raises {describe_error(error)}"
-        ) from error
-    problems = [cache.problem for cache in caches if cache.problem is not None]
-    if problems:
-        raise UnsupportedModelError(problems[0])
-    shapes = [cache.shape for cache in caches if cache.shape is not None]
-    if len(shapes) != layers:
-        raise UnsupportedModelError(
-            f"{len(shapes)} of its {layers} caches receive keys and values"
+            f"{len(used)} of its {len(caches)} caches receive keys and values once in a pass"
         )
-    return shapes, int(logits.shape[-1])
+    if any(cache.keys.dtype != cache.values.dtype for cache in caches):
+        raise UnsupportedModelError("a layer caches keys and values of different dtypes")
+    shapes = [
+        LayerShape(c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.keys.dtype)
+        for c in caches
+    ]
+    return windows, shapes, int(logits.shape[-1])

@@ -101,7 +101,7 @@ def test_a_population_is_one_message_of_new_columns(pair, reference, messages):
         population = population.extend(generator.integers(0, 200, width))
     drawn = population.draw_sync(np.arange(257) < 100, seed=3)
     [(_, [group])] = messages
-    assert group.number == group.query_id != group.base is not None
+    assert group.number == group.query.query_id != group.base is not None
     again = population.draw_sync(np.arange(257) < 100, seed=3)
     assert messages[-1][1][0].steps == []
     local = reference.population([context.token_ids for context in population])
@@ -199,7 +199,7 @@ def test_a_continuation_is_one_message_and_stays_with_its_replica(pair, referenc
         for result in (sample, expected)
     )
     [packed] = messages[-1][1]
-    assert packed.base == ~group.query_id
+    assert packed.base == ~group.query.query_id
     assert packed.steps == []
     assert torch.equal(longer.token_ids, also.token_ids)
     _assert_rows(longer.population, reference)

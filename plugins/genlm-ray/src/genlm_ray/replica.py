@@ -336,9 +336,9 @@ class Replica:
             if not state.was_aborted(query.query_id)
         ]
         for group in groups:
-            if state.was_aborted(group.query_id):
+            if state.was_aborted(group.query.query_id):
                 continue
-            adapter = self._engine_adapter_name(state, group.adapter)
+            adapter = self._engine_adapter_name(state, group.query.adapter)
             queries.append(state.generations.group(group, adapter, self._shared.lease))
         return queries
 

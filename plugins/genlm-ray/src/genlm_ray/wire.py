@@ -11,16 +11,16 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import ray.cloudpickle
 
 from genlm.plugin import (
     Generation,
     GroupQuery,
-    GroupSampling,
     Lineage,
     PackedCompletions,
     PackedSequences,
@@ -47,8 +47,7 @@ __all__ = [
 TRANSPORT = Transport("a replica", ray.cloudpickle.dumps)
 """Packs reductions and results; classes of a program's main module are sent by value."""
 
-_Int32Array = np.ndarray[Any, np.dtype[np.int32]]
-
+_Integers64 = npt.NDArray[np.int64]
 
 # -- single queries -------------------------------------------------------------------
 
@@ -108,32 +107,24 @@ def unpack_queries(packed: PackedQueries) -> list[Query]:
 
 
 class PackedGroup(NamedTuple):
-    """Columns of the query of a population.
+    """The query of a population for transfer to a replica.
 
     Attributes:
-        query_id: Id of the query.
+        query: The query without its generation, reduction and lease.
         number: Number of the query's generation, under which the replica stores it.
         base: Number of a generation that the replica has and that the query's generation equals
             or extends; None if there is none.
         first: Sequences of the first lineage if `base` is None.
-        steps: Ancestors and token ids of each lineage after that of `base` or the first, int32.
-        wanted: `GroupQuery.wanted`, int32.
-        row_of: `GroupQuery.row_of`, int32.
+        steps: Ancestors and token ids of each lineage after that of `base` or the first.
         reduction: The packed `GroupQuery.reduction`, None with `sampling`.
-        adapter: `GroupQuery.adapter`.
-        sampling: `GroupQuery.sampling`.
     """
 
-    query_id: int
+    query: GroupQuery
     number: int
     base: int | None
     first: PackedSequences
-    steps: list[tuple[_Int32Array, _Int32Array]]
-    wanted: _Int32Array
-    row_of: _Int32Array
+    steps: list[tuple[_Integers64, _Integers64]]
     reduction: bytes
-    adapter: str | None
-    sampling: GroupSampling | None
 
     @property
     def size(self) -> int:
@@ -167,26 +158,23 @@ def pack_group(group: GroupQuery, base: Generation | None) -> PackedGroup:
         base: The query's generation or an earlier one, if the replica has it: its state is a
             `PlacedGeneration`.
     """
-    steps: list[tuple[_Int32Array, _Int32Array]] = []
+    unset: Any = None  # the replica has another generation, and unpacks the reduction
+    steps: list[tuple[_Integers64, _Integers64]] = []
     base_number: Any = None if base is None else base.state.number
     base_lineage = None if base is None else base.lineage
     lineage = group.generation.lineage
     while lineage is not base_lineage and lineage.parent is not None:
-        steps.append((lineage.ancestors.astype(np.int32), lineage.token_ids.astype(np.int32)))
+        steps.append((lineage.ancestors, lineage.token_ids))
         lineage = lineage.parent
     first = range(0 if lineage is base_lineage else len(lineage))
     steps.reverse()
     return PackedGroup(
-        group.query_id,
+        replace(group, generation=unset, reduction=unset, lease=None),
         base_number if base is group.generation else group.query_id,
         base_number,
         pack_sequences(map(lineage.sequence, first)),
         steps,
-        group.wanted.astype(np.int32),
-        group.row_of.astype(np.int32),
         TRANSPORT.pack_outputs([group.reduction if group.sampling is None else None]),
-        group.adapter,
-        group.sampling,
     )
 
 
@@ -226,15 +214,13 @@ class Generations:
         if packed.number != packed.base:
             self._add(packed.number, self._unpack_generation(packed), packed.size)
         [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
-        return GroupQuery(
-            packed.query_id,
-            self._by_number[packed.number][0],
-            packed.wanted.astype(np.int64),
-            packed.row_of.astype(np.int64),
-            reduction,
-            adapter,
-            lease,
-            packed.sampling,
+        generation, _ = self._by_number[packed.number]
+        return replace(
+            packed.query,
+            generation=generation,
+            reduction=reduction,
+            adapter=adapter,
+            lease=lease,
         )
 
     def finish(self, query_id: int, result: Any) -> Any:
@@ -262,9 +248,8 @@ class Generations:
         else:
             lineage = Lineage.of_sequences(packed.first.unpack())
         for ancestors, token_ids in packed.steps:
-            parents = ancestors.astype(np.int64)
-            lengths = lineage.lengths[parents] + (token_ids >= 0)
-            lineage = Lineage(lineage, parents, token_ids.astype(np.int64), lengths)
+            lengths = lineage.lengths[ancestors] + (token_ids >= 0)
+            lineage = Lineage(lineage, ancestors, token_ids, lengths)
         return Generation(lineage, base)
 
 

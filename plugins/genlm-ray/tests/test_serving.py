@@ -410,7 +410,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
         for driver in ("second", "third"):  # one ends, and the next one ends too
             description = await served.attach(driver, driver, {}, [])
             assert description["statistics"]
-            assert (await served.exchange(driver, ReplicaRequest())).statistics
+            assert (await served.exchange(driver, ReplicaRequest()))[1]
             while served._sessions:
                 await asyncio.sleep(0.02)
         assert await served.configure("third", {"poet": str(tmp_path)}, []) is False

@@ -31,6 +31,7 @@ from genlm.plugin import (
     EvaluationError,
     GroupQuery,
     ModelLoadError,
+    PackedCompletions,
     SampledGroup,
     TokenSequence,
     describe_error,
@@ -38,7 +39,7 @@ from genlm.plugin import (
 from genlm_ray import cluster, serving
 from genlm_ray.link import Configuration, ReplicaLink
 from genlm_ray.router import AnyQuery, RoutedQuery, Router
-from genlm_ray.wire import TRANSPORT, ReplicaResponse, pack_queries, place_sample
+from genlm_ray.wire import TRANSPORT, pack_queries, place_sample
 
 __all__ = ["Driver"]
 
@@ -210,7 +211,7 @@ class Driver:
         link: ReplicaLink,
         session: str | None,
         routed: list[RoutedQuery],
-        call: asyncio.Future[ReplicaResponse | None],
+        call: asyncio.Future[tuple[PackedCompletions, dict[str, Any]] | None],
     ) -> None:
         if call.cancelled():
             return
@@ -227,8 +228,8 @@ class Driver:
         elif (response := call.result()) is None:
             link.mark_lost(EngineError("the replica ended the session"))
         else:
-            link.engine_statistics = response.statistics
-            finished = TRANSPORT.unpack_completions(response.packed)
+            packed, link.engine_statistics = response
+            finished = TRANSPORT.unpack_completions(packed)
             in_flight = self.router.in_flight[link.number]
             if not (finished or link.calls) and in_flight:  # all messages were answered
                 link.mark_lost(EngineError("the replica has lost queries of the session"))

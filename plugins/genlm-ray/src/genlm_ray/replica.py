@@ -29,6 +29,7 @@ from genlm.plugin import (
     EvaluationError,
     GenlmError,
     ModelLoadError,
+    PackedCompletions,
     describe_error,
     get_backend,
     picklable_error,
@@ -36,7 +37,7 @@ from genlm.plugin import (
 from genlm_ray.router import AnyQuery
 from genlm_ray.session import Prefix, Session, SharedEngine
 from genlm_ray.spec import ReplicaSpec, versions
-from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, unpack_queries
+from genlm_ray.wire import TRANSPORT, ReplicaRequest, unpack_queries
 
 __all__ = ["Replica"]
 
@@ -120,12 +121,14 @@ class Replica:
             "pending_queries": self._spec.limits.pending_queries,
         }
 
-    async def exchange(self, session: str, message: ReplicaRequest) -> ReplicaResponse | None:
+    async def exchange(
+        self, session: str, message: ReplicaRequest
+    ) -> tuple[PackedCompletions, dict[str, Any]] | None:
         """Accept queries, and wait until a query of the session is finished.
 
         Returns:
-            The completions, which are empty if the session has no unanswered query; None if the
-            session has ended.
+            The completions, which are empty if the session has no unanswered query, and the
+            engine's statistics; None if the session has ended.
         """
         await self.notify(session, message)
         state = self._sessions.get(session)
@@ -137,7 +140,7 @@ class Replica:
                 packed = TRANSPORT.pack_completions(finished, size)
                 state.finished = state.finished[len(finished) :]  # not if packing raised
                 self._answered += len(finished)
-                return ReplicaResponse(packed, self._statistics())
+                return packed, self._statistics()
             state.changed.clear()
             await state.changed.wait()
         return None

@@ -22,7 +22,6 @@ from genlm.plugin import (
     Generation,
     GroupQuery,
     Lineage,
-    PackedCompletions,
     PackedSequences,
     Query,
     SampledGroup,
@@ -37,7 +36,6 @@ __all__ = [
     "PackedQueries",
     "PlacedGeneration",
     "ReplicaRequest",
-    "ReplicaResponse",
     "pack_group",
     "pack_queries",
     "place_sample",
@@ -282,15 +280,3 @@ class ReplicaRequest:
 
 def _load_request(columns: bytes) -> ReplicaRequest:
     return ReplicaRequest(*pickle.loads(columns))  # noqa: S301 - Ray pickles messages too
-
-
-class ReplicaResponse(NamedTuple):
-    """A message from a replica.
-
-    Attributes:
-        packed: Completions of finished queries.
-        statistics: Statistics of the engine.
-    """
-
-    packed: PackedCompletions
-    statistics: dict[str, Any]

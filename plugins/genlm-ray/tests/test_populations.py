@@ -281,7 +281,7 @@ def test_groups_share_the_engine_and_user_defined_reductions_run_on_another_thre
             return super().compute(rows, row_of, members)
 
     async def main():
-        shared = SharedEngine(lambda: engine, None)
+        shared = SharedEngine(lambda: engine, 3600.0)
         session = Session("poet", shared, TIMEOUT_S)
         session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))])
         await session.changed.wait()

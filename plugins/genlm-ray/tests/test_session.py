@@ -64,7 +64,7 @@ def _run(main, engine=None, *, is_open=True):
         used = Gated() if engine is None else engine
         if is_open and isinstance(used, Gated):
             used.gate.set()
-        shared = SharedEngine(lambda: used, None)
+        shared = SharedEngine(lambda: used, 3600.0)
         try:
             await main(shared, used)
         finally:

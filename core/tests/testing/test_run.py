@@ -118,11 +118,7 @@ def test_a_target_may_tighten_the_tolerance():
     assert scripted_target(tolerance=1e-6).largest_error == 1e-6
 
 
-def test_names_of_checks_are_read_before_targets_are_built(tmp_path, monkeypatch):
-    def build(*_arguments):
-        raise AssertionError("a target was built")
-
-    monkeypatch.setattr("genlm.testing.run.targets_of", build)
+def test_unknown_checks_and_missing_files_are_errors(tmp_path):
     with (
         pytest.raises(LookupError, match="no check 'no-such-check'"),
         prepared(Settings("reference", only=("no-such-check",))),

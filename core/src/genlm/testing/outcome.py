@@ -1,4 +1,4 @@
-"""`Outcome`: the result of one case; `ExpectedFailures`: expected failures with reasons.
+"""`Outcome`: the result of one case, and the expected failures with their reasons.
 
 Expected failures are listed in a file in the backend's repository, one per line, each with
 its reason; `#` begins a comment:
@@ -9,11 +9,12 @@ its reason; `#` begins a comment:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ExpectedFailures", "Outcome", "Status"]
+__all__ = ["Outcome", "Status", "read_expected_failures"]
 
 Status = Literal[
     "passed", "failed", "skipped", "not applicable", "expected failure", "unexpected pass"
@@ -52,48 +53,42 @@ class Outcome:
     devices: tuple[str, ...] = ()
     seconds: float = 0.0
 
+    def expecting(self, reasons: Mapping[str, str]) -> Outcome:
+        """Mark a failure that is expected, and a pass that is not.
 
-@dataclass(frozen=True)
-class ExpectedFailures:
-    """Reasons by id of a check, or of a case: `check[model]`."""
-
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path | None) -> ExpectedFailures:
-        """Read a file; None expects no failure.
-
-        Raises:
-            ValueError: The file cannot be read, a line has no reason, or an id is repeated.
+        Args:
+            reasons: The result of `read_expected_failures`.
         """
-        if path is None:
-            return cls()
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ValueError(f"no expected failures in {path}: {error}") from error
-        reasons: dict[str, str] = {}
-        for number, line in enumerate(lines, start=1):
-            text = line.partition("#")[0].strip()
-            if not text:
-                continue
-            name, _, reason = (part.strip() for part in text.partition(":"))
-            if not reason:
-                raise ValueError(f"{path}:{number}: expected 'id: reason', found {text!r}")
-            if name in reasons:
-                raise ValueError(f"{path}:{number}: {name!r} is listed twice")
-            reasons[name] = reason
-        return cls(reasons)
-
-    def apply_to(self, outcome: Outcome) -> Outcome:
-        """Mark a failure that is expected, and a pass that is not."""
-        check_id = outcome.id.partition("[")[0]
-        reason = self.reasons.get(outcome.id, self.reasons.get(check_id))
-        if reason is None:
-            return outcome
-        if outcome.status == "failed":
-            return replace(outcome, status="expected failure", reason=reason)
-        if outcome.status == "passed":
+        reason = reasons.get(self.id, reasons.get(self.id.partition("[")[0]))
+        if reason is not None and self.status == "failed":
+            return replace(self, status="expected failure", reason=reason)
+        if reason is not None and self.status == "passed":
             reason = f"it passes; remove it from the expected failures ({reason})"
-            return replace(outcome, status="unexpected pass", reason=reason)
-        return outcome
+            return replace(self, status="unexpected pass", reason=reason)
+        return self
+
+
+def read_expected_failures(path: Path | None) -> dict[str, str]:
+    """Read the reasons of expected failures by id of a check, or of a case: `check[model]`.
+
+    Raises:
+        ValueError: The file cannot be read, a line has no reason, or an id is repeated.
+    """
+    if path is None:
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"no expected failures in {path}: {error}") from error
+    reasons: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        name, _, reason = (part.strip() for part in text.partition(":"))
+        if not reason:
+            raise ValueError(f"{path}:{number}: expected 'id: reason', found {text!r}")
+        if name in reasons:
+            raise ValueError(f"{path}:{number}: {name!r} is listed twice")
+        reasons[name] = reason
+    return reasons

@@ -7,7 +7,7 @@ import importlib
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from genlm.testing.check import Check, CheckFailure, CheckTimeout, NotApplicable
 from genlm.testing.checks import all_checks
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import PROFILES, QUICK, Fixture
-from genlm.testing.outcome import ExpectedFailures, Outcome
+from genlm.testing.outcome import Outcome, read_expected_failures
 from genlm.testing.shared_engine import SharedEngine
 from genlm.testing.target import EngineTarget, Target, TrieTarget
 from genlm.testing.trie_fixture import TrieFixture
@@ -95,19 +95,18 @@ class Run:
         settings: The user's settings.
         info: The backend.
         cases: The cases to run, in order.
-        expected: The expected failures.
+        expected: Reasons of the expected failures by id of a check or case.
     """
 
     settings: Settings
     info: BackendInfo
     cases: list[Case]
-    expected: ExpectedFailures
+    expected: Mapping[str, str]
 
     def outcome(self, case: Case) -> Outcome:
         """Run one case and apply the expected failures."""
         profile = PROFILES[self.settings.profile]
-        outcome = run_case(case, profile, self.settings.seed)
-        return self.expected.apply_to(outcome)
+        return run_case(case, profile, self.settings.seed).expecting(self.expected)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Run all cases, one after another.
@@ -143,14 +142,11 @@ def prepared(settings: Settings) -> Iterator[Run]:
         expected = ", ".join(PROFILES)
         raise ValueError(f"profile={settings.profile!r}: expected one of {expected}")
     info = find(settings.backend)
-    failures = ExpectedFailures.read(settings.xfail)
-    check_ids = {check.id for check in all_checks(info.kind or "engine")}
-    # Ids of cases contain names of targets, which may take minutes to build.
-    _refuse_unknown("check", (name for name in settings.only if "[" not in name), check_ids)
+    failures = read_expected_failures(settings.xfail)
     with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:
         targets = targets_of(info, Path(folder), settings.model, settings.dtype)
         all_cases = cases_of(targets, info)
-        _refuse_unknown(f"check, named in {settings.xfail},", failures.reasons, _ids(all_cases))
+        _refuse_unknown(f"check, named in {settings.xfail},", failures, _ids(all_cases))
         cases = select_cases(all_cases, settings.only, settings.models)
         try:
             yield Run(settings, info, cases, failures)

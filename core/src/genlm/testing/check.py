@@ -2,7 +2,8 @@
 
 A check is a plain function of a fixture, decorated with `engine_check` or `trie_check`. The
 first sentence of its docstring states the property. It raises `CheckFailure`, by `expect`, if
-the property is violated, and `NotApplicable` or `Skipped` if it cannot be tested.
+the property is violated, and `NotApplicable` or `Skipped` if it cannot be tested. It reports
+the cases that it must cover with `Fixture.saw`; it fails if one of them never occurs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from genlm import Capability
@@ -44,15 +45,12 @@ class Check:
         needs: A capability without which the check does not apply.
         member: A method of the engine or trie without which the check does not apply.
         oracle: Whether the check needs an oracle that is independent of the engine.
-        cases: Cases that the check must cover. The function reports each with
-            `fixture.saw`; the check fails if one never occurred.
     """
 
     function: Callable[[Any], None]
     kind: Kind
     needs: Capability | None = None
     oracle: bool = False
-    cases: tuple[str, ...] = field(default=())
     member: str | None = None
 
     @property
@@ -72,23 +70,22 @@ def engine_check(
     needs: Capability | None = None,
     member: str | None = None,
     oracle: bool = False,
-    cases: tuple[str, ...] = (),
 ) -> Callable[[Callable[[EngineFixture], None]], Check]:
     """Create a check from a function of an `EngineFixture`; `Check` describes the arguments."""
 
     def decorate(function: Callable[[EngineFixture], None]) -> Check:
-        return Check(function, "engine", needs, oracle, cases, member)
+        return Check(function, "engine", needs, oracle, member)
 
     return decorate
 
 
 def trie_check(
-    *, member: str | None = None, cases: tuple[str, ...] = ()
+    *, member: str | None = None
 ) -> Callable[[Callable[[TrieFixture], None]], Check]:
     """Create a check from a function of a `TrieFixture`; `Check` describes the arguments."""
 
     def decorate(function: Callable[[TrieFixture], None]) -> Check:
-        return Check(function, "trie", cases=cases, member=member)
+        return Check(function, "trie", member=member)
 
     return decorate
 

@@ -84,9 +84,9 @@ class Fixture:
             return
         expect(not self._logged, "no error in the log", "; ".join(self._logged[:3]))
 
-    def saw(self, case: str, times: int = 1) -> None:
-        """Record that a case occurred."""
-        self.cases[case] += times
+    def saw(self, case: str, occurred: bool = True) -> None:
+        """Record whether a case occurred that the check must cover."""
+        self.cases[case] += occurred
 
     def for_all(
         self,

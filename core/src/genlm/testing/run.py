@@ -167,7 +167,7 @@ def run_case(case: Case, profile: hypothesis.settings = QUICK, seed: int = 0) ->
         with _fixture_of(case, profile, seed) as fixture:
             _require_applicable(case.check, fixture)
             case.check.function(fixture)
-            _expect_cases(case.check, fixture)
+            _expect_cases(fixture)
     except NotApplicable as reason:
         result = {"status": "not applicable", "reason": str(reason)}
     except Skipped as reason:
@@ -209,8 +209,8 @@ def _require_applicable(check: Check, fixture: EngineFixture | TrieFixture) -> N
             raise Skipped("needs adapters, and the target has none")
 
 
-def _expect_cases(check: Check, fixture: Fixture) -> None:
-    missing = [case for case in check.cases if not fixture.cases[case]]
+def _expect_cases(fixture: Fixture) -> None:
+    missing = [case for case, count in fixture.cases.items() if not count]
     if missing:
         raise CheckFailure(
             "every case that the check must cover to occur",

@@ -47,8 +47,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             adapters=model.adapters if lora else {},
             dtype=dtype,
             max_length=40,  # more than a KV block
-            # In other processes, because this process may have only one engine.
-            tight_options=[{"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True}],
+            tight_options=[{"kv_cache_memory_bytes": TINY_KV_BYTES}],
             timeout_s=300,  # includes importing vLLM and starting its workers
             shared=True,
         )

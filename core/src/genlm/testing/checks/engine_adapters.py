@@ -23,7 +23,7 @@ from genlm.testing.strategies import TokenTuple
 AdapterRequest = tuple[TokenTuple, str | None]
 
 
-@engine_check(needs=Capability.LORA, cases=("differs from the base",))
+@engine_check(needs=Capability.LORA)
 def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
     """A request or context returns the row of its adapter, however the adapter is selected."""
     names = fixture.adapter_names()
@@ -47,7 +47,7 @@ def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
     fixture.for_all(holds, token_ids=fixture.sequences(), name=st.sampled_from(names))
 
 
-@engine_check(needs=Capability.LORA, cases=("several adapters in one step",))
+@engine_check(needs=Capability.LORA)
 def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
     """Concurrent requests for the base model and several adapters return the right rows."""
     names = [None, *fixture.adapter_names()]

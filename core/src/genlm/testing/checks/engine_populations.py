@@ -58,7 +58,7 @@ def _resample_and_extend(
     return population.extend(ids if width > 1 else ids[:, 0]), members
 
 
-@engine_check(cases=("resampled", "several tokens", "no token"))
+@engine_check()
 def populations_equal_lists(fixture: EngineFixture) -> None:
     """Members that are copied and extended as arrays have the rows of their sequences."""
     lm = fixture.load(output_cache=OutputCache(0))
@@ -126,7 +126,7 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         expect(differ, "different draws of 64 copies", draws.token_ids)
 
 
-@engine_check(cases=("cancelled",))
+@engine_check()
 def populations_share_the_engine(fixture: EngineFixture) -> None:
     """Populations and other requests that run or are cancelled together do not interfere."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))

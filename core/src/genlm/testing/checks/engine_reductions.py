@@ -180,7 +180,7 @@ def _truncate(
     return truncated, is_near
 
 
-@engine_check(cases=("whole text", "after a prompt", "nothing to score"))
+@engine_check()
 def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
     """Scores and reductions of a text agree with the rows before its tokens."""
     lm = fixture.load(output_cache=OutputCache(0))

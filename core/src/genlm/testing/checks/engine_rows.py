@@ -12,7 +12,7 @@ from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
 
-@engine_check(cases=("row of one token", "row of a batch"))
+@engine_check()
 def rows_are_distributions(fixture: EngineFixture) -> None:
     """A row is float32 natural-log probabilities over the whole vocabulary that sum to 1."""
     missing = list(fixture.lm.vocabulary.missing_ids)
@@ -81,7 +81,7 @@ def the_context_can_be_filled(fixture: EngineFixture) -> None:
         fixture.check_row(row, full)
 
 
-@engine_check(cases=("ragged batch", "another order"))
+@engine_check()
 def batch_equals_map(fixture: EngineFixture) -> None:
     """Row i of a batch, or of concurrent requests, is the row of sequence i."""
 
@@ -146,7 +146,7 @@ def _overwrite(rows: torch.Tensor) -> None:
     rows.fill_(-math.log(rows.shape[-1]))
 
 
-@engine_check(cases=("row of a shared forward pass",))
+@engine_check()
 def rows_hold_no_more_than_themselves(fixture: EngineFixture) -> None:
     """A row keeps only its own memory alive."""
     lm, probe = fixture.load_probed()

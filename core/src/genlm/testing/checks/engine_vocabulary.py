@@ -9,7 +9,7 @@ from genlm.testing.check import NotApplicable, Skipped, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 
 
-@engine_check(cases=("token with bytes",))
+@engine_check()
 def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
     """The vocabulary has one token for each element of a row; its id is the index."""
     lm = fixture.lm

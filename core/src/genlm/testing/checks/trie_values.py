@@ -27,7 +27,7 @@ EDGES: dict[str, list[list[float]]] = {
 """Weights of the tokens ab, a and b."""
 
 
-@trie_check(cases=("shared prefix",))
+@trie_check()
 def values_are_exact(fixture: TrieFixture) -> None:
     """The value of every node is the sum, maximum or log-sum-exp of the weights below it."""
 

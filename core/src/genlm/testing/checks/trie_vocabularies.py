@@ -22,7 +22,7 @@ def special_vocabularies_are_exact(fixture: TrieFixture) -> None:
             fixture.check_values(trie, values, ws, operation, case=case)
 
 
-@trie_check(cases=("tokens with the same bytes", "a token within another"))
+@trie_check()
 def nodes_are_the_prefixes_of_the_vocabulary(fixture: TrieFixture) -> None:
     """Every prefix and every token has one node, with the right parent, symbols and tokens."""
 

@@ -120,9 +120,6 @@ class EngineProbe(StepGate):
     def __call__(self, engine: Engine) -> EngineProbe:
         """Wrap an engine."""
         self.engine = engine
-        self.vocabulary = engine.vocabulary
-        self.max_context = engine.max_context
-        self.capabilities = engine.capabilities
         return self
 
     async def start_held(self, *requests: Awaitable[Any]) -> list[asyncio.Future[Any]]:
@@ -169,4 +166,4 @@ class EngineProbe(StepGate):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "engine":
             raise AttributeError(name)
-        return getattr(self.engine, name)  # adapters, prefixes
+        return getattr(self.engine, name)  # the vocabulary, adapters, prefixes

@@ -147,10 +147,6 @@ class EngineHandle:
     def __init__(self, shared: SharedEngine) -> None:
         self._shared = shared
         self.ready: list[Completion] = []
-        self.vocabulary = shared.engine.vocabulary
-        self.max_context = shared.engine.max_context
-        self.capabilities = shared.engine.capabilities
-        self.capability_hints = getattr(shared.engine, "capability_hints", {})
         self.adapters = shared.built_in_adapters
 
     def submit(self, query: Query | GroupQuery) -> None:

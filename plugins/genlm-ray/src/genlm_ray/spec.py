@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from genlm.plugin import ModelLoadError, find_backend
 
 __all__ = ["UNLIMITED", "ReplicaSpec", "ServingLimits", "version_of", "versions"]
 
-_COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
+_COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "torch", "numpy")
+"""Ray itself refuses a process with another version of Ray or Python."""
 
-_MINOR_VERSIONS = frozenset({"python", "torch", "numpy"})
+_MINOR_VERSIONS = frozenset({"torch", "numpy"})
 """Distributions of which only the major and minor version must be equal."""
 
 
@@ -26,13 +26,10 @@ def version_of(name: str) -> str | None:
     Returns:
         None if the distribution is not installed.
     """
-    if name == "python":
-        version = platform.python_version()
-    else:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
     return ".".join(version.split(".")[:2]) if name in _MINOR_VERSIONS else version
 
 

@@ -100,17 +100,15 @@ class Driver:
         self._up: dict[int, ReplicaLink] = {}  # by the router's number
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._has_changed = asyncio.Event()  # set when a replica is up, or all have ended
         self._thread = threading.Thread(target=self._serve, name="genlm-ray", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
+        with self._runner:  # cancels the tasks at the end
+            self._loop.run_forever()
 
     # -- any thread -------------------------------------------------------------------
 

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import NamedTuple
 
 from genlm.plugin import Query
-from genlm_vllm.running_requests import ResidentRequest
+from genlm_vllm.running_requests import Parent, ResidentRequest
 
-__all__ = ["ContextTable", "Parent"]
+__all__ = ["ContextTable"]
 
 _MAX_EXTENSION_TOKENS = 8
 """Maximum number of tokens by which a query may extend a context; the table has one look-up for
 each length. Queries that add more tokens use vLLM's prefix cache."""
 
 _Key = tuple[str | None, bytes]
-
-
-class Parent(NamedTuple):
-    """The request that a query extends.
-
-    Attributes:
-        resident: Request with the tokens of a context.
-        length: Number of these tokens.
-        added: The further tokens of the query.
-    """
-
-    resident: ResidentRequest
-    length: int
-    added: list[int]
 
 
 class ContextTable:

@@ -18,7 +18,6 @@ from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
-    EvaluationError,
     GroupQuery,
     ModelFacts,
     ModelLoadError,
@@ -45,9 +44,6 @@ from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
-
-_MAX_IDLE_STEPS = 1000
-"""Number of steps without a computed token after which all queries fail."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -164,7 +160,7 @@ class VLLMEngine:
             embedded_ids=embedded_ids,
             max_context=self.max_context,
         )
-        self._steps = self._idle_steps = 0
+        self._steps = 0
         if needs_comparison:
             self._compare(descriptions)
 
@@ -256,20 +252,7 @@ class VLLMEngine:
             residents.collect()
             completions = residents.finish(self._workers.collect())
             residents.evict_for_waiting()
-            return completions or self._fail_lost()
-
-    def _fail_lost(self) -> list[Completion]:
-        """Fail all queries if vLLM computes none of them; they would wait for ever."""
-        self._idle_steps = 0 if self._residents.requests.has_run else self._idle_steps + 1
-        if self._idle_steps < _MAX_IDLE_STEPS:
-            return []
-        error = EvaluationError("vLLM lost the request; this is a defect of genlm-vllm or vLLM")
-        return self._drop_all(error)
-
-    def _drop_all(self, error: Exception) -> list[Completion]:
-        dropped = self._residents.drop_all()
-        self._residents.end_idle()
-        return [Completion(query_id, error=error) for query_id in dropped]
+            return completions
 
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
@@ -279,7 +262,8 @@ class VLLMEngine:
         Raises:
             EngineDiedError: vLLM did not reset its prefix cache.
         """
-        failed = self._drop_all(error)
+        failed = [Completion(query_id, error=error) for query_id in self._residents.drop_all()]
+        self._residents.end_idle()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
                 f"a step of vLLM raised {describe_error(error)}; vLLM did not reset "
@@ -385,7 +369,7 @@ class VLLMEngine:
         config, residents = self._vllm.vllm_config, self._residents
         return {
             "tokens_evaluated": residents.tokens_evaluated,
-            "tokens_computed": residents.tokens_computed,
+            "tokens_computed": residents.requests.tokens_computed,
             "steps": self._steps,
             "adapters": len(self._adapters.names),
             "processes": "own" if self._multiprocess else "this",

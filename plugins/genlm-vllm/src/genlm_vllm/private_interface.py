@@ -25,7 +25,7 @@ _SAMPLE = "vllm.v1.worker.gpu.sample"
 
 _NAMES: Mapping[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine.step": "self",
-    "vllm.v1.engine.core.EngineCore.step": "self",
+    "vllm.v1.core.sched.scheduler.Scheduler.schedule": "self throttle_prefills",
     "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts": "self",
     "vllm.v1.core.sched.scheduler.Scheduler.add_request": "self request",
     "vllm.v1.core.sched.scheduler.Scheduler.finish_requests": "self request_ids "
@@ -45,7 +45,8 @@ _NAMES: Mapping[str, str] = {
     f"{_SAMPLE}.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": "self "
     "logits_fn hidden_states input_batch "
     "all_token_ids num_computed_tokens prompt_lens",
-    "vllm.v1.core.sched.output.SchedulerOutput": "new_block_ids_to_zero",
+    "vllm.v1.core.sched.output.SchedulerOutput": "new_block_ids_to_zero "
+    "total_num_scheduled_tokens",
     "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
     "num_scheduled_tokens num_computed_prefill_tokens_np",
     "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
@@ -54,7 +55,7 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine": "engine_core model_executor renderer vllm_config "
     "collective_rpc from_vllm_config get_tokenizer reset_prefix_cache",
     "vllm.v1.engine.core_client.InprocClient": "engine_core shutdown _finalizer",
-    "vllm.v1.engine.core.EngineCore": "scheduler step_fn request_block_hasher model_executor",
+    "vllm.v1.engine.core.EngineCore": "scheduler request_block_hasher model_executor",
     "vllm.v1.core.sched.scheduler.Scheduler": "running waiting kv_holding_waiting "
     "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size "
     "needs_kv_cache_zeroing",
@@ -65,7 +66,6 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.request.Request": "request_id status lora_request num_tokens num_computed_tokens "
     "num_in_flight_tokens all_token_ids prompt_token_ids output_token_ids block_hashes "
     "_block_hasher prefill_stats",
-    "vllm.v1.metrics.stats.PrefillStats": "num_cached_tokens",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner device vllm_config add_lora "
     "remove_lora list_loras",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch "

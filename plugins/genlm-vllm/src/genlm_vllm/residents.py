@@ -29,10 +29,10 @@ from genlm.plugin import (
     Query,
 )
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.contexts import ContextTable, Parent
+from genlm_vllm.contexts import ContextTable
 from genlm_vllm.pending_queries import GenerationState, PendingQuery
 from genlm_vllm.processes import Outputs
-from genlm_vllm.running_requests import ResidentRequest, RunningRequests
+from genlm_vllm.running_requests import Parent, ResidentRequest, RunningRequests
 from genlm_vllm.scores import TextPart
 from genlm_vllm.worker_rows import GroupPart, RowPart
 from genlm_vllm.workers import Workers
@@ -55,7 +55,6 @@ class Residents:
         keeps: Whether the requests of contexts stay between queries.
         requests: The requests in vLLM.
         tokens_evaluated: Number of tokens of all queries.
-        tokens_computed: Number of tokens that the model computed for them.
     """
 
     def __init__(
@@ -81,7 +80,8 @@ class Residents:
         self._unstarted: deque[tuple[PendingQuery, int]] = deque()
         self._contexts = ContextTable()
         self.keeps = True
-        self.tokens_evaluated = self.tokens_computed = 0
+        self.tokens_evaluated = 0
+        self._computed_before = 0  # number of computed tokens before the latest step
         self._counts = dict.fromkeys(
             (
                 *("contexts_continued", "contexts_ended"),
@@ -123,6 +123,8 @@ class Residents:
             self._begin_scores(pending, reads_cache=first >= self._block_tokens)
         else:
             resident = None if parent is None else self._extend(parent, "contexts")
+            if resident is None and parent is not None and self._evict_for_fork(parent):
+                resident = self._extend(parent, "contexts")
             if resident is None:
                 resident = self.requests.begin(query.token_ids, query.adapter)
             self._wait_for(resident, pending)
@@ -149,24 +151,20 @@ class Residents:
 
     def _extend(self, parent: Parent, kind: str) -> ResidentRequest | None:
         """Continue or fork a request; return None if the sequence needs a new request."""
-        resident, length, added = parent
-        action = self.requests.action(resident, length, len(added))
-        if action == "feed":
+        resident = self.requests.extend(parent)
+        if resident is parent.resident and parent.added:
             self._counts[f"{kind}_continued"] += 1
-            self.requests.feed(resident, added[0])
-        elif action == "fork":
-            if kind == "contexts":
-                self._evict_for_fork(resident)
-            return self.requests.fork(resident, length, added)
-        return None if action == "begin" else resident
+        return resident
 
-    def _evict_for_fork(self, parent: ResidentRequest) -> None:
-        """End an idle request if vLLM has no place for a fork."""
+    def _evict_for_fork(self, parent: Parent) -> bool:
+        """End the oldest idle request if a fork has no place; return whether it did."""
         names = self.requests.by_name
-        if len(names) >= self.requests.places:
-            idle = (name for name in names if name not in self._busy)
-            oldest = next((name for name in idle if name != parent.name), None)
-            self._end([] if oldest is None else [oldest])
+        if len(names) < self.requests.places:
+            return False
+        idle = (name for name in names if name not in self._busy)
+        oldest = next((name for name in idle if name != parent.resident.name), None)
+        self._end([] if oldest is None else [oldest])
+        return oldest is not None
 
     def _begin_scores(self, pending: PendingQuery, *, reads_cache: bool) -> None:
         query = pending.query
@@ -229,8 +227,7 @@ class Residents:
                 self._unstarted.append((pending, place))
                 continue
             if parent is not None and resident is not parent.resident:
-                origin = "begun" if resident.added is None else "forked"
-                self._counts[f"members_{origin}"] += 1
+                self._counts["members_forked"] += 1
             state.residents[wanted[place]] = resident
             self._wait_for(resident, pending, place)
         self._begin_members()
@@ -286,6 +283,7 @@ class Residents:
         """Before a step of vLLM, end unreferenced requests and begin waiting ones."""
         self.requests.end_dropped()
         self._begin_members()
+        self._computed_before = self.requests.tokens_computed
 
     def collect(self) -> None:
         """Request the results of the sequences that a step computed."""
@@ -321,9 +319,6 @@ class Residents:
     ) -> None:
         """Request the results of sequences of a query that a step computed."""
         query, results = pending.query, self._workers.results
-        self.tokens_computed += sum(
-            resident.computed for place in places if (resident := pending.residents[place])
-        )
         is_first, pending.is_sent = not pending.is_sent, True
         pending.remaining -= len(places)
         if isinstance(query, GroupQuery):
@@ -390,11 +385,12 @@ class Residents:
         self._end([name for name in requests.preempted() if name not in self._busy])
         idle = [name for name in requests.by_name if name not in self._busy]
         count = max(0, waiting - requests.free_places)
-        if not count and (requests.lacks_blocks or not requests.has_run):
+        has_run = requests.tokens_computed > self._computed_before
+        if not count and (requests.lacks_blocks or not has_run):
             count = (len(idle) + 1) // 2 or 1
         if idle:
             self._end(idle[:count])
-        elif count and not requests.has_run:
+        elif count and not has_run:
             self._restart_forks(requests.stuck())
 
     def _restart_forks(self, stuck: Sequence[str]) -> None:

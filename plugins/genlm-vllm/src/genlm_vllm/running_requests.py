@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from genlm_vllm.adapters import Adapters
 from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
 
-__all__ = ["ResidentRequest", "RunningRequests", "why_not_resident"]
+__all__ = ["Parent", "ResidentRequest", "RunningRequests", "why_not_resident"]
 
 _NAMES = itertools.count()
 
@@ -56,36 +56,36 @@ class ResidentRequest:
         name: The request's id in vLLM.
         request: vLLM's request.
         adapter: Name of its adapter, None for the base model.
-        added: Number of tokens that the model computes for the next row; None if the prefix
-            cache may have some of them.
     """
 
-    __slots__ = ("_dropped", "adapter", "added", "name", "request")
+    __slots__ = ("_dropped", "adapter", "name", "request")
 
-    def __init__(
-        self, request: Any, adapter: str | None, added: int | None, dropped: deque[str]
-    ) -> None:
+    def __init__(self, request: Any, adapter: str | None, dropped: deque[str]) -> None:
         self._dropped = dropped
         self.adapter = adapter
-        self.replace(request, added)
+        self.replace(request)
 
-    def replace(self, request: Any, added: int | None) -> None:
+    def replace(self, request: Any) -> None:
         """Refer to another request from now on."""
         self.request = request
         self.name: str = request.request_id
-        self.added = added
 
     def __del__(self) -> None:
         self._dropped.append(self.name)
 
-    @property
-    def computed(self) -> int:
-        """Number of tokens that the model computed for the latest row."""
-        if self.added is not None:
-            return self.added
-        stats = self.request.prefill_stats
-        tokens = int(self.request.num_tokens)
-        return tokens - (0 if stats is None else stats.num_cached_tokens)
+
+class Parent(NamedTuple):
+    """The request that a sequence extends.
+
+    Attributes:
+        resident: Request that has the first tokens of the sequence.
+        length: Number of these tokens.
+        added: The further tokens.
+    """
+
+    resident: ResidentRequest
+    length: int
+    added: list[int]
 
 
 class RunningRequests:
@@ -98,7 +98,7 @@ class RunningRequests:
 
     Attributes:
         by_name: vLLM's requests by id, least recently used first.
-        has_run: Whether the last step executed the model.
+        tokens_computed: Number of tokens that vLLM has scheduled.
     """
 
     def __init__(self, engine: Any, adapters: Adapters, workers: Workers) -> None:
@@ -127,35 +127,35 @@ class RunningRequests:
             )
             for reads_cache in (True, False)
         }
-        self._step, core.step_fn = core.step_fn, self._recorded_step
-        self.has_run = False
+        self._schedule, core.scheduler.schedule = core.scheduler.schedule, self._recorded
+        self.tokens_computed = 0
         lora = engine.vllm_config.lora_config
         self._max_batch_adapters = 0 if lora is None else lora.max_loras
         self._dropped: deque[str] = deque()
         self.by_name: dict[str, Any] = {}
 
-    def _recorded_step(self) -> Any:
-        outputs, self.has_run = self._step()
-        return outputs, self.has_run
+    def _recorded(self, *arguments: Any) -> Any:
+        output = self._schedule(*arguments)
+        self.tokens_computed += output.total_num_scheduled_tokens
+        return output
 
-    def action(self, parent: ResidentRequest, length: int, added: int) -> str:
-        """Choose how to compute an extension of a request's sequence.
-
-        Args:
-            parent: The request.
-            length: Number of tokens of the request's sequence.
-            added: Number of further tokens.
+    def extend(self, parent: Parent) -> ResidentRequest | None:
+        """Continue or fork a request, or return it if it is computing the same sequence.
 
         Returns:
-            "feed" to append a token to the request, "fork", "wait" if the request is computing
-            the sequence, or "begin" if no block can be shared.
+            The request of the extended sequence; None if it needs a new request.
         """
-        if parent.name not in self.by_name:
-            return "begin"
-        request = parent.request
+        resident, length, added = parent
+        if resident.name not in self.by_name:
+            return None
+        request = resident.request
+        is_last = request.num_tokens == length
         if request.num_computed_tokens != length or request.num_in_flight_tokens:
-            return "begin" if added or request.num_tokens != length else "wait"
-        return "feed" if added == 1 and request.num_tokens == length else "fork"
+            return resident if is_last and not added else None
+        if is_last and len(added) == 1:
+            self._feed(resident, added[0])
+            return resident
+        return self._fork(parent)
 
     def may_stay(self, adapter: str | None) -> bool:
         """Whether requests of an adapter may stay when they are idle.
@@ -178,51 +178,45 @@ class RunningRequests:
             reads_cache: Whether the request may begin from the prefix cache.
         """
         request = self._add(list(token_ids), adapter, reads_cache=reads_cache)
-        return ResidentRequest(request, adapter, None, self._dropped)
+        return ResidentRequest(request, adapter, self._dropped)
 
     def restart(self, resident: ResidentRequest) -> None:
         """Replace a request by a new one with the same tokens and without blocks."""
         old = resident.request
         self.end([resident.name])
-        resident.replace(self._add(list(old.all_token_ids), resident.adapter), None)
+        resident.replace(self._add(list(old.all_token_ids), resident.adapter))
 
-    def feed(self, resident: ResidentRequest, token_id: int) -> None:
+    def _feed(self, resident: ResidentRequest, token_id: int) -> None:
         """Append a token to a computed request."""
         name = resident.name
         self._workers.inputs.tokens[name] = token_id
         self.by_name[name] = self.by_name.pop(name)  # the most recently used ones are last
         resident.request.append_output_token_ids(token_id)
-        resident.added = 1
 
-    def fork(
-        self, parent: ResidentRequest, computed: int, token_ids: Sequence[int]
-    ) -> ResidentRequest:
-        """Add a request that shares the first computed tokens of another one.
+    def _fork(self, parent: Parent) -> ResidentRequest | None:
+        """Add a request that shares the computed tokens of another one.
 
-        No token is recomputed if the KV cache has free blocks. Otherwise the request begins
-        like a new one.
+        Without further tokens, the last common token is computed again, because rows are not
+        stored.
 
-        Args:
-            parent: Request that has computed the common tokens.
-            computed: Number of common tokens.
-            token_ids: The further tokens. If there are none, the last common token is computed
-                again, because rows are not stored.
+        Returns:
+            The request; None if there is no place, or if no block can be shared.
         """
-        original, adapter = parent.request, parent.adapter
-        if not token_ids:
+        (resident, computed, added), original = parent, parent.resident.request
+        if not added:
             computed -= 1
-            token_ids = [int(original.all_token_ids[computed])]
-        tokens = [*original.all_token_ids[:computed], *token_ids]
+            added = [int(original.all_token_ids[computed])]
         if (
             len(self.by_name) >= self.places
             or not computed
             or self._manager is None
             or self._pool.get_num_free_blocks() < 2
         ):
-            return self.begin(tokens, adapter)
+            return None
+        tokens = [*original.all_token_ids[:computed], *added]
         share = functools.partial(self._share_blocks, original, computed)
-        request = self._add(tokens, adapter, share)
-        return ResidentRequest(request, adapter, len(token_ids), self._dropped)
+        request = self._add(tokens, resident.adapter, share)
+        return ResidentRequest(request, resident.adapter, self._dropped)
 
     def _add(
         self,

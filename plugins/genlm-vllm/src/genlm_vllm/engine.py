@@ -8,7 +8,6 @@ After each step, the workers reduce the rows that the step computed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -24,7 +23,6 @@ from genlm.plugin import (
     Query,
     UnsupportedCapabilityError,
     Vocabulary,
-    check_query,
     claim_process,
     describe_error,
     preserve_process_state,
@@ -128,9 +126,6 @@ class VLLMEngine:
         needs_comparison = check_served(config, facts, descriptions, unverified=unverified)
         self._implementation = descriptions[0]["model"]
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
-        # vLLM must generate one token.
-        self.max_context: int = config.model_config.max_model_len - 1
-        embedded_ids = config.model_config.get_vocab_size()
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
@@ -141,25 +136,15 @@ class VLLMEngine:
             Capability.SCORE: self._workers.have_scores,
         }
         self.capabilities = frozenset(name for name, has_it in supported.items() if has_it)
-        # The check has no reference to this object. vLLM's global state refers to parts of a
-        # live engine, and would keep an engine alive that was dropped without `close`.
-        check = functools.partial(
-            check_query,
-            embedding_rows=embedded_ids,
-            max_context=self.max_context,
-            adapters=self._adapters.loaded,
-            vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
-        )
         self._ready: list[Completion] = []
         self._why_not_resident = why_not_resident(config)
         self._residents = Residents(
             engine,
             self._adapters,
             workers=self._workers,
-            check=check,
-            embedded_ids=embedded_ids,
-            max_context=self.max_context,
+            vocab_size=self.vocabulary.size,
         )
+        self.max_context: int = self._residents.max_context
         self._steps = 0
         if needs_comparison:
             self._compare(descriptions)
@@ -376,7 +361,7 @@ class VLLMEngine:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "device": str(config.device_config.device_type),
             "kv_block_tokens": int(config.cache_config.block_size),
-            "max_context": int(config.model_config.max_model_len) - 1,
+            "max_context": self.max_context,
             "implementation": self._implementation,
             "contexts": (
                 "kept"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-from genlm.plugin import GroupQuery, Query, TokenIdError
+from genlm.plugin import GroupQuery, Query
 from genlm_vllm.processes import without_frames
 from genlm_vllm.running_requests import ResidentRequest
 
@@ -46,16 +43,3 @@ class PendingQuery:
         """Record the error of a sequence."""
         self.errors[place] = without_frames(error)
         self.remaining -= 1
-
-    def refuse_ids(self, suffixes: npt.NDArray[np.int64], embedded_ids: int) -> None:
-        """Fail the sequences with new tokens that the model does not embed.
-
-        Args:
-            suffixes: New tokens of each sequence, padded with -1.
-            embedded_ids: Number of token ids with an embedding.
-        """
-        is_refused = suffixes >= embedded_ids
-        for place in np.flatnonzero(is_refused.any(1)).tolist():
-            position = int(is_refused[place].argmax())
-            token_id = int(suffixes[place, position])
-            self.fail(place, TokenIdError(token_id, position, embedded_ids, "token_ids"))

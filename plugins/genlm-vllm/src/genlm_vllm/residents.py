@@ -14,7 +14,7 @@ The request of a text to score ends when it is computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from genlm.plugin import (
     GroupQuery,
     GroupResult,
     Query,
+    check_query,
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
@@ -47,11 +48,10 @@ class Residents:
         engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
         workers: vLLM's workers, which reduce rows.
-        check: Function that raises the error of an invalid query for one sequence.
-        embedded_ids: Number of token ids with an embedding.
-        max_context: Maximum number of tokens of a query.
+        vocab_size: Number of token ids of the vocabulary.
 
     Attributes:
+        max_context: Maximum number of tokens of a query.
         keeps: Whether the requests of contexts stay between queries.
         requests: The requests in vLLM.
         tokens_evaluated: Number of tokens of all queries.
@@ -63,17 +63,17 @@ class Residents:
         adapters: Adapters,
         *,
         workers: Workers,
-        check: Callable[[Query], None],
-        embedded_ids: int,
-        max_context: int,
+        vocab_size: int,
     ) -> None:
+        config = engine.vllm_config
         self._adapters = adapters
         self.requests = RunningRequests(engine, adapters, workers)
         self._workers = workers
-        self._check = check
-        self._embedded_ids = embedded_ids
-        self._max_context = max_context
-        self._block_tokens: int = engine.vllm_config.cache_config.block_size
+        self._vocab_size = vocab_size
+        self._embedded_ids: int = config.model_config.get_vocab_size()
+        # vLLM must generate one token.
+        self.max_context: int = config.model_config.max_model_len - 1
+        self._block_tokens: int = config.cache_config.block_size
         self._queries: dict[int, PendingQuery] = {}
         # Queries and places of the sequences that a request computes now, by the request's id.
         self._busy: dict[str, list[tuple[PendingQuery, int]]] = {}
@@ -112,9 +112,7 @@ class Residents:
         Raises:
             GenlmError: The query is invalid.
         """
-        parent = None if query.targets else self._valid_parent(query)
-        if parent is None:
-            self._check(query)
+        self._check(query)
         self.requests.end_dropped()
         pending = PendingQuery(query, 1)
         if query.targets:
@@ -122,6 +120,7 @@ class Residents:
             first = len(query) - len(query.targets)
             self._begin_scores(pending, reads_cache=first >= self._block_tokens)
         else:
+            parent = self._contexts.parent(query)
             resident = None if parent is None else self._extend(parent, "contexts")
             if resident is None and parent is not None and self._evict_for_fork(parent):
                 resident = self._extend(parent, "contexts")
@@ -139,18 +138,21 @@ class Residents:
         pending.residents[place] = resident
         self._busy.setdefault(resident.name, []).append((pending, place))
 
-    def _valid_parent(self, query: Query) -> Parent | None:
-        """Return the request that a query extends; None without one or for invalid tokens."""
-        try:
-            parent = self._contexts.parent(query)
-        except OverflowError:  # ids beyond the range of a `TokenSequence`
-            return None
-        if parent is None or max(parent.added, default=0) >= self._embedded_ids:
-            return None
-        return parent if len(query) <= self._max_context else None
+    def _check(self, query: Query) -> None:
+        """Raise the error of an invalid query for one sequence."""
+        embeds_all = self._embedded_ids >= self._vocab_size
+        check_query(
+            query,
+            embedding_rows=None if query.is_checked and embeds_all else self._embedded_ids,
+            max_context=self.max_context,
+            adapters=self._adapters.loaded,
+            vocab_size=self._vocab_size,  # a worker that fails ends vLLM
+        )
 
     def _extend(self, parent: Parent, kind: str) -> ResidentRequest | None:
         """Continue or fork a request; return None if the sequence needs a new request."""
+        if max(parent.added, default=0) >= self._embedded_ids:
+            return None  # `_check` raises its error
         resident = self.requests.extend(parent)
         if resident is parent.resident and parent.added:
             self._counts[f"{kind}_continued"] += 1
@@ -204,7 +206,6 @@ class Residents:
         parents: Iterable[Parent | None] = [None] * len(wanted)
         if base is not None and base_state is not None:
             places, suffixes = lineage.suffixes(query.wanted, base.lineage)
-            pending.refuse_ids(suffixes, self._embedded_ids)
             lengths = base.lineage.lengths[places].tolist()
             residents = [base_state.residents[place] for place in places.tolist()]
             parents = [
@@ -220,8 +221,6 @@ class Residents:
         # Ending unreferenced requests frees places for forks and new requests.
         self.requests.end_dropped()
         for place, parent in enumerate(parents):
-            if place in pending.errors:
-                continue
             resident = None if parent is None else self._extend(parent, "members")
             if resident is None:
                 self._unstarted.append((pending, place))
@@ -360,7 +359,7 @@ class Residents:
             if isinstance(completion.result, GroupResult):
                 completion.result.errors.update(pending.errors)
             elif isinstance(query, Query):
-                stays = stays and not query.targets and len(query) < self._max_context
+                stays = stays and not query.targets and len(query) < self.max_context
             if not stays:
                 names = [resident.name for resident in pending.residents if resident]
                 ended += [name for name in names if name not in self._busy]

@@ -16,17 +16,12 @@ from recorded_streams import RecordedStreams
 
 from genlm.core.rows.reductions import TopK
 from genlm.plugin import Completion, EvaluationError, Reduced
+from genlm_vllm.messages import ComputedPart, NewQuery, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT, Outputs
 from genlm_vllm.row_sampler import REQUEST_PREFIX, replace_sampler
 from genlm_vllm.scores import ScoreStore
 from genlm_vllm.worker import RowWorker
-from genlm_vllm.worker_rows import (
-    RowPart,
-    StepInputs,
-    StepResults,
-    VocabularyIds,
-    WorkerRows,
-)
+from genlm_vllm.worker_rows import WorkerRows
 
 SIZE, WIDTH = 5, 8
 NAMES = [f"{REQUEST_PREFIX}1", f"{REQUEST_PREFIX}2", "other"]
@@ -66,8 +61,12 @@ def expected(logits: torch.Tensor) -> torch.Tensor:
     return logits[:SIZE].log_softmax(-1)
 
 
-def row(query_id: int, name: str, *outputs: Any) -> RowPart:
-    return RowPart(query_id, name, Outputs(outputs or (None,)))
+def row(rows: WorkerRows, query_id: int, name: str, *outputs: Any) -> ComputedPart:
+    """Announce a query for a row, and return the part that says it was computed."""
+    inputs = StepInputs()
+    inputs.add(NewQuery(query_id, Outputs(outputs or (None,))))
+    rows.prepare(inputs)
+    return ComputedPart(query_id, [name], [0], is_last=True)
 
 
 def test_rows_are_those_of_the_logits_and_others_are_sampled_by_vllm() -> None:
@@ -78,15 +77,13 @@ def test_rows_are_those_of_the_logits_and_others_are_sampled_by_vllm() -> None:
     assert torch.equal(runner.sampled[0], logits)
     assert output.sampled_token_ids.tolist() == [[7]] * 3
     assert runner.discard_request_mask.np.tolist() == [True, True, False]
-    completions = rows.collect(
-        StepResults(rows=[row(1, NAMES[1]), row(2, NAMES[0], TopK(2), None)])
-    )
+    completions = rows.collect([row(rows, 1, NAMES[1]), row(rows, 2, NAMES[0], TopK(2), None)])
     assert torch.allclose(completions[0].result, expected(logits[1]))
     assert completions[0].result.untyped_storage().nbytes() == 4 * SIZE
     top, whole = completions[1].result.values
     assert torch.allclose(whole, expected(logits[0]))
     assert torch.allclose(top.logprobs, expected(logits[0]).topk(2).values)
-    [missing] = rows.collect(StepResults(rows=[row(3, NAMES[1])]))
+    [missing] = rows.collect([row(rows, 3, NAMES[1])])
     assert isinstance(missing.error, EvaluationError)
 
 
@@ -113,7 +110,7 @@ def test_missing_ids_have_no_probability() -> None:
     runner = Runner1(NAMES[:1])
     rows = rows_of(runner, missing_ids=(0, 3))
     runner.sampler(logits=torch.zeros(1, WIDTH))
-    [completion] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
+    [completion] = rows.collect([row(rows, 1, NAMES[0])])
     assert completion.result.isneginf().tolist() == [True, False, False, True, False]
 
 
@@ -121,7 +118,8 @@ def test_only_one_rank_returns_rows() -> None:
     runner = Runner1(NAMES[:2])
     rows = rows_of(runner, is_active=False)
     runner.sampler(logits=torch.randn(2, WIDTH))
-    assert rows.collect(StepResults(rows=[row(1, NAMES[0])], score_ids=[2])) == []
+    assert rows.collect([row(rows, 1, NAMES[0])]) == []
+    assert rows.pending == 0
 
 
 def test_batches_of_a_pipeline_are_kept_until_their_rows_are_taken() -> None:
@@ -132,7 +130,7 @@ def test_batches_of_a_pipeline_are_kept_until_their_rows_are_taken() -> None:
     runner.input_batch.req_ids = [f"{REQUEST_PREFIX}2"]
     runner.sampler(logits=second)
     for logits, name in ((first, f"{REQUEST_PREFIX}1"), (second, f"{REQUEST_PREFIX}2")):
-        [completion] = rows.collect(StepResults(rows=[row(1, name)]))
+        [completion] = rows.collect([row(rows, 1, name)])
         assert torch.allclose(completion.result, expected(logits[0]))
 
 
@@ -145,7 +143,7 @@ def test_out_of_memory_fails_the_queries_and_not_vllm(monkeypatch: pytest.Monkey
     rows = rows_of(runner)
     monkeypatch.setattr("genlm_vllm.worker_rows.reduce_logits", out_of_memory)
     runner.sampler(logits=torch.randn(3, WIDTH))
-    [completion] = rows.collect(StepResults(rows=[row(1, NAMES[0])]))
+    [completion] = rows.collect([row(rows, 1, NAMES[0])])
     assert isinstance(completion.error, torch.OutOfMemoryError)
     assert completion.error.__traceback__ is None  # whose frames have the logits
 
@@ -175,7 +173,7 @@ def test_the_second_runner_hides_own_requests() -> None:
     logits = torch.randn(3, WIDTH)
     output = runner.sampler(logits.clone(), SimpleNamespace(req_ids=NAMES))
     assert output.num_sampled.tolist() == [0, 0, 1]
-    [completion] = rows.collect(StepResults(rows=[row(1, NAMES[1])]))
+    [completion] = rows.collect([row(rows, 1, NAMES[1])])
     assert torch.allclose(completion.result, expected(logits[1]))
 
 
@@ -199,8 +197,8 @@ def test_results_are_ordered_after_the_step_on_the_stream_of_callers(
     logits = torch.randn(2, WIDTH)
     with streams.on():
         runner.sampler(logits=streams.on_device(logits.clone()))
-        wanted = StepResults(rows=[row(1, NAMES[0]), row(2, NAMES[1], TopK(2))])
-        problem, completions = worker.genlm_collect(wanted)
+        parts = [row(worker._rows, 1, NAMES[0]), row(worker._rows, 2, NAMES[1], TopK(2))]
+        problem, completions = worker.genlm_collect(parts)
     assert problem is None
     assert streams.is_on_device(completions[0].result)
     with streams.on(streams.default):  # where callers read rows

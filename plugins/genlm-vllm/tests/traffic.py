@@ -68,11 +68,10 @@ def drawn(
 
 
 def unfetched(engine: Any) -> int:
-    """Return the number of texts and groups whose results the workers still have."""
+    """Return the number of queries whose results the workers have not returned."""
 
     def count(worker: Any) -> int:
-        rows = worker._rows
-        return 0 if rows is None else len(rows._group_works) + len(rows._scores.texts)
+        return 0 if worker._rows is None else int(worker._rows.pending)
 
     return sum(engine.llm_engine.collective_rpc(count))
 

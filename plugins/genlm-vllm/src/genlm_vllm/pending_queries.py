@@ -27,17 +27,15 @@ class PendingQuery:
         residents: The request of each sequence, by place in `wanted`.
         remaining: Number of sequences that are neither computed nor failed.
         errors: Errors of the failed sequences, by place.
-        is_sent: Whether the workers have the query's reduction.
     """
 
-    __slots__ = ("errors", "is_sent", "query", "remaining", "residents")
+    __slots__ = ("errors", "query", "remaining", "residents")
 
     def __init__(self, query: Query | GroupQuery, count: int) -> None:
         self.query = query
         self.residents: list[ResidentRequest | None] = [None] * count
         self.remaining = count
         self.errors: dict[int, Exception] = {}
-        self.is_sent = False
 
     def fail(self, place: int, error: Exception) -> None:
         """Record the error of a sequence."""

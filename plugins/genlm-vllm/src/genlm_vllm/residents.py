@@ -31,11 +31,10 @@ from genlm.plugin import (
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
+from genlm_vllm.messages import ComputedPart, NewQuery
 from genlm_vllm.pending_queries import GenerationState, PendingQuery
 from genlm_vllm.processes import Outputs
 from genlm_vllm.running_requests import Parent, ResidentRequest, RunningRequests
-from genlm_vllm.scores import TextPart
-from genlm_vllm.worker_rows import GroupPart, RowPart
 from genlm_vllm.workers import Workers
 
 __all__ = ["Residents"]
@@ -128,6 +127,7 @@ class Residents:
                 resident = self.requests.begin(query.token_ids, query.adapter)
             self._wait_for(resident, pending)
             self._contexts.put(query, resident)
+            self._workers.inputs.add(NewQuery(query.query_id, Outputs(query.outputs)))
         self._queries[query.query_id] = pending
         self.tokens_evaluated += len(query)
 
@@ -173,9 +173,15 @@ class Residents:
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = len(query) - len(query.targets)
         resident = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
-        outputs = Outputs(query.outputs)
-        text = TextPart(query.query_id, resident.name, first, query.targets, outputs)
-        self._workers.inputs.texts.append(text)
+        self._workers.inputs.add(
+            NewQuery(
+                query.query_id,
+                Outputs(query.outputs),
+                targets=query.targets,
+                first=first,
+                name=resident.name,
+            )
+        )
         self._wait_for(resident, pending)
 
     def release(self, adapter: str | None, key: bytes) -> None:
@@ -190,6 +196,10 @@ class Residents:
         """Continue, fork or begin the requests of the wanted sequences."""
         pending = PendingQuery(query, len(query.wanted))
         self._queries[query.query_id] = pending
+        reduction = Outputs((query.reduction,))
+        self._workers.inputs.add(
+            NewQuery(query.query_id, reduction, query.row_of, len(query.wanted))
+        )
         try:
             self._assign_requests(pending, query)
         except BaseException:
@@ -274,7 +284,7 @@ class Residents:
                 unneeded.append(resident.name)
         self._end(unneeded)
         self._unstarted = deque(item for item in self._unstarted if item[0] is not pending)
-        self._workers.inputs.dropped.append(query_id)
+        self._workers.inputs.drop(query_id)
 
     # -- steps ------------------------------------------------------------------------
 
@@ -301,10 +311,13 @@ class Residents:
                 names.append(name)
                 places.append(place)
         for pending in self._queries.values():
-            if pending.is_sent and not pending.remaining:  # the last sequences have failed
-                computed.setdefault(pending, ([], []))
+            if not pending.remaining and isinstance(pending.query, GroupQuery):
+                computed.setdefault(pending, ([], []))  # its last sequences have failed
         for pending, (names, places) in computed.items():
-            self._request_results(pending, names, places)
+            pending.remaining -= len(places)
+            is_last = not pending.remaining
+            part = ComputedPart(pending.query.query_id, names, places, is_last)
+            self._workers.computed.append(part)
 
     def _fail_ended(self, name: str) -> None:
         """Fail the sequences of a request that vLLM ended before it was computed."""
@@ -313,30 +326,6 @@ class Residents:
             pending.fail(place, EvaluationError(message))
         self._end([name])
 
-    def _request_results(
-        self, pending: PendingQuery, names: list[str], places: list[int]
-    ) -> None:
-        """Request the results of sequences of a query that a step computed."""
-        query, results = pending.query, self._workers.results
-        is_first, pending.is_sent = not pending.is_sent, True
-        pending.remaining -= len(places)
-        if isinstance(query, GroupQuery):
-            part = GroupPart(
-                query.query_id,
-                query.row_of if is_first else None,
-                Outputs((query.reduction,) if is_first else ()),
-                len(query.wanted),
-                names,
-                places,
-                is_last=not pending.remaining,
-            )
-            results.groups.append(part)
-        elif query.targets:
-            results.score_ids.append(query.query_id)
-        else:
-            outputs = Outputs(query.outputs)
-            results.rows.append(RowPart(query.query_id, names[0], outputs))
-
     def finish(self, results: dict[int, Completion]) -> list[Completion]:
         """Return the completions of finished queries.
 
@@ -344,13 +333,9 @@ class Residents:
             results: Results of the workers by query id.
         """
         for query_id, pending in self._queries.items():
-            if not (pending.remaining or pending.is_sent):  # all sequences have failed
-                is_group = isinstance(pending.query, GroupQuery)
-                results[query_id] = (
-                    Completion(query_id, GroupResult((), {}))
-                    if is_group
-                    else Completion(query_id, error=pending.errors[0])
-                )
+            if pending.errors and isinstance(pending.query, Query):
+                results[query_id] = Completion(query_id, error=pending.errors[0])
+                self._workers.inputs.drop(query_id)
         completions, ended = [], []
         for query_id, completion in results.items():
             pending = self._queries[query_id]
@@ -365,7 +350,7 @@ class Residents:
                 ended += [name for name in names if name not in self._busy]
             if completion.result is None and completion.error is None:
                 # The prefix cache had some of the scored positions, which were not computed.
-                pending.remaining, pending.is_sent = 1, False
+                pending.remaining = 1
                 self._begin_scores(pending, reads_cache=False)
                 continue
             del self._queries[query_id]
@@ -407,7 +392,8 @@ class Residents:
     def drop_all(self) -> list[int]:
         """Drop all queries and return their ids; their requests become idle."""
         dropped = list(self._queries)
-        self._workers.inputs.dropped += dropped
+        for query_id in dropped:
+            self._workers.inputs.drop(query_id)
         self._queries.clear()
         self._unstarted.clear()
         self._busy.clear()

@@ -17,12 +17,13 @@ import torch
 
 from genlm.plugin import EvaluationError, TokenSequence, describe_error, device_index
 from genlm.prefix import PieceScores, ScoredText, TextResult
-from genlm_vllm.processes import Outputs, without_frames
+from genlm_vllm.messages import NewQuery
+from genlm_vllm.processes import without_frames
 
 if TYPE_CHECKING:
     from genlm.plugin import GroupReduction, Vocabulary
 
-__all__ = ["ScoreStore", "Span", "TextPart", "start_scores"]
+__all__ = ["ScoreStore", "Span", "start_scores"]
 
 _LOGITS_PER_PIECE = 2**22
 """Maximum number of logits in a piece: 16 MiB in float32, which the allocator reuses. Larger
@@ -31,25 +32,6 @@ pieces would cause page faults."""
 _MIN_POSITIONS = 128
 """Minimum number of positions in a piece, even if they have more logits, because each piece
 reads the whole output embedding."""
-
-
-class TextPart(NamedTuple):
-    """A query for scores and the request that computes it.
-
-    Attributes:
-        query_id: Id of the query.
-        name: Id of the request.
-        first: Position of the token that the first target follows.
-        targets: Token ids; target i follows position `first + i`.
-        outputs: One element: the reduction of the rows that predict the targets, or None for
-            the scores.
-    """
-
-    query_id: int
-    name: str
-    first: int
-    targets: tuple[int, ...]
-    outputs: Outputs
 
 
 class Span(NamedTuple):
@@ -62,7 +44,7 @@ class Span(NamedTuple):
         length: Number of tokens.
     """
 
-    text: TextPart
+    text: NewQuery
     row: int
     begin: int
     length: int
@@ -100,17 +82,17 @@ class ScoreStore:
         self.vocabulary = vocabulary
         self.is_active = is_active
         self.is_alone = is_alone
-        self.texts: dict[int, TextPart] = {}
+        self.texts: dict[int, NewQuery] = {}
         self._results: dict[int, PieceScores | Exception] = {}
 
-    def begin(self, text: TextPart) -> None:
+    def begin(self, text: NewQuery) -> None:
         """Score a text from the next step on, until `take` is called."""
         [reduction] = cast("tuple[GroupReduction | None]", text.outputs)
         scored = ScoredText(TokenSequence(b""), text.targets, reduction)
         self.texts[text.query_id] = text
         self._results[text.query_id] = PieceScores([scored], self.vocabulary)
 
-    def add(self, text: TextPart, wanted: range, logits: torch.Tensor) -> None:
+    def add(self, text: NewQuery, wanted: range, logits: torch.Tensor) -> None:
         """Score some targets of a text, or reduce the rows that predict them.
 
         Args:
@@ -122,7 +104,7 @@ class ScoreStore:
         if isinstance(scores, PieceScores):
             scores.add(np.arange(wanted.start, wanted.stop), logits)
 
-    def fail(self, text: TextPart, error: Exception) -> None:
+    def fail(self, text: NewQuery, error: Exception) -> None:
         """Store an error, such as out of memory; raising it would end vLLM."""
         self._results[text.query_id] = without_frames(error)
 

@@ -20,11 +20,12 @@ import torch
 
 from genlm.plugin import Completion, EvaluationError, describe_error
 from genlm_vllm.fallback_attention import check_fallback_attention
+from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT, ExecutorError, record_failures, skip_finalization
 from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
 from genlm_vllm.shared_rows import PackedResults, SharedRows
-from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds, WorkerRows
+from genlm_vllm.worker_rows import WorkerRows
 
 __all__ = ["RowWorker", "call_workers"]
 
@@ -143,12 +144,12 @@ class RowWorker:
             self._rows.prepare(inputs)
 
     @_returns_errors
-    def genlm_collect(self, wanted: StepResults) -> list[Completion] | PackedResults:
+    def genlm_collect(self, parts: list[ComputedPart]) -> list[Completion] | PackedResults:
         """Return the results of a step, packed for another process."""
         if self._rows is None:
             return []
         with _default_stream(self.device):
-            completions = self._rows.collect(wanted)
+            completions = self._rows.collect(parts)
         if self._sends_results and completions:
             packed = TRANSPORT.pack_completions(completions, self._rows.vocab_size)
             return PackedResults.of(packed, self._shared)

@@ -1,14 +1,13 @@
-"""`WorkerRows`: reduces rows in a worker; messages between the engine and its workers.
+"""`WorkerRows`: computes the results of queries in a worker.
 
-Before a step, the workers receive the new tokens of requests (`StepInputs`). After it, they
-reduce the rows that the step computed (`StepResults`). Messages to other processes are pickled.
+A query arrives before its first step. After a step, its computed sequences are reduced, until
+all of them are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,106 +21,15 @@ from genlm.plugin import (
     device_index,
     reduce_logits,
 )
+from genlm_vllm.messages import ComputedPart, NewQuery, StepInputs
 from genlm_vllm.processes import Outputs, without_frames
 from genlm_vllm.row_sampler import RowSampler
-from genlm_vllm.scores import ScoreStore, TextPart
+from genlm_vllm.scores import ScoreStore
 
-__all__ = [
-    "GroupPart",
-    "RowPart",
-    "StepInputs",
-    "StepResults",
-    "VocabularyIds",
-    "WorkerRows",
-]
+__all__ = ["WorkerRows"]
 
 _MAX_GATHERED_LOGITS = 2**22
 """Maximum number of logits that are copied at once from a batch with other rows."""
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """Inputs of the workers for a step.
-
-    Attributes:
-        tokens: The new token of requests, by the request's id.
-        texts: New queries for scores and their requests.
-        dropped: Ids of cancelled queries.
-    """
-
-    tokens: dict[str, int] = field(default_factory=dict)
-    texts: list[TextPart] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.tokens or self.texts or self.dropped)
-
-
-@dataclass(frozen=True)
-class VocabularyIds:
-    """The ids of a vocabulary, which rows need; a worker has no tokenizer.
-
-    Attributes:
-        size: Number of ids.
-        missing_ids: Ids below `size` without a token.
-    """
-
-    size: int
-    missing_ids: tuple[int, ...] = ()
-
-
-class RowPart(NamedTuple):
-    """A query for a row that the last step computed.
-
-    Attributes:
-        query_id: Id of the query.
-        name: Id of the request that computed it.
-        outputs: The requested outputs.
-    """
-
-    query_id: int
-    name: str
-    outputs: Outputs
-
-
-class GroupPart(NamedTuple):
-    """Sequences of a group query whose rows were computed by the last step.
-
-    Attributes:
-        query_id: Id of the query.
-        row_of: `GroupQuery.row_of`; None after the query's first part.
-        outputs: The query's reduction; empty after the query's first part.
-        total: Number of sequences of the query.
-        names: The requests that computed the sequences.
-        places: Places of the sequences in the query.
-        is_last: Whether this part completes the query.
-    """
-
-    query_id: int
-    row_of: np.ndarray[Any, np.dtype[np.int64]] | None
-    outputs: Outputs
-    total: int
-    names: list[str]
-    places: list[int]
-    is_last: bool
-
-
-@dataclass(slots=True)
-class StepResults:
-    """The queries that a step computed.
-
-    Attributes:
-        groups: Sequences of group queries.
-        rows: Queries for a row.
-        score_ids: Ids of queries for scores.
-    """
-
-    groups: list[GroupPart] = field(default_factory=list)
-    rows: list[RowPart] = field(default_factory=list)
-    score_ids: list[int] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.groups or self.rows or self.score_ids)
 
 
 class WorkerRows:
@@ -140,33 +48,61 @@ class WorkerRows:
         self._scores = scores
         self._vocabulary = scores.vocabulary
         self.vocab_size = scores.vocabulary.size
-        self._group_works: dict[int, GroupWork] = {}
+        self._works: dict[int, Outputs | GroupWork] = {}
 
     def prepare(self, inputs: StepInputs) -> None:
         """Accept the inputs of a step."""
-        for text in inputs.texts:
-            self._scores.begin(text)
         for query_id in inputs.dropped:
-            self._group_works.pop(query_id, None)
+            self._works.pop(query_id, None)
             self._scores.take(query_id)
+        for query in inputs.queries.values():
+            if query.targets:
+                self._scores.begin(query)
+            elif self._scores.is_active:
+                self._works[query.query_id] = self._work(query)
         if inputs.tokens:
             self.sampler.feed(inputs.tokens)
 
-    def collect(self, wanted: StepResults) -> list[Completion]:
+    def _work(self, query: NewQuery) -> Outputs | GroupWork:
+        if query.row_of is None:
+            return query.outputs
+        [reduction] = query.outputs
+        group = GroupQuery(
+            query.query_id,
+            cast("Any", None),  # the generation stays in the engine's process
+            np.arange(query.total),
+            query.row_of,
+            cast("Any", reduction),
+        )
+        return GroupWork(group, self._vocabulary)
+
+    @property
+    def pending(self) -> int:
+        """Number of queries whose results were not returned."""
+        return len(self._works) + len(self._scores.texts)
+
+    def collect(self, parts: Sequence[ComputedPart]) -> list[Completion]:
         """Return the results of complete queries.
 
         The completion of missing scores has neither a result nor an error.
         """
-        completions = [self._complete_scores(query_id) for query_id in wanted.score_ids]
+        texts = [part.query_id for part in parts if part.query_id in self._scores.texts]
+        completions = [self._complete_scores(query_id) for query_id in texts]
         if self._scores.is_active:
+            rows: list[tuple[ComputedPart, Outputs]] = []
             # vLLM computes in inference mode, whose tensors cannot be changed outside.
             with torch.inference_mode(False), torch.no_grad():
-                completions += self._complete_rows(wanted.rows)
-                for part in wanted.groups:
-                    self._reduce_part(part)
+                for part in parts:
+                    work = self._works.get(part.query_id)
+                    if isinstance(work, GroupWork):
+                        self._reduce_part(part, work)
+                        if part.is_last:
+                            completions.append(Completion(part.query_id, work.result()))
+                    elif work is not None:
+                        rows.append((part, work))
                     if part.is_last:
-                        result = self._group_works.pop(part.query_id).result()
-                        completions.append(Completion(part.query_id, result))
+                        self._works.pop(part.query_id, None)
+                completions += self._complete_rows(rows)
         self.sampler.forget()
         return completions if self._scores.is_active else []
 
@@ -175,29 +111,32 @@ class WorkerRows:
         is_error = isinstance(scores, Exception)
         return Completion(query_id, error=scores) if is_error else Completion(query_id, scores)
 
-    def _complete_rows(self, parts: Sequence[RowPart]) -> Iterator[Completion]:
+    def _complete_rows(
+        self, parts: Sequence[tuple[ComputedPart, Outputs]]
+    ) -> Iterator[Completion]:
         if not parts:
             return
         results: Sequence[Reduced | Exception]
+        outputs = [outputs for _, outputs in parts]
         try:
-            logits, rows = self.sampler.take([part.name for part in parts])
+            logits, rows = self.sampler.take([part.names[0] for part, _ in parts])
             if rows != list(range(len(logits))):
                 logits = logits[device_index(rows, logits.device)]
-            outputs = [part.outputs for part in parts]
             results = reduce_logits(logits, self._vocabulary, outputs)
         except Exception as error:  # noqa: BLE001 - such as out of memory; vLLM continues
             results = [without_frames(error)] * len(parts)
-        for part, result in zip(parts, results, strict=True):
+        for (part, requested), result in zip(parts, results, strict=True):
             if isinstance(result, Exception):
                 yield Completion(part.query_id, error=result)
+            elif requested == (None,):
+                yield Completion(part.query_id, result.values[0], is_checked=True)
             else:
-                only_row = part.outputs == (None,)
-                yield Completion(part.query_id, result.values[0] if only_row else result)
+                yield Completion(part.query_id, result)
 
-    def _reduce_part(self, part: GroupPart) -> None:
-        work, done = self._group_work(part), 0
+    def _reduce_part(self, part: ComputedPart, work: GroupWork) -> None:
         if not part.names:
             return
+        done = 0
         try:
             logits, rows = self.sampler.take(part.names)
             for values in _gather_parts(logits, rows):
@@ -206,19 +145,6 @@ class WorkerRows:
                 done += len(values)
         except Exception as error:  # noqa: BLE001 - such as out of memory; vLLM continues
             work.errors.update(dict.fromkeys(part.places[done:], without_frames(error)))
-
-    def _group_work(self, part: GroupPart) -> GroupWork:
-        if part.row_of is not None:
-            [reduction] = part.outputs
-            query = GroupQuery(
-                part.query_id,
-                cast("Any", None),  # the generation stays in the engine's process
-                np.arange(part.total),
-                part.row_of,
-                cast("Any", reduction),
-            )
-            self._group_works[part.query_id] = GroupWork(query, self._vocabulary)
-        return self._group_works[part.query_id]
 
 
 def _gather_parts(logits: torch.Tensor, rows: list[int]) -> Iterator[torch.Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from genlm.plugin import Completion, Vocabulary
+from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker import call_workers
-from genlm_vllm.worker_rows import StepInputs, StepResults, VocabularyIds
 
 __all__ = ["Workers"]
 
@@ -27,7 +27,7 @@ class Workers:
     Attributes:
         have_scores: Whether the workers compute scores.
         inputs: Inputs of the next step.
-        results: Queries whose rows the last step computed.
+        computed: Sequences that the last step computed.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class Workers:
     ) -> None:
         self._engine = engine
         self._shared = shared_rows
-        self.inputs, self.results = StepInputs(), StepResults()
+        self.inputs = StepInputs()
+        self.computed: list[ComputedPart] = []
         scores = call_workers(
             engine,
             "genlm_start",
@@ -53,11 +54,11 @@ class Workers:
 
     def collect(self) -> dict[int, Completion]:
         """Return the results of the last step by query id; see `WorkerRows.collect`."""
-        if not self.results:
+        if not self.computed:
             return {}
-        wanted, self.results = self.results, StepResults()
+        parts, self.computed = self.computed, []
         results: dict[int, Completion] = {}
-        for reply in call_workers(self._engine, "genlm_collect", wanted):
+        for reply in call_workers(self._engine, "genlm_collect", parts):
             if self._shared is not None and isinstance(reply, PackedResults):
                 completions = TRANSPORT.unpack_completions(reply.with_rows(self._shared))
             else:

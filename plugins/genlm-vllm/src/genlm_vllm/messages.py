@@ -1,0 +1,94 @@
+"""Messages from the engine to vLLM's workers; those to other processes are pickled.
+
+Before a step, the workers receive new queries and the new tokens of requests (`StepInputs`).
+After it, they receive which sequences are computed (a `ComputedPart` for each query).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from genlm_vllm.processes import Outputs
+
+__all__ = ["ComputedPart", "NewQuery", "StepInputs", "VocabularyIds"]
+
+
+@dataclass(frozen=True)
+class VocabularyIds:
+    """The ids of a vocabulary, which rows need; a worker has no tokenizer.
+
+    Attributes:
+        size: Number of ids.
+        missing_ids: Ids below `size` without a token.
+    """
+
+    size: int
+    missing_ids: tuple[int, ...] = ()
+
+
+class NewQuery(NamedTuple):
+    """A query that the workers have not received yet.
+
+    Attributes:
+        query_id: Id of the query.
+        outputs: Its outputs; of a `GroupQuery`, its reduction.
+        row_of: `GroupQuery.row_of`; None for a query for one sequence.
+        total: Number of sequences.
+        targets: `Query.targets`; target i follows position `first + i`.
+        first: Position of the token that the first target follows.
+        name: Id of the request that computes the text with the targets.
+    """
+
+    query_id: int
+    outputs: Outputs
+    row_of: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    total: int = 1
+    targets: tuple[int, ...] = ()
+    first: int = 0
+    name: str = ""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Inputs of the workers for a step.
+
+    Attributes:
+        tokens: The new token of requests, by the request's id.
+        queries: New queries by id.
+        dropped: Ids of earlier queries whose results are not needed.
+    """
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    queries: dict[int, NewQuery] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.queries or self.dropped)
+
+    def add(self, query: NewQuery) -> None:
+        """Add a new query."""
+        self.queries[query.query_id] = query
+
+    def drop(self, query_id: int) -> None:
+        """Drop a query, which the workers may have received."""
+        if self.queries.pop(query_id, None) is None:
+            self.dropped.append(query_id)
+
+
+class ComputedPart(NamedTuple):
+    """Sequences of a query that the last step computed.
+
+    Attributes:
+        query_id: Id of the query.
+        names: The requests that computed the sequences.
+        places: Places of the sequences in the query.
+        is_last: Whether this part completes the query.
+    """
+
+    query_id: int
+    names: list[str]
+    places: list[int]
+    is_last: bool

@@ -54,6 +54,6 @@ def test_another_request_takes_the_place_of_a_context() -> None:
     table.put(query(4), first)
     table.put(query(4), second)
     assert len(table) == 1
-    assert table.remove({"a"}) == 0
-    assert table.remove({"a", "b"}) == 1
+    assert table.remove(["a"]) == 0
+    assert table.remove(["a", "b"]) == 1
     assert table.parent(query(5)) is None

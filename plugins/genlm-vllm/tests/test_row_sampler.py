@@ -119,7 +119,7 @@ def test_only_one_rank_returns_rows() -> None:
     rows = rows_of(runner, is_active=False)
     runner.sampler(logits=torch.randn(2, WIDTH))
     assert rows.collect([row(rows, 1, NAMES[0])]) == []
-    assert rows.pending == 0
+    assert not rows._works
 
 
 def test_batches_of_a_pipeline_are_kept_until_their_rows_are_taken() -> None:

@@ -71,7 +71,8 @@ def unfetched(engine: Any) -> int:
     """Return the number of queries whose results the workers have not returned."""
 
     def count(worker: Any) -> int:
-        return 0 if worker._rows is None else int(worker._rows.pending)
+        rows = worker._rows
+        return 0 if rows is None else len(rows._works) + len(rows._scores.texts)
 
     return sum(engine.llm_engine.collective_rpc(count))
 

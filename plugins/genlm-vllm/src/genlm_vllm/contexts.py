@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable
 
 from genlm.plugin import Query
 from genlm_vllm.running_requests import Parent, ResidentRequest
@@ -24,8 +24,8 @@ class ContextTable:
     """
 
     def __init__(self) -> None:
-        self._by_context: dict[_Key, tuple[ResidentRequest, int]] = {}
-        self._contexts: dict[ResidentRequest, list[_Key]] = {}
+        self._by_context: dict[_Key, ResidentRequest] = {}
+        self._contexts: dict[str, list[_Key]] = {}  # by the request's id, oldest first
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -38,17 +38,18 @@ class ContextTable:
         if earlier is resident:
             return
         if earlier is not None:  # not a request that was continued since
-            self.remove({earlier.name})
-        self._by_context[context] = resident, len(query)
-        contexts = self._contexts.setdefault(resident, [])
+            self.remove([earlier.name])
+        self._by_context[context] = resident
+        contexts = self._contexts.setdefault(resident.name, [])
         contexts.append(context)
         if len(contexts) > 2:
-            self._forget(resident, contexts.pop(0))
+            self._forget(resident.name, contexts.pop(0))
 
     def find(self, context: _Key) -> ResidentRequest | None:
         """Return the request whose present context this is, or None."""
-        resident, _ = self._by_context.get(context, (None, 0))
-        return resident if resident and self._contexts[resident][-1] == context else None
+        resident = self._by_context.get(context)
+        is_present = resident is not None and self._contexts[resident.name][-1] == context
+        return resident if is_present else None
 
     def parent(self, query: Query) -> Parent | None:
         """Find the longest context that a query extends by few enough tokens."""
@@ -56,19 +57,20 @@ class ContextTable:
             return None
         sequence, adapter, length = query.sequence, query.adapter, len(query)
         for shorter in range(length, max(0, length - 1 - _MAX_EXTENSION_TOKENS), -1):
-            entry = self._by_context.get((adapter, sequence.prefix_key(shorter)))
-            if entry is not None:
-                return Parent(entry[0], shorter, list(sequence.ids_from(shorter)))
+            resident = self._by_context.get((adapter, sequence.prefix_key(shorter)))
+            if resident is not None:
+                return Parent(resident, shorter, list(sequence.ids_from(shorter)))
         return None
 
-    def remove(self, names: Set[str]) -> int:
+    def remove(self, names: Iterable[str]) -> int:
         """Remove requests by their ids; return how many the table had."""
-        ended = [resident for resident in self._contexts if resident.name in names]
-        for resident in ended:
-            for context in self._contexts.pop(resident):
-                self._forget(resident, context)
-        return len(ended)
+        before = len(self)
+        for name in names:
+            for context in self._contexts.pop(name, ()):
+                self._forget(name, context)
+        return before - len(self)
 
-    def _forget(self, resident: ResidentRequest, context: _Key) -> None:
-        if self._by_context.get(context, (None, 0))[0] is resident:
+    def _forget(self, name: str, context: _Key) -> None:
+        resident = self._by_context.get(context)
+        if resident is not None and resident.name == name:
             del self._by_context[context]

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from genlm.plugin import (
     Completion,
     EvaluationError,
-    Generation,
     GroupQuery,
     GroupResult,
     Query,
@@ -32,12 +31,35 @@ from genlm.plugin import (
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
 from genlm_vllm.messages import ComputedPart, NewQuery
-from genlm_vllm.pending_queries import GenerationState, PendingQuery
-from genlm_vllm.processes import Outputs
+from genlm_vllm.processes import Outputs, without_frames
 from genlm_vllm.running_requests import Parent, ResidentRequest, RunningRequests
 from genlm_vllm.workers import Workers
 
 __all__ = ["Residents"]
+
+
+class PendingQuery:
+    """A query, the requests that compute its sequences, and its state.
+
+    Attributes:
+        query: The query. A `Query` has one sequence, a `GroupQuery` those of `wanted`.
+        residents: The request of each sequence, by place in `wanted`.
+        remaining: Number of sequences that are neither computed nor failed.
+        errors: Errors of the failed sequences, by place.
+    """
+
+    __slots__ = ("errors", "query", "remaining", "residents")
+
+    def __init__(self, query: Query | GroupQuery, count: int) -> None:
+        self.query = query
+        self.residents: list[ResidentRequest | None] = [None] * count
+        self.remaining = count
+        self.errors: dict[int, Exception] = {}
+
+    def fail(self, place: int, error: Exception) -> None:
+        """Record the error of a sequence."""
+        self.errors[place] = without_frames(error)
+        self.remaining -= 1
 
 
 class Residents:
@@ -211,13 +233,13 @@ class Residents:
         """Assign a request to every sequence, and drop the state of the base generation."""
         generation, lineage = query.generation, query.generation.lineage
         wanted = query.wanted.tolist()
-        base, base_state = self._base_of(generation, query.adapter)
-        state = GenerationState(query.adapter, len(lineage))
+        base = generation.with_state()
+        state: list[ResidentRequest | None] = [None] * len(lineage)
         parents: Iterable[Parent | None] = [None] * len(wanted)
-        if base is not None and base_state is not None:
+        if base is not None and isinstance(base.state, list):
             places, suffixes = lineage.suffixes(query.wanted, base.lineage)
             lengths = base.lineage.lengths[places].tolist()
-            residents = [base_state.residents[place] for place in places.tolist()]
+            residents = [base.state[place] for place in places.tolist()]
             parents = [
                 None if resident is None else Parent(resident, length, added)
                 for resident, length, added in zip(
@@ -225,8 +247,8 @@ class Residents:
                 )
             ]
             if base is generation:
-                state = base_state
-        del base, base_state
+                state = base.state
+        del base
         generation.keep(state)
         # Ending unreferenced requests frees places for forks and new requests.
         self.requests.end_dropped()
@@ -237,19 +259,9 @@ class Residents:
                 continue
             if parent is not None and resident is not parent.resident:
                 self._counts["members_forked"] += 1
-            state.residents[wanted[place]] = resident
+            state[wanted[place]] = resident
             self._wait_for(resident, pending, place)
         self._begin_members()
-
-    def _base_of(
-        self, generation: Generation, adapter: str | None
-    ) -> tuple[Generation | None, GenerationState | None]:
-        """Return the closest generation that has requests, if they are of the same adapter."""
-        base = generation.with_state()
-        state = None if base is None else base.state
-        if isinstance(state, GenerationState) and state.adapter == adapter:
-            return base, state
-        return None, None
 
     def _begin_members(self) -> None:
         """Begin requests of members while vLLM has places; the other members wait."""
@@ -264,7 +276,7 @@ class Residents:
                 pending.fail(place, error)
                 continue
             resident = self.requests.begin(sequence.token_ids, query.adapter)
-            generation.state.residents[index] = resident
+            generation.state[index] = resident
             self._wait_for(resident, pending, place)
             self._counts["members_begun"] += 1
 
@@ -380,12 +392,10 @@ class Residents:
     def _restart_forks(self, stuck: Sequence[str]) -> None:
         """Restart the younger half of the forks that wait for blocks, which frees theirs."""
         for name in stuck[len(stuck) // 2 :]:
-            waiting = self._busy.pop(name)
-            pending, place = waiting[0]
+            pending, place = self._busy[name][0]
             resident = pending.residents[place]
             assert resident is not None  # noqa: S101 - it computes this sequence
             self.requests.restart(resident)
-            self._busy[resident.name] = waiting
 
     # -- ends -------------------------------------------------------------------------
 
@@ -417,7 +427,7 @@ class Residents:
 
     def _end(self, names: Sequence[str]) -> None:
         if names:
-            self._counts["contexts_ended"] += self._contexts.remove(set(names))
+            self._counts["contexts_ended"] += self._contexts.remove(names)
             self.requests.end(names)
 
 

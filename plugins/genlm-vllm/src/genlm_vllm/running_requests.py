@@ -62,13 +62,9 @@ class ResidentRequest:
 
     def __init__(self, request: Any, adapter: str | None, dropped: deque[str]) -> None:
         self._dropped = dropped
-        self.adapter = adapter
-        self.replace(request)
-
-    def replace(self, request: Any) -> None:
-        """Refer to another request from now on."""
-        self.request = request
         self.name: str = request.request_id
+        self.request = request
+        self.adapter = adapter
 
     def __del__(self) -> None:
         self._dropped.append(self.name)
@@ -181,10 +177,10 @@ class RunningRequests:
         return ResidentRequest(request, adapter, self._dropped)
 
     def restart(self, resident: ResidentRequest) -> None:
-        """Replace a request by a new one with the same tokens and without blocks."""
-        old = resident.request
+        """Replace a request by a new one with the same id and tokens and without blocks."""
+        token_ids = list(resident.request.all_token_ids)
         self.end([resident.name])
-        resident.replace(self._add(list(old.all_token_ids), resident.adapter))
+        resident.request = self._add(token_ids, resident.adapter, name=resident.name)
 
     def _feed(self, resident: ResidentRequest, token_id: int) -> None:
         """Append a token to a computed request."""
@@ -224,12 +220,13 @@ class RunningRequests:
         adapter: str | None,
         prepare: Callable[[Any], None] | None = None,
         *,
+        name: str | None = None,
         reads_cache: bool = True,
     ) -> Any:
         from vllm.v1.request import Request
 
         request = Request(
-            f"{REQUEST_PREFIX}{next(_NAMES)}",
+            name or f"{REQUEST_PREFIX}{next(_NAMES)}",
             token_ids,
             self._params[reads_cache],
             None,

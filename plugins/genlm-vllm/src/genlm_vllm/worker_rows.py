@@ -76,11 +76,6 @@ class WorkerRows:
         )
         return GroupWork(group, self._vocabulary)
 
-    @property
-    def pending(self) -> int:
-        """Number of queries whose results were not returned."""
-        return len(self._works) + len(self._scores.texts)
-
     def collect(self, parts: Sequence[ComputedPart]) -> list[Completion]:
         """Return the results of complete queries.
 

@@ -25,7 +25,6 @@ import genlm
 from genlm.core.rows.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.processes import VARIABLE, FailureLog, engine_died, record_failures
-from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 
 from .traffic import finish, largest_error, prompts, rows, submit, unfetched
@@ -49,23 +48,12 @@ def test_two_ranks_give_the_rows_of_one(engine: Any, tiny: Any) -> None:
     assert engine.statistics()["processes"] == "own"
 
 
-def test_rows_come_by_shared_memory(
-    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes: list[tuple[int, ...]] = []
-    read = SharedRows.read
-
-    def recorded(memory: SharedRows, shape: tuple[int, ...]) -> Any:
-        shapes.append(shape)
-        return read(memory, shape)
-
-    monkeypatch.setattr(SharedRows, "read", recorded)
+def test_rows_belong_to_the_caller(engine: Any, tiny: Any) -> None:
     first, *others = prompts(90, 5, 33, 12, 70, 8)
     [row] = rows(engine, [first])
     before = row.clone()
     assert largest_error(tiny, rows(engine, others), others) <= 1e-4
     assert torch.equal(row, before), "a row changed with the next step"
-    assert sum(count for count, _ in shapes) == 6
 
 
 def test_rows_of_aborted_requests_do_not_gather(engine: Any) -> None:
@@ -85,7 +73,7 @@ def test_two_ranks_reduce_and_score_as_one(
     def recorded(vllm: Any, method: str, *arguments: Any) -> list[Any]:
         replies = call_workers(vllm, method, *arguments)
         if method == "genlm_collect":
-            answering.update(rank for rank, reply in enumerate(replies) if reply)
+            answering.update(rank for rank, reply in enumerate(replies) if reply[0])
         return replies
 
     monkeypatch.setattr("genlm_vllm.workers.call_workers", recorded)
@@ -191,7 +179,7 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
     def recorded(engine: Any, method: str, *arguments: Any) -> list[Any]:
         replies = call_workers(engine, method, *arguments)
         if method == "genlm_collect":
-            answering.update(rank for rank, reply in enumerate(replies) if reply)
+            answering.update(rank for rank, reply in enumerate(replies) if reply[0])
         return replies
 
     monkeypatch.setattr("genlm_vllm.workers.call_workers", recorded)

@@ -5,6 +5,7 @@ The rows are compared with a log-softmax of the logits that the request had.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from recorded_streams import RecordedStreams
 
 from genlm.core.rows.reductions import TopK
 from genlm.plugin import Completion, EvaluationError, Reduced
+from genlm_vllm import worker as worker_module
 from genlm_vllm.messages import ComputedPart, NewQuery, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT, Outputs
 from genlm_vllm.row_sampler import REQUEST_PREFIX, replace_sampler
@@ -148,6 +150,30 @@ def test_out_of_memory_fails_the_queries_and_not_vllm(monkeypatch: pytest.Monkey
     assert completion.error.__traceback__ is None  # whose frames have the logits
 
 
+@pytest.mark.parametrize("rows_in_a_reply", [0.5, 2, 9])
+def test_results_for_another_process_are_divided_into_replies(
+    monkeypatch: pytest.MonkeyPatch, rows_in_a_reply: float
+) -> None:
+    monkeypatch.setattr(worker_module, "_MAX_REPLY_BYTES", int(rows_in_a_reply * 4 * SIZE))
+    names = [f"{REQUEST_PREFIX}{number}" for number in range(5)]
+    runner, worker = Runner1(names), RowWorker()
+    worker.device, worker._sends_results = torch.device("cpu"), True
+    worker._rows = rows_of(runner)
+    logits = torch.randn(5, WIDTH)
+    runner.sampler(logits=logits)
+    parts = [row(worker._rows, number, name) for number, name in enumerate(names)]
+    replies: list[list[Completion]] = []
+    has_more = True
+    while has_more:
+        problem, (packed, has_more) = worker.genlm_collect([] if replies else parts)
+        assert problem is None
+        replies.append(TRANSPORT.unpack_completions(packed))
+    limit = max(1, int(rows_in_a_reply))
+    assert list(map(len, replies)) == [limit] * (5 // limit) + [5 % limit] * bool(5 % limit)
+    for completion in itertools.chain(*replies):
+        assert torch.allclose(completion.result, expected(logits[completion.query_id]))
+
+
 # -- the second model runner ----------------------------------------------------------
 
 
@@ -198,7 +224,7 @@ def test_results_are_ordered_after_the_step_on_the_stream_of_callers(
     with streams.on():
         runner.sampler(logits=streams.on_device(logits.clone()))
         parts = [row(worker._rows, 1, NAMES[0]), row(worker._rows, 2, NAMES[1], TopK(2))]
-        problem, completions = worker.genlm_collect(parts)
+        problem, (completions, _) = worker.genlm_collect(parts)
     assert problem is None
     assert streams.is_on_device(completions[0].result)
     with streams.on(streams.default):  # where callers read rows

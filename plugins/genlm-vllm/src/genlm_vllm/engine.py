@@ -37,7 +37,6 @@ from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import ExecutorError, FailureLog, engine_died
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import why_not_resident
-from genlm_vllm.shared_rows import SharedRows
 from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
@@ -78,7 +77,6 @@ class VLLMEngine:
     _final_statistics: Mapping[str, int | float | str] | None = None
     _death: EngineDiedError | None = None
     _failures: FailureLog | None = None
-    _shared_rows: SharedRows | None = None
 
     option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
 
@@ -106,7 +104,6 @@ class VLLMEngine:
         with contextlib.ExitStack() as resources:
             if self._multiprocess:
                 self._failures = resources.enter_context(contextlib.closing(FailureLog()))
-                self._shared_rows = resources.enter_context(contextlib.closing(SharedRows()))
             else:
                 accelerator = Accelerator()
                 resources.callback(accelerator.restore)
@@ -129,7 +126,7 @@ class VLLMEngine:
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
-        self._workers = Workers(engine, self.vocabulary, self._shared_rows)
+        self._workers = Workers(engine, self.vocabulary, multiprocess=self._multiprocess)
         supported = {
             Capability.LORA: capacity,
             Capability.PREFIX_CACHE: caches_prefixes,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -18,16 +19,29 @@ from typing import Any, cast
 
 import torch
 
-from genlm.plugin import Completion, EvaluationError, describe_error
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    PackedCompletions,
+    Reduced,
+    describe_error,
+)
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT, ExecutorError, record_failures, skip_finalization
 from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
-from genlm_vllm.shared_rows import PackedResults, SharedRows
 from genlm_vllm.worker_rows import WorkerRows
 
-__all__ = ["RowWorker", "call_workers"]
+__all__ = ["Reply", "RowWorker", "call_workers"]
+
+_MAX_REPLY_BYTES = 2**24
+"""Maximum number of bytes of a reply with several results. vLLM passes replies of less than 24
+MiB through memory that the processes share, and larger ones through a socket, which takes more
+time."""
+
+Reply = tuple[list[Completion] | PackedCompletions, bool]
+"""Results, packed for another process, and whether the worker has further ones."""
 
 # vLLM's processes import this module before they build a worker: from vLLM, or earlier if the
 # client's main program imports it, because spawned processes import that program first.
@@ -86,12 +100,19 @@ def _returns_errors(method: Callable[..., Any]) -> Callable[..., tuple[str | Non
     return reply
 
 
+def _tensor_bytes(completion: Completion) -> int:
+    """Return the size of the tensors in a completion."""
+    result = completion.result
+    values = result.values if isinstance(result, Reduced) else (result,)
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
 class RowWorker:
     """Methods of a worker that reduce rows, compute scores and load adapters."""
 
     _rows: WorkerRows | None = None
-    _shared: SharedRows | None = None
     _sends_results = False
+    _unsent: list[Completion]
 
     # Members of vLLM's worker.
     device: torch.device
@@ -102,9 +123,7 @@ class RowWorker:
     list_loras: Callable[[], set[int]]
 
     @_returns_errors
-    def genlm_start(
-        self, ids: VocabularyIds, batches: int, shared_rows: tuple[str, bytes] | None
-    ) -> bool:
+    def genlm_start(self, ids: VocabularyIds, batches: int, sends_results: bool) -> bool:
         """Replace the sampler and enable scores, before the first request.
 
         Tensor-parallel ranks compute the same logits; the first rank reduces rows.
@@ -112,7 +131,7 @@ class RowWorker:
         Args:
             ids: Vocabulary of the rows.
             batches: Maximum number of in-flight batches.
-            shared_rows: Address of a `SharedRows`; None if results stay in this process.
+            sends_results: Whether the results are sent to another process.
 
         Returns:
             Whether this worker can compute scores; see `genlm_vllm.scores.start_scores`.
@@ -131,10 +150,7 @@ class RowWorker:
             is_alone=get_tensor_model_parallel_world_size() == 1,
         )
         self._rows = WorkerRows(replace_sampler(self.model_runner, batches), scores)
-        self._sends_results = shared_rows is not None
-        if shared_rows is not None and scores.is_active:
-            with contextlib.suppress(OSError):  # raised on another machine
-                self._shared = SharedRows(shared_rows)
+        self._sends_results = sends_results
         return start_scores(self.model_runner, scores)
 
     @_returns_errors
@@ -144,16 +160,20 @@ class RowWorker:
             self._rows.prepare(inputs)
 
     @_returns_errors
-    def genlm_collect(self, parts: list[ComputedPart]) -> list[Completion] | PackedResults:
-        """Return the results of a step, packed for another process."""
+    def genlm_collect(self, parts: list[ComputedPart]) -> Reply:
+        """Return results of a step; further ones are returned by calls without parts."""
         if self._rows is None:
-            return []
-        with _default_stream(self.device):
-            completions = self._rows.collect(parts)
-        if self._sends_results and completions:
-            packed = TRANSPORT.pack_completions(completions, self._rows.vocab_size)
-            return PackedResults.of(packed, self._shared)
-        return completions
+            return [], False
+        if parts:
+            with _default_stream(self.device):
+                self._unsent = self._rows.collect(parts)
+        if not (self._sends_results and self._unsent):
+            return self._unsent, False
+        sizes = itertools.accumulate(map(_tensor_bytes, self._unsent))
+        count = max(1, sum(size <= _MAX_REPLY_BYTES for size in sizes))
+        results, self._unsent = self._unsent[:count], self._unsent[count:]
+        packed = TRANSPORT.pack_completions(results, self._rows.vocab_size)
+        return packed, bool(self._unsent)
 
     @_returns_errors
     def genlm_describe_model(self) -> dict[str, Any]:

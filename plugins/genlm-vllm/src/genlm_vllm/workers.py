@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from genlm.plugin import Completion, Vocabulary
+from genlm.plugin import Completion, PackedCompletions, Vocabulary
 from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT
-from genlm_vllm.shared_rows import PackedResults, SharedRows
-from genlm_vllm.worker import call_workers
+from genlm_vllm.worker import Reply, call_workers
 
 __all__ = ["Workers"]
 
@@ -21,8 +20,7 @@ class Workers:
     Args:
         engine: The `vllm.LLMEngine`.
         vocabulary: Vocabulary of the rows.
-        shared_rows: Memory for rows of other processes; None if the workers run in this
-            process.
+        multiprocess: Whether the workers run in other processes.
 
     Attributes:
         have_scores: Whether the workers compute scores.
@@ -30,11 +28,8 @@ class Workers:
         computed: Sequences that the last step computed.
     """
 
-    def __init__(
-        self, engine: Any, vocabulary: Vocabulary, shared_rows: SharedRows | None
-    ) -> None:
+    def __init__(self, engine: Any, vocabulary: Vocabulary, *, multiprocess: bool) -> None:
         self._engine = engine
-        self._shared = shared_rows
         self.inputs = StepInputs()
         self.computed: list[ComputedPart] = []
         scores = call_workers(
@@ -42,7 +37,7 @@ class Workers:
             "genlm_start",
             VocabularyIds(vocabulary.size, tuple(vocabulary.missing_ids)),
             engine.vllm_config.parallel_config.pipeline_parallel_size,
-            None if shared_rows is None else shared_rows.address,
+            multiprocess,
         )
         self.have_scores = all(scores)
 
@@ -58,10 +53,12 @@ class Workers:
             return {}
         parts, self.computed = self.computed, []
         results: dict[int, Completion] = {}
-        for reply in call_workers(self._engine, "genlm_collect", parts):
-            if self._shared is not None and isinstance(reply, PackedResults):
-                completions = TRANSPORT.unpack_completions(reply.with_rows(self._shared))
-            else:
-                completions = reply
-            results |= {completion.query_id: completion for completion in completions}
+        has_more = True
+        while has_more:
+            replies: list[Reply] = call_workers(self._engine, "genlm_collect", parts)
+            for completions, _ in replies:
+                if isinstance(completions, PackedCompletions):
+                    completions = TRANSPORT.unpack_completions(completions)  # noqa: PLW2901
+                results |= {completion.query_id: completion for completion in completions}
+            parts, has_more = [], any(has_more for _, has_more in replies)
         return results

@@ -175,6 +175,20 @@ def test_a_fork_costs_what_differs(engine: Any, tiny: Any) -> None:
     check(engine, tiny, [(*context, i, *prompts(20)[0]) for i in (4, 5, 6)])
 
 
+def test_forks_that_begin_again_have_the_same_rows(engine: Any, tiny: Any) -> None:
+    if slots(engine) == 1:
+        pytest.skip("with one place nothing is there to copy from")
+    [context] = prompts(40)
+    check(engine, tiny, [context])
+    sequences = [(*context, *added) for added in ((4, 5), (6, 7), (8, 9))]
+    queries = [submit(engine, ids) for ids in sequences]
+    computed, residents = grown(engine, "tokens_computed"), engine._residents
+    residents._restart_forks(list(residents._busy))  # as if they waited for blocks
+    assert largest_error(tiny, finish(engine, queries), sequences) <= 1e-4
+    assert computed() == 2 + 2 * (42 - 32)  # two of them from the prefix cache
+    check(engine, tiny, [(*ids, 3) for ids in sequences])
+
+
 def test_a_context_that_is_idle_is_asked_again(engine: Any, tiny: Any) -> None:
     sequences = prompts(33, 5, 64)
     for _ in range(3):

@@ -58,11 +58,10 @@ class NoOpEngine(BatchEngine):
     def evaluate(self, queries: list[Query]) -> torch.Tensor:
         return torch.log_softmax(self._logits[: len(queries)], -1)
 
-    def evaluate_group(
-        self,
-        group: GroupQuery,  # noqa: ARG002
-        places: npt.NDArray[np.int64],
+    def evaluate_groups(
+        self, parts: list[tuple[GroupQuery, npt.NDArray[np.int64]]]
     ) -> GroupValues:
+        [(_, places)] = parts
         return GroupValues(self._logits[places[0] : places[-1] + 1], are_logits=True)
 
 

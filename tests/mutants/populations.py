@@ -93,15 +93,20 @@ def mask_index_ignored(row_masks):
 
 
 @core_mutant(
-    BatchEngine, "evaluate_group", killed_by="populations-share-the-engine", on=cached_target
+    BatchEngine, "evaluate_groups", killed_by="populations-share-the-engine", on=cached_target
 )
-def sequences_of_the_other_population(evaluate_group):
-    """Computes the sequences of another population that waits."""
+def sequences_of_the_other_population(evaluate_groups):
+    """Computes the sequences of another population that is computed together with it."""
 
-    def broken(self, group, places):
-        waiting = [work.query for work in self._groups.values()]
-        fitting = [each for each in waiting if len(each.wanted) > places.max()]
-        return evaluate_group(self, fitting[0] if fitting else group, places)
+    def broken(self, parts):
+        first, _ = parts[0]
+        return evaluate_groups(
+            self,
+            [
+                (first if len(first.wanted) > places.max() else group, places)
+                for group, places in parts
+            ],
+        )
 
     return broken
 
@@ -112,12 +117,13 @@ class MemoryOfPopulationsReused(EvictedMemoryReused):
 
 
 @core_mutant(
-    BatchEngine, "evaluate_group", killed_by="populations-have-their-adapter", on=cached_target
+    BatchEngine, "evaluate_groups", killed_by="populations-have-their-adapter", on=cached_target
 )
-def populations_of_the_base_model(evaluate_group):
+def populations_of_the_base_model(evaluate_groups):
     """Computes populations without their adapter."""
 
-    def broken(self, group, places):
-        return evaluate_group(self, replace(group, adapter=None), places)
+    def broken(self, parts):
+        without = [(replace(group, adapter=None), places) for group, places in parts]
+        return evaluate_groups(self, without)
 
     return broken

@@ -108,9 +108,10 @@ class Joining(ScriptedEngine):
         self.group_sizes: list[int] = []
         self.kept: list[Any] = []
 
-    def evaluate_group(self, group: Any, places: Any) -> Any:
+    def evaluate_groups(self, parts: Any) -> Any:
+        [(group, _)] = parts
         self.group_sizes.append(len(group.row_of))
-        return super().evaluate_group(group, places)
+        return super().evaluate_groups(parts)
 
     def keep_sequences(self, generation: Any, adapter: str | None) -> None:
         lineage = generation.lineage
@@ -205,10 +206,10 @@ def test_continuations_that_are_drawn_together_share_later_passes_with_other_req
     make_model: MakeModel, other: str
 ) -> None:
     class Joined(Joining):
-        def evaluate_group(self, group: Any, places: Any) -> Any:
+        def evaluate_groups(self, parts: Any) -> Any:
             if len(self.group_sizes) == 2:
                 asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-            return super().evaluate_group(group, places)
+            return super().evaluate_groups(parts)
 
     async def start() -> None:
         request = llm.sample([5], 9, seed=7) if other == "sample" else llm.top_tokens([5], 1)
@@ -250,11 +251,11 @@ def test_cancelled_continuations_leave_those_that_are_drawn_with_them(
     make_model: MakeModel, cancelled: range
 ) -> None:
     class Cancelling(Joining):
-        def evaluate_group(self, group: Any, places: Any) -> Any:
+        def evaluate_groups(self, parts: Any) -> Any:
             if len(self.group_sizes) == 2:
                 loop.call_soon_threadsafe(cancel)
                 assert is_cancelled.wait(10)
-            return super().evaluate_group(group, places)
+            return super().evaluate_groups(parts)
 
     def cancel() -> None:
         for i in cancelled:

@@ -64,11 +64,11 @@ def test_values_of_another_form_are_an_error_that_says_so(make_model, values, de
     class Wrong(ScriptedEngine):
         smallest_group = 2
 
-        def evaluate_group(self, group, places):
-            return values(super().evaluate_group(group, places).values)
+        def evaluate_groups(self, parts):
+            return values(super().evaluate_groups(parts).values)
 
     population = make_model(Wrong(SIZE)).population([*PROMPTS, (9, 1)])
-    with pytest.raises(genlm.PopulationError, match=f"evaluate_group returned {description}"):
+    with pytest.raises(genlm.PopulationError, match=f"evaluate_groups returned {description}"):
         population.draw_sync(seed=1)
 
 

@@ -13,7 +13,6 @@ from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityErr
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
-from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import ScoredText
 from genlm.engines.adapter_table import AdapterTable
@@ -127,46 +126,30 @@ class PrefixEngine(BatchEngine):
         populations = self._populations
         return super().group_limit(group) if populations is None else populations.limit(group)
 
-    def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute some sequences of a population in one forward pass."""
-        return self._evaluate_parts([(group, places)])
-
     def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Select populations whose next tokens are computed in one forward pass."""
         if self._populations is None or len(pending) == 1:
-            return pending[:1]
+            return super().choose_groups(pending)
         return self._populations.choose(pending)
 
-    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
-        """Compute the sequences of several populations in one forward pass."""
-        return self._evaluate_parts([(g, np.arange(len(g.wanted))) for g in groups])
-
-    def _evaluate_parts(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
-        """Compute some sequences of populations from tables, else through the tree."""
-        group, path = parts[0][0], self._choice.path
+    def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
+        """Compute sequences of populations in one forward pass, from tables or the tree."""
+        path = self._choice.path
         if isinstance(path, PrefixRows):
-            with self.activate(group.adapter):
+            with self.activate(parts[0][0].adapter):
                 logits = path.group_logits(parts)
             if logits is not None:
                 lengths = (
-                    g.generation.lineage.lengths[g.wanted[places]] for g, places in parts
+                    group.generation.lineage.lengths[group.wanted[places]]
+                    for group, places in parts
                 )
                 self._tokens_evaluated += sum(int(part.sum()) for part in lengths)
                 return GroupValues(logits, are_logits=True)
-        indices: dict[TokenSequence, int] = {}
-        rows = [
-            indices.setdefault(g.generation.lineage.sequence(place), len(indices))
-            for g, places in parts
-            for place in g.wanted[places].tolist()
-        ]
-        values, are_logits = self.evaluate_queries(
-            [Query(group.query_id, sequence, group.adapter) for sequence in indices]
-        )
+        values = super().evaluate_groups(parts)
         if self._populations is not None:
-            for g, places in parts:
-                self._populations.adopt(g, places)
-        is_complete = len(indices) == len(rows)
-        return GroupValues(values if is_complete else values[rows], are_logits)
+            for group, places in parts:
+                self._populations.adopt(group, places)
+        return values
 
     def keep_sequences(self, generation: Generation, adapter: str | None) -> None:
         """Move the tokens of a population into the tree, where other requests find them."""

@@ -210,13 +210,15 @@ class LlamaCppEngine(BatchEngine):
         """Return the maximum number of a population's sequences computed at once."""
         return min(self._sequences.max_requests, self._max_outputs)
 
-    def evaluate_group(self, group: GroupQuery, places: Integers) -> GroupValues:
-        """Compute members of a population, which continue or copy their parents' sequences."""
-        sequence_of, wanted = group.generation.lineage.sequence, group.wanted
-        longest = int(group.generation.lineage.lengths[wanted].max())
-        self._division.adapt(len(wanted), longest, map(sequence_of, wanted.tolist()))
-        sequences = [sequence_of(place) for place in wanted[places].tolist()]
-        return GroupValues(self._last_logits(group.adapter, sequences), are_logits=True)
+    def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers]]) -> GroupValues:
+        """Compute members of populations, which continue or copy their parents' sequences."""
+        members = [
+            group.generation.lineage.sequence(place)
+            for group, _ in parts
+            for place in group.wanted.tolist()
+        ]
+        self._division.adapt(len(members), max(map(len, members)), members)
+        return super().evaluate_groups(parts)
 
     def close(self) -> None:
         """Free weights and cache; the tokenizer remains usable."""

@@ -107,15 +107,25 @@ class ClientEngine(BatchEngine):
         """Return the rows of queries."""
         return torch.stack(self._results([query.replace(outputs=(None,)) for query in queries]))
 
-    def evaluate_group(self, group: GroupQuery, places: npt.NDArray[np.int64]) -> GroupValues:
-        """Return rows of a population."""
-        row_of = np.arange(len(places))
-        [(columns, errors)] = self._results(
-            [replace(group, wanted=group.wanted[places], row_of=row_of, reduction=Rows())]
-        )
-        if errors:
-            raise next(iter(errors.values()))
-        return GroupValues(columns[0], are_logits=False)
+    def evaluate_groups(
+        self, parts: Sequence[tuple[GroupQuery, npt.NDArray[np.int64]]]
+    ) -> GroupValues:
+        """Return rows of populations."""
+        queries = [
+            replace(
+                group,
+                wanted=group.wanted[places],
+                row_of=np.arange(len(places)),
+                reduction=Rows(),
+            )
+            for group, places in parts
+        ]
+        rows = []
+        for columns, errors in self._results(queries):
+            if errors:
+                raise next(iter(errors.values()))
+            rows.append(columns[0])
+        return GroupValues(torch.cat(rows), are_logits=False)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
         """Compute and reduce the rows of texts, one part of a text after the other."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from genlm.core.queries.generations import Integers64
     from genlm.core.queries.query import GroupQuery
+    from genlm.core.queries.sequence import TokenSequence
     from genlm.core.rows.groups import GroupWork
 
 __all__ = ["BatchEngine"]
@@ -160,53 +161,56 @@ class BatchEngine(abc.ABC):
         return pending
 
     def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
-        """Return the number of sequences that `evaluate_group` should compute at once."""
+        """Return the number of sequences that `evaluate_groups` should compute at once."""
         return max(1, _GROUP_VALUES // self.vocabulary.size)
 
-    def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute rows of a group's sequences, by default as separate queries.
-
-        Engines that compute populations on arrays override this method.
-
-        Args:
-            group: Query of the population; its `generation` may hold the engine's state.
-            places: Consecutive indices into `group.wanted`, at least one.
-
-        Returns:
-            Logits or rows, one for each entry of `places`.
-        """
-        lineage = group.generation.lineage
-        queries = [
-            Query(group.query_id, lineage.sequence(place), group.adapter)
-            for place in group.wanted[places].tolist()
-        ]
-        return self._evaluate_checked(queries)
-
     def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
-        """Choose the groups that `evaluate_groups` computes; the first one by default.
+        """Choose the groups that the next step computes; by default about `group_limit`.
 
         Args:
             pending: Groups of which nothing was computed yet, oldest first.
 
         Returns:
-            The first group, alone or with others. A group that is chosen alone is computed by
-            `evaluate_group`, in parts.
+            The first group, alone or with others of its adapter. Groups that are chosen
+            together are computed by one call of `evaluate_groups`; a group that is chosen alone
+            is computed in parts of `group_limit`.
         """
-        return pending[:1]
+        limit, count = self.group_limit(pending[0]), 0
+        chosen: list[GroupQuery] = []
+        for group in pending:
+            if group.adapter == pending[0].adapter:
+                count += len(group.wanted)
+                if chosen and count > limit:
+                    break
+                chosen.append(group)
+        return chosen
 
-    def evaluate_groups(self, groups: Sequence[GroupQuery]) -> GroupValues:
-        """Compute all sequences of several groups; for engines that override `choose_groups`.
+    def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
+        """Compute sequences of groups of one adapter, by default as separate queries.
 
-        If this method raises, the groups are computed one by one.
+        Engines that compute populations on arrays override this method. If it raises for
+        several groups, they are computed one by one.
 
         Args:
-            groups: At least two groups from `choose_groups`, in any order.
+            parts: At least one group, whose `generation` may hold the engine's state, each with
+                indices into its `wanted`, at least one.
 
         Returns:
-            Logits or rows, one for each entry of `wanted` of the first group, then of the
-            second, and so on.
+            Logits or rows, one for each index of the first part, then of the second, and so on.
         """
-        raise NotImplementedError
+        indices: dict[TokenSequence, int] = {}
+        rows = [
+            indices.setdefault(group.generation.lineage.sequence(place), len(indices))
+            for group, places in parts
+            for place in group.wanted[places].tolist()
+        ]
+        first, _ = parts[0]
+        computed = self._evaluate_checked(
+            [Query(first.query_id, sequence, first.adapter) for sequence in indices]
+        )
+        if len(indices) == len(rows):
+            return computed
+        return GroupValues(computed.values[rows], computed.are_logits)
 
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
@@ -283,28 +287,29 @@ class BatchEngine(abc.ABC):
         """Compute all sequences of several groups; if that raises, one group at a time."""
         from genlm.core.rows.joined_groups import divide_groups, reduce_groups  # loads torch
 
-        places = {work: work.next_part(len(work.query.wanted)) for work in works}
+        parts = {work: work.next_part(len(work.query.wanted)) for work in works}
         sets = divide_groups(works)
         failed: list[GroupWork] = []
         try:
-            ordered = [work.query for joined in sets for work in joined]
-            values, are_logits = self.evaluate_groups(ordered)
+            values, are_logits = self.evaluate_groups(
+                [(work.query, parts[work]) for joined in sets for work in joined]
+            )
             begin = 0
             for joined in sets:
-                end = begin + sum(len(work.query.wanted) for work in joined)
-                part = GroupValues(values[begin:end], are_logits)
-                failed += reduce_groups(joined, part, self.vocabulary)
+                end = begin + sum(len(parts[work]) for work in joined)
+                computed = GroupValues(values[begin:end], are_logits)
+                failed += reduce_groups(joined, computed, self.vocabulary)
                 begin = end
         except Exception:  # noqa: BLE001 - raised again by the group that causes it
             failed = list(works)
         for work in failed:
-            self._evaluate_part(work, places[work])
+            self._evaluate_part(work, parts[work])
 
     def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
         """Compute a part of a group, and record the errors of its sequences."""
 
         def evaluate(places: Integers64) -> Sequence[None]:
-            work.reduce(places, self.evaluate_group(work.query, places))
+            work.reduce(places, self.evaluate_groups([(work.query, places)]))
             return [None] * len(places)
 
         errors = self._evaluate_by_halving(evaluate, part)

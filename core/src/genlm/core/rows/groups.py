@@ -249,7 +249,7 @@ def _check_values(computed: object, count: int, size: int) -> None:
     """Raise unless an engine's values of a part are matrices of the right form."""
     if not isinstance(computed, GroupValues):
         raise EvaluationError(
-            f"evaluate_group returned {type(computed).__name__}; expected "
+            f"evaluate_groups returned {type(computed).__name__}; expected "
             f"GroupValues(values, are_logits=...)"
         )
     values, are_logits = computed
@@ -263,6 +263,6 @@ def _check_values(computed: object, count: int, size: int) -> None:
             return
         expected = f"({count}, {size}), torch.float32"
     raise EvaluationError(
-        f"evaluate_group returned {'logits' if are_logits else 'rows'} of shape {shape}, "
+        f"evaluate_groups returned {'logits' if are_logits else 'rows'} of shape {shape}, "
         f"{values.dtype}, for {count} sequences; expected {expected}"
     )

@@ -47,8 +47,6 @@ class TextScore:
         tokens: Number of scored tokens: all tokens of the text, except the first one if neither
             a prompt nor a BOS token precedes it.
         bytes: Number of scored bytes in UTF-8.
-        perplexity: Perplexity per token: `exp(-logprob / tokens)`.
-        bits_per_byte: `-logprob / log(2) / bytes`.
         token_logprobs: With `--tokens`, the bytes, as text, and the log-probability of every
             scored token.
     """
@@ -59,13 +57,25 @@ class TextScore:
     logprob: float
     tokens: int
     bytes: int
-    perplexity: float
-    bits_per_byte: float
     token_logprobs: list[tuple[str, float]] | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity per token: `exp(-logprob / tokens)`."""
+        try:
+            return math.exp(-self.logprob / self.tokens)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """`-logprob / log(2) / bytes`."""
+        return -self.logprob / math.log(2) / self.bytes if self.bytes else math.inf
 
     def as_json(self) -> str:
         """Return one line of JSON without fields that are None; infinities are strings."""
         fields = {key: value for key, value in vars(self).items() if value is not None}
+        fields |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return json.dumps(finite(fields))
 
 
@@ -214,27 +224,7 @@ def _score_text(
         ids = encoded.ids[encoded.start :]
         tokens = (vocabulary.byte_vocab[i].byte_string.decode(errors="replace") for i in ids)
         by_token = list(zip(tokens, logprobs))
-    return _text_score(text, math.fsum(logprobs), len(logprobs), encoded.size, by_token)
-
-
-def _text_score(
-    text: LineOfText,
-    logprob: float,
-    tokens: int,
-    size: int,
-    by_token: list[tuple[str, float]] | None,
-) -> TextScore:
-    bits = -logprob / math.log(2) / size if size else math.inf
-    return TextScore(
-        *text, logprob, tokens, size, _exp_or_inf(-logprob / tokens), bits, by_token
-    )
-
-
-def _exp_or_inf(exponent: float) -> float:
-    try:
-        return math.exp(exponent)
-    except OverflowError:
-        return math.inf
+    return TextScore(*text, math.fsum(logprobs), len(logprobs), encoded.size, by_token)
 
 
 # -- output ---------------------------------------------------------------------------------
@@ -259,7 +249,7 @@ def _sum(scores: Sequence[TextScore]) -> TextScore:
     """Return the score of all texts together."""
     logprob = math.fsum(score.logprob for score in scores)
     tokens, size = sum(score.tokens for score in scores), sum(score.bytes for score in scores)
-    return _text_score(LineOfText(0, "", None), logprob, tokens, size, None)
+    return TextScore(0, "", None, logprob, tokens, size)
 
 
 def _figures(score: TextScore) -> Iterator[str]:

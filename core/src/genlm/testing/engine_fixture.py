@@ -173,12 +173,6 @@ class EngineFixture(Fixture):
         rows = [self.expected(token_ids[:end], adapter) for end in ends]
         return torch.stack(rows[::-1]) if rows else torch.empty(0, self.lm.vocab_size)
 
-    def concurrent_rows(
-        self, token_sequences: Sequence[TokenTuple], lm: AsyncLM
-    ) -> list[torch.Tensor]:
-        """Request the rows of sequences concurrently."""
-        return self.gather(map(lm.next_token_logprobs, token_sequences))
-
     # -- comparisons with the oracle ---------------------------------------------------
 
     def check_row(

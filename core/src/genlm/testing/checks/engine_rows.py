@@ -91,7 +91,7 @@ def batch_equals_map(fixture: EngineFixture) -> None:
             fixture.lm.clear_output_cache()
             fixture.check_batch(fixture.lm, sequences, batch=sequences)
         fixture.lm.clear_output_cache()
-        concurrent = fixture.concurrent_rows(shuffled, fixture.lm)
+        concurrent = fixture.gather(map(fixture.lm.next_token_logprobs, shuffled))
         fixture.check_rows(concurrent, shuffled, concurrent=shuffled)
         fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
         fixture.saw("another order", shuffled[: len(batch)] != batch)
@@ -104,7 +104,8 @@ def concurrent_requests_share_steps(fixture: EngineFixture) -> None:
     """Concurrent requests reach the engine together, and a step completes several of them."""
     lm, probe = fixture.load_probed()
     sequences = fixture.some_sequences(16)
-    fixture.check_rows(fixture.concurrent_rows(sequences, lm), sequences)
+    rows = fixture.gather(map(lm.next_token_logprobs, sequences))
+    fixture.check_rows(rows, sequences)
     expect(
         probe.in_step[0] == len(sequences),
         f"{len(sequences)} concurrent requests in the engine at its first step",
@@ -124,7 +125,7 @@ def rows_belong_to_the_caller(fixture: EngineFixture) -> None:
 
     def holds(token_ids: TokenTuple, other: TokenTuple) -> None:
         fixture.lm.clear_output_cache()
-        first, *others = fixture.concurrent_rows([token_ids] * 3, fixture.lm)
+        first, *others = fixture.gather(map(fixture.lm.next_token_logprobs, [token_ids] * 3))
         _overwrite(first)
         for row in others:
             fixture.check_row(row, token_ids, changed="a row of the same request in flight")
@@ -150,7 +151,7 @@ def _overwrite(rows: torch.Tensor) -> None:
 def rows_hold_no_more_than_themselves(fixture: EngineFixture) -> None:
     """A row keeps only its own memory alive."""
     lm, probe = fixture.load_probed()
-    rows = fixture.concurrent_rows(fixture.some_sequences(8), lm)
+    rows = fixture.gather(map(lm.next_token_logprobs, fixture.some_sequences(8)))
     fixture.saw("row of a shared forward pass", max(probe.in_step) > 1)
     for row in rows:
         nbytes = row.untyped_storage().nbytes()

@@ -65,7 +65,7 @@ _NAMES: Mapping[str, str] = {
     "num_cached_block _pending_cow_copies block_size _record_new_block_ids",
     "vllm.v1.request.Request": "request_id status lora_request num_tokens num_computed_tokens "
     "num_in_flight_tokens all_token_ids prompt_token_ids output_token_ids block_hashes "
-    "_block_hasher prefill_stats",
+    "_block_hasher prefill_stats skip_reading_prefix_cache",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner device vllm_config add_lora "
     "remove_lora list_loras",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch "

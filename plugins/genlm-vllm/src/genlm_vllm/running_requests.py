@@ -111,18 +111,13 @@ class RunningRequests:
         self._pool = manager.block_pool
         self._hasher = core.request_block_hasher
         self._hash_block_size = core.scheduler.hash_block_size
-        # Keys: whether a request may begin from the prefix cache.
-        self._params = {
-            reads_cache: SamplingParams(
-                max_tokens=1 << 30,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                skip_clone=True,
-                skip_reading_prefix_cache=not reads_cache,
-            )
-            for reads_cache in (True, False)
-        }
+        self._params = SamplingParams(
+            max_tokens=1 << 30,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            skip_clone=True,
+        )
         self._schedule, core.scheduler.schedule = core.scheduler.schedule, self._recorded
         self.tokens_computed = 0
         lora = engine.vllm_config.lora_config
@@ -228,12 +223,13 @@ class RunningRequests:
         request = Request(
             name or f"{REQUEST_PREFIX}{next(_NAMES)}",
             token_ids,
-            self._params[reads_cache],
+            self._params,
             None,
             arrival_time=0.0,
             lora_request=self._adapters.request(adapter),
             block_hasher=self._hasher if prepare is None else None,
         )
+        request.skip_reading_prefix_cache = not reads_cache
         # Model runners copy an array faster than a list when a request joins a batch.
         if prepare is None:
             request.prompt_token_ids = np.array(token_ids, np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
@@ -136,7 +137,7 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
     known: set[int] = set()
     for step in steps:
         sequences = sorted(step)
-        nodes = [tree.insert(None, ids) for ids in sequences]
+        nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
         batch = TreeBatch.of(tree, None, sequences, nodes)
         requested = dict(zip(batch.wanted.tolist(), sequences, strict=True))
         uncached = tree.uncached_tokens

@@ -29,7 +29,7 @@ from genlm.prefix import (
 )
 
 from .test_engine import Adapters
-from .test_rows import SIZE, TOKEN_BYTES, Alone, expected
+from .test_rows import SIZE, TOKEN_BYTES, Alone, expected, packed
 from .test_tree import check as check_tree
 from .test_tree import prefixes
 
@@ -678,7 +678,7 @@ def test_lists_that_fit_one_after_the_other_leave_populations_alone() -> None:
     population.ask(engine)
     population.extend([(0,), (1,), (2,), (3,)])
     population.ask(engine)
-    engine.path.rows(None, [(3, 3, 3, 3), (4, 4, 4, 4)])
+    engine.path.rows(None, packed([(3, 3, 3, 3), (4, 4, 4, 4)]))
     before = engine.statistics()["tokens_computed"]
     population.ask(engine)
     assert engine.statistics()["tokens_computed"] == before + 4

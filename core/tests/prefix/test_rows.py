@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from genlm import EvaluationError, Token, Vocabulary
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
     BatchLimits,
     ForwardResult,
@@ -43,6 +44,10 @@ def logits_after(adapter: str | None, sequence: Sequence[int]) -> torch.Tensor:
 
 def expected(adapter: str | None, sequence: Sequence[int]) -> torch.Tensor:
     return logits_after(adapter, sequence).log_softmax(0)
+
+
+def packed(sequences: Sequence[Sequence[int]]) -> list[TokenSequence]:
+    return [TokenSequence.of(ids) for ids in sequences]
 
 
 class Model:
@@ -97,7 +102,7 @@ class Alone(UncachedPath):
             yield np.array([[row] * len(ends), ends]), torch.stack(logits)
 
     def last_logits(
-        self, adapter: str | None, sequences: Sequence[Sequence[int]]
+        self, adapter: str | None, sequences: Sequence[TokenSequence]
     ) -> torch.Tensor:
         self.adapter = adapter
         return super().last_logits(adapter, sequences)
@@ -125,7 +130,7 @@ def used(rows: PrefixRows, name: str) -> int:
 
 
 def assert_right(rows: PrefixRows, adapter: str | None, step: list[Any]) -> None:
-    computed = rows.rows(adapter, step)
+    computed = rows.rows(adapter, packed(step))
     wanted = torch.stack([expected(adapter, sequence) for sequence in step])
     torch.testing.assert_close(computed, wanted, rtol=0, atol=0)
 
@@ -168,7 +173,7 @@ def test_adapters_share_nothing() -> None:
 def test_what_was_computed_with_an_adapter_is_dropped_with_it() -> None:
     rows, _ = serve(20)
     for _ in range(4):
-        rows.pin("red", (1, 2, 3, 4, 5, 6))
+        rows.pin("red", TokenSequence.of((1, 2, 3, 4, 5, 6)))
         assert_right(rows, "red", [(1, 2, 3, 0), (2, 3)])
         assert_right(rows, None, [(1, 2)])
         rows.drop("red")
@@ -188,7 +193,7 @@ def test_what_raises_leaves_computed_tokens_only() -> None:
     assert_right(rows, None, [(1, 2, 3)])
     model.fail = True
     with pytest.raises(RuntimeError, match="no memory"):
-        rows.rows(None, [(1, 2, 3, 4, 5), (2,)])
+        rows.rows(None, packed([(1, 2, 3, 4, 5), (2,)]))
     assert used(rows, "kv_tokens") == 3
     model.fail = False
     assert_right(rows, None, [(1, 2, 3, 4, 5), (2,), (1, 2)])
@@ -197,14 +202,14 @@ def test_what_raises_leaves_computed_tokens_only() -> None:
 def test_a_kept_prefix_outlives_others_and_must_fit() -> None:
     rows, _ = serve(20)
     pinned = (6, 5, 4, 3, 2, 1)
-    rows.pin(None, pinned)
+    rows.pin(None, TokenSequence.of(pinned))
     for i in range(SIZE):
         assert_right(rows, None, [(i,) * 12])
     before = used(rows, "tokens_computed")
     assert_right(rows, None, [(*pinned, 0)])
     assert used(rows, "tokens_computed") == before + 1
     with pytest.raises(EvaluationError, match="does not fit into the 20 tokens"):
-        rows.pin(None, (1,) * 19)
+        rows.pin(None, TokenSequence.of((1,) * 19))
     rows.clear()
     assert used(rows, "kv_tokens") == 0
 
@@ -218,7 +223,7 @@ def passes_by_choice(rows: PrefixRows, model: Model, sequences: Sequences) -> li
     """Answer sequences, a choice of `next_pass` at a time; the passes that each took."""
     passes, left = [], list(sequences)
     while left:
-        indices = rows.next_pass(None, left)
+        indices = rows.next_pass(None, packed(left))
         assert indices[0] == 0
         assert sorted(set(indices)) == list(indices)
         passes.append(passes_at_once(rows, model, [left[place] for place in indices]))
@@ -280,25 +285,33 @@ def test_no_choice_of_a_growing_population_takes_two_passes(seed: int) -> None:
 def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     rows, _ = serve(500)
     waiting = [text(n, n) for n in (40, 30, 10, 25, 3)]
-    assert list(rows.next_pass(None, waiting)) == [0, 2, 4]
-    assert list(rows.next_pass(None, waiting[1:])) == [0, 1, 2]  # the third shares a token
-    assert list(rows.next_pass(None, [text(100, 0), *waiting])) == [0, 3, 5]  # 36 left of 100
-    rows.rows(None, [waiting[1]])
-    assert list(rows.next_pass(None, waiting)) == [0, 1, 2, 4]
+    assert list(rows.next_pass(None, packed(waiting))) == [0, 2, 4]
+    assert list(rows.next_pass(None, packed(waiting[1:]))) == [
+        0,
+        1,
+        2,
+    ]  # the third shares a token
+    assert list(rows.next_pass(None, packed([text(100, 0), *waiting]))) == [
+        0,
+        3,
+        5,
+    ]  # 36 left of 100
+    rows.rows(None, packed([waiting[1]]))
+    assert list(rows.next_pass(None, packed(waiting))) == [0, 1, 2, 4]
 
 
 def test_only_so_many_are_passed_over() -> None:
     rows, _ = serve(500)
     waiting = [text(60, i) for i in range(257)]
-    assert list(rows.next_pass(None, [*waiting, (1,)])) == [0, 257]
-    assert list(rows.next_pass(None, [*waiting, text(60, 257), (1,)])) == [0]
+    assert list(rows.next_pass(None, packed([*waiting, (1,)]))) == [0, 257]
+    assert list(rows.next_pass(None, packed([*waiting, text(60, 257), (1,)]))) == [0]
 
 
 def test_a_choice_leaves_the_tree_as_it_is() -> None:
     rows, _ = serve(50)
     assert_right(rows, None, [text(45, 0)])
     before = rows.statistics()
-    rows.next_pass(None, [text(40, i) for i in range(5)])
+    rows.next_pass(None, packed([text(40, i) for i in range(5)]))
     assert rows.statistics() == before
     assert_right(rows, None, [text(45, 0)])
     assert used(rows, "tokens_computed") == 46

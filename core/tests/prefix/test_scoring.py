@@ -15,7 +15,7 @@ from genlm.plugin import Reduced, TokenSequence
 from genlm.prefix import PieceScores, PrefixRows, ScoredText
 from genlm.prefix.forward import ForwardResult, TreeBatch
 
-from .test_rows import SIZE, Model, expected, text
+from .test_rows import SIZE, Model, expected, packed, text
 from .test_rows import serve as serve_rows
 
 Ids = tuple[int, ...]
@@ -71,7 +71,7 @@ def test_scores_do_not_depend_on_what_else_is_scored_or_kept(capacity: int, seed
         assert_right(rows, [scored(ids, program.randint(1, len(ids) - 1)) for ids in texts])
         if program.random() < 0.5:
             sequences = list(dict.fromkeys(ids[: program.randint(1, 40)] for ids in texts))
-            computed = rows.rows(None, sequences)
+            computed = rows.rows(None, packed(sequences))
             wanted = torch.stack([expected(None, ids) for ids in sequences])
             torch.testing.assert_close(computed, wanted, rtol=0, atol=0)
         assert used(rows, "kv_tokens") <= capacity
@@ -83,7 +83,7 @@ def test_scores_do_not_depend_on_what_else_is_scored_or_kept(capacity: int, seed
 def test_a_known_prefix_is_not_computed_again_and_the_rest_once() -> None:
     rows, _ = serve(500)
     ids = text(30, 0)
-    rows.rows(None, [ids[:20]])
+    rows.rows(None, packed([ids[:20]]))
     before = used(rows, "tokens_computed")
     assert_right(rows, [scored(ids, 20)])  # after token 19, which is run again for its logits
     assert used(rows, "tokens_computed") == before + 1 + 9
@@ -94,11 +94,11 @@ def test_scored_texts_leave_contexts_in_the_cache() -> None:
     """A cache of 110 tokens, contexts of 60 and a prompt of 10: texts have the other 40."""
     rows, _ = serve(110)
     contexts, prompt = [text(30, 100), text(30, 101)], text(10, 102)
-    rows.rows(None, contexts)
+    rows.rows(None, packed(contexts))
     for seed in range(12):
         assert_right(rows, [scored(text(25, seed)), scored((*prompt, *text(15, seed)), 10)])
     before = used(rows, "tokens_computed")
-    rows.rows(None, contexts)
+    rows.rows(None, packed(contexts))
     assert used(rows, "tokens_computed") == before + 2  # their last tokens
     assert_right(rows, [scored((*prompt, *text(15, 99)), 10)])
     assert used(rows, "tokens_computed") == before + 2 + 15  # the last one of the prompt
@@ -107,23 +107,23 @@ def test_scored_texts_leave_contexts_in_the_cache() -> None:
 def test_a_text_that_continues_a_context_leaves_the_context() -> None:
     rows, _ = serve(100)
     context, other = text(40, 0), text(30, 1)
-    rows.rows(None, [context, other])
+    rows.rows(None, packed([context, other]))
     for seed in range(6):
         assert_right(rows, [scored((*context, *text(25, 10 + seed)), 1)])
     before = used(rows, "tokens_computed")
-    rows.rows(None, [(*context, 3), (*other, 3)])
+    rows.rows(None, packed([(*context, 3), (*other, 3)]))
     assert used(rows, "tokens_computed") == before + 2
 
 
 def test_no_more_than_the_end_of_a_scored_text_goes_first() -> None:
     rows, _ = serve(100)
     oldest, context = text(45, 0), text(45, 1)
-    rows.rows(None, [oldest])
-    rows.rows(None, [context])
+    rows.rows(None, packed([oldest]))
+    rows.rows(None, packed([context]))
     assert_right(rows, [scored((*context, *text(5, 2)), 45)])
-    rows.rows(None, [text(20, 3)])  # for which 14 others have to go
+    rows.rows(None, packed([text(20, 3)]))  # for which 14 others have to go
     before = used(rows, "tokens_computed")
-    rows.rows(None, [(*context, 3)])
+    rows.rows(None, packed([(*context, 3)]))
     assert used(rows, "tokens_computed") == before + 1
 
 
@@ -131,11 +131,11 @@ def test_a_context_that_continues_a_scored_text_stays() -> None:
     rows, _ = serve(100)
     first, context = text(40, 0), (*text(40, 0)[:30], *text(10, 1))
     assert_right(rows, [scored(first)])
-    rows.rows(None, [context])
+    rows.rows(None, packed([context]))
     for seed in range(6):
         assert_right(rows, [scored(first), scored(text(45, 10 + seed))])
     before = used(rows, "tokens_computed")
-    rows.rows(None, [(*context, 3)])
+    rows.rows(None, packed([(*context, 3)]))
     assert used(rows, "tokens_computed") == before + 1
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from genlm import AsyncLM
+from genlm.plugin import TokenSequence
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import kernel_steps, step_attention, work_items
 
@@ -266,7 +267,7 @@ def test_sequences_that_are_requested_several_times_have_their_rows(
     for _ in range(5):
         contexts = grown(contexts)
         repeated = contexts * 4
-        logprobs = engine._choice.path.rows(None, list(map(tuple, repeated)))
+        logprobs = engine._choice.path.rows(None, list(map(TokenSequence.of, repeated)))
         assert oracle.largest_error(repeated, list(logprobs.cpu())) <= 1e-4
 
 

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
+from genlm.plugin import TokenSequence
 from genlm.prefix import Paths, PrefixTree, TreeBatch
 from genlm_hf.packed.plan import QueryGroup, plan_forward
 
@@ -19,9 +20,9 @@ def grown(*sequences: Sequence) -> Several[QueryGroup]:
     """The groups of a pass over the last tokens of sequences, which are all cached."""
     tree = PrefixTree(100_000)
     for ids in sequences:
-        tree.insert(None, ids)
+        tree.insert(None, TokenSequence.of(ids))
     tree.commit()
-    nodes = [tree.insert(None, ids) for ids in sequences]
+    nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
     plan = plan_forward(TreeBatch.of(tree, None, sequences, nodes))
     suffixes: list[tuple[QueryGroup, Any]] = [
         (group, suffix) for group in plan.groups for suffix in group.suffixes
@@ -29,7 +30,7 @@ def grown(*sequences: Sequence) -> Several[QueryGroup]:
     assert len(suffixes) == len(sequences)
     for ids, place in zip(sequences, plan.results, strict=True):
         group, suffix = suffixes[place]
-        past = Paths().slots(tree.find(None, ids), len(ids))
+        past = Paths().slots(tree.find(None, TokenSequence.of(ids)), len(ids))
         assert len(group.prefix) < len(past)  # the query's own slot is in its suffix
         slots = np.concatenate((group.prefix, suffix))
         assert np.array_equal(slots[: len(past)], past)
@@ -74,10 +75,10 @@ def test_contexts_of_very_different_lengths_are_not_padded_to_the_longest() -> N
 
 def test_a_plan_runs_uncached_tokens_once_and_known_ends_again() -> None:
     tree = PrefixTree(100)
-    tree.insert(None, (1, 2, 3))
+    tree.insert(None, TokenSequence.of((1, 2, 3)))
     tree.commit()
     sequences: list[Any] = [(1, 2, 3, 4), (1, 2), tuple(range(20, 40)), (1, 2, 3, 4, 5)]
-    nodes = [tree.insert(None, ids) for ids in sequences]
+    nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
     plan = plan_forward(TreeBatch.of(tree, None, sequences, nodes))
     assert sorted(plan.tokens.tolist()) == [2, 4, 5, *range(20, 40)]
     assert plan.tokens[plan.results].tolist() == [4, 2, 39, 5]
@@ -90,9 +91,9 @@ def test_a_plan_runs_uncached_tokens_once_and_known_ends_again() -> None:
 def test_a_plan_keeps_the_order_of_the_sequences() -> None:
     tree = PrefixTree(1000)
     sequences = [(*range(64), i) for i in range(50)]
-    tree.insert(None, tuple(range(64)))
+    tree.insert(None, TokenSequence.of(tuple(range(64))))
     tree.commit()
-    nodes = [tree.insert(None, ids) for ids in sequences]
+    nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
     plan = plan_forward(TreeBatch.of(tree, None, sequences, nodes))
     assert plan.tokens.tolist() == list(range(50))
     assert plan.results.tolist() == list(range(50))

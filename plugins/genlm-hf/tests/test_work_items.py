@@ -28,12 +28,14 @@ def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
     """The plan of a pass over the last tokens of sequences, and the past of each token."""
     tree = PrefixTree(100_000)
     for ids in sequences:
-        tree.insert(None, ids)
+        tree.insert(None, TokenSequence.of(ids))
     tree.commit()
     packed = [TokenSequence.of(ids) for ids in sequences]
     last = [tree.insert(None, sequence) for sequence in packed]
     plan = plan_forward(TreeBatch.of(tree, None, packed, last))
-    pasts = [Paths().slots(tree.find(None, ids), len(ids)) for ids in sequences]
+    pasts = [
+        Paths().slots(tree.find(None, TokenSequence.of(ids)), len(ids)) for ids in sequences
+    ]
     return plan, [pasts[number] for number in np.argsort(plan.results)]
 
 

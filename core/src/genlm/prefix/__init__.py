@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.segment_forward import SegmentForward as SegmentForward
     from genlm.prefix.segment_forward import logits_of_keys as logits_of_keys
     from genlm.prefix.tree import PrefixTree as PrefixTree
-    from genlm.prefix.tree import Tokens as Tokens
     from genlm.prefix.uncached import UncachedPath as UncachedPath
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__spec__)

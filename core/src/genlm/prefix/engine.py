@@ -170,7 +170,7 @@ class PrefixEngine(BatchEngine):
             if query.adapter == adapter and bool(query.targets) == scored
         ]
         firsts = [len(query) - len(query.targets) for query in candidates] if scored else None
-        indices = path.next_pass(adapter, self._sequences(candidates), firsts)
+        indices = path.next_pass(adapter, [query.sequence for query in candidates], firsts)
         return [candidates[index] for index in indices]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -181,8 +181,9 @@ class PrefixEngine(BatchEngine):
         """Compute the logits of queries with the same adapter."""
         adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
+        sequences = [query.sequence for query in queries]
         with self.activate(adapter):
-            logits = self._choice.path.last_logits(adapter, self._sequences(queries))
+            logits = self._choice.path.last_logits(adapter, sequences)
         return GroupValues(logits, are_logits=True)
 
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
@@ -199,12 +200,6 @@ class PrefixEngine(BatchEngine):
         with self.activate(adapter):
             return self._choice.path.scores(adapter, list(map(ScoredText.of, queries)))
 
-    def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Return the sequences for the execution path; only a tree uses `TokenSequence`."""
-        if isinstance(self._choice.path, PrefixRows):
-            return [query.sequence for query in queries]
-        return [query.token_ids for query in queries]
-
     def activate(self, adapter: str | None) -> AbstractContextManager[None]:
         """Prepare the model for forward passes with an adapter, or with None."""
         return nullcontext() if adapter is None else self._adapters.activate(adapter)
@@ -218,9 +213,10 @@ class PrefixEngine(BatchEngine):
             GenlmError: As `submit`.
         """
         cache = self._prefix_cache()
-        self._check(Query(0, tuple(token_ids), adapter))
+        query = Query(0, tuple(token_ids), adapter)
+        self._check(query)
         with self.activate(adapter):
-            cache.pin(adapter, tuple(token_ids))
+            cache.pin(adapter, query.sequence)
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """Evict a context that has no references before other tokens."""

@@ -16,6 +16,7 @@ import torch
 
 from genlm.core.base.errors import ModelLoadError, describe_error
 from genlm.core.base.progress import loading_stage
+from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.rows import PrefixRows
 from genlm.prefix.uncached import UncachedPath
 
@@ -132,7 +133,7 @@ class SelfTest:
         self._steps = _steps((list(text) * _LONGEST_TEXT)[:longest])
         self._reference, self._tolerance = reference, tolerance
         self._scale_tolerance = scale_tolerance
-        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self._rows: dict[TokenSequence, torch.Tensor] = {}
 
     def largest_error(self, path: PrefixRows) -> float:
         """Return the largest error of a path's rows; its cache is empty afterwards.
@@ -161,7 +162,7 @@ class SelfTest:
         path.clear()
         return worst
 
-    def _error(self, rows: torch.Tensor, step: Sequence[tuple[int, ...]]) -> float:
+    def _error(self, rows: torch.Tensor, step: Sequence[TokenSequence]) -> float:
         for sequence in step:
             if sequence not in self._rows:
                 self._rows[sequence] = self._reference.rows(None, [sequence])[0]
@@ -172,13 +173,14 @@ class SelfTest:
         return float((rows - expected)[finite].abs().max())
 
 
-def _steps(text: Sequence[int]) -> list[list[tuple[int, ...]]]:
+def _steps(text: Sequence[int]) -> list[list[TokenSequence]]:
     long, other = tuple(text), text[0]
     short, middle = long[:2], long[: max(1, len(long) // 2)]
     first = [middle, long[:-2] or long, (*reversed(short),)]
     second = [middle, long[:-1] or long, (*middle[:-1], other), (*short, other)[: len(long)]]
     third = [long, middle[: max(1, len(middle) - 2)]]
-    return [list(dict.fromkeys(step)) for step in (first, second, third)]
+    steps = (first, second, third)
+    return [list(dict.fromkeys(map(TokenSequence.of, step))) for step in steps]
 
 
 def choose_path(

@@ -27,7 +27,7 @@ from genlm.prefix.forward import (
 )
 from genlm.prefix.node import Node, Paths, Slots, slots_within
 from genlm.prefix.populations import Populations
-from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
+from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 from genlm.prefix.uncached import UncachedPath
 
 if TYPE_CHECKING:
@@ -123,19 +123,20 @@ class PrefixRows:
         if isinstance(forward, TableForward):
             self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
-    def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
+    def rows(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """Compute the next-token rows of sequences; see `last_logits`."""
         return rows_from_logits(self.last_logits(adapter, sequences), self._vocabulary)
 
-    def last_logits(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
+    def last_logits(
+        self, adapter: str | None, sequences: Sequence[TokenSequence]
+    ) -> torch.Tensor:
         """Compute the next-token logits of sequences, in one or several passes.
 
         After an exception, the tree contains only computed tokens.
 
         Args:
             adapter: Name of the adapter that is active in the model.
-            sequences: At least one sequence of at least one id that the model can embed. The
-                tree finds a `TokenSequence` without reading its ids.
+            sequences: At least one sequence of ids that the model can embed.
 
         Returns:
             Shape `(len(sequences), width of the model's output)`. The next pass may overwrite
@@ -143,16 +144,12 @@ class PrefixRows:
         """
         self._collect()
         logits: torch.Tensor | None = None
-        packed = [
-            sequence if isinstance(sequence, TokenSequence) else TokenSequence.of(sequence)
-            for sequence in sequences
-        ]
-        lasts = [len(sequence) - 1 for sequence in packed]
+        lasts = [len(sequence) - 1 for sequence in sequences]
         with self._rolled_back_on_error():
-            for result in self._passes(adapter, packed, lasts, self._max_tokens):
+            for result in self._passes(adapter, sequences, lasts, self._max_tokens):
                 if isinstance(result, int):
                     places = [result]
-                    computed = self._uncached.last_logits(adapter, [packed[result].token_ids])
+                    computed = self._uncached.last_logits(adapter, [sequences[result]])
                 else:
                     parts, _, computed = result
                     places = [part.place for part in parts]
@@ -167,7 +164,7 @@ class PrefixRows:
     def next_pass(
         self,
         adapter: str | None,
-        sequences: Sequence[Tokens],
+        sequences: Sequence[TokenSequence],
         firsts: Sequence[int] | None = None,
     ) -> Sequence[int]:
         """Choose sequences for one pass: the first, and others that fit.
@@ -261,21 +258,21 @@ class PrefixRows:
         with self._rolled_back_on_error():
             return self.populations.logits(parts, self._table_pass)
 
-    def pin(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
+    def pin(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Compute a prefix and pin it until `clear`.
 
         Raises:
             EvaluationError: The prefix does not fit into the budget with the pinned prefixes.
         """
         before = self._contexts_without_cache
-        self.last_logits(adapter, [token_ids])
+        self.last_logits(adapter, [sequence])
         if self._contexts_without_cache > before:
             raise EvaluationError(
-                f"a prefix of {len(token_ids)} tokens does not fit into the "
+                f"a prefix of {len(sequence)} tokens does not fit into the "
                 f"{self._tree.capacity} tokens of kv_budget_bytes={self._budget} beside "
                 f"the pinned prefixes; raise kv_budget_bytes or call clear_kv_cache first"
             )
-        self._tree.pin(adapter, token_ids)
+        self._tree.pin(adapter, sequence)
 
     def release(self, adapter: str | None, key: bytes) -> None:
         """Evict a context before other tokens; see `PrefixTree.release`."""

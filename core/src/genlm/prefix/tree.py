@@ -18,9 +18,7 @@ import numpy as np
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node, Slots
 
-__all__ = ["End", "OutOfSlotsError", "PrefixTree", "Tokens"]
-
-Tokens = tuple[int, ...] | TokenSequence
+__all__ = ["End", "OutOfSlotsError", "PrefixTree"]
 
 _MAX_PLACES = 2**14
 """Maximum number of stored places of sequences, in trees with at least as many slots: half a
@@ -111,12 +109,12 @@ class PrefixTree:
     # -- a batch ----------------------------------------------------------------------
 
     def insert(
-        self, adapter: str | None, tokens: Tokens, match: tuple[Node, int] | None = None
+        self, adapter: str | None, tokens: TokenSequence, match: tuple[Node, int] | None = None
     ) -> Node:
         """Add a sequence to the tree and to the current batch.
 
-        Tokens after a `TokenSequence` that was inserted before are added without reading the
-        tokens before them.
+        Tokens after a sequence that was inserted before are added without reading the tokens
+        before them.
 
         Args:
             adapter: Adapter of the sequence.
@@ -136,12 +134,11 @@ class PrefixTree:
             node = self._split(node, length - node.start)
         self._use_path(node)
         if length < len(tokens):
-            node = self._extend(node, _ids_from(tokens, length))
-        if isinstance(tokens, TokenSequence):
-            self._store_place(adapter, tokens.key, node, len(tokens))
+            node = self._extend(node, list(tokens.ids_from(length)))
+        self._store_place(adapter, tokens.key, node, len(tokens))
         return node
 
-    def match(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
+    def match(self, adapter: str | None, tokens: TokenSequence) -> tuple[Node, int]:
         """Find the longest beginning of a sequence in the tree.
 
         Returns:
@@ -151,7 +148,7 @@ class PrefixTree:
         matched, length = first, len(tokens)
         if matched == node.end and not node.children:
             return node, matched
-        suffix, edge = _ids_from(tokens, first), node.tokens[first - node.start :]
+        suffix, edge = list(tokens.ids_from(first)), node.tokens[first - node.start :]
         while matched < length:
             begin = matched - first
             if suffix[begin : begin + len(edge)] != edge:
@@ -163,11 +160,11 @@ class PrefixTree:
             node, edge = child, child.tokens
         return node, matched
 
-    def missing(self, adapter: str | None, tokens: Tokens) -> int:
+    def missing(self, adapter: str | None, tokens: TokenSequence) -> int:
         """Return the number of tokens at the end of a sequence that are not in the tree."""
         return len(tokens) - self.match(adapter, tokens)[1]
 
-    def find(self, adapter: str | None, tokens: Tokens) -> Node:
+    def find(self, adapter: str | None, tokens: TokenSequence) -> Node:
         """Return the node that contains the last token of a sequence in the tree."""
         return self.match(adapter, tokens)[0]
 
@@ -202,7 +199,7 @@ class PrefixTree:
 
     # -- between batches --------------------------------------------------------------
 
-    def pin(self, adapter: str | None, tokens: Tokens) -> None:
+    def pin(self, adapter: str | None, tokens: TokenSequence) -> None:
         """Pin a sequence of the tree until as many calls of `unpin`, or `clear`."""
         node: Node | None = self.find(adapter, tokens)
         assert node is not None  # noqa: S101 - our own mistake
@@ -218,7 +215,7 @@ class PrefixTree:
 
         Args:
             adapter: Adapter of the sequence.
-            key: Key of the `TokenSequence` that was inserted.
+            key: Key of the sequence that was inserted.
         """
         place = self._places.pop((adapter, key), None)
         if place is None:
@@ -237,7 +234,7 @@ class PrefixTree:
             self._set_idle(node, idle=False)
             self._free.free(node.cut(0))
 
-    def unpin(self, adapter: str | None, tokens: Tokens) -> None:
+    def unpin(self, adapter: str | None, tokens: TokenSequence) -> None:
         """Undo a call of `pin`."""
         node: Node | None = self.find(adapter, tokens)
         while node is not None and node.parent is not None:
@@ -306,21 +303,18 @@ class PrefixTree:
 
     # -- internals --------------------------------------------------------------------
 
-    def _start_of_match(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
+    def _start_of_match(self, adapter: str | None, tokens: TokenSequence) -> tuple[Node, int]:
         """Return a node and the position up to which its path contains the tokens.
 
-        The tree stores the places of inserted `TokenSequence`s; the place of a sequence, or of
-        the sequence without its last token, is the start. For other sequences it is the root.
+        The tree stores the places of inserted sequences; the place of the sequence, or of the
+        sequence without its last token, is the start. For other sequences it is the root.
         """
-        if isinstance(tokens, TokenSequence):
-            length = len(tokens)
-            node = self._end_of((adapter, tokens.key))
-            if node is None and length > 1:
-                length -= 1
-                node = self._end_of((adapter, tokens.prefix_key(length)))
-            if node is not None:
-                return node, length
-        return self._root(adapter), 0
+        length = len(tokens)
+        node = self._end_of((adapter, tokens.key))
+        if node is None and length > 1:
+            length -= 1
+            node = self._end_of((adapter, tokens.prefix_key(length)))
+        return (self._root(adapter), 0) if node is None else (node, length)
 
     def _end_of(self, key: tuple[str | None, bytes]) -> Node | None:
         """Return the node at the stored place of a sequence, None without a valid place."""
@@ -432,11 +426,6 @@ class PrefixTree:
         self._idle_slots -= len(freed)
         self.tokens_evicted += len(freed)
         return len(freed)
-
-
-def _ids_from(tokens: Tokens, start: int) -> list[int]:
-    ids = tokens.ids_from(start) if isinstance(tokens, TokenSequence) else tokens[start:]
-    return list(ids)
 
 
 def _common_length(edge: list[int], tokens: list[int]) -> int:

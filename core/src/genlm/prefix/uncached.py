@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from genlm.core.queries.generations import Integers64
+from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
 from genlm.core.vocab import Vocabulary
@@ -58,14 +59,14 @@ class UncachedPath(abc.ABC):
             positions are requested, the logits of all sequences at once, in order.
         """
 
-    def rows(self, adapter: str | None, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def rows(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """Compute rows in as few batches as the limits allow."""
         return rows_from_logits(self.last_logits(adapter, sequences), self._vocabulary)
 
     def last_logits(
         self,
         adapter: str | None,  # noqa: ARG002 - see PrefixRows
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[TokenSequence],
     ) -> torch.Tensor:
         """Compute the last logits of sequences in as few batches as the limits allow."""
         batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
@@ -83,7 +84,7 @@ class UncachedPath(abc.ABC):
     def next_pass(
         self,
         adapter: str | None,  # noqa: ARG002 - see PrefixRows
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[TokenSequence],
         firsts: Sequence[int] | None = None,
     ) -> Sequence[int]:
         """Choose the first sequence and those that share its batch; see `PrefixRows`."""
@@ -107,9 +108,9 @@ class UncachedPath(abc.ABC):
                 scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
         return scores.results()
 
-    def _batch_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _batch_logits(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         lasts = np.array([len(sequence) - 1 for sequence in sequences])
-        [(_, logits)] = self.run(sequences, lasts)
+        [(_, logits)] = self.run([sequence.token_ids for sequence in sequences], lasts)
         return logits
 
     @property
@@ -125,7 +126,8 @@ class UncachedPath(abc.ABC):
         for begin in range(0, len(text.targets), max_rows):
             end = min(begin + max_rows, len(text.targets))
             lengths = range(text.first + 1 + begin, text.first + 1 + end)
-            logits = self.last_logits(adapter, [ids[:length] for length in lengths])
+            prefixes = [TokenSequence.of(ids[:length]) for length in lengths]
+            logits = self.last_logits(adapter, prefixes)
             scores.add(first_key + np.arange(begin, end), logits)
 
     def count(self, sequences: Sequence[Sequence[int]], forwards: int = 1) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from mlx_lm.models.cache import make_prompt_cache
 
-from genlm.plugin import Vocabulary
+from genlm.plugin import TokenSequence, Vocabulary
 from genlm.prefix import (
     BatchLimits,
     Integers64,
@@ -127,7 +127,7 @@ class ModelCachePath(UncachedPath):
     def next_pass(
         self,
         adapter: str | None,  # noqa: ARG002 - see PrefixRows
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[TokenSequence],
         firsts: Sequence[int] | None = None,  # noqa: ARG002 - `run` limits logits
     ) -> Sequence[int]:
         """Choose the first sequences, up to about the number of tokens of one pass."""

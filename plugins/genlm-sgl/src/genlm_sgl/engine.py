@@ -16,6 +16,7 @@ from genlm.plugin import (
     ModelLoadError,
     Query,
     TokenScores,
+    TokenSequence,
     Vocabulary,
     claim_process,
     describe_error,
@@ -218,7 +219,7 @@ class SGLEngine(PrefixEngine):
         token_id = next(i for i in embedded if i not in missing)
         assert self.max_context is not None  # noqa: S101 - set before
         ids = (token_id,) * min(self.max_context, 16)
-        expected = float(path.rows(None, [ids])[0, token_id])
+        expected = float(path.rows(None, [TokenSequence.of(ids)])[0, token_id])
         # In other dtypes rounding differs between the two matrix products.
         bound = 1e-3 if self._served.dtype == torch.float32 else 0.25
         for targets in (ids, (token_id,)):

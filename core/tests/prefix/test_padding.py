@@ -20,7 +20,7 @@ from genlm.prefix import (
     TreeBatch,
     plan_batches,
 )
-from genlm.prefix.padding import group_segments
+from genlm.prefix.padding import group_segments, table_passes
 
 
 def plan(lengths: list[int], **limits: object) -> list[list[int]]:
@@ -157,3 +157,29 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
         assert uncached == 0
         assert not requested
         tree.commit()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 20_000)), min_size=1, max_size=40),
+    st.integers(1, 50),
+)
+def test_passes_of_a_table_have_each_token_once_earlier_positions_first(
+    positions: list[int], max_rows: int
+) -> None:
+    limits = SegmentLimits(2048, None, max_rows)
+    passes = list(table_passes(np.array(positions), limits))
+    assert sorted(np.concatenate(passes).tolist()) == list(range(len(positions)))
+    ends = [-1]
+    for members in passes:
+        lengths = [positions[i] + 1 for i in members]
+        assert len(members) <= max_rows
+        assert len(members) == 1 or len(members) * max(lengths) <= 2**16
+        assert max(lengths) <= 2 * min(lengths) + 64
+        assert min(lengths) >= ends[-1]
+        ends.append(max(lengths))
+
+
+def test_members_of_similar_lengths_share_a_pass_in_order() -> None:
+    [members] = table_passes(np.array([70, 70, 70, 70]), SegmentLimits(2048, None))
+    assert members.tolist() == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Populations of `packed` against unbatched forward passes without a cache."""
+"""Populations on block tables against unbatched forward passes without a cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .test_cached import MODELS
 from .tiny import build_model, ids_of_lengths
 
 CASES = {**MODELS} | {name: FAMILIES[name] for name in ("gpt_oss", "gemma2 with capped scores")}
+OWN_ATTENTION = ("gptj", "bloom", "falcon with grouped heads", "gpt_neo")
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +29,11 @@ def small_populations_as_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HFEngine, "smallest_group", 2)
 
 
-def serve(model: Any, tokenizer: Any, slots: int | None = None, **options: Any) -> HFEngine:
-    if slots is not None:
-        budget = slots * bytes_per_token(model, tokenizer, "packed")
-        options = {**options, "kv_budget_bytes": budget}
-    options = {"execution_path": "packed", "self_test": False, **options}
+def serve(
+    model: Any, tokenizer: Any, slots: int | None = None, path: str = "packed"
+) -> HFEngine:
+    budget = None if slots is None else slots * bytes_per_token(model, tokenizer, path)
+    options: Any = {"execution_path": path, "self_test": False, "kv_budget_bytes": budget}
     return HFEngine.from_model(model, tokenizer, **options)
 
 
@@ -56,15 +57,16 @@ async def run(oracle: Oracle, populations: list[Population], steps: int) -> None
 
 
 @pytest.mark.parametrize("slots", [None, 130, 40])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OWN_ATTENTION])
 def test_members_have_the_rows_of_their_sequences(
     name: str, slots: int | None, tokenizer: Any
 ) -> None:
     random.seed(5)
     torch.manual_seed(5)
-    model_type, settings = CASES[name]
+    model_type, settings = CASES.get(name) or FAMILIES[name]
     model = build_model(model_type, **settings)
-    engine = serve(model, tokenizer, slots)
+    path = "slot_cache" if name in OWN_ATTENTION else "packed"
+    engine = serve(model, tokenizer, slots, path)
     with AsyncLM(lambda: engine) as lm:
         prompt, *suffixes = ids_of_lengths(20, 3, 7, 1, 7)
         populations = [lm.population(prompt, 6), lm.population([prompt, *suffixes])]
@@ -126,3 +128,20 @@ def test_concurrent_populations_share_passes(llama: Any, tokenizer: Any) -> None
                 await step(populations)
 
         asyncio.run(grow())
+
+
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "mpt"])
+def test_padding_of_members_never_reaches_beyond_the_positions_that_a_model_has(
+    name: str, tokenizer: Any
+) -> None:
+    model_type, options = FAMILIES[name]
+    longest = "max_seq_len" if name == "mpt" else "max_position_embeddings"
+    model = build_model(model_type, **options | {longest: 64})
+    with AsyncLM(lambda: serve(model, tokenizer, path="slot_cache")) as lm:
+        population = lm.population(ids_of_lengths(59, 3, 33))
+        asyncio.run(run(Oracle(model), [population], 1))
+        for token in (3, 4):
+            population = population.extend([token] * 3)
+            rows = asyncio.run(population.next_token_logprobs())
+            sequences = [context.token_ids for context in population]
+            assert Oracle(model).largest_error(sequences, list(rows)) <= 1e-4

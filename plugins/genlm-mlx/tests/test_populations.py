@@ -15,7 +15,7 @@ import torch
 from architecture_tables import read_table
 
 from genlm import AsyncLM, OutputCache, Population, PopulationError
-from genlm.prefix import TableBatch
+from genlm.prefix import TableBatch, padding
 from genlm.testing import TINY_LLAMA, TinyModel, families
 from genlm_mlx import forward, storage
 from genlm_mlx.engine import MLXEngine
@@ -141,7 +141,7 @@ def test_families_with_a_prefix_tree_have_right_populations(
 def test_passes_that_gather_little_have_the_same_rows(
     gathered: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_MAX_GATHERED_SLOTS", gathered)
+    monkeypatch.setattr(padding, "_GATHERED_AT_ONCE", gathered)
     oracle = functools.cache(llama.logprobs)
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
         prompts = [(5, 6, 7), (5, 6, 8, 9), (11,)]

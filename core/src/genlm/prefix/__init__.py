@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.forward import ForwardResult as ForwardResult
     from genlm.prefix.forward import Segment as Segment
     from genlm.prefix.forward import TableBatch as TableBatch
-    from genlm.prefix.forward import TableForward as TableForward
     from genlm.prefix.forward import TreeBatch as TreeBatch
     from genlm.prefix.forward import padded_slots as padded_slots
     from genlm.prefix.node import SCRATCH_SLOT as SCRATCH_SLOT

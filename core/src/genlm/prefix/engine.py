@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from genlm.core.queries.generations import Generation, Integers64
     from genlm.core.rows.text_scores import TextResult
-    from genlm.prefix.populations import Populations
 
 __all__ = ["Adapters", "PrefixEngine"]
 
@@ -78,7 +77,7 @@ class PrefixEngine(BatchEngine):
         self._choice, self._adapters = choice, adapters
         self._embedding_rows = embedding_rows
         hints = dict(hints or {})
-        if not isinstance(choice.path, PrefixRows):
+        if self._cache is None:
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
         capabilities = {Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE}
@@ -123,21 +122,21 @@ class PrefixEngine(BatchEngine):
 
     def group_limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a population for about one pass."""
-        populations = self._populations
-        return super().group_limit(group) if populations is None else populations.limit(group)
+        cache = self._cache
+        return super().group_limit(group) if cache is None else cache.populations.limit(group)
 
     def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Select populations whose next tokens are computed in one forward pass."""
-        if self._populations is None or len(pending) == 1:
+        if self._cache is None or len(pending) == 1:
             return super().choose_groups(pending)
-        return self._populations.choose(pending)
+        return self._cache.populations.choose(pending)
 
     def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
         """Compute sequences of populations in one forward pass, from tables or the tree."""
-        path = self._choice.path
-        if isinstance(path, PrefixRows):
+        cache = self._cache
+        if cache is not None:
             with self.activate(parts[0][0].adapter):
-                logits = path.group_logits(parts)
+                logits = cache.group_logits(parts)
             if logits is not None:
                 lengths = (
                     group.generation.lineage.lengths[group.wanted[places]]
@@ -146,15 +145,15 @@ class PrefixEngine(BatchEngine):
                 self._tokens_evaluated += sum(int(part.sum()) for part in lengths)
                 return GroupValues(logits, are_logits=True)
         values = super().evaluate_groups(parts)
-        if self._populations is not None:
+        if cache is not None:
             for group, places in parts:
-                self._populations.adopt(group, places)
+                cache.populations.adopt(group, places)
         return values
 
     def keep_sequences(self, generation: Generation, adapter: str | None) -> None:
         """Move the tokens of a population into the tree, where other requests find them."""
-        if self._populations is not None:
-            self._populations.move_to_tree(generation, adapter)
+        if self._cache is not None:
+            self._cache.populations.move_to_tree(generation, adapter)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select queries for about one forward pass: the oldest, and others of its adapter.
@@ -220,8 +219,8 @@ class PrefixEngine(BatchEngine):
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """Evict a context that has no references before other tokens."""
-        if isinstance(self._choice.path, PrefixRows):
-            self._choice.path.release(adapter, key)
+        if self._cache is not None:
+            self._cache.release(adapter, key)
 
     def clear_prefix_cache(self) -> None:
         """Free all cached tokens, including pinned prefixes. Rows do not change."""
@@ -246,8 +245,8 @@ class PrefixEngine(BatchEngine):
             UnknownAdapterError: No adapter of this name is loaded.
         """
         self._adapters.remove(name)
-        if isinstance(self._choice.path, PrefixRows):
-            self._choice.path.drop(name)
+        if self._cache is not None:
+            self._cache.drop(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counters, the execution path and facts about the model.
@@ -285,14 +284,14 @@ class PrefixEngine(BatchEngine):
         check_query(query, embedding_rows=rows, adapters=self._adapters.names)
 
     def _prefix_cache(self) -> PrefixRows:
-        if not isinstance(self._choice.path, PrefixRows):
+        if self._cache is None:
             raise self._unsupported(Capability.PREFIX_CACHE)
-        return self._choice.path
+        return self._cache
 
     @property
-    def _populations(self) -> Populations | None:
+    def _cache(self) -> PrefixRows | None:
         path = self._choice.path
-        return path.populations if isinstance(path, PrefixRows) else None
+        return path if isinstance(path, PrefixRows) else None
 
     def _unsupported(self, capability: Capability) -> UnsupportedCapabilityError:
         hint = self.capability_hints.get(capability, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ __all__ = [
     "ForwardResult",
     "Segment",
     "TableBatch",
-    "TableForward",
     "TreeBatch",
     "padded_slots",
 ]
@@ -178,16 +177,11 @@ class ForwardResult:
 
 
 class ForwardFn(Protocol):
-    """Runs a model over the uncached tokens of a tree."""
+    """Runs a model over tokens of a tree, or over tokens that continue rows of a table."""
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Store keys and values of all uncached tokens; return logits after `batch.wanted`."""
         ...
-
-
-@runtime_checkable
-class TableForward(ForwardFn, Protocol):
-    """A `ForwardFn` that also runs a model over tokens that continue rows of a block table."""
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Store keys and values of the tokens; return the logits of `batch.results`."""

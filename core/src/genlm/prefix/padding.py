@@ -6,6 +6,7 @@ module handles only numbers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ __all__ = [
     "SegmentLimits",
     "group_segments",
     "plan_batches",
+    "table_passes",
 ]
 
 # Padding up to this many tokens costs less than another pass over the weights.
@@ -87,10 +89,12 @@ class SegmentLimits:
             batch.
         max_context: Maximum number of positions of past and new tokens, padding
             included; None for no limit.
+        max_rows: Maximum number of sequences with one new token.
     """
 
     max_tokens: int
     max_context: int | None
+    max_rows: int = sys.maxsize
 
     def admit(self, batch: Sequence[Segment], segment: Segment) -> bool:
         """Whether a segment may join others that have at most as many new tokens."""
@@ -121,3 +125,25 @@ def group_segments(
         batch.append(segment)
     if batch:
         yield batch
+
+
+def table_passes(positions: Integers, limits: SegmentLimits) -> Iterator[Integers]:
+    """Divide tokens, each a sequence with one new token, into passes with little padding.
+
+    Args:
+        positions: Position of each token in its sequence.
+        limits: Limits of a pass.
+
+    Yields:
+        Indices of the tokens of a pass; no token of a later pass has an earlier position.
+    """
+    order = np.argsort(positions, kind="stable")
+    lengths = positions[order] + 1
+    first = 0
+    while first < len(order):
+        longest = 2 * int(lengths[first]) + _CHEAP_PADDING_TOKENS
+        end = int(np.searchsorted(lengths, longest, side="right"))
+        count = max(1, min(limits.max_rows, _GATHERED_AT_ONCE // int(lengths[end - 1])))
+        end = min(end, first + count)
+        yield order[first:end]
+        first = end

@@ -73,8 +73,8 @@ class PassLayout:
         return cls(tokens, writes, counts=counts, pasts=pasts, trunk=trunk, slots=slots)
 
     @classmethod
-    def of_table(cls, batch: TableBatch, part: slice) -> Self:
-        """Lay out tokens of a `TableBatch`, each as a sequence with one new token."""
+    def of_table(cls, batch: TableBatch, part: Integers64) -> Self:
+        """Lay out some tokens of a `TableBatch`, each as a sequence with one new token."""
         return cls(
             batch.tokens[part, None],
             batch.writes[part, None],

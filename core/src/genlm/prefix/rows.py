@@ -22,7 +22,6 @@ from genlm.prefix.forward import (
     ForwardFn,
     ForwardResult,
     TableBatch,
-    TableForward,
     TreeBatch,
 )
 from genlm.prefix.node import Node, Paths, Slots, slots_within
@@ -99,7 +98,7 @@ class PrefixRows:
 
     Attributes:
         forward: As above.
-        populations: Block tables of populations, if `forward` is a `TableForward`.
+        populations: Block tables of populations.
     """
 
     def __init__(
@@ -119,9 +118,7 @@ class PrefixRows:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
-        self.populations: Populations | None = None
-        if isinstance(forward, TableForward):
-            self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
+        self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
     def rows(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """Compute the next-token rows of sequences; see `last_logits`."""
@@ -142,7 +139,7 @@ class PrefixRows:
             Shape `(len(sequences), width of the model's output)`. The next pass may overwrite
             them.
         """
-        self._collect()
+        self.populations.collect()
         logits: torch.Tensor | None = None
         lasts = [len(sequence) - 1 for sequence in sequences]
         with self._rolled_back_on_error():
@@ -224,7 +221,7 @@ class PrefixRows:
         Returns:
             As `PieceScores.results`.
         """
-        self._collect()
+        self.populations.collect()
         scores = PieceScores(texts, self._vocabulary)
         sequences, firsts = [text.sequence for text in texts], [text.first for text in texts]
         passes = self._passes(adapter, sequences, firsts, self._score_limit, scored=True)
@@ -253,8 +250,6 @@ class PrefixRows:
         self, parts: Sequence[tuple[GroupQuery, Integers64]]
     ) -> torch.Tensor | None:
         """Compute the logits of sequences of populations; see `Populations.logits`."""
-        if self.populations is None:
-            return None
         with self._rolled_back_on_error():
             return self.populations.logits(parts, self._table_pass)
 
@@ -280,14 +275,12 @@ class PrefixRows:
 
     def drop(self, adapter: str) -> None:
         """Remove all tokens computed with an adapter, including pinned prefixes."""
-        if self.populations is not None:
-            self.populations.drop(adapter)
+        self.populations.drop(adapter)
         self._tree.drop(adapter)
 
     def clear(self) -> None:
         """Remove all computed tokens, including pinned prefixes."""
-        if self.populations is not None:
-            self.populations.clear()
+        self.populations.clear()
         self._tree.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
@@ -314,11 +307,6 @@ class PrefixRows:
         except BaseException:
             self.restore()
             raise
-
-    def _collect(self) -> None:
-        """Free the slots of populations that were dropped."""
-        if self.populations is not None:
-            self.populations.collect()
 
     def _passes(
         self,
@@ -430,7 +418,6 @@ class PrefixRows:
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
         """Compute a pass of a population and return its logits."""
-        assert isinstance(self.forward, TableForward)  # noqa: S101 - our own mistake
         result = self.forward.run_table(batch, adapter)
         self._count(result)
         return result.logits

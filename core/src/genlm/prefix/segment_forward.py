@@ -1,4 +1,4 @@
-"""`SegmentForward`: runs a model over a tree in padded batches of segments."""
+"""`SegmentForward`: runs a model in padded passes over sequences with gathered pasts."""
 
 from __future__ import annotations
 
@@ -9,37 +9,45 @@ import numpy as np
 import torch
 
 from genlm.core.queries.generations import Integers64
-from genlm.prefix.forward import ForwardResult, Segment, TreeBatch
+from genlm.prefix.forward import ForwardResult, Segment, TableBatch, TreeBatch
 from genlm.prefix.node import Slots
-from genlm.prefix.padding import SegmentLimits, group_segments
+from genlm.prefix.padding import SegmentLimits, group_segments, table_passes
+from genlm.prefix.pass_layout import PassLayout
 
 __all__ = ["SegmentForward", "logits_of_keys"]
 
 
 class SegmentForward(abc.ABC):
-    """A `ForwardFn` that runs each prefill stage in as few passes as padding allows.
+    """A `ForwardFn` whose passes are `PassLayout`s, as few as padding allows.
 
     Args:
         limits: Limits of a pass.
+        pad_id: Token id that pads sequences.
     """
 
-    def __init__(self, limits: SegmentLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: SegmentLimits, pad_id: int = 0) -> None:
+        self._limits, self._pad_id = limits, pad_id
 
     @abc.abstractmethod
-    def run_segments(
-        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    def run_pass(
+        self, layout: PassLayout, rows: Integers64, places: Integers64
     ) -> torch.Tensor:
-        """Run one pass over segments side by side.
+        """Run the model over sequences side by side.
 
         Args:
-            segments: The segments, whose pasts are computed.
-            rows: Segment of each token whose logits are requested, shape `(n,)`.
-            places: Index of the token among the segment's tokens, shape `(n,)`.
+            layout: The sequences.
+            rows: Sequence of each token whose logits are requested, shape `(n,)`.
+            places: Index of the token among the new tokens of the sequence, shape `(n,)`.
 
         Returns:
             The logits, shape `(n, width of the model's output)`.
         """
+
+    def run_segments(
+        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    ) -> torch.Tensor:
+        """Run one pass over segments, whose pasts are computed; see `run_pass`."""
+        return self.run_pass(PassLayout.of_segments(segments, self._pad_id), rows, places)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Compute the uncached tokens of the tree and the requested logits."""
@@ -56,6 +64,26 @@ class SegmentForward(abc.ABC):
                 parts.append(self.run_segments(segments, rows, places))
                 tokens += len(new)
         return ForwardResult(logits_of_keys(batch.wanted, slots, parts), tokens, len(parts))
+
+    def run_table(
+        self,
+        batch: TableBatch,
+        adapter: str | None,  # noqa: ARG002 - the adapter is active in the model
+    ) -> ForwardResult:
+        """Run tokens that continue rows of a table, each as a sequence with one new token.
+
+        Later passes read the keys and values that earlier ones stored.
+        """
+        is_requested = np.zeros(len(batch.tokens), bool)
+        is_requested[batch.results] = True
+        keys, parts = [], []
+        for members in table_passes(batch.positions, self._limits):
+            rows = np.flatnonzero(is_requested[members])
+            layout = PassLayout.of_table(batch, members)
+            keys.append(members[rows])
+            parts.append(self.run_pass(layout, rows, np.zeros_like(rows)))
+        logits = logits_of_keys(batch.results, keys, parts)
+        return ForwardResult(logits, len(batch.tokens), forwards=len(parts))
 
 
 def logits_of_keys(

@@ -8,7 +8,7 @@ from the slots. transformers' cache would copy the pasts in addition.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -126,20 +126,19 @@ class _Slots:
 
 
 class SlotCacheForward(SegmentForward):
-    """Runs a model over the uncached tokens of a tree, in padded batches."""
+    """Runs a model through its own attention, in padded batches."""
 
     def __init__(self, served: ServedModel, storage: KVStorage) -> None:
-        super().__init__(SegmentLimits(served.max_tokens, served.max_context))
+        super().__init__(SegmentLimits(served.max_tokens, served.max_context), served.pad_id)
         self.storage, self._served = storage, served
 
-    def run_segments(
-        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+    def run_pass(
+        self, layout: PassLayout, rows: Integers64, places: Integers64
     ) -> torch.Tensor:
-        """Run one pass over segments side by side; see `SegmentForward`."""
+        """Run the model over sequences side by side; see `SegmentForward`."""
         model, device = self._served.model, self._served.device
-        batch = PassLayout.of_segments(segments, self._served.pad_id)
-        inputs = _inputs(model, batch, device)
-        inputs[_cache_name(model)] = SlotCache(self.storage, batch)
+        inputs = _inputs(model, layout, device)
+        inputs[_cache_name(model)] = SlotCache(self.storage, layout)
         indices = torch.from_numpy(np.stack([rows, places])).to(device)
 
         def select(states: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +12,12 @@ import torch
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm.prefix import (
-    ForwardResult,
     Integers64,
     PassLayout,
     Segment,
     SegmentForward,
     SegmentLimits,
-    TableBatch,
     UnsupportedModelError,
-    logits_of_keys,
     slots_within,
 )
 from genlm_mlx.cache import slot_caches
@@ -37,10 +35,6 @@ LOGITS_PER_PASS = 2**26
 
 # Number of logits whose computation takes as long as another pass of a few tokens.
 _LOGITS_AT_ONCE = 2**24
-
-# Maximum number of slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a
-# slot.
-_MAX_GATHERED_SLOTS = 2**16
 
 # Number of tokens of the pass that shows what a model caches.
 _PROBE_TOKENS = 3
@@ -65,9 +59,10 @@ class SlotCacheForward(SegmentForward):
     """
 
     def __init__(self, model: Any, kv_budget_bytes: int | None, limits: SegmentLimits) -> None:
-        super().__init__(limits)
         self._model = model
         self._windows, shapes, self.width = _read_layers(model)
+        max_rows = max(1, LOGITS_PER_PASS // self.width)
+        super().__init__(dataclasses.replace(limits, max_rows=max_rows))
         self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes)
         self.budget_bytes = (
             default_budget_bytes(self.bytes_per_token)
@@ -98,55 +93,19 @@ class SlotCacheForward(SegmentForward):
             remaining = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
             segments = [_slice_segment(segments[i], slice(first, None)) for i in remaining]
             rows, places = np.searchsorted(remaining, rows), places - first
-        return self._run_pass(
-            PassLayout.of_segments(segments),
-            rows,
-            places,
-            # Scored sequences, with many requested positions, are rarely continued.
-            stays_resident=len(rows) <= len(segments),
-        )
+        return super().run_segments(segments, rows, places)
 
-    def run_table(
-        self,
-        batch: TableBatch,
-        adapter: str | None,  # noqa: ARG002 - the adapter is active in the model
-    ) -> ForwardResult:
-        """Run tokens that continue rows of a table, each as a sequence with one new token.
-
-        Pasts that are resident from the last passes are not gathered. The number of tokens of
-        a pass limits gathering; later passes read the keys and values that earlier ones stored.
-        """
-        count, width = len(batch.tokens), int(batch.positions.max()) + 1
-        max_tokens = max(1, min(_MAX_GATHERED_SLOTS // width, LOGITS_PER_PASS // self.width))
-        is_requested = np.zeros(count, bool)
-        is_requested[batch.results] = True
-        keys, parts = [], []
-        for first in range(0, count, max_tokens):
-            part = slice(first, min(first + max_tokens, count))
-            rows = np.flatnonzero(is_requested[part])
-            layout = PassLayout.of_table(batch, part)
-            keys.append(first + rows)
-            parts.append(self._run_pass(layout, rows, np.zeros_like(rows), stays_resident=True))
-        logits = logits_of_keys(batch.results, keys, parts)
-        return ForwardResult(logits, count, forwards=len(parts))
-
-    def _run_pass(
-        self, layout: PassLayout, rows: Integers64, places: Integers64, *, stays_resident: bool
+    def run_pass(
+        self, layout: PassLayout, rows: Integers64, places: Integers64
     ) -> torch.Tensor:
-        """Run the model over sequences side by side, with pasts that are resident if possible.
-
-        Args:
-            layout: The sequences.
-            rows: Index of the sequence of each requested position.
-            places: Index of the new token of each requested position.
-            stays_resident: Whether the sequences may be kept for the next pass.
-        """
+        """Run the model, with pasts that are resident if possible; see `SegmentForward`."""
         # This comes first: a reallocated slot is no longer the end of its earlier sequence.
         self._resident.forget_slots(layout.writes)
         slot = int(layout.writes.max())
         room = self.budget_bytes // self.bytes_per_token - self.storage.slots_with(slot)
         resident, continues, tokens = None, False, 0
-        if stays_resident:
+        # Scored sequences, with many requested positions, are rarely continued.
+        if len(rows) <= len(layout):
             resident, continues, tokens = self._choose_resident(layout, room)
         self._resident.fit((room - tokens) * self.bytes_per_token)
         self.storage.make_room(slot)

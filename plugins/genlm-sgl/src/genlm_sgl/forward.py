@@ -37,7 +37,7 @@ _NO_TRUNK: Slots = np.empty(0, np.int64)
 class SGLangForward:
     """Computes the uncached tokens of a tree, or tokens that continue the rows of a table.
 
-    Implements `TableForward` of `genlm.prefix`.
+    Implements `ForwardFn` of `genlm.prefix`.
 
     Args:
         served: The model.

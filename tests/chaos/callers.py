@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from genlm import (
     AsyncLM,
@@ -39,6 +40,9 @@ _CONTEXTS = 0.3
 
 _REDUCTIONS = 0.3
 """Share of the lone rows that are asked for as the log-probabilities of all tokens."""
+
+_DRAWS = 0.5
+"""Share of the populations from which tokens are drawn."""
 
 _KEPT_CONTEXTS = 20
 """Contexts of a caller that it extends; older ones are dropped."""
@@ -164,6 +168,20 @@ class Caller:
         self._comparison.look_at_draws(drawn, ask, self._stop, self._random)
         self.draws += 1
         self.ended["answered"] += 1
+
+    def masks(self, members: int) -> torch.Tensor | None:
+        """Masks of draws: none, one for all members, or one for each; a mask may be empty."""
+        size = self.lm.vocab_size
+        count = self._random.choice([0, 1, members])
+        if not count:
+            return None
+        flags = [self._random.random() < self._random.random() for _ in range(count * size)]
+        return torch.tensor(flags).reshape(count, size)
+
+    def check_members(self, drawn: Any, masks: torch.Tensor | None, ask: Ask) -> None:
+        """Look at the token drawn for each member of a population."""
+        self._comparison.look_at_members(drawn, masks, ask, self._random)
+        self.ended["answered"] += len(ask.contexts)
 
     @contextlib.contextmanager
     def asking(self, ask: Ask) -> Iterator[list[Any]]:
@@ -327,7 +345,12 @@ class LoopCaller(Caller):
                     self.check_rows(await lm.batch_next_token_logprobs(ids, **lora), ask)
                 case "population":
                     population = self.population(ask, ids)
-                    self.check_rows(await population.next_token_logprobs(), ask)
+                    if self._random.random() < _DRAWS:
+                        masks = self.masks(len(population))
+                        drawn = await population.draw(masks, seed=ask.max_tokens)
+                        self.check_members(drawn, masks, ask)
+                    else:
+                        self.check_rows(await population.next_token_logprobs(), ask)
                 case "sync":  # blocks this loop
                     self.check_rows(lm.batch_next_token_logprobs_sync(ids, **lora), ask)
                 case "uncached":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from genlm import AsyncLM
+from genlm import AsyncLM, DrawnTokens
 from genlm.testing import EngineTarget
 from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import largest_difference
@@ -27,6 +28,18 @@ class Sampled(NamedTuple):
     """A copy of a row, made before its caller could modify it."""
 
     row: torch.Tensor
+    context: TokenTuple
+    adapter: str | None
+    asked: str
+
+
+class SampledMember(NamedTuple):
+    """A token that was drawn for a member of a population, and its log-probabilities."""
+
+    token_id: int
+    logprob: float
+    log_mass: float
+    mask: torch.Tensor | None
     context: TokenTuple
     adapter: str | None
     asked: str
@@ -53,6 +66,7 @@ class Comparison:
         self._rows: list[Sampled] = []
         self._last: list[Sampled] = []
         self._draws: list[tuple[Ask, list[int]]] = []
+        self._members: list[SampledMember] = []
         self._true_rows: dict[tuple[TokenTuple, str | None], torch.Tensor] = {}
         self.compared = 0
 
@@ -81,6 +95,35 @@ class Comparison:
             with self._lock:
                 self._draws.append((ask, drawn))
 
+    def look_at_members(
+        self, drawn: DrawnTokens, masks: torch.Tensor | None, ask: Ask, draw: random.Random
+    ) -> None:
+        """Raise `CheckFailure` unless a token was drawn for each member; sample for `compare`.
+
+        Args:
+            drawn: Tokens of the members with the sequences `ask.contexts`.
+            masks: One mask for all members, or one for each; None if all tokens are allowed.
+            ask: The request.
+            draw: Selects the sample.
+        """
+        count, size = len(ask.contexts), self._lm.vocab_size
+        good = all(len(column) == count for column in drawn)
+        good = good and int(drawn.token_ids.min()) >= -1 and int(drawn.token_ids.max()) < size
+        expect(good, f"{count} tokens", str(drawn), asked=str(ask))
+        for member, context in enumerate(ask.contexts):
+            mask = None if masks is None else masks[member if len(masks) > 1 else 0]
+            token_id, logprob, log_mass, _ = (column[member].item() for column in drawn)
+            may_be_drawn = (
+                mask is None or bool(mask[token_id]) if token_id >= 0 else mask is not None
+            )
+            expect(may_be_drawn, "a token of the mask", token_id, asked=str(ask))
+            if draw.random() < self._share:
+                found = SampledMember(
+                    token_id, logprob, log_mass, mask, context, ask.adapter, str(ask)
+                )
+                with self._lock:
+                    self._members.append(found)
+
     def compare(self) -> None:
         """Compare the sample with the oracle's rows, while the callers are paused."""
         self._true_rows.clear()
@@ -90,6 +133,9 @@ class Comparison:
             self._compare(found.row, found, "at that time")
         for ask, drawn in draws:
             self._compare_draws(ask, drawn)
+        members, self._members = self._members, []
+        for member in members:
+            self._compare_member(member)
 
     def ask_again(self) -> None:
         """Request some rows of the last comparison again, one at a time, and clear it."""
@@ -117,11 +163,31 @@ class Comparison:
             row = self._true_row((*context, *drawn[:position]), ask.adapter)
             self.compared += 1
             expect(
-                float(row.max() - row[token]) <= 2 * self._target.largest_error,
+                float(row.max() - row[token]) <= self._bound,
                 f"the most likely token, {int(row.argmax())}, at position {position}",
                 f"{token}, less likely by {float(row.max() - row[token]):.6g}",
                 asked=str(ask),
             )
+
+    def _compare_member(self, found: SampledMember) -> None:
+        """The log-probabilities of the token and of its mask are those of the row."""
+        row = self._true_row(found.context, found.adapter)
+        allowed = row if found.mask is None else row[found.mask]
+        mass = float(allowed.logsumexp(0)) if len(allowed) else -math.inf
+        logprob = float(row[found.token_id]) if found.token_id >= 0 else -math.inf
+        self.compared += 1
+        expected = torch.tensor([logprob, mass])
+        given = torch.tensor([found.logprob, found.log_mass]).double()
+        expect(
+            bool(torch.isclose(given, expected.double(), rtol=0, atol=self._bound).all()),
+            f"log-probability and mass {expected.tolist()} within {self._bound:g}",
+            f"{given.tolist()} of token {found.token_id} after {list(found.context)}",
+            asked=found.asked,
+        )
+
+    @property
+    def _bound(self) -> float:
+        return 2 * self._target.largest_error
 
     def _true_row(self, context: TokenTuple, adapter: str | None) -> torch.Tensor:
         if (context, adapter) not in self._true_rows:

@@ -42,6 +42,9 @@ _KINDS: dict[AskKind, int] = {
     "sample": 4,
     "wrong": 4,
 }
+_MANY_POPULATIONS: dict[AskKind, int] = {**_KINDS, "population": 200}
+"""For some rounds, in which several populations are computed together."""
+
 _ENDINGS: dict[Ending, int] = {"answer": 85, "cancel": 8, "time out": 6, "leave": 1}
 _DISTURBANCES: dict[Disturbance, int] = {
     "nothing": 75,
@@ -159,7 +162,8 @@ class Plan:
         """What the caller does next."""
         draw = self._random
         self._grow()
-        asks = tuple(self._ask(context) for context in self._population)
+        kinds = _MANY_POPULATIONS if draw.random() < 0.2 else _KINDS
+        asks = tuple(self._ask(context, kinds) for context in self._population)
         return Round(
             asks=asks + tuple(draw.choices(asks, k=draw.randrange(3))),  # duplicates
             turns=draw.randrange(4),
@@ -182,9 +186,9 @@ class Plan:
         common = self._random.random() < 0.9
         return self._random.choice(self._few if common else self._setting.token_ids)
 
-    def _ask(self, context: TokenTuple) -> Ask:
+    def _ask(self, context: TokenTuple, kinds: dict[AskKind, int]) -> Ask:
         draw, setting = self._random, self._setting
-        kind = self._chosen(_KINDS)
+        kind = self._chosen(kinds)
         ending = self._chosen(_ENDINGS)
         after = draw.randrange(5) if ending == "cancel" else draw.choice(TIME_LIMITS_S)
         contexts: tuple[TokenTuple, ...] = (self._near_miss(context),)
@@ -194,7 +198,8 @@ class Plan:
         elif kind in {"batch", "sync"}:
             contexts = tuple(draw.choices([context, *self._population], k=draw.randint(1, 5)))
         elif kind == "population":
-            contexts = tuple(draw.choices(self._population, k=draw.randint(1, LARGEST_GROUP)))
+            size = draw.choice([draw.randint(1, LARGEST_GROUP), LARGEST_GROUP])
+            contexts = tuple(draw.choices(self._population, k=size))
         return Ask(
             kind,
             contexts,

@@ -149,8 +149,7 @@ class Comparison:
     def _compare(self, row: torch.Tensor, found: Sampled, when: str) -> None:
         expected = self._true_row(found.context, found.adapter)
         limit = self._target.largest_error
-        whose = f"the row of {list(found.context)}"
-        whose += f" with adapter {found.adapter!r}" if found.adapter else ""
+        whose = _row_of(found)
         self.compared += 1
         if largest_difference(row, expected) > limit:
             description = f"{describe_difference(row, expected)}; {when}"
@@ -180,8 +179,9 @@ class Comparison:
         given = torch.tensor([found.logprob, found.log_mass]).double()
         expect(
             bool(torch.isclose(given, expected.double(), rtol=0, atol=self._bound).all()),
-            f"log-probability and mass {expected.tolist()} within {self._bound:g}",
-            f"{given.tolist()} of token {found.token_id} after {list(found.context)}",
+            f"{expected.tolist()} within {self._bound:g} for token {found.token_id} and its "
+            f"mask, from {_row_of(found)}",
+            str(given.tolist()),
             asked=found.asked,
         )
 
@@ -215,6 +215,11 @@ def answered(
             raise
         cause = "" if error.__cause__ is None else f", caused by {error.__cause__!r}"
         raise CheckFailure("an answer", f"{error!r}{cause}", {"asked": asked}) from error
+
+
+def _row_of(found: Sampled | SampledMember) -> str:
+    adapter = f" with adapter {found.adapter!r}" if found.adapter else ""
+    return f"the row of {list(found.context)}{adapter}"
 
 
 def _words(row: object) -> str:

@@ -279,3 +279,9 @@ def test_packed_answers_are_two_plain_parts() -> None:
     assert packed.rows is None
     again = PackedCompletions(*pickle.loads(pickle.dumps(tuple(packed))))
     assert TRANSPORT.unpack_completions(again) == [Completion(0, [1, 2])]
+
+
+def test_rows_that_the_other_process_has_checked_are_not_checked_again() -> None:
+    row = torch.zeros(SIZE).log_softmax(0)
+    sent = Completion(1, row, is_checked=True), Completion(2, row)
+    assert [completion.is_checked for completion in returned(*sent)] == [True, False]

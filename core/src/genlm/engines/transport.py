@@ -121,12 +121,12 @@ class Transport:
     def _pack_completions(
         self, completions: Sequence[Completion], vocab_size: int
     ) -> PackedCompletions:
-        ids: list[int] = []
+        ids: list[tuple[int, bool]] = []  # with `is_checked`
         # Number of values of each `Reduced`, or `_RESULT` or `_ERROR`.
         counts: list[int] = []
         values: list[Any] = []
-        for query_id, result, error, _ in completions:
-            ids.append(query_id)
+        for query_id, result, error, is_checked in completions:
+            ids.append((query_id, is_checked))
             if error is not None:
                 counts.append(_ERROR)
                 values.append(error)
@@ -166,14 +166,14 @@ class Transport:
             values[place] = row = torch.empty(packed.rows.shape[1])
             row.numpy()[:] = packed.rows[index]
         completions, begin = [], 0
-        for query_id, count in zip(ids, counts, strict=True):
+        for (query_id, is_checked), count in zip(ids, counts, strict=True):
             end = begin + (count if count >= 0 else 1)
             if count >= 0:
                 completions.append(Completion(query_id, Reduced(tuple(values[begin:end]))))
             elif isinstance(values[begin], Exception):
                 completions.append(Completion(query_id, error=values[begin]))
             else:
-                completions.append(Completion(query_id, values[begin]))
+                completions.append(Completion(query_id, values[begin], None, is_checked))
             begin = end
         return completions
 

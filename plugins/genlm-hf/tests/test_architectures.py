@@ -36,7 +36,7 @@ def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
 
 
 # GPTBigCode still compiles its activation functions with TorchScript.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", SERVED)
 def test_batches_give_the_rows_of_each_sequence_alone(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

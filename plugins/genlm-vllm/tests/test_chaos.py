@@ -24,6 +24,6 @@ def test_one_process_withstands_chaos(tmp_path: Path) -> None:
 
 def test_every_request_ends_when_a_worker_is_killed_midway(tmp_path: Path) -> None:
     # This seed kills the worker; `make chaos` kills the engine's process.
-    report = chaos(tmp_path, "own processes", requests=400, seed=1, kill_worker=True)
+    report = chaos(tmp_path, "own processes", requests=800, seed=1, kill_worker=True)
     assert report.ended["answered"] > 0
     assert report.ended["died"] > 0

@@ -72,6 +72,34 @@ def test_values_of_another_form_are_an_error_that_says_so(make_model, values, de
         population.draw_sync(seed=1)
 
 
+@pytest.mark.parametrize("limit", [5, 100])
+def test_populations_that_are_pending_together_are_one_batch(make_model, limit):
+    class Limited(ScriptedEngine):
+        smallest_group = 2
+
+        def group_limit(self, group: genlm.GroupQuery) -> int:
+            return limit
+
+    engine = Limited(SIZE)
+    llm = make_model(engine)
+    llm.load_lora("path", "adapter")
+    prompts = [[(1, 2), (1, 3)], [(1, 3), (4, 5), (1, 3)], [(6, 7), (6, 8)]]
+    populations = [llm.population(each) for each in prompts]
+    populations.append(llm.population(prompts[0], lora_name="adapter"))
+
+    async def together() -> list[torch.Tensor]:
+        return await asyncio.gather(*(each.next_token_logprobs() for each in populations))
+
+    computed = asyncio.run(together())
+    for found, each in zip(computed, prompts, strict=False):
+        assert torch.equal(found, rows(each))
+    adapted = [oracle_row(ids, "adapter", SIZE) for ids in prompts[0]]
+    assert torch.equal(computed[3], torch.stack(adapted))
+    first, *others = engine.batches
+    assert first == [(1, 2), (1, 3), (4, 5), *([(6, 7), (6, 8)] if limit > 5 else [])]
+    assert others == [*([[(6, 7), (6, 8)]] if limit == 5 else []), [(1, 2), (1, 3)]]
+
+
 def test_rows_are_reduced_a_few_at_a_time(make_model, monkeypatch):
     monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", 2 * SIZE)
     members = [PROMPTS[place] for place in (6, 0, 3, 3, 5, 1, 0, 2)]

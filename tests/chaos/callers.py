@@ -129,7 +129,7 @@ class Caller:
             midway, self.midway = self.midway, None
             midway()
         lm, prefixes = self.lm, self._setting.keeps_prefixes
-        with contextlib.suppress(*self._deadly()):
+        with self._unless_dead():
             match plan.disturbance:
                 case "cancel_all" if self._is_late:
                     lm.cancel_all()
@@ -260,6 +260,15 @@ class Caller:
         refusal = (QueryError,) if ask.kind == "wrong" else ()
         return (QueryResetError, *refusal, *self._deadly())
 
+    @contextlib.contextmanager
+    def _unless_dead(self) -> Iterator[None]:
+        """Ignore that the engine has died, also if another caller killed it in the meantime."""
+        try:
+            yield
+        except EngineDiedError:
+            if not self.may_die():
+                raise
+
     def _deadly(self) -> tuple[type[Exception], ...]:
         return (EngineDiedError,) if self.may_die() else ()
 
@@ -324,7 +333,7 @@ class LoopCaller(Caller):
             self.requests += 1
             task = asyncio.ensure_future(self._ended(Ask("uncached", (plan.context,))))
             await asyncio.sleep(0)
-            with contextlib.suppress(*self._deadly()):
+            with self._unless_dead():
                 self.lm.cancel_all()
             await task
 

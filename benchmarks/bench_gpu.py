@@ -69,7 +69,8 @@ from trie_vocabulary import words
 
 from genlm import AsyncLM, Mask, OutputCache, Token, load_model
 from genlm.core.rows.draws import batch_draw
-from genlm.core.rows.reductions import Draw, reduce_rows
+from genlm.core.rows.outputs import reduce_rows
+from genlm.core.rows.reductions import Draw
 from genlm.core.rows.row_weights import RowWeights
 from genlm.plugin import draw_tokens
 from genlm_hf.engine import HFEngine

@@ -8,7 +8,7 @@ import torch
 
 import genlm.core.model.reduction_methods
 import genlm.core.rows.draws
-import genlm.core.rows.reductions
+import genlm.core.rows.outputs
 from genlm import Capability, TokenScores
 from genlm.core.model.text_requests import TextRequests
 from genlm.core.rows.reductions import TargetScore, TokenLogprobs
@@ -58,9 +58,7 @@ def one_token_too_many(truncate):
     return lambda weights, top_k, top_p: truncate(weights, top_k + 1, top_p)
 
 
-@core_mutant(
-    genlm.core.rows.reductions, "_select_rows", killed_by="draws-are-those-of-the-seed"
-)
+@core_mutant(genlm.core.rows.outputs, "_select_rows", killed_by="draws-are-those-of-the-seed")
 def rows_by_place_in_the_group(_select_rows):
     """Reduces the first rows of a batch in place of those that ask for it."""
     return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
@@ -146,9 +144,7 @@ def always_scored_natively(scores):
     return with_capabilities(lambda own: own | {Capability.SCORE})(scores)
 
 
-@core_mutant(
-    genlm.core.rows.reductions, "_compute", killed_by="a-failing-reduction-fails-alone"
-)
+@core_mutant(genlm.core.rows.outputs, "_compute", killed_by="a-failing-reduction-fails-alone")
 def all_reductions_fail_together(computed):
     """Fails all requests of a class of reductions for the one that raises."""
 

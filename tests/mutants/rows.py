@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from genlm import Completion, rows_from_logits
-from genlm.core.rows import reductions
+from genlm.core.rows import outputs
 
 from .attention import CONTEXT, MISSING, SIZE
 from .cached_engine import CachedEngine, PlainEngine
@@ -135,7 +135,7 @@ class BufferReused(CachedEngine):
 
 
 @core_fault(
-    reductions,
+    outputs,
     "_copies",
     found_by="engine/test_engine.py::test_every_row_owns_exactly_its_memory_and_can_be_changed",
 )
@@ -145,7 +145,7 @@ def views_of_the_rows_of_a_part(_copies):
 
 
 @core_fault(
-    reductions,
+    outputs,
     "_compute_from_logits",
     found_by="rows/test_reductions.py::test_draws_from_logits_depend_on_their_query_alone",
 )

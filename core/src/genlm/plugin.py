@@ -92,8 +92,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.logits import device_index as device_index
     from genlm.core.rows.logits import moved as moved
     from genlm.core.rows.logits import rows_from_logits as rows_from_logits
-    from genlm.core.rows.reductions import reduce_logits as reduce_logits
-    from genlm.core.rows.reductions import reduce_rows as reduce_rows
+    from genlm.core.rows.outputs import reduce_logits as reduce_logits
+    from genlm.core.rows.outputs import reduce_rows as reduce_rows
     from genlm.core.rows.sampling import draw_tokens as draw_tokens
     from genlm.core.rows.sampling import stream_seeds as stream_seeds
     from genlm.core.rows.sampling import stream_uniform as stream_uniform

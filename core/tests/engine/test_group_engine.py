@@ -18,7 +18,7 @@ from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.query import Completion, GroupQuery, Query, Reduced
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import Rows
-from genlm.core.rows.reductions import reduce_rows
+from genlm.core.rows.outputs import reduce_rows
 
 SIZE = 16
 MEMBERS = [(3,), (3, 1), (5, 5), (3,), (7,)]

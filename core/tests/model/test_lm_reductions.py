@@ -25,7 +25,7 @@ from genlm import (
 )
 from genlm.core.queries.query import Completion, Query, Reduced
 from genlm.core.rows.group_reductions import Rows
-from genlm.core.rows.reductions import reduce_rows
+from genlm.core.rows.outputs import reduce_rows
 from genlm.core.rows.sampling import stream_seeds
 from genlm.plugin import TokenIdError, Vocabulary
 

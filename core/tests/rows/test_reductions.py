@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from genlm import EvaluationError, Mask, Reduction
 from genlm.core.queries.query import Reduced
 from genlm.core.rows import logits as rows_module
-from genlm.core.rows import reductions
+from genlm.core.rows import outputs
 from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.outputs import reduce_logits, reduce_rows
 from genlm.core.rows.reductions import (
     Draw,
     DrawnToken,
@@ -27,8 +28,6 @@ from genlm.core.rows.reductions import (
     TargetScore,
     TokenLogprobs,
     TopK,
-    reduce_logits,
-    reduce_rows,
 )
 from genlm.core.vocab import Token, Vocabulary
 
@@ -424,7 +423,7 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
         most.append(len(part))
         return rows_from_logits(part, vocabulary, out=out)
 
-    monkeypatch.setattr(reductions, "rows_from_logits", rows_of)
+    monkeypatch.setattr(outputs, "rows_from_logits", rows_of)
     results = reduce_logits(logits, ids, wanted)
     assert most == [3, 3, 1]
     assert isinstance(results[4], EvaluationError)

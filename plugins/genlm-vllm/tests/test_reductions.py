@@ -246,7 +246,7 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
     def copied(*arguments: Any) -> Any:
         raise AssertionError("a row was copied or stored")
 
-    monkeypatch.setattr("genlm.core.rows.reductions.copied_rows", copied)
+    monkeypatch.setattr("genlm.core.rows.outputs.copied_rows", copied)
     monkeypatch.setattr("torch.unbind_copy", copied)
     sequences = prompts(9, 20, 33)
     finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in sequences])

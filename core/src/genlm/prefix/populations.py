@@ -159,8 +159,9 @@ class Populations:
 
         Returns:
             Shape `(number of places, width of the model's output)`, one group after the other.
-            None if a generation has no table, many tokens are new, or a single group lacks
-            slots: such sequences are computed through the tree, then `adopt` is called.
+            None if the sequences must be computed through the tree, after which `adopt` is
+            called: a generation has no table, a row lacks many tokens, or the tree has too few
+            slots for a single group.
 
         Raises:
             OutOfSlotsError: There are too few slots for several groups.

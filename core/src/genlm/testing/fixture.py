@@ -117,7 +117,7 @@ class Fixture:
         test_example()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on an event loop of its own, on a separate thread.
+        """Run a coroutine in a new event loop on a separate thread.
 
         Raises:
             CheckTimeout: It took longer than `timeout_s`.

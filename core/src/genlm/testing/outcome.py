@@ -72,7 +72,7 @@ def read_expected_failures(path: Path | None) -> dict[str, str]:
     """Read the reasons of expected failures by id of a check, or of a case: `check[model]`.
 
     Raises:
-        ValueError: The file cannot be read, a line has no reason, or an id is repeated.
+        ValueError: The file cannot be read, a line has no reason, or an id occurs twice.
     """
     if path is None:
         return {}

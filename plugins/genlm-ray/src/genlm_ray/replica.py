@@ -124,8 +124,8 @@ class Replica:
         """Accept queries, and wait until a query of the session is finished.
 
         Returns:
-            The completions, which are empty if the session has no unanswered query, and the
-            engine's statistics; None if the session has ended.
+            The completions of the finished queries, none if the session has no unanswered
+            query, and the engine's statistics. None if the session has ended.
         """
         await self.notify(session, message)
         state = self._sessions.get(session)

@@ -18,7 +18,7 @@ __all__ = ["ComputedPart", "NewQuery", "StepInputs", "VocabularyIds"]
 
 @dataclass(frozen=True)
 class VocabularyIds:
-    """The ids of a vocabulary, which rows need; a worker has no tokenizer.
+    """The ids of a vocabulary. Workers compute rows with them, and have no tokenizer.
 
     Attributes:
         size: Number of ids.

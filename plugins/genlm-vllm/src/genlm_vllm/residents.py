@@ -181,7 +181,11 @@ class Residents:
         return resident
 
     def _evict_for_fork(self, parent: Parent) -> bool:
-        """End the oldest idle request if a fork has no place; return whether it did."""
+        """End the oldest idle request if vLLM has no place for a fork.
+
+        Returns:
+            Whether a request was ended.
+        """
         names = self.requests.by_name
         if len(names) < self.requests.places:
             return False

@@ -191,7 +191,7 @@ class RunningRequests:
         stored.
 
         Returns:
-            The request; None if there is no place, or if no block can be shared.
+            The new request; None if vLLM has no place for it, or no block can be shared.
         """
         (resident, computed, added), original = parent, parent.resident.request
         if not added:

@@ -372,7 +372,7 @@ class BatchEngine(abc.ABC):
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate queries and return their rows, or their requested outputs."""
-        from genlm.core.rows.reductions import reduce_logits, reduce_rows  # loads torch
+        from genlm.core.rows.outputs import reduce_logits, reduce_rows  # loads torch
 
         # A batch can contain several queries of one sequence, which request different outputs
         # or were submitted when the first one could no longer be joined.

@@ -38,7 +38,7 @@ from genlm.core.queries.query import (
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.groups import GroupWork, compute_columns
 from genlm.core.rows.logits import invalid_rows, moved
-from genlm.core.rows.reductions import reduce_rows
+from genlm.core.rows.outputs import reduce_rows
 
 if TYPE_CHECKING:
     from genlm.core.engine.engine import Engine

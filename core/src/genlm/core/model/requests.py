@@ -24,7 +24,7 @@ from genlm.core.queries.query import GroupQuery, GroupReduction, Query, Reductio
 from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
-from genlm.core.rows.reductions import reduce_rows
+from genlm.core.rows.outputs import reduce_rows
 
 if TYPE_CHECKING:
     from genlm.core.base.statistics import RequestCounters

@@ -13,35 +13,20 @@ reductions derive from `Reduction`:
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import compute_error, result_count_error
-from genlm.core.queries.query import Reduced, Reduction
+from genlm.core.queries.query import Reduction
 from genlm.core.rows.draws import batch_log_mass
 from genlm.core.rows.group_reductions import DrawColumns
-from genlm.core.rows.logits import (
-    copied_rows,
-    invalid_rows,
-    known_logits,
-    moved,
-    row_parts,
-    rows_from_logits,
-    scratch_memory,
-)
+from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
-
-if TYPE_CHECKING:
-    from genlm.core.queries.query import Outputs
-    from genlm.core.vocab import Vocabulary
 
 __all__ = [
     "Draw",
@@ -52,19 +37,7 @@ __all__ = [
     "TokenLogprobs",
     "TopK",
     "TopTokens",
-    "reduce_logits",
-    "reduce_rows",
 ]
-
-_NUMBERS = frozenset({int, float, bool})
-
-_NO_REDUCTION = type(None)
-"""Type of the output that stands for the row."""
-
-_Compute: TypeAlias = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
-
-_Place: TypeAlias = tuple[int, int]
-"""Index of a query, and place of an output among those of the query."""
 
 _ID_BYTES = 40
 """Memory of a Python integer and of the reference to it in a tuple."""
@@ -255,199 +228,3 @@ class TargetScore(Reduction):
         logprobs = rows.gather(1, moved(ids, rows.device)[:, None])[:, 0]
         is_top = logprobs >= rows.amax(-1)
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
-
-
-def reduce_rows(rows: torch.Tensor, outputs: Sequence[Outputs]) -> list[Reduced | Exception]:
-    """Compute the outputs of queries from their rows, with few calls per class of reductions.
-
-    On a CPU, a few rows are computed at a time, so that they stay in its caches.
-
-    Args:
-        rows: Natural-log probabilities, shape `(n, vocab_size)`, float32; not changed.
-        outputs: Requested outputs of each query: `Query.outputs`.
-
-    Returns:
-        The `Reduced` of each query, or the error of a row that is not a distribution. Rows
-        among the values are copies; if there is one row, and it has separate memory, it is the
-        row itself.
-    """
-    return _reduce(rows, outputs, None)
-
-
-def reduce_logits(
-    logits: torch.Tensor,
-    vocabulary: Vocabulary,
-    outputs: Sequence[Outputs],
-) -> list[Reduced | Exception]:
-    """Compute the outputs of queries from logits, as `reduce_rows` of `rows_from_logits`.
-
-    Rows are computed only for outputs that need them: see `Reduction.reads_logits`.
-
-    On CUDA, logits are not copied to main memory. Requested rows are written twice: normalised
-    in float32 by one operation for up to 2**27 entries, then copied into the memory of each
-    caller by another. Reductions transfer their results, one number for each row says whether
-    it is a distribution, and nothing else leaves the device.
-
-    Args:
-        logits: Logits as for `rows_from_logits`; not changed.
-        vocabulary: As `rows_from_logits`.
-        outputs: As `reduce_rows`.
-    """
-    return _reduce(logits, outputs, vocabulary)
-
-
-def _reduce(
-    values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
-) -> list[Reduced | Exception]:
-    """Compute outputs from rows, or from logits over a vocabulary."""
-    results: list[Reduced | Exception] = []
-    for begin, end in row_parts(len(values), values.shape[1], values.device):
-        results += _reduce_part(values[begin:end], outputs[begin:end], vocabulary)
-    return results
-
-
-def _reduce_part(
-    values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
-) -> list[Reduced | Exception]:
-    results: list[list[Any]] = [[None] * len(row_outputs) for row_outputs in outputs]
-    places_of: dict[type, list[_Place]] = {}
-    logits_places: dict[type, list[_Place]] = {}
-    for row, row_outputs in enumerate(outputs):
-        for place, output in enumerate(row_outputs):
-            reads_logits = vocabulary is not None and getattr(output, "reads_logits", False)
-            by_kind = logits_places if reads_logits else places_of
-            by_kind.setdefault(type(output), []).append((row, place))
-
-    def reduce(compute: _Compute, places: list[_Place], rows: torch.Tensor) -> None:
-        requests = [outputs[row][place] for row, place in places]
-        reduced = compute(_select_rows(rows, [row for row, _ in places]), requests)
-        for (row, place), value in zip(places, reduced, strict=True):
-            results[row][place] = value
-
-    def copy(places: list[_Place], rows: torch.Tensor) -> None:
-        distinct = list(dict.fromkeys(row for row, _ in places))
-        copies = dict(zip(distinct, _copies(_select_rows(rows, distinct)), strict=True))
-        unused = set(distinct)
-        for row, place in places:
-            results[row][place] = copies[row] if row in unused else copies[row].clone()
-            unused.discard(row)
-
-    if vocabulary is not None:
-        for kind, places in logits_places.items():
-            logits = known_logits(values, vocabulary)
-            if logits.shape[1] == vocabulary.size:
-                reduce(functools.partial(_compute_from_logits, kind), places, logits)
-            missing = [(row, place) for row, place in places if results[row][place] is None]
-            if missing:
-                places_of.setdefault(kind, []).extend(missing)
-    invalid: dict[int, Exception] = {}
-    if places_of:
-        if vocabulary is None:
-            rows, is_normalised = values, False
-        else:
-            memory = _row_memory(values, places_of, vocabulary.size)
-            rows, is_normalised = rows_from_logits(values, vocabulary, out=memory), True
-        invalid = invalid_rows(rows, rows.shape[1], normalised=is_normalised)
-        for kind, places in places_of.items():
-            valid = [place for place in places if place[0] not in invalid]
-            if valid and kind is _NO_REDUCTION:
-                copy(valid, rows)
-            elif valid:
-                reduce(functools.partial(_compute, kind.compute), valid, rows)  # type: ignore[attr-defined]
-    return [
-        invalid.get(row) or Reduced(tuple(row_results))
-        for row, row_results in enumerate(results)
-    ]
-
-
-def _row_memory(
-    logits: torch.Tensor, kinds: Collection[type], size: int
-) -> torch.Tensor | None:
-    """Return memory for rows that are copied for their callers; None for new memory."""
-    if logits.device.type != "cpu" or len(logits) == 1 or logits.shape[1] < size:
-        return None
-    # Results of other reductions may refer to the rows.
-    return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
-
-
-def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return rows that share no memory, so that callers can change them."""
-    # A slice would keep the whole tensor alive; an expanded row aliases itself.
-    owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
-    if len(rows) == 1 and owns_memory and not rows.is_inference():
-        return [rows[0]]
-    return copied_rows(rows)
-
-
-def _select_rows(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return rows by index: a view of consecutive rows, else a copy."""
-    first, count = indices[0], len(indices)
-    if indices == list(range(first, first + count)):
-        return rows[first : first + count]
-    return rows[moved(torch.tensor(indices), rows.device)]
-
-
-def _own_copy(value: Any, rows: torch.Tensor) -> Any:
-    """Copy values that share memory with the rows or are views of larger tensors or arrays."""
-    if type(value) in _NUMBERS:  # the most frequent results, with tuples of numbers
-        return value
-    if isinstance(value, (tuple, list)) and not _NUMBERS.issuperset(map(type, value)):
-        parts = [_own_copy(part, rows) for part in value]
-        if not all(map(operator.is_, parts, value)):
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    elif isinstance(value, dict):
-        return {key: _own_copy(part, rows) for key, part in value.items()}
-    elif isinstance(value, torch.Tensor) and _is_view(value, rows):
-        return value.clone()
-    elif isinstance(value, np.ndarray) and value.base is not None:
-        return value.copy()
-    return value
-
-
-def _is_view(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    is_part = storage.nbytes() > tensor.nbytes
-    return is_part or storage.data_ptr() == rows.untyped_storage().data_ptr()
-
-
-def _compute_from_logits(
-    kind: type[Reduction], logits: torch.Tensor, requests: Sequence[Any]
-) -> list[Any]:
-    """Return the results of `compute_from_logits`, None for requests that need rows.
-
-    Whether a request needs its row depends on this request alone.
-    """
-    try:
-        values = kind.compute_from_logits(logits, requests)
-    except Exception:  # noqa: BLE001 - `compute` finds the requests that cause it
-        values = None
-    if values is not None and len(values) == len(requests):
-        return [_own_copy(value, logits) for value in values]
-    if len(requests) == 1:
-        return [None]
-    return [
-        value
-        for index, request in enumerate(requests)
-        for value in _compute_from_logits(kind, logits[index : index + 1], [request])
-    ]
-
-
-def _compute(
-    compute: Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]],
-    rows: torch.Tensor,
-    requests: Sequence[Any],
-) -> Sequence[Any]:
-    try:
-        values = compute(rows, requests)
-        if len(values) == len(requests):
-            return [_own_copy(value, rows) for value in values]
-        problem: Exception = result_count_error(type(requests[0]), len(values), len(requests))
-    except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
-        problem = compute_error(type(requests[0]), error)
-    if len(requests) == 1:
-        return [problem]
-    return [
-        value
-        for index, request in enumerate(requests)
-        for value in _compute(compute, rows[index : index + 1], [request])
-    ]

@@ -23,7 +23,7 @@ from genlm.core.queries.query import (
 )
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.output_cache import OutputCache
-from genlm.core.rows.reductions import reduce_rows
+from genlm.core.rows.outputs import reduce_rows
 from genlm.core.scheduler.delivery import Outcome
 from genlm.core.scheduler.request_table import Evaluation
 

@@ -125,11 +125,14 @@ def test_a_future_that_failed_or_does_not_fit_is_the_request_s_error():
     masks.set_result(MASKS[:1])
     failed: Future[torch.Tensor] = Future()
     failed.set_exception(KeyError("grammar"))
+    exited: Future[torch.Tensor] = Future()
+    exited.set_exception(SystemExit(3))
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)
         for future, message in (
             (masks, "ValueError: .*must be from 0 to 0"),
             (failed, "KeyError"),
+            (exited, "SystemExit: 3"),
         ):
             with pytest.raises(
                 genlm.GenlmError, match=f"EvaluationError: the future of masks: {message}"

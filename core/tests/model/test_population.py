@@ -315,6 +315,29 @@ def test_errors_of_reductions_of_ones_own_name_their_classes(
     assert isinstance(raised.value.error, genlm.EvaluationError)
 
 
+def raise_error(error: BaseException) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+)
+@pytest.mark.parametrize("size", [1, 20])
+@pytest.mark.parametrize("kind", [Returned, ReturnedColumns])
+def test_the_engine_survives_reductions_that_exit(
+    llm: genlm.AsyncLM,
+    kind: type[Returned] | type[ReturnedColumns],
+    size: int,
+    error: BaseException,
+) -> None:
+    population = llm.population([[1, 1, number % 4] for number in range(size)])
+    with pytest.raises(genlm.PopulationError, match=f"compute raised {type(error).__name__}"):
+        population.reduce_sync(kind(lambda _: raise_error(error)))
+    with pytest.raises(genlm.EvaluationError, match=f"compute raised {type(error).__name__}"):
+        llm.reduce_text_sync([1, 1, 2], kind(lambda _: raise_error(error)))
+    assert population.next_token_logprobs_sync().shape == (size, SIZE)
+
+
 def test_reductions_of_ones_own_may_return_arrays(llm: genlm.AsyncLM) -> None:
     population = llm.population([[1, 2], [3, 1]])
     first = population.reduce_sync(Returned(lambda row: row.numpy()[:2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -209,13 +210,21 @@ class Sum(Reduction):
     def compute(cls, rows: torch.Tensor, requests: Sequence[Sum]) -> Sequence[float]:
         if any(request.problem == "raises" for request in requests):
             raise ArithmeticError("no sum today")
+        if any(request.problem == "exits" for request in requests):
+            raise SystemExit("no program")
+        if any(request.problem == "Ctrl-C" for request in requests):
+            raise KeyboardInterrupt
         sums: list[float] = rows.exp().sum(-1).tolist()
         return sums[1:] if any(request.problem == "too few" for request in requests) else sums
 
 
 @pytest.mark.parametrize(
     ("problem", "message"),
-    [("raises", "Sum.compute raised ArithmeticError: no sum"), ("too few", "0 results for 1")],
+    [
+        ("raises", "Sum.compute raised ArithmeticError: no sum"),
+        ("exits", "Sum.compute raised SystemExit: no program"),
+        ("too few", "0 results for 1"),
+    ],
 )
 def test_a_reduction_that_fails_does_so_alone(problem: str, message: str) -> None:
     rows = some_rows(4)
@@ -224,6 +233,16 @@ def test_a_reduction_that_fails_does_so_alone(problem: str, message: str) -> Non
     assert message in str(results[1])
     assert [results[0], results[3]] == pytest.approx([1.0, 1.0])
     assert torch.equal(results[2], rows[2])
+
+
+def test_ctrl_c_during_a_reduction_is_raised_on_the_main_thread_only() -> None:
+    rows = some_rows(2)
+    with pytest.raises(KeyboardInterrupt):
+        reduced(rows, Sum(), Sum("Ctrl-C"))
+    with ThreadPoolExecutor(1) as executor:
+        results = executor.submit(reduced, rows, Sum(), Sum("Ctrl-C")).result()
+    assert results[0] == pytest.approx(1.0)
+    assert "raised KeyboardInterrupt" in str(results[1])
 
 
 @dataclass(frozen=True)

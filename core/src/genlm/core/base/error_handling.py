@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ __all__ = [
     "as_genlm_error",
     "compute_error",
     "import_required",
+    "is_interrupt",
     "map_batch",
     "result_count_error",
     "with_places",
@@ -49,7 +51,17 @@ def as_genlm_error(error: BaseException) -> GenlmError:
     return wrapper
 
 
-def compute_error(reduction: type, error: Exception) -> GenlmError:
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception is Ctrl-C, which no function of a user has raised.
+
+    Python raises it on the main thread. All other exceptions of a user's function, such as
+    `SystemExit`, are errors of the request, so that they do not end the engine's thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and isinstance(error, KeyboardInterrupt)
+
+
+def compute_error(reduction: type, error: BaseException) -> GenlmError:
     """Return the error of a reduction whose `compute` raised; a `GenlmError` unchanged."""
     if isinstance(error, GenlmError):
         return error

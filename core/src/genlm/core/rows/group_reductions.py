@@ -9,7 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.error_handling import compute_error, result_count_error
+from genlm.core.base.error_handling import (
+    compute_error,
+    is_interrupt,
+    result_count_error,
+)
 from genlm.core.base.errors import EvaluationError
 from genlm.core.base.forking import cached_property
 from genlm.core.queries.generations import is_ascending
@@ -107,7 +111,9 @@ class SharedReduction(GroupReduction):
         kind, requests = type(self.reduction), [self.reduction] * len(rows)
         try:
             results = list(kind.compute(rows, requests))
-        except Exception as error:  # noqa: BLE001 - raised with the name of the reduction
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             problem = compute_error(kind, error)
             raise problem from problem.__cause__
         if len(results) != len(requests):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import compute_error
+from genlm.core.base.error_handling import compute_error, is_interrupt
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
@@ -53,7 +53,9 @@ def compute_columns(
     columns: Any  # of a user's function, which may return anything
     try:
         columns = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))
-    except Exception as error:  # noqa: BLE001 - raised with the name of the reduction
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         problem = compute_error(type(reduction), error)
         raise problem from problem.__cause__
     if are_logits and columns is None:

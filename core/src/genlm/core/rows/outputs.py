@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import compute_error, result_count_error
+from genlm.core.base.error_handling import (
+    compute_error,
+    is_interrupt,
+    result_count_error,
+)
 from genlm.core.queries.query import Reduced, Reduction
 from genlm.core.rows.logits import (
     copied_rows,
@@ -201,8 +205,10 @@ def _compute_from_logits(
     """
     try:
         values = kind.compute_from_logits(logits, requests)
-    except Exception:  # noqa: BLE001 - `compute` finds the requests that cause it
-        values = None
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        values = None  # `compute` finds the requests that cause it
     if values is not None and len(values) == len(requests):
         return [_own_copy(value, logits) for value in values]
     if len(requests) == 1:
@@ -224,7 +230,9 @@ def _compute(
         if len(values) == len(requests):
             return [_own_copy(value, rows) for value in values]
         problem: Exception = result_count_error(type(requests[0]), len(values), len(requests))
-    except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         problem = compute_error(type(requests[0]), error)
     if len(requests) == 1:
         return [problem]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.error_handling import map_batch
+from genlm.core.base.error_handling import is_interrupt, map_batch
 from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved
@@ -89,7 +89,9 @@ class RowMasks:
             return self._compute()
         except GenlmError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise EvaluationError(f"the future of masks: {describe_error(error)}") from error
 
     def __getstate__(self) -> dict[str, Any]:

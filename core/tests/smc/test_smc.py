@@ -325,10 +325,36 @@ def test_resampling_happens_never_or_whenever_weights_differ(llm):
                 seed=0,
             )
         )
-        for state in states:
+        for state in states[:-1]:
             in_order = state.ancestors.tolist() == list(range(20))
             assert in_order == (resample_below == 0)
             assert (np.ptp(state.log_weights) == 0) == (resample_below == 1)
+
+
+def test_particles_keep_their_weights_after_the_last_step(llm, make_model):
+    *_, full = steer_sync(
+        llm, PROMPT, 20, max_tokens=STEPS, potential=potential, resample_below=1, seed=0
+    )
+    assert not full.history[-1].is_resampled
+    assert full.history[-2].is_resampled
+    assert np.ptp(full.log_weights) > 0
+    np.testing.assert_array_equal(full.log_weights, full.history[-1].log_weights)
+
+    ended = make_model(ScriptedEngine(VOCABULARY))
+    tokens = torch.arange(ended.vocab_size).tolist()  # every token ends a particle
+    [state] = steer_sync(
+        ended,
+        PROMPT,
+        5,
+        max_tokens=9,
+        potential=lambda population: -3.0 * np.arange(len(population)),
+        resample_below=1,
+        stop=tokens,
+        seed=0,
+    )
+    assert state.population.finished.all()
+    np.testing.assert_allclose(state.log_weights, -3.0 * np.arange(5), atol=1e-6)
+    assert state.ancestors.tolist() == list(range(5))
 
 
 def test_ancestors_and_tokens_tell_how_particles_came_about(llm):

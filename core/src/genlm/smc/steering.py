@@ -54,8 +54,8 @@ async def steer(
     Every particle is extended by a token drawn from the tokens that the constraint allows. Its
     weight is multiplied by the ratio of the model's probability of the token to that of the
     draw, and by the change of the potentials. When the effective sample size is small,
-    `systematic_resampling` chooses ancestors. The filter ends when all particles are finished
-    or have weight 0.
+    `systematic_resampling` chooses ancestors, except after the last step, where resampling
+    would only add variance. The filter ends when all particles are finished or have weight 0.
 
         async for particles in genlm.smc.steer(llm, prompt, 100, max_tokens=40, seed=0):
             print(particles.log_evidence)
@@ -77,7 +77,7 @@ async def steer(
             has one. They end the texts of a `Language`.
         temperature: Temperature of the draws; the weights account for it.
         resample_below: Threshold of the effective sample size, as a share of `size`: 0 never
-            resamples, 1 resamples after every step with unequal weights.
+            resamples, 1 resamples after every step with unequal weights but the last.
         seed: Random seed; None for fresh randomness.
         progress: Whether to show a progress bar of the steps.
 
@@ -128,9 +128,9 @@ async def steer(
     room = math.inf if llm.max_context is None else llm.max_context + 1 - population.lengths[0]
     steps = int(min(max_tokens, room))
     with _progress_bar(steps, is_shown=progress) as bar:
-        for _ in range(steps):
+        for step in range(1, steps + 1):
             await particle_filter.extend()
-            particle_filter.resample(resample_below)
+            particle_filter.end_step(resample_below, is_last=step == steps)
             particles = particle_filter.particles()
             if progress:
                 size_now = particles.history[-1].effective_sample_size
@@ -225,13 +225,13 @@ class _Filter:
         self._log_weights[live] += potential[live] - self._log_potential[live]
         self._log_potential = np.where(live, potential, self._log_potential)
 
-    def resample(self, resample_below: float) -> None:
-        """Record the step; choose ancestors if the effective sample size is small."""
+    def end_step(self, resample_below: float, *, is_last: bool) -> None:
+        """Record the step; choose ancestors if it is not the last and the size is small."""
         log_weights, size = self._log_weights, len(self._log_weights)
         finished = self._population.finished.numpy()
-        has_weight = bool(np.isfinite(log_weights).any())
         step = Step(self._token_ids, log_weights, finished, self._ancestors)
-        if has_weight and effective_sample_size(log_weights) < resample_below * size:
+        is_last = is_last or bool(finished.all())
+        if not is_last and effective_sample_size(log_weights) < resample_below * size:
             ancestors = systematic_resampling(log_weights, self._rng.random())
             step = step._replace(ancestors=ancestors)
             self._population = self._population[ancestors]

@@ -433,6 +433,25 @@ def test_an_adapter_is_replaced_if_that_is_asked_for(removing: AsyncLM) -> None:
     assert removing.lora_names == ("a", "b")
 
 
+def test_an_adapter_whose_files_have_changed_is_not_taken_for_the_loaded_one(
+    removing: AsyncLM, tmp_path: Path
+) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"first")
+    removing.load_lora(tmp_path, "trained")
+    (tmp_path / "optimizer.pt").write_bytes(b"state")  # a file of the trainer
+    removing.load_lora(tmp_path, "trained")
+    weights.write_bytes(b"other")
+    os.utime(weights, ns=(0, 1))
+    with pytest.raises(AdapterError, match=r"files of this folder have changed.*replace=True"):
+        removing.load_lora(tmp_path, "trained")
+    assert "trained@2" not in engine_adapters(removing)
+    removing.load_lora(tmp_path, "trained", replace=True)
+    assert "trained@2" in engine_adapters(removing)
+    removing.load_lora(tmp_path, "trained")
+    assert "trained@3" not in engine_adapters(removing)
+
+
 def test_requests_under_way_are_answered_with_the_adapter(make_model: MakeModel) -> None:
     class Held(RemovingEngine):
         entered, may_go_on = threading.Event(), threading.Event()

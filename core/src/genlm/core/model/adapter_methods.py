@@ -30,6 +30,8 @@ class AdapterMethods:
     ) -> None:
         """Load a LoRA adapter. Loading the same folder under the same name has no effect.
 
+        A program that trains an adapter loads each new version with `replace=True`.
+
         Args:
             lora_path: Adapter folder.
             lora_name: Adapter name for requests.
@@ -40,7 +42,8 @@ class AdapterMethods:
 
         Raises:
             UnsupportedCapabilityError: The engine serves no adapters.
-            AdapterError: The adapter cannot be loaded, or its name belongs to another folder;
+            AdapterError: The adapter cannot be loaded; its name belongs to another folder, or
+                to an earlier version of the files of this folder, and `replace` is false;
                 `AdapterLimitError` if the engine has loaded its maximum number of adapters.
             TypeError: The name is not a string, or the folder is not a path.
         """

@@ -28,12 +28,19 @@ __all__ = ["Adapters"]
 _PRELOADED = "the model itself"
 """Takes the place of the folder of an adapter that the engine has preloaded."""
 
+_FILE_PREFIX = "adapter_"
+"""Prefix of the names of peft's files; trainers write other files to the same folder."""
+
+_Files = frozenset[tuple[str, int, int, int]]
+"""Name, inode, size and modification time of each file of an adapter."""
+
 
 class _Adapter(NamedTuple):
-    """A loaded adapter: its name in the engine and its folder."""
+    """A loaded adapter: its name in the engine, its folder, and the state of its files."""
 
     engine_name: str
     folder: str
+    files: _Files = frozenset()
 
 
 class Adapters:
@@ -85,13 +92,19 @@ class Adapters:
             loaded = self._by_name.get(name)
             if loaded is not None and not replace:
                 if loaded.folder == folder:
-                    return
+                    if loaded.files == _files(folder):
+                        return
+                    raise AdapterError(
+                        f"adapter {name!r} is loaded from {path!r}, but files of this folder "
+                        f"have changed since; pass replace=True to load the new weights"
+                    )
                 raise AdapterError(
                     f"cannot load {path!r} as adapter {name!r}, which is already loaded "
                     f"from {loaded.folder!r}; choose another name, or pass replace=True"
                 )
             engine_name = self._unused_engine_name(name)
             lora_engine = cast("LoraEngine", engine)
+            files = _files(folder)  # before loading, so that later changes are detected
             try:
                 lora_engine.add_adapter(engine_name, path)
             except AdapterLimitError as error:
@@ -109,7 +122,7 @@ class Adapters:
                 lora_engine.add_adapter(engine_name, path)
             self._engine_names.add(engine_name)
             replaced = self._by_name.get(name)  # it may have been removed in the meantime
-            self._by_name[name] = _Adapter(engine_name, folder)
+            self._by_name[name] = _Adapter(engine_name, folder, files)
             if replaced is not None:
                 self._free(replaced)
 
@@ -166,6 +179,22 @@ class Adapters:
         self._drop_rows(adapter.engine_name)
         if hasattr(engine, "remove_adapter"):
             engine.remove_adapter(adapter.engine_name)
+
+
+def _files(folder: str) -> _Files:
+    """Return the state of an adapter's files; empty if the folder is on another machine."""
+    try:
+        with os.scandir(folder) as entries:
+            stats = [
+                (entry.name, entry.stat())
+                for entry in entries
+                if entry.name.startswith(_FILE_PREFIX)
+            ]
+    except OSError:
+        return frozenset()
+    return frozenset(
+        (name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats
+    )
 
 
 def _check_name(name: object) -> None:

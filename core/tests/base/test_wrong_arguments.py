@@ -44,6 +44,12 @@ SAMPLING = [
     ({"stop": np.array([True])}, TypeError, "stop has .*True.*; expected str or bytes"),
     ({"temperature": float("nan")}, ValueError, "temperature=nan; it must be finite"),
     ({"temperature": 10**400}, ValueError, "temperature=inf; it must be finite"),
+    (
+        {"temperature": np.ones(1)},
+        TypeError,
+        r"temperature=array\(\[1\.\]\); expected a number",
+    ),
+    ({"temperature": torch.ones((), device="meta")}, TypeError, "temperature=.*a number"),
     ({"seed": "a"}, TypeError, "seed='a'; expected an integer, 0 or more"),
     ({"seed": [1, 2]}, TypeError, r"seed=\[1, 2\]; expected an integer"),
     ({"seed": -1}, ValueError, "seed=-1; it must be 0 or more"),

@@ -171,7 +171,7 @@ class ConfidentEngine(SmallEngine):
 
 
 @pytest.mark.parametrize("engine", [SmallEngine, ConfidentEngine])
-@pytest.mark.parametrize("temperature", [1.0, 0.05, 1e-4, 1e-30, 0.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.05, 1e-4, 1e-30, 5e-324, 0.0])
 def test_rejected_tokens_may_have_all_but_a_rounding_error_of_the_probability(
     engine, temperature
 ):

@@ -264,7 +264,7 @@ WRONG_MASKS: list[tuple[Any, Any, str]] = [
     (np.ones((COUNT, 40), np.int32), None, r"packed bits, int32, of shape \(masks, 41\)"),
     (np.ones((COUNT, SIZE), np.int64), None, r"masks of shape \(24, 1300\), torch.int64"),
     (np.ones(41, np.int32), None, "may be token ids or packed bits"),
-    ([[1], [2]], [0] * 5, r"an index of shape \(5,\) for 24 rows"),
+    ([[1], [2]], [0] * 5, r"mask_index has shape \(5,\); expected \(24,\)"),
     ([[1], [2]], [2] * COUNT, "from 0 to 1; 24 of 24 are not, at places 0, 1, 2, 3, 4, ...;"),
     ([[1], [2]], [0] * (COUNT - 1) + [-1], "1 of 24 are not, at places 23; the first is -1"),
     ([SIZE], None, "token id 1300 at position 0 of a mask"),

@@ -142,13 +142,45 @@ def test_what_is_no_log_weights_is_refused(wrong, message, function):
 
 @pytest.mark.parametrize("uniform", [-0.1, 1.0, math.nan])
 def test_a_number_that_is_no_uniform_is_refused(uniform):
-    with pytest.raises(ValueError, match="from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"uniform=.*(from 0 to below 1|not negative)"):
         systematic_resampling([0.0], uniform)
 
 
 def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match="size=-1"):
         systematic_resampling([0.0], 0.5, -1)
+
+
+@pytest.mark.parametrize("below", [-0.1, 1.5, math.nan, math.inf])
+def test_a_threshold_that_is_no_share_is_refused(below):
+    with pytest.raises(ValueError, match="below="):
+        resampled([0.0, -50.0], 0.5, below)
+
+
+@pytest.mark.parametrize("wrong", [None, "0.5", 1j, [0.5], np.zeros(2), torch.zeros(2), ...])
+def test_what_is_no_number_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"uniform=.*expected a number"):
+        systematic_resampling([0.0], wrong)
+    with pytest.raises(TypeError, match=r"below=.*expected a number"):
+        resampled([0.0, -50.0], 0.5, wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError, match=r"size=.*expected an integer"):
+            systematic_resampling([0.0], 0.5, wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["0", ["0"], [True], [1j], {}, torch.zeros(1, device="meta"), torch.ones(1).to_sparse()],
+)
+@pytest.mark.parametrize("function", [effective_sample_size, normalised_weights])
+def test_log_weights_that_are_no_numbers_are_refused(wrong, function):
+    with pytest.raises(TypeError, match="log_weights"):
+        function(wrong)
+
+
+def test_a_single_number_is_no_log_weights():
+    with pytest.raises(ValueError, match=r"shape \(particles,\); found \(\)"):
+        resampled(0.0, 0.5)
 
 
 # -- steer ----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from genlm.constraints.states import (
     member_index,
 )
 from genlm.constraints.text_tokens import TextTokens, text_tokens
+from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import is_blocking, raise_stop_iteration
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
@@ -438,7 +439,12 @@ class _Search:
         self._draw_logprobs[members] = -ratios
 
 
-def _above_0(temperature: float) -> float:
-    """Return a temperature with draws like those at 0 in place of 0."""
-    is_0 = np.asarray(temperature) == 0
-    return np.where(is_0, _LOWEST_TEMPERATURE, temperature) if is_0.any() else temperature  # type: ignore[return-value]
+def _above_0(temperature: Any) -> Any:
+    """Return temperatures with draws like those at 0 in place of lower ones."""
+    values = temperature
+    if type(temperature) is not float:  # most frequent
+        values = host_array(temperature, "temperature")
+        if values.dtype.kind not in "iuf":
+            return temperature  # the draw rejects it
+    is_low = (values >= 0) & (values < _LOWEST_TEMPERATURE)
+    return np.where(is_low, _LOWEST_TEMPERATURE, values) if np.any(is_low) else values

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
+from genlm.core.base.arrays import host_array, signed_index
 from genlm.core.base.forking import cached_property
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.members import checked_array
@@ -167,12 +167,10 @@ def member_index(ancestors: Any) -> Any:
     """
     if isinstance(ancestors, slice):
         return ancestors
-    if isinstance(ancestors, torch.Tensor):
-        ancestors = ancestors.cpu().numpy()
-    index = np.asarray(ancestors)
+    index = host_array(ancestors, "an index of a constraint")
     if index.ndim != 1 or (index.dtype.kind not in "iub" and index.size):
         raise IndexError(
             f"a constraint is indexed by a slice, or an array of integers or booleans of one "
             f"dimension; found {index.dtype} of shape {index.shape}"
         )
-    return index if index.size else index.astype(np.int64)
+    return signed_index(index)

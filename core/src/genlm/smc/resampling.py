@@ -16,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.arrays import host_array
+from genlm.core.base.validation import checked_integer, checked_number
+
 __all__ = [
     "Floats",
     "LogWeights",
@@ -44,6 +47,7 @@ def effective_sample_size(log_weights: LogWeights) -> float:
     Raises:
         ValueError: The log-weights are not one finite number or `-inf` per particle, or all
             are `-inf`.
+        TypeError: The log-weights are not numbers.
     """
     return float(1 / np.square(_normalise(log_weights)).sum())
 
@@ -64,6 +68,7 @@ def normalised_weights(log_weights: LogWeights) -> Floats | torch.Tensor:
 
     Raises:
         ValueError: As `effective_sample_size`.
+        TypeError: As `effective_sample_size`.
     """
     weights = _normalise(log_weights)
     if isinstance(log_weights, torch.Tensor):
@@ -102,13 +107,12 @@ def systematic_resampling(
 
     Raises:
         ValueError: `uniform` or `size` is out of range, or as `effective_sample_size`.
+        TypeError: `uniform`, `size` or the log-weights are not numbers.
     """
-    if not 0 <= uniform < 1:
-        raise ValueError(f"uniform={uniform!r}: expected a number from 0 to below 1")
+    if not 0 <= (uniform := checked_number("uniform", uniform)) < 1:
+        raise ValueError(f"uniform={uniform!r}; expected a number from 0 to below 1")
     weights = _normalise(log_weights)
-    count = len(weights) if size is None else size
-    if count < 0:
-        raise ValueError(f"size={size!r}: expected a number of particles")
+    count = len(weights) if size is None else checked_integer("size", size, 0)
     cumulative = np.cumsum(weights)
     points = (uniform + np.arange(count)) / max(count, 1)
     indices = np.searchsorted(cumulative / cumulative[-1], points, side="right")
@@ -140,11 +144,14 @@ def resampled(
         Ancestors, shape `(particles,)`, int64, and log-weights of the new particles, float64.
 
     Raises:
-        ValueError: As `systematic_resampling`.
+        ValueError: `below` is not a share from 0 to 1, or as `systematic_resampling`.
+        TypeError: As `systematic_resampling`.
     """
+    if not 0 <= (below := checked_number("below", below)) <= 1:
+        raise ValueError(f"below={below!r}; expected a share from 0 to 1")
     logs = float64_array(log_weights)
-    size = len(logs)
-    if effective_sample_size(logs) >= below * size:
+    effective, size = effective_sample_size(logs), len(logs)
+    if effective >= below * size:
         return np.arange(size), logs
     return systematic_resampling(logs, uniform), np.full(size, log_mean(logs))
 
@@ -161,9 +168,10 @@ def effective_size(log_weights: Floats) -> float:
 
 def float64_array(values: LogWeights) -> Floats:
     """Return log-weights as a numpy array."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().double().numpy()
-    return np.asarray(values, dtype=np.float64)
+    array = host_array(values, "log_weights")
+    if array.dtype.kind not in "iuf" and array.size:
+        raise TypeError(f"log_weights has values of type {array.dtype}; expected numbers")
+    return array.astype(np.float64, copy=False)
 
 
 def _normalise(log_weights: LogWeights) -> Floats:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from genlm.core.base.arrays import unreadable_tensor
 from genlm.core.base.errors import (
     ContextLengthError,
     EmptySequenceError,
@@ -145,6 +146,8 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
         isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
     ):
         raise TokenTypeError(_describe_non_sequence(values), argument)
+    if hasattr(values, "detach") and (problem := unreadable_tensor(values)):
+        raise TokenTypeError(problem, argument)
     if str(getattr(values, "dtype", "")) in _BOOLEAN_DTYPES:
         raise TokenTypeError(
             "an array of booleans, a mask; its ids are mask.nonzero()", argument
@@ -238,11 +241,11 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def _float(value: Any) -> float | None:
-    if _is_boolean(value):
+    if _is_boolean(value) or getattr(value, "ndim", 0) > 0:
         return None
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor without a value
         return None
     except OverflowError:  # an integer too large
         return math.inf

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.arrays import host_array, native_array, signed_index
 from genlm.core.base.error_handling import map_batch
 from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
 from genlm.core.base.validation import checked_batch, checked_integer, is_sequence_like
@@ -110,12 +111,10 @@ class Members:
                 f"population[{', '.join(map(repr, index))}] has {len(index)} indices, and a "
                 f"population has one dimension; pass a list, such as population[[0, 1]]"
             )
-        if isinstance(index, torch.Tensor):
-            index = index.cpu().numpy()
         if isinstance(index, slice):
             members = np.arange(len(self))[index]
         else:
-            array = np.asarray(index)
+            array = host_array(index, "an index of a population")
             if array.ndim == 0 and array.dtype.kind in "iu":
                 return self._context(int(array))
             if array.ndim != 1 or (array.dtype.kind not in "iub" and array.size):
@@ -123,7 +122,7 @@ class Members:
                     f"a population is indexed by an integer, a slice, or an array of integers "
                     f"or booleans of one dimension; found {array.dtype} of shape {array.shape}"
                 )
-            members = np.arange(len(self))[array if array.size else array.astype(np.int64)]
+            members = np.arange(len(self))[signed_index(array)]
         return self._derive(
             self._generation, self._places[members], self._finished[members], self._step
         )
@@ -298,20 +297,17 @@ def _has_several(prompts: Any) -> bool:
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
     """Return an array of 64-bit integers."""
     try:
-        array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
-    except ValueError as error:  # numpy's message does not say what to do
+        array = host_array(values, argument)
+    except ValueError as error:
         hint = "; pad the shorter ones with -1" if argument == "token_ids" else ""
-        raise ValueError(f"{argument} has lists of different lengths{hint}") from error
+        raise ValueError(f"{error}{hint}") from error.__cause__
     if array.dtype.kind not in "iu" and array.size:
         raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
-    if array.dtype == np.uint64:  # a cast would make the largest negative: no token
-        array = np.minimum(array, np.iinfo(np.int64).max)
-    return array.astype(np.int64, copy=False)
+    return native_array(signed_index(array), np.int64)
 
 
 def _flags(values: ArrayLike, count: int) -> Flags:
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
-    flags = np.asarray(array)
+    flags = host_array(values, "members")
     flags = flags if flags.size else flags.astype(bool)  # an empty list
     if flags.dtype != bool or flags.shape != (count,):
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from genlm.core.base.arrays import host_array
 from genlm.core.base.errors import TokenTypeError
 from genlm.core.base.validation import checked_ids
 
@@ -75,7 +76,7 @@ class Mask:
         Raises:
             ValueError: `words` has another shape or dtype.
         """
-        array = words.cpu().numpy() if isinstance(words, torch.Tensor) else np.asarray(words)
+        array = host_array(words, "a mask")
         shape = (-(-vocab_size // 32),)
         if array.dtype != np.int32 or array.shape != shape:
             raise ValueError(
@@ -162,7 +163,7 @@ def _pack(allowed: Any, size: int) -> _Words:
     if isinstance(allowed, Mask):
         _check_length("a mask over", allowed.vocab_size, size)
         return allowed.packed
-    values: Any = allowed.cpu().numpy() if isinstance(allowed, torch.Tensor) else allowed
+    values: Any = host_array(allowed, "a mask") if hasattr(allowed, "detach") else allowed
     if isinstance(values, (list, tuple)) and values and isinstance(values[0], bool):
         values = np.asarray(values)
     kind = getattr(values, "dtype", None)

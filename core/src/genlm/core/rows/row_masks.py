@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.arrays import check_readable, native_array
 from genlm.core.base.error_handling import is_interrupt, map_batch
 from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.base.validation import is_sequence_like
@@ -347,7 +348,8 @@ def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
 
 def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _MaskTable:
     if isinstance(masks, np.ndarray):
-        masks = torch.from_numpy(np.require(masks, requirements="W"))  # else torch warns
+        masks = torch.from_numpy(native_array(masks))
+    check_readable(masks, "masks")
     widths = {torch.bool: size, torch.int32: -(-size // 32)}
     if masks.dtype not in widths or masks.shape[1] != widths[masks.dtype]:
         raise ValueError(
@@ -370,7 +372,10 @@ def _is_pending(masks: object) -> bool:
 
 def _check_index(index: torch.Tensor, count: int, masks: int) -> None:
     if tuple(index.shape) != (count,):
-        raise ValueError(f"an index of shape {tuple(index.shape)} for {count} rows")
+        raise ValueError(
+            f"mask_index has shape {tuple(index.shape)}; expected ({count},), the index of the "
+            f"mask of each row"
+        )
     if count and not 0 <= int(index.min()) <= int(index.max()) < masks:
         wrong = ((index < 0) | (index >= masks)).nonzero()[:, 0].tolist()
         places = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.arrays import check_readable, host_array, native_array
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
@@ -237,7 +238,8 @@ def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:
     """Return temperatures in the range of float32, or 0."""
     temperatures = _checked_numbers("temperature", temperature).astype(np.float64)
     if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
-        raise ValueError("a temperature must be finite and not negative")
+        wrong = temperatures[~(np.isfinite(temperatures) & (temperatures >= 0))]
+        raise ValueError(f"temperature={wrong[0]}; it must be finite and not negative")
     clipped = np.clip(temperatures, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
     return np.where(temperatures == 0, 0.0, clipped)
 
@@ -267,12 +269,16 @@ def _biases(
     if type(bias) is float and bias == 0:
         return None, None
     if isinstance(bias, torch.Tensor) and bias.dtype != torch.bool:
+        check_readable(bias, "bias")
+        if bias.is_complex():
+            raise TypeError(f"bias has values of type {bias.dtype}; expected numbers")
         values = bias.detach()
     else:
         array = _checked_numbers("bias", bias)
         if not array.ndim and array == 0:
             return None, None
-        values = torch.from_numpy(np.require(array, requirements="W"))  # else torch warns
+        is_small = array.dtype.itemsize < 4 or array.dtype == np.float32
+        values = torch.from_numpy(native_array(array, np.float32 if is_small else np.float64))
     shape = tuple(values.shape)
     if shape in {(count,), (size,)} and count == size:
         raise ValueError(
@@ -297,9 +303,7 @@ def _limits(values: Any, unlimited: float, dtype: type) -> npt.NDArray[Any]:
 
 
 def _checked_numbers(name: str, values: Any) -> npt.NDArray[Any]:
-    if isinstance(values, torch.Tensor):
-        values = values.cpu().double() if values.is_floating_point() else values.cpu()
-    numbers = np.asarray(values)
+    numbers = host_array(values, name)
     if numbers.dtype.kind not in "iuf" and numbers.size:
         raise TypeError(f"{name} has values of type {numbers.dtype}; expected numbers")
     return numbers

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.arrays import host_array, signed_index
 from genlm.core.base.error_handling import import_required
 from genlm.core.base.errors import VocabularyError
 from genlm.core.base.forking import cached_property
@@ -239,10 +240,10 @@ class TokenCharacterTrie(Navigation):
         return partial_weights(self.layout, rows, nodes, operation)
 
     def _node_array(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        array = np.asarray(nodes)
+        array = host_array(nodes, "nodes")
         if array.dtype.kind not in "iu" and array.size:
             raise TypeError(f"nodes must be integers; found {nodes!r}")
-        array = array.astype(np.int64, copy=False).reshape(-1)
+        array = signed_index(array).astype(np.int64, copy=False).reshape(-1)
         if len(array):
             self._check_node(int(array.min()))
             self._check_node(int(array.max()))

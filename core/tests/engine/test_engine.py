@@ -266,6 +266,7 @@ def test_halving_is_of_what_was_chosen() -> None:
         (lambda pending: [], "ChoosyEngine.choose returned none of 2 pending queries"),
         (lambda pending: [Query(7, (1,))], "returned query 7, which is not pending"),
         (lambda pending: [pending[1], pending[1]], "query 101, .* or returned it twice"),
+        (lambda pending: pending[1:], "1 of 2 pending queries without the first"),
     ],
 )
 def test_a_choice_that_cannot_be_evaluated_is_an_error(

@@ -461,6 +461,20 @@ def test_equal_members_are_computed_once(tiny: genlm.AsyncLM) -> None:
     assert tiny.statistics().requests == 2
 
 
+def test_every_query_of_an_engine_has_its_own_id() -> None:
+    class Recorded(TinyEngine):
+        def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+            query_ids.extend(query.query_id for query in queries)
+            return super().evaluate(queries)
+
+    query_ids: list[int] = []
+    with genlm.AsyncLM(Recorded, output_cache=genlm.OutputCache(0)) as llm:
+        llm.population([[i % 5, i // 5] for i in range(20)]).next_token_logprobs_sync()
+        llm.reduce_text_sync([1, 1, 2, 3], ReturnedColumns(lambda rows: (rows,)))
+        llm.batch_score_sync([[1, 2, 3], [2, 2, 2, 1]])
+    assert len(query_ids) == len(set(query_ids)) >= 25
+
+
 def test_members_that_fail_are_listed_and_the_others_can_be_asked_again(
     llm: genlm.AsyncLM,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -34,6 +35,9 @@ logger = logging.getLogger("genlm")
 
 _GROUP_VALUES = 2**26
 """Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
+
+_query_ids = itertools.count(2**49)
+"""Ids of queries that a `BatchEngine` makes, above those of the scheduler and of groups."""
 
 
 class BatchEngine(abc.ABC):
@@ -138,7 +142,7 @@ class BatchEngine(abc.ABC):
             for begin in range(0, count, step):
                 positions = range(begin, min(begin + step, count))
                 prefixes = [
-                    Query(query.query_id, ids[: text.first + 1 + position], query.adapter)
+                    Query(next(_query_ids), ids[: text.first + 1 + position], query.adapter)
                     for position in positions
                 ]
                 values = self._evaluate_checked(prefixes).values
@@ -206,7 +210,7 @@ class BatchEngine(abc.ABC):
         ]
         first, _ = parts[0]
         computed = self._evaluate_checked(
-            [Query(first.query_id, sequence, first.adapter) for sequence in indices]
+            [Query(next(_query_ids), sequence, first.adapter) for sequence in indices]
         )
         if len(indices) == len(rows):
             return computed
@@ -226,7 +230,8 @@ class BatchEngine(abc.ABC):
         """Evaluate the queries that `choose` returns; halve the batch to isolate errors.
 
         Raises:
-            EvaluationError: `choose` returned no query, or a query that is not pending.
+            EvaluationError: `choose` returned a query that is not pending, or did not return
+                the oldest one.
         """
         self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
         if self._group_is_next:
@@ -349,6 +354,12 @@ class BatchEngine(abc.ABC):
             raise EvaluationError(
                 f"{type(self).__name__}.choose returned none of {len(pending)} pending "
                 f"queries; return at least one"
+            )
+        if pending[0].query_id in self._pending:
+            raise EvaluationError(
+                f"{type(self).__name__}.choose returned {len(batch)} of {len(pending)} pending "
+                f"queries without the first, which is the oldest and might never be evaluated; "
+                f"include pending[0]"
             )
         return batch
 

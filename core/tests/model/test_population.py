@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import pickle
 import re
@@ -176,6 +177,28 @@ def test_members_are_extended_copied_and_joined_as_numpy_does(tiny: genlm.AsyncL
     for index in (3, [0, 3], [0.5], [[0]], (0, 1), (slice(2), 0), ()):
         with pytest.raises(IndexError):
             population[index]
+
+
+def test_lists_of_different_lengths_are_continuations(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([1], 3)
+    lists = [[2, 3], [], torch.tensor([4])]
+    padded = np.array([[2, 3], [-1, -1], [4, -1]])
+    assert members(population.extend(lists)) == [(1, 2, 3), (1,), (1, 4)]
+    scores = population.score_sync(lists)
+    assert torch.equal(scores, population.score_sync(padded))
+    for ids, score in zip(lists, scores, strict=True):
+        alone = tiny.score_sync([1, *map(int, ids)], start=1)
+        torch.testing.assert_close(score[: len(ids)], alone)
+    assert torch.equal(
+        population.token_logprobs_sync(lists), population.token_logprobs_sync(padded)
+    )
+
+
+def test_a_copy_of_a_population_is_the_population(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([1], 3)
+    particle = {"population": population, "texts": ["a"]}
+    assert copy.copy(population) is population
+    assert copy.deepcopy(particle)["population"] is population
 
 
 def test_wrong_extensions_name_the_members_and_change_nothing(tiny: genlm.AsyncLM) -> None:
@@ -619,8 +642,10 @@ def test_arguments_of_a_population_are_refused_with_a_hint(llm: genlm.AsyncLM) -
     population = llm.population([1], 2)
     with pytest.raises(TypeError, match="expected populations; found <Context"):
         genlm.Population.cat([population, llm.context([1])])
-    with pytest.raises(ValueError, match="different lengths; pad the shorter ones with -1"):
-        population.score_sync([[1], [1, 2]])
+    with pytest.raises(ValueError, match=r"token_ids has lists of different lengths$"):
+        population.score_sync([[[1], [1, 2]], [[1]]])
+    with pytest.raises(genlm.TokenTypeError, match="must be integers"):
+        population.extend([[1], [1, 0.5]])
     with pytest.raises(ValueError, match=r"mask_index has lists of different lengths$"):
         population.draw_sync([[1]], mask_index=[[0], [0, 0]])
     with pytest.raises(genlm.TokenTypeError, match="pass the number of members as `size`"):

@@ -50,7 +50,8 @@ class MemberReductions(Members):
         """Return the log-probabilities of given next tokens.
 
         Args:
-            token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token.
+            token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token, and lists
+                of different lengths are padded with it.
 
         Returns:
             Natural-log probabilities, the same shape, float32, in main memory; 0 for -1.

@@ -134,6 +134,9 @@ class Members:
     def cat(populations: Iterable[MembersT]) -> MembersT:
         """Return the concatenation of several populations.
 
+        Draws continue with the random numbers of the population that was extended by the most
+        tokens.
+
         Raises:
             ValueError: There are no populations, or their models or adapters differ.
             TypeError: One of them is not a population.
@@ -175,7 +178,8 @@ class Members:
 
         Args:
             token_ids: One token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
-                adds no token. A list or a numpy or torch array of integers.
+                adds no token. A numpy or torch array of integers, or lists, of which the
+                shorter ones add fewer tokens.
 
         Raises:
             ValueError: The shape is not one of these.
@@ -245,6 +249,12 @@ class Members:
         tokens = f"{lengths.min()} to {lengths.max()} tokens" if len(self) else "no tokens"
         return f"<Population of {self._lm.name!r}{lora}: {len(self)} members, {tokens}>"
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
@@ -295,12 +305,17 @@ def _has_several(prompts: Any) -> bool:
 
 
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
-    """Return an array of 64-bit integers."""
+    """Return an array of 64-bit integers; lists of token ids are padded with -1."""
     try:
         array = host_array(values, argument)
-    except ValueError as error:
-        hint = "; pad the shorter ones with -1" if argument == "token_ids" else ""
-        raise ValueError(f"{error}{hint}") from error.__cause__
+    except ValueError:
+        is_ids = argument == "token_ids" and isinstance(values, (list, tuple))
+        rows = [checked_array(row) for row in values] if is_ids else []  # type: ignore[union-attr]
+        if not rows or any(row.ndim != 1 for row in rows):
+            raise
+        array = np.full((len(rows), max(map(len, rows))), NO_TOKEN)
+        for place, row in enumerate(rows):
+            array[place, : len(row)] = row
     if array.dtype.kind not in "iu" and array.size:
         raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
     return native_array(signed_index(array), np.int64)

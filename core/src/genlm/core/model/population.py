@@ -115,7 +115,9 @@ class Population(MemberReductions):
         `exp((logprob + bias) / temperature)`. The random number of a member depends on the
         seed, on the index of the member, and on the number of tokens that the population was
         extended by; it is the same on every engine and device. One seed therefore suffices for
-        all steps, and copies of a member draw independently.
+        all steps, and copies of a member draw independently. Draws from a population that
+        `AsyncLM.population` creates from these sequences need another seed, because it begins
+        with the first random numbers again.
 
         Args:
             masks: Allowed tokens; None for all. One mask for all members, in any form that
@@ -269,7 +271,8 @@ class Population(MemberReductions):
         Engines with `Capability.SCORE` compute all positions of a member in one pass.
 
         Args:
-            continuations: Token ids, shape `(n, k)`; -1 after the end of shorter ones.
+            continuations: Token ids, shape `(n, k)`, with -1 after the end of shorter ones; or
+                n lists, which may have different lengths.
 
         Returns:
             Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1.

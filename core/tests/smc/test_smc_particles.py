@@ -113,6 +113,7 @@ def test_what_is_printed_fits_a_screen(states, llm):
     assert str(many).splitlines()[-1].endswith(" more texts")
     [dead] = steer_sync(llm, PROMPT, 3, max_tokens=4, potential=lambda _: [-np.inf] * 3)
     assert "0 finished, 3 dead: log-evidence -inf, effective sample size 0.0" in str(dead)
+    assert dead.weights.tolist() == dead.to_pandas()["weight"].tolist() == [0, 0, 0]
     assert [*dead.history[:0].to_pandas()] == [*dead.history.to_pandas()]
 
 

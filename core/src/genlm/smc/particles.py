@@ -180,7 +180,9 @@ class Particles:
 
     @property
     def weights(self) -> Floats:
-        """Normalised weights, shape `(n,)`, float64; see `normalised_weights`."""
+        """Normalised weights, shape `(n,)`, float64; all 0 if no particle can be continued."""
+        if np.isneginf(self.log_weights).all():
+            return np.zeros(len(self))
         return normalised_weights(self.log_weights)
 
     @property
@@ -192,7 +194,7 @@ class Particles:
     def texts(self) -> list[str]:
         """Texts of the particles after the prompt, without special tokens."""
         rows = self.population.tokens[:, self.prompt_length :].tolist()
-        return [self.llm.decode([token for token in row if token >= 0]) for row in rows]
+        return [self.llm.decode(row) for row in rows]
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each particle.
@@ -207,7 +209,7 @@ class Particles:
         """
         columns = {
             "text": self.texts,
-            "weight": self._shares(),
+            "weight": self.weights,
             "log_weight": self.log_weights,
             "tokens": self.population.lengths.numpy() - self.prompt_length,
             "finished": self.population.finished.numpy(),
@@ -222,11 +224,6 @@ class Particles:
             MissingRequirementError: matplotlib is not installed.
         """
         return self.history.plot()
-
-    def _shares(self) -> Floats:
-        if np.isneginf(self.log_weights).all():
-            return np.zeros(len(self))
-        return self.weights
 
     def __len__(self) -> int:
         return len(self.log_weights)
@@ -250,7 +247,7 @@ class Particles:
 
     def __str__(self) -> str:
         shares: dict[str, list[float]] = {}
-        for text, weight in zip(self.texts, self._shares().tolist(), strict=True):
+        for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
             shares.setdefault(text, []).append(weight)
         heaviest = sorted(shares.items(), key=lambda item: -sum(item[1]))
         lines = [self._summary(), "weight  particles  text"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -137,11 +138,19 @@ def test_a_continuation_keeps_its_space_and_incomplete_characters_are_marked() -
     assert text_module.decode(vocabulary, ids[:-1]) == "a \ufffd"
 
 
+def test_rows_of_padded_arrays_are_decoded() -> None:
+    vocabulary = of_bytes(None)
+    rows = np.array([[104, 105, -1], [-1, 33, 63], [-1, -1, -1]])
+    for given_as in (rows, torch.from_numpy(rows), rows.tolist()):
+        assert [text_module.decode(vocabulary, row) for row in given_as] == ["hi", "!?", ""]
+
+
 def test_wrong_ids_are_refused_when_decoding() -> None:
     vocabulary = of_bytes(None)
     assert text_module.decode(vocabulary, [104, 105]) == "hi"
-    with pytest.raises(genlm.TokenIdError, match="256 at position 1"):
-        text_module.decode(vocabulary, [1, 256])
+    for wrong in (256, -2):
+        with pytest.raises(genlm.TokenIdError, match=f"{wrong} at position 1"):
+            text_module.decode(vocabulary, [1, wrong])
     with pytest.raises(genlm.TokenTypeError):
         text_module.decode(vocabulary, "hi")  # type: ignore[arg-type]
 

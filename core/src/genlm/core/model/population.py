@@ -227,7 +227,8 @@ class Population(MemberReductions):
 
         Returns:
             The tokens, and the population extended by them. The token that finishes a member is
-            the last of its tokens.
+            the last of its tokens. `extend(sampled.token_ids)` returns the same population
+            without the members finished by this call, to continue after a stop text.
 
         Raises:
             PopulationError: The contexts of members are full before the first token, or as

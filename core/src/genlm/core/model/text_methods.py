@@ -67,7 +67,9 @@ class TextMethods:
         an incomplete character, become U+FFFD.
 
         Args:
-            token_ids: Token ids as for `next_token_logprobs`; may be empty.
+            token_ids: Token ids as for `next_token_logprobs`; may be empty. -1 stands for no
+                token: `[llm.decode(row) for row in sampled.token_ids]` has the texts that
+                `Population.sample` returned.
             special_tokens: Whether the text includes the names of special tokens.
 
         Raises:

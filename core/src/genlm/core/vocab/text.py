@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from genlm.core.base.errors import GenlmError, TokenizerError, describe_error
-from genlm.core.base.validation import checked_ids
+from genlm.core.base.validation import checked_ids, checked_integers
 from genlm.core.vocab import Vocabulary
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]
 
 def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
     """Decode token ids from the exact bytes of their tokens; see `AsyncLM.decode`."""
-    ids = checked_ids(token_ids, vocabulary.size)
+    # Arrays of populations are padded with -1, which stands for no token.
+    ids = tuple(token for token in checked_integers(token_ids) if token != -1)
+    checked_ids(ids, vocabulary.size)
     omitted = frozenset() if special_tokens else vocabulary.special_ids
     data = b"".join(
         vocabulary.byte_vocab[token].byte_string for token in ids if token not in omitted

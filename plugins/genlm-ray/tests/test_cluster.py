@@ -332,6 +332,27 @@ def test_the_command_ends_after_its_table_although_the_head_hangs():
     assert "the Ray cluster does not answer" in done.stderr
 
 
+def test_a_process_that_sends_no_token_is_told_to():
+    address = ray.get_runtime_context().gcs_address
+    attempts = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
+    command = "from genlm.cli import app; import sys; app(['serve', '--status', *sys.argv[1:]])"
+
+    def serve(mode: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", command, "--address", address],
+            capture_output=True, text=True, timeout=300, check=False,
+            env=os.environ | attempts | {"RAY_AUTH_MODE": mode},
+        )  # fmt: skip
+
+    refused = serve("disabled")
+    assert refused.returncode == 1
+    message = refused.stderr.splitlines()[-1]
+    assert "set this variable, and copy the token" in message
+    assert "RAY_AUTH_MODE=token" in message
+    joined = serve("token")
+    assert joined.returncode == 0, joined.stderr
+
+
 def test_an_interrupted_reservation_is_given_back(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

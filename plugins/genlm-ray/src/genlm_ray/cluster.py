@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray._private.node import Node
 from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -96,8 +97,8 @@ def connect(
 
     Raises:
         ModelLoadError: There is no cluster, no cluster was named, the cluster has another
-            version of Ray or Python or does not respond, or this process has joined another
-            cluster.
+            version of Ray or Python, refuses the token or does not respond, or this process
+            has joined another cluster.
     """
     with _lock:
         if not ray.is_initialized():
@@ -137,10 +138,29 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
                 logger.warning("starting a Ray cluster failed, trying again: %s", error)
                 continue
             action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
+            if _is_unauthenticated(error):
+                raise ModelLoadError(
+                    f"cannot {action}: it refused the authentication token of this process, or "
+                    f"this process sent none. Ray sends it to an address only with "
+                    f"RAY_AUTH_MODE=token: set this variable, and copy the token of the "
+                    f"cluster's head (~/.ray/auth_token) to this machine"
+                ) from error
             raise ModelLoadError(
                 f"cannot {action}: {describe_error(error)}. `ray start --head` starts "
                 f"a cluster on this machine; address='host:port' joins another one"
             ) from error
+
+
+def _is_unauthenticated(error: BaseException | None) -> bool:
+    """Whether a cluster refused this process because of its token.
+
+    `ray.init` raises a `ConnectionError`, whose cause has the first error as text.
+    """
+    while error is not None:
+        if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _check_head(target: str) -> None:

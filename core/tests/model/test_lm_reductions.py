@@ -43,6 +43,13 @@ class Entropy(Reduction):
 
 
 @dataclass(frozen=True)
+class Listed(Entropy):
+    """A reduction that cannot be hashed."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True)
 class Nothing(Reduction):
     """A reduction without a result."""
 
@@ -358,6 +365,7 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     ("reduce", {"reduction": Rows()}, TypeError, "populations and reduce_text compute a Group"),
     ("reduce", {"reduction": Entropy}, TypeError, "expected an object of a subclass of"),
+    ("reduce", {"reduction": Listed([1])}, TypeError, "Listed.* cannot be hashed, and equal"),
     ("score", {"start": 0}, ValueError, "start=0; it must be 1 or more"),
     ("score", {"start": 4}, ValueError, "start=4 of a text of 3 tokens"),
     ("batch_score", {"start": [1, 2, 3]}, ValueError, "3 starts for 2 texts"),

@@ -421,6 +421,15 @@ def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None
     assert not torch.equal(*fresh)
 
 
+def test_draws_without_replacement_are_of_the_vocabulary(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 2)
+    drawn = population.draw_without_replacement_sync(SIZE, seed=1)
+    assert drawn.token_ids.sort(1).values.tolist() == [list(range(SIZE))] * 2
+    for count in (SIZE + 1, 2**40):  # would need memory for `count` results
+        with pytest.raises(ValueError, match=f"k={count} of a vocabulary of {SIZE} ids"):
+            population.draw_without_replacement_sync(count, seed=1)
+
+
 def test_draws_without_replacement_are_ordered_and_different(llm: genlm.AsyncLM) -> None:
     population = llm.population([1], 50)
     drawn = population.draw_without_replacement_sync(4, MASKS[0], seed=3)

@@ -277,6 +277,54 @@ def test_log_potentials_of_a_constraint_weigh_as_a_potential_does(llm):
         np.testing.assert_allclose(particles.log_weights, other.log_weights, atol=1e-5)
 
 
+class Broken(NoTwo):
+    """A constraint with one defect."""
+
+    def __init__(self, size: int, **defect: Any) -> None:
+        super().__init__(np.zeros(size, np.int64))
+        self.defect = defect
+        if "log_potential" in defect:
+            self.log_potential = defect["log_potential"]
+
+    def masks(self) -> Any:
+        return self.defect.get("masks", super().masks())
+
+    def advance(self, token_ids: Any) -> Any:
+        del token_ids
+        return self.defect.get("advance", self)
+
+    def __getitem__(self, ancestors: Any) -> Any:
+        del ancestors
+        return self.defect.get("selected", self)
+
+
+@pytest.mark.parametrize(
+    ("defect", "error", "message"),
+    [
+        ({"masks": None}, TypeError, "Broken.masks returned NoneType; expected a pair"),
+        ({"masks": [[0, 1], [0, 1]]}, TypeError, "Broken.masks returned list; expected a pair"),
+        ({"advance": None}, TypeError, "Broken, advance, is NoneType; expected a Constraint"),
+        ({"advance": NoTwo(np.zeros(3, int))}, ValueError, "has 3 members; expected 2"),
+        ({"selected": None}, TypeError, "Broken, indexing, is NoneType; expected a Constraint"),
+        ({"selected": NoTwo(np.zeros(1, int))}, ValueError, "has 1 members; expected 2"),
+        ({"log_potential": np.zeros(3)}, ValueError, r"Broken.log_potential has shape \(3,\)"),
+        ({"log_potential": [math.nan, 0]}, ValueError, "Broken.log_potential is NaN or inf"),
+        ({"log_potential": [True, True]}, TypeError, "Broken.log_potential has booleans"),
+    ],
+)
+def test_a_defect_of_a_constraint_of_ones_own_is_named(llm, defect, error, message):
+    options: dict[str, Any] = {"resample_below": 1.0, "potential": lambda _: [0.0, 2.0]}
+    with pytest.raises(error, match=message):
+        last(llm, 2, constraint=Broken(2, **defect), seed=0, **options)
+
+
+def test_a_constraint_cannot_be_iterated():
+    constraint = NoTwo(np.zeros(3, int))
+    for use in (list, lambda constraint: 0 in constraint):
+        with pytest.raises(TypeError, match=r"not iterable|not a container"):
+            use(constraint)
+
+
 def test_the_end_of_a_constraint_ends_a_particle(make_model):
     llm = make_model(ScriptedEngine(VOCABULARY))
     assert llm.vocabulary.eos_token_id is None
@@ -513,14 +561,14 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "resample_below='a'; expected a number": (TypeError, {"resample_below": "a"}),
         "potential=1.0; expected a function": (TypeError, {"potential": 1.0}),
         "booleans; expected log-factors: 0": (TypeError, {"potential": lambda _: [True] * 2}),
-        "the potential returned booleans": (
+        "the potential has booleans": (
             TypeError,
             {"potential": lambda _: torch.ones(2, dtype=torch.bool)},
         ),
-        "the potential returned NoneType": (TypeError, {"potential": lambda _: None}),
-        "the potential returned str": (TypeError, {"potential": lambda _: "ab"}),
-        "the potential returned list": (TypeError, {"potential": lambda _: [[0.0], [0.0, 1]]}),
-        "the potential returned Tensor": (
+        "the potential is NoneType": (TypeError, {"potential": lambda _: None}),
+        "the potential is str": (TypeError, {"potential": lambda _: "ab"}),
+        "the potential is list": (TypeError, {"potential": lambda _: [[0.0], [0.0, 1]]}),
+        "the potential is Tensor": (
             TypeError,
             {"potential": lambda _: torch.zeros(2, dtype=torch.complex64)},
         ),

@@ -96,6 +96,9 @@ class Constraint(ABC):
     def __getitem__(self, ancestors: Any) -> Self:
         """Return the constraint of selected members, possibly with repetitions."""
 
+    __iter__ = None
+    """A constraint has no constraints of single members; slices and arrays select members."""
+
     def __len__(self) -> int:
         return len(self.finished)
 
@@ -156,12 +159,22 @@ class Constraint(ABC):
     @property
     def _inactive(self) -> Flags | None:
         """Which members are finished or dead; None if no member is."""
+        shape, size = np.shape(self.log_potential), len(self)
+        if shape != (size,):
+            name = f"{type(self).__name__}.log_potential"
+            raise ValueError(f"{name} has shape {shape}; expected ({size},)")
         inactive = self.finished | np.isneginf(self.log_potential)
         return inactive if inactive.any() else None
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return masks for a draw, which may be computed later or shared by several steps."""
-        return self.masks()
+        masks: object = self.masks()
+        if not isinstance(masks, tuple) or len(masks) != 2:
+            raise TypeError(
+                f"{type(self).__name__}.masks returned {type(masks).__name__}; expected a "
+                f"pair, the arguments masks and mask_index of Population.draw"
+            )
+        return masks
 
     def _prepare_advance(self, drawn: DrawnTokens) -> None:  # noqa: B027 - optional
         """Prepare `advance` for drawn tokens; not called on an event loop."""

@@ -204,7 +204,8 @@ class _Filter:
         population = self._population.extend(token_ids)
         is_over = np.isin(token_ids, self._ends)
         if self._constraint is not None:
-            self._constraint = self._constraint.advance(token_ids)
+            advanced = self._constraint.advance(token_ids)
+            self._constraint = _checked_constraint(advanced, self._constraint, "advance")
             is_over |= self._constraint.finished
         await self._weight_by_potentials(population)
         is_over |= self._log_weights == -np.inf
@@ -214,9 +215,10 @@ class _Filter:
     async def _weight_by_potentials(self, population: Population) -> None:
         """Multiply the weights by the change of the potentials since the previous step."""
         potential = np.zeros(len(population))
-        if self._constraint is not None:
-            potential += self._constraint.log_potential
         live = self._log_weights > -np.inf
+        if self._constraint is not None:
+            name = f"{type(self._constraint).__name__}.log_potential"
+            potential += _checked_potential(self._constraint.log_potential, live, name)
         if self._potential is not None:
             values = self._potential(population)
             if isinstance(values, Awaitable):
@@ -239,7 +241,8 @@ class _Filter:
             self._ancestors = ancestors
             self._log_potential = self._log_potential[ancestors]
             if self._constraint is not None:
-                self._constraint = self._constraint[ancestors]
+                selected = self._constraint[ancestors]
+                self._constraint = _checked_constraint(selected, self._constraint, "indexing")
         self._history = self._history.followed_by(step)
 
     def particles(self) -> Particles:
@@ -255,7 +258,19 @@ class _Filter:
         )
 
 
-def _checked_potential(values: LogWeights, live: npt.NDArray[np.bool_]) -> Floats:
+def _checked_constraint(result: object, constraint: Constraint, method: str) -> Constraint:
+    """Return the result of a method of a constraint, a constraint of the same size."""
+    name = f"the result of {type(constraint).__name__}, {method},"
+    if not isinstance(result, Constraint):
+        raise TypeError(f"{name} is {type(result).__name__}; expected a Constraint")
+    if len(result) != len(constraint):
+        raise ValueError(f"{name} has {len(result)} members; expected {len(constraint)}")
+    return result
+
+
+def _checked_potential(
+    values: LogWeights, live: npt.NDArray[np.bool_], name: str = "the potential"
+) -> Floats:
     """Return the values of a potential, of which those of live particles are log-factors."""
     if isinstance(values, torch.Tensor):
         kind = "b" if values.dtype == torch.bool else "c" if values.is_complex() else "f"
@@ -266,23 +281,23 @@ def _checked_potential(values: LogWeights, live: npt.NDArray[np.bool_]) -> Float
             kind = "O"
     if kind == "b":
         raise TypeError(
-            "the potential returned booleans; expected log-factors: 0 for True, -inf for False"
+            f"{name} has booleans; expected log-factors: 0 for True, -inf for False"
         )
     if kind not in "iuf":
         raise TypeError(
-            f"the potential returned {type(values).__name__}; expected one number for each of "
+            f"{name} is {type(values).__name__}; expected one number for each of "
             f"{len(live)} particles"
         )
     potentials = float64_array(values)
     if potentials.shape not in {(), live.shape}:
         raise ValueError(
-            f"the potential has shape {potentials.shape}; expected one number for each of "
+            f"{name} has shape {potentials.shape}; expected one number for each of "
             f"{len(live)} particles"
         )
     wrong = live & ~(potentials < np.inf)
     if wrong.any():
         raise ValueError(
-            f"the potential is NaN or inf for {wrong.sum()} of {len(live)} particles, the "
+            f"{name} is NaN or inf for {wrong.sum()} of {len(live)} particles, the "
             f"first at index {wrong.argmax()}; expected finite numbers or -inf"
         )
     return potentials

@@ -12,6 +12,7 @@ import torch
 from genlm.core.base.blocking import blocking
 from genlm.core.base.errors import GenlmError, PopulationError
 from genlm.core.base.validation import (
+    checked_count,
     checked_integer,
     checked_limits,
     checked_stop,
@@ -174,7 +175,7 @@ class Population(MemberReductions):
         "Stochastic beams and where to find them", 2019, has the same distribution.
 
         Args:
-            k: Number of tokens, at least 1.
+            k: Number of tokens, at least 1 and at most the size of the vocabulary.
             masks: As `draw`.
             mask_index: As `draw`.
             temperature: As `draw`, above 0.
@@ -186,7 +187,7 @@ class Population(MemberReductions):
             `k` tokens are possible. The sum of `draw_logprob` is the log-probability of
             drawing these tokens in this order.
         """
-        count = checked_integer("k", k, 1)
+        count = checked_count("k", k, self._lm.vocabulary.size)
         settings = self._settings(masks, mask_index, temperature=temperature, bias=bias)
         if settings.weights.is_greedy:
             raise ValueError(

@@ -362,6 +362,13 @@ def _checked_reduction(reduction: object) -> Reduction:
         raise TypeError(
             f"expected an object of a subclass of genlm.Reduction; found {reduction!r}{hint}"
         )
+    try:
+        hash(reduction)
+    except TypeError as error:
+        raise TypeError(
+            f"{reduction!r} cannot be hashed, and equal reductions share one result: {error}. "
+            f"Make the class a frozen dataclass with hashable fields, such as tuples"
+        ) from error
     return reduction
 
 

@@ -204,6 +204,19 @@ def test_given_ids_are_requested_twice() -> None:
     np.testing.assert_allclose(np.stack(rows), np.stack([row, row]), atol=1e-6)
 
 
+def test_ids_outside_the_vocabulary_are_not_skipped(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text("[1, 2]\n[3, 257]\n")
+    options = "--backends", "reference,same", "--ids", str(tmp_path / "ids"), "--json"
+    result = run(folder, "demo", *options)
+    assert result.exit_code == 1
+    for engine in engines(result).values():
+        assert engine["status"] == "failed"
+        assert (
+            "id 257 of --ids is outside the vocabulary; valid ids are 0 to 256"
+            in (engine["reason"])
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -17,9 +17,10 @@ from genlm_ray.conformance import CLUSTER, RESOURCES
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kill_processes_soon() -> Iterator[None]:
-    """Shorten the 5 seconds that Ray waits for a process to end."""
+def _environment() -> Iterator[None]:
+    """Shorten the 5 seconds that Ray waits for a process to end; use Ray's default tokens."""
     with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("RAY_AUTH_MODE", raising=False)
         patched.setenv("RAY_kill_worker_timeout_milliseconds", "200")
         yield
 

@@ -254,7 +254,10 @@ def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
         if outcome.reason:
             console.print(f"{outcome.backend}: {outcome.reason}")
         if outcome.skipped:
-            console.print(f"{outcome.backend}: {outcome.skipped} contexts were not compared")
+            console.print(
+                f"{outcome.backend}: {outcome.skipped} contexts were not compared: too long "
+                f"for an engine, or with ids that it does not know"
+            )
 
 
 def _cells(outcome: Outcome) -> list[str]:

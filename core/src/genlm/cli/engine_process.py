@@ -220,7 +220,13 @@ def longest_of(
 def _sequences(llm: AsyncLM, request: Request) -> tuple[list[int], Sequence[Sequence[int]]]:
     """Return ids to repeat, and ids to request: of the request, of texts, or random ones."""
     if request.ids is not None:
-        return list(itertools.chain(*request.ids)), request.ids
+        base = list(itertools.chain(*request.ids))
+        if max(base) >= llm.vocab_size:
+            raise ValueError(
+                f"token id {max(base)} of --ids is outside the vocabulary; valid ids are 0 to "
+                f"{llm.vocab_size - 1}"
+            )
+        return base, request.ids
     texts = request.texts or default_text().decode().split("\n\n")
     try:
         base = text_ids(llm.vocabulary, "\n".join(texts))

@@ -411,6 +411,34 @@ def test_resampling_happens_never_or_whenever_weights_differ(llm):
             assert (np.ptp(state.log_weights) == 0) == (resample_below == 1)
 
 
+def test_a_stop_text_of_several_tokens_finishes_a_particle_also_after_resampling(llm):
+    steps = 6
+    prompt = [*PROMPT, 2]  # a stop text does not begin in the prompt
+    states = list(
+        steer_sync(
+            llm,
+            prompt,
+            40,
+            max_tokens=steps,
+            potential=lambda population: 0.7 * (population.tokens == 2).sum(1),
+            resample_below=1,
+            stop=[b"\2\2", 3],
+            seed=1,
+        )
+    )
+    assert sum(step.is_resampled for step in states[-1].history) == len(states) - 1
+    crossed = 0
+    for state in states:
+        flags = state.population.finished.tolist()
+        for context, is_finished in zip(state.population, flags, strict=True):
+            ids = context.token_ids[len(prompt) :]
+            ends = [i for i in range(1, len(ids) + 1) if 3 in ids[:i] or ids[:i][-2:] == (2, 2)]
+            assert is_finished == bool(ends)
+            assert ends in ([], [len(ids)])
+            crossed += len(ids) > 2 and ids[-2:] == (2, 2)
+    assert crossed > 10
+
+
 def test_particles_keep_their_weights_after_the_last_step(llm, make_model):
     *_, full = steer_sync(
         llm, PROMPT, 20, max_tokens=STEPS, potential=potential, resample_below=1, seed=0
@@ -548,7 +576,10 @@ def test_a_potential_that_needs_an_event_loop_is_refused_without_one(llm, wait):
 def test_arguments_that_steer_cannot_use_are_refused(llm):
     refused = {
         "size=0": (ValueError, {"size": 0}),
-        "at token ids, not at texts": (TypeError, {"stop": ["."]}),
+        "texts of languages end with token ids": (
+            TypeError,
+            {"stop": ["."], "constraint": Automaton.regex("a+")},
+        ),
         "outside the vocabulary": (ValueError, {"stop": [VOCABULARY]}),
         "expected a Language or a Constraint": (TypeError, {"constraint": "ab"}),
         "expected bytes": (TypeError, {"constraint": Automaton.regex("a+"), "text": "a"}),

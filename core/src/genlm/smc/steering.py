@@ -14,6 +14,7 @@ from genlm.constraints.protocol import Constraint, Language
 from genlm.core.base.blocking import run_blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.rows.sampling import checked_seed
+from genlm.core.vocab.text import search_stop
 from genlm.smc.particles import History, Particles, Step
 from genlm.smc.resampling import (
     Floats,
@@ -24,7 +25,7 @@ from genlm.smc.resampling import (
 )
 
 if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
+    from genlm.core.base.validation import Stop
     from genlm.core.model.context import TokenIds
     from genlm.core.model.lm import AsyncLM
     from genlm.core.model.population import Population
@@ -43,7 +44,7 @@ async def steer(
     constraint: Language | Constraint | None = None,
     text: bytes = b"",
     potential: Potential | None = None,
-    stop: Integers | None = None,
+    stop: Stop | None = None,
     temperature: float = 1.0,
     resample_below: float = 0.5,
     seed: int | None = None,
@@ -73,8 +74,9 @@ async def steer(
             shape `(n,)`; `-inf` for a sequence that cannot be continued. It may be a coroutine
             function, such as one that awaits the scores of another model; with `steer_sync`
             it may await only methods of models.
-        stop: Token ids that finish a particle; by default the tokenizer's end of text, if it
-            has one. They end the texts of a `Language`.
+        stop: Token ids and texts that finish a particle, as for `Population.sample`; by default
+            the tokenizer's end of text, if it has one. The texts of a `Language` end with
+            token ids.
         temperature: Temperature of the draws; the weights account for it.
         resample_below: Threshold of the effective sample size, as a share of `size`: 0 never
             resamples, 1 resamples after every step with unequal weights but the last.
@@ -99,8 +101,8 @@ async def steer(
             f"log-factors, shape (n,)"
         )
     stop_ids, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
-    if stop_texts:
-        raise TypeError(f"stop={stop!r}; steer finishes particles at token ids, not at texts")
+    if stop_texts and isinstance(constraint, Language):
+        raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
     ends = np.array(sorted(stop_ids), np.int64)
     if not isinstance(text, bytes):
         raise TypeError(f"text={text!r}; expected bytes, such as b' 20'")
@@ -122,6 +124,7 @@ async def steer(
         constraint,
         potential,
         ends=ends,
+        stop_texts=stop_texts,
         temperature=temperature,
         seed=checked_seed(seed),
     )
@@ -170,6 +173,7 @@ class _Filter:
         potential: Potential | None,
         *,
         ends: npt.NDArray[np.int64],
+        stop_texts: tuple[bytes, ...],
         temperature: float,
         seed: int,
     ) -> None:
@@ -178,6 +182,8 @@ class _Filter:
         self._constraint = constraint
         self._potential = potential
         self._ends = ends
+        self._stop_texts = stop_texts
+        self._tails = [b""] * len(population)
         self._temperature = temperature
         self._rng = np.random.default_rng(seed)
         self._draw_seed = int(self._rng.integers(2**63))
@@ -203,6 +209,8 @@ class _Filter:
         self._log_weights = self._log_weights + gain
         population = self._population.extend(token_ids)
         is_over = np.isin(token_ids, self._ends)
+        if self._stop_texts:
+            is_over |= self._completes_stop_text(token_ids)
         if self._constraint is not None:
             advanced = self._constraint.advance(token_ids)
             self._constraint = _checked_constraint(advanced, self._constraint, "advance")
@@ -211,6 +219,14 @@ class _Filter:
         is_over |= self._log_weights == -np.inf
         self._population = population.finish(is_over)
         self._ancestors = np.arange(len(population))
+
+    def _completes_stop_text(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return whether the token drawn for each particle completes a stop text."""
+        is_complete = np.zeros(len(token_ids), bool)
+        for member in np.flatnonzero(token_ids >= 0).tolist():
+            text = self._tails[member] + bytes(self._llm.byte_vocab[token_ids[member]])
+            is_complete[member], self._tails[member] = search_stop(text, self._stop_texts)
+        return is_complete
 
     async def _weight_by_potentials(self, population: Population) -> None:
         """Multiply the weights by the change of the potentials since the previous step."""
@@ -240,6 +256,7 @@ class _Filter:
             self._log_weights = np.full(size, step.log_evidence)
             self._ancestors = ancestors
             self._log_potential = self._log_potential[ancestors]
+            self._tails = [self._tails[ancestor] for ancestor in ancestors]
             if self._constraint is not None:
                 selected = self._constraint[ancestors]
                 self._constraint = _checked_constraint(selected, self._constraint, "indexing")

@@ -67,6 +67,25 @@ def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
     texts, logprobs = zip(*result["token_logprobs"], strict=True)
     assert "".join(texts) == " cat sat."
     assert math.fsum(logprobs) == result["logprob"]
+    assert result["token_ids"] == ids[len(encode("The")) :]
+
+
+def test_tokens_within_characters_are_assigned_by_their_bytes() -> None:
+    text = "caf\u00e9 \U0001f600!"
+    [result] = scores("--tokens", stdin=text)
+    assert len(result["token_ids"]) == len(result["token_bytes"]) == result["tokens"]
+    assert sum(result["token_bytes"]) == len(text.encode())
+    data, place = text.encode(), 0
+    with genlm.load_model("demo", "reference") as llm:
+        for token, size in zip(result["token_ids"], result["token_bytes"], strict=True):
+            assert llm.byte_vocab[token].byte_string == data[place : place + size]
+            place += size
+
+
+def test_the_table_escapes_what_a_terminal_would_interpret() -> None:
+    result = score("-", stdin="a\x00b\tc\x1b[31m d\u2028e\u00e9\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].endswith("a\\x00b\\tc\\x1b[31m d\\u2028e\u00e9")
 
 
 def test_the_terminal_shows_a_table_and_the_output_is_a_file(tmp_path: Path) -> None:

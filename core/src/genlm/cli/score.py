@@ -48,7 +48,10 @@ class TextScore:
             a prompt nor a BOS token precedes it.
         bytes: Number of scored bytes in UTF-8.
         token_logprobs: With `--tokens`, the bytes, as text, and the log-probability of every
-            scored token.
+            scored token. Bytes of an incomplete character are U+FFFD.
+        token_ids: With `--tokens`, the scored token ids.
+        token_bytes: With `--tokens`, the number of bytes of every scored token, from which
+            tokens are assigned to characters and words.
     """
 
     line: int
@@ -58,6 +61,8 @@ class TextScore:
     tokens: int
     bytes: int
     token_logprobs: list[tuple[str, float]] | None = None
+    token_ids: list[int] | None = None
+    token_bytes: list[int] | None = None
 
     @property
     def perplexity(self) -> float:
@@ -219,12 +224,18 @@ def _score_text(
     vocabulary: Vocabulary | None,
 ) -> TextScore:
     """Sum the log-probabilities; with `vocabulary`, also list them by token."""
-    by_token = None
-    if vocabulary is not None:
-        ids = encoded.ids[encoded.start :]
-        tokens = (vocabulary.byte_vocab[i].byte_string.decode(errors="replace") for i in ids)
-        by_token = list(zip(tokens, logprobs))
-    return TextScore(*text, math.fsum(logprobs), len(logprobs), encoded.size, by_token)
+    score = TextScore(*text, math.fsum(logprobs), len(logprobs), encoded.size)
+    if vocabulary is None:
+        return score
+    ids = encoded.ids[encoded.start :]
+    tokens = [vocabulary.byte_vocab[i].byte_string for i in ids]
+    names = (token.decode(errors="replace") for token in tokens)
+    return dataclasses.replace(
+        score,
+        token_logprobs=list(zip(names, logprobs, strict=True)),
+        token_ids=ids,
+        token_bytes=list(map(len, tokens)),
+    )
 
 
 # -- output ---------------------------------------------------------------------------------
@@ -237,12 +248,20 @@ def _print(scores: Sequence[TextScore], title: str) -> None:
     table = borderless_table(*figures, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for score in scores[:_MAX_ROWS]:
-        table.add_row(str(score.line), *_figures(score), score.text)
+        table.add_row(str(score.line), *_figures(score), _printable(score.text))
     if len(scores) > _MAX_ROWS:
         table.add_row("...", *[""] * 4, f"{len(scores) - _MAX_ROWS:,} more; --output has all")
     if len(scores) > 1:
         table.add_row("all", *_figures(_sum(scores)), f"{len(scores):,} texts")
     console.print(table)
+
+
+def _printable(text: str) -> str:
+    """Escape the characters that a terminal would interpret, such as tabs and NUL."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def _sum(scores: Sequence[TextScore]) -> TextScore:

@@ -213,6 +213,30 @@ def test_a_byte_that_no_token_writes_is_an_error_and_changes_nothing(llm):
     assert found.logprob == fresh.logprob
 
 
+def test_a_failed_start_changes_nothing(llm):
+    async def read() -> genlm.ByteReader:
+        reader = await reading(llm, b"ab")
+        with pytest.raises(genlm.TokenIdError):
+            await reader.start([10**6])
+        with (
+            genlm.load_model("demo", "reference") as other,
+            pytest.raises(ValueError, match="belongs to a different model"),
+        ):
+            await reader.start(other.context([1]))
+        return reader
+
+    found, fresh = asyncio.run(read()), asyncio.run(reading(llm, b"ab"))
+    np.testing.assert_array_equal(found.probabilities(), fresh.probabilities())
+    assert found.logprob == fresh.logprob
+
+
+def test_a_reader_describes_itself(llm):
+    assert repr(genlm.ByteReader(llm, 3)) == "<ByteReader of width 3: not started>"
+    reader = asyncio.run(reading(llm, b"ab", width=3))
+    logprob = f"{reader.logprob:.4f}"
+    assert repr(reader) == f"<ByteReader of width 3: 3 hypotheses, logprob {logprob}>"
+
+
 def test_a_reader_that_was_not_started_says_so(llm):
     reader = genlm.ByteReader(llm)
     with pytest.raises(RuntimeError, match=r"await reader.start\(token_ids\)"):

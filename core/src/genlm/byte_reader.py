@@ -107,10 +107,15 @@ class ByteReader:
         """
         if not isinstance(token_ids, Context):
             token_ids = self.llm.context(token_ids)
-        self.logprob = 0.0
         await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
+        self.logprob = 0.0
 
     start_sync = blocking(start)
+
+    def __repr__(self) -> str:
+        state = f"{len(self._beam)} hypotheses, logprob {self.logprob:.4f}"
+        state = state if self._beam else "not started"
+        return f"<ByteReader of width {self.width}: {state}>"
 
     def copy(self) -> ByteReader:
         """Return an independent reader in the same state, with shared rows and trie."""

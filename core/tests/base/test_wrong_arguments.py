@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from transformers import BatchEncoding
 
 import genlm
 from genlm import AdapterError, AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
+from genlm.constraints import Automaton, Grammar
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,9 @@ def test_of_encodings(llm: AsyncLM) -> None:
         llm.next_token_logprobs_sync(encoding)
 
 
-@pytest.mark.parametrize("value", [None, 3])
+@pytest.mark.parametrize("value", [None, 3, np.array(3), torch.tensor(3)])
 def test_of_batches(llm: AsyncLM, value: Any) -> None:
-    message = rf"several sequences of token ids, such as \[\[1, 2\], \[3\]\]; found .* {value}"
+    message = rf"several sequences of token ids, such as \[\[1, 2\], \[3\]\]; found .*{value}"
     with pytest.raises(TypeError, match=message):
         llm.batch_next_token_logprobs_sync(value)
     for ask in (llm.batch_next_token_logprobs, lambda prompts: llm.batch_sample(prompts, 2)):
@@ -255,6 +256,50 @@ def test_of_nodes(value: Any) -> None:
     with pytest.raises(TypeError, match="nodes must be integers; found"):
         trie.partial_sum([1, 2], value)
     assert trie.partial_sum([1, 2], []).shape == (0,)
+
+
+TRIE = TokenCharacterTrie([b"a", b"ab"])
+NAMED: list[tuple[Callable[[], object], str]] = [
+    (lambda: TRIE.node_of(cast("Any", 3)), "found 3; a prefix is bytes or an iterable"),
+    (lambda: TRIE.path(cast("Any", None)), "found None; a prefix is bytes or an iterable"),
+    (lambda: TRIE.prefix_of(cast("Any", 0.5)), "found 0.5; a node is an integer"),
+    (lambda: genlm.Token(1, cast("Any", 3)), "byte_string=3; expected bytes"),
+    (lambda: genlm.Token(1, cast("Any", "a")), "byte_string='a'; expected bytes"),
+    (lambda: genlm.Token(cast("Any", None), b"a"), "token_id=None; expected an integer"),
+    (lambda: genlm.Token(cast("Any", 1.5), b"a"), "token_id=1.5; expected an integer"),
+    (lambda: genlm.Mask([0], cast("Any", None)), "vocab_size=None; expected an integer"),
+    (lambda: genlm.Mask([0], True), "vocab_size=True; expected an integer"),
+    (
+        lambda: genlm.Mask.from_packed(np.ones(1, np.int32), cast("Any", 32.0)),
+        "vocab_size=32.0; expected an integer",
+    ),
+    (lambda: genlm.Population.cat(cast("Any", 3)), "expected populations; found 3"),
+    (lambda: Grammar.ebnf(cast("Any", 3)), "grammar=3; expected a text"),
+    (lambda: Grammar.ebnf(cast("Any", b"root ::= 'a'")), "grammar=b.*; expected a text"),
+    (lambda: Grammar.ebnf('root ::= "a"', root=cast("Any", 1)), "root=1; expected a text"),
+    (lambda: Grammar.lark(cast("Any", ["start: /a/"])), "grammar=.*; expected a text"),
+    (
+        lambda: Automaton(np.full((1, 256), -0.5), [True]),
+        "successors has values of type float64; expected integers",
+    ),
+    (
+        lambda: Automaton(np.full((1, 256), -1), ["no"]),
+        "accepting has values of type <U2; expected integers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), NAMED)
+def test_of_objects_without_a_model(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_of_masks_and_messages_that_are_numbers(llm: AsyncLM) -> None:
+    with pytest.raises(TypeError, match="masks=3; expected 1 masks, one for each context"):
+        llm.batch_log_mass_sync([[1]], cast("Any", 3))
+    with pytest.raises(TypeError, match="encode_chat takes messages"):
+        llm.encode_chat(cast("Any", 3))
 
 
 def test_of_results() -> None:

@@ -31,6 +31,7 @@ from genlm.constraints.states import (
     member_index,
 )
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
+from genlm.core.base.arrays import host_array, signed_index
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols
@@ -64,10 +65,13 @@ class Automaton(Language):
 
     Raises:
         ValueError: A shape is wrong, or a state is out of range.
+        TypeError: `successors` or `accepting` has values that are not integers or booleans.
     """
 
     def __init__(self, successors: npt.ArrayLike, accepting: npt.ArrayLike) -> None:
-        table = ByteTable(np.array(successors, np.int64), np.array(accepting, np.bool_))
+        table = ByteTable(
+            _states(successors, "successors"), _states(accepting, "accepting").astype(bool)
+        )
         states = len(table.accepting) if table.accepting.ndim == 1 else 0
         if not states or table.successors.shape != (states, 256):
             raise ValueError(
@@ -261,3 +265,11 @@ class _AutomatonConstraint(StateConstraint):
 
     def __getitem__(self, ancestors: Any) -> _AutomatonConstraint:
         return _AutomatonConstraint(self.table, self.states[member_index(ancestors)])
+
+
+def _states(values: npt.ArrayLike, argument: str) -> Integers64:
+    """Return a copy of integers or booleans."""
+    array = host_array(values, argument)
+    if array.dtype.kind not in "biu" and array.size:
+        raise TypeError(f"{argument} has values of type {array.dtype}; expected integers")
+    return signed_index(array).astype(np.int64)

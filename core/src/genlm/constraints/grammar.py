@@ -100,8 +100,10 @@ class Grammar(Language):
 
         Raises:
             ValueError: xgrammar rejects the grammar.
+            TypeError: `grammar` or `root` is not a text.
             MissingRequirementError: xgrammar is not installed.
         """
+        _check_texts(grammar=grammar, root=root)
         return cls("xgrammar", "ebnf", grammar, {"root_rule_name": root})
 
     @classmethod
@@ -113,8 +115,10 @@ class Grammar(Language):
 
         Raises:
             ValueError: llguidance rejects the grammar.
+            TypeError: `grammar` is not a text.
             MissingRequirementError: llguidance is not installed.
         """
+        _check_texts(grammar=grammar)
         return cls("llguidance", "lark", grammar)
 
     def start(
@@ -287,3 +291,9 @@ class _GrammarConstraint(StateConstraint):
         members = np.arange(len(self.states)) if self._member_of is None else self._member_of
         states = self.states[index]
         return _GrammarConstraint(self.compiled, self.thread, self.step, states, members[index])
+
+
+def _check_texts(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name}={value!r}; expected a text")

@@ -180,7 +180,7 @@ def checked_batch(
             "a batch",
             "several sequences of token ids, such as [[1, 2], [3]]",
         )
-    if not isinstance(sequences, Iterable):
+    if not isinstance(sequences, Iterable) or getattr(sequences, "ndim", 1) == 0:
         raise TypeError(
             f"expected several sequences of token ids, such as [[1, 2], [3]]; found "
             f"{type(sequences).__name__} {_short_repr(sequences)}"
@@ -318,7 +318,7 @@ def is_integer(value: Any) -> bool:
         return False
     try:
         index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
         return False
     return True
 

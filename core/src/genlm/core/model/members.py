@@ -141,6 +141,8 @@ class Members:
             ValueError: There are no populations, or their models or adapters differ.
             TypeError: One of them is not a population.
         """
+        if not isinstance(populations, Iterable):
+            raise TypeError(f"expected populations; found {populations!r}")
         populations = list(populations)
         if not populations:
             raise ValueError("no populations; pass at least one")

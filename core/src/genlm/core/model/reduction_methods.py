@@ -345,6 +345,8 @@ class ReductionMethods:
         ndim = getattr(masks, "ndim", 2)
         if isinstance(cast("object", masks), Mask) or ndim == 1:
             raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
+        if not is_sequence_like(masks):
+            raise TypeError(f"masks={masks!r}; expected {count} masks, one for each context")
         is_packed = str(getattr(masks, "dtype", "")).endswith("int32")
         size = self.vocabulary.size
         items: list[Any] = [Mask.from_packed(row, size) if is_packed else row for row in masks]  # type: ignore[arg-type]

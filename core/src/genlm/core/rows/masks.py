@@ -11,7 +11,7 @@ import torch
 
 from genlm.core.base.arrays import host_array
 from genlm.core.base.errors import TokenTypeError
-from genlm.core.base.validation import checked_ids
+from genlm.core.base.validation import checked_ids, checked_integer
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -54,12 +54,13 @@ class Mask:
             has one dimension and may be ids or packed bits.
         TokenIdError: An id is outside the vocabulary.
         TokenTypeError: `allowed` has none of these forms, or is one integer, 0 or 1, per id.
+        TypeError: `vocab_size` is not an integer.
     """
 
     __slots__ = ("_bytes", "_hash", "vocab_size")
 
     def __init__(self, allowed: MaskLike, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size = checked_integer("vocab_size", vocab_size, 0)
         self._bytes = _pack(allowed, vocab_size).tobytes()
         self._hash = hash(self._bytes)
 
@@ -76,6 +77,7 @@ class Mask:
         Raises:
             ValueError: `words` has another shape or dtype.
         """
+        vocab_size = checked_integer("vocab_size", vocab_size, 0)
         array = host_array(words, "a mask")
         shape = (-(-vocab_size // 32),)
         if array.dtype != np.int32 or array.shape != shape:

@@ -98,10 +98,9 @@ class Navigation:
         """Return the nodes from the root along a prefix, up to the longest existing prefix.
 
         Raises:
-            TypeError: `prefix` is a `str` and the trie is over bytes.
+            TypeError: `prefix` is a `str` and the trie is over bytes, or cannot be iterated.
         """
-        if isinstance(prefix, str) and not self.symbol_objects:
-            raise TypeError(f"the symbols of this trie are bytes: pass {prefix.encode()!r}")
+        self._check_prefix(prefix)
         node: int | None = self.root
         nodes = [self.root]
         for symbol in prefix:
@@ -118,8 +117,9 @@ class Navigation:
             prefix: Bytes or an iterable of symbols.
 
         Raises:
-            TypeError: `prefix` is a `str` and the trie is over bytes.
+            TypeError: As `path`.
         """
+        self._check_prefix(prefix)
         symbols = prefix if isinstance(prefix, (bytes, str)) else list(prefix)
         nodes = self.path(symbols)
         return nodes[-1] if len(nodes) == len(symbols) + 1 else None
@@ -149,8 +149,17 @@ class Navigation:
         lo, hi = self.interval(node)
         return self.layout.order[lo:hi]
 
+    def _check_prefix(self, prefix: object) -> None:
+        if isinstance(prefix, str) and not self.symbol_objects:
+            raise TypeError(f"the symbols of this trie are bytes: pass {prefix.encode()!r}")
+        if not isinstance(prefix, Iterable):
+            raise TypeError(f"found {prefix!r}; a prefix is bytes or an iterable of symbols")
+
     def _check_node(self, node: int) -> int:
-        node = operator.index(node)
+        try:
+            node = operator.index(node)
+        except TypeError:
+            raise TypeError(f"found {node!r}; a node is an integer") from None
         if not 0 <= node < self.layout.n_nodes:
             raise IndexError(
                 f"no node {node}; the trie's nodes are 0 to {self.layout.n_nodes - 1}"

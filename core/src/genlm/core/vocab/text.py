@@ -6,7 +6,7 @@ Decoding needs no tokenizer, because a vocabulary contains the exact bytes of it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from genlm.core.base.errors import GenlmError, TokenizerError, describe_error
@@ -120,9 +120,8 @@ def encode_chat(
     **template_options: Any,
 ) -> list[int]:
     """Encode messages with the tokenizer's chat template; see `AsyncLM.encode_chat`."""
-    are_mappings = not isinstance(messages, Mapping) and all(
-        isinstance(message, Mapping) for message in messages
-    )
+    is_list = isinstance(messages, Iterable) and not isinstance(messages, Mapping)
+    are_mappings = is_list and all(isinstance(message, Mapping) for message in messages)
     if not are_mappings:
         raise TypeError(
             'encode_chat takes messages, such as [{"role": "user", "content": "Hello"}]; '

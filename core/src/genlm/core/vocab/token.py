@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from genlm.core.base.validation import is_integer
+
 __all__ = ["Token"]
 
 
@@ -28,7 +30,17 @@ class Token(bytes):
     token_id: int
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
-        """Create a token."""
+        """Create a token.
+
+        Raises:
+            TypeError: `token_id` is not an integer, or `byte_string` is not bytes.
+        """
+        if not isinstance(
+            byte_string, (bytes, bytearray, memoryview)
+        ):  # 3 is bytes(3) of Python
+            raise TypeError(f"byte_string={byte_string!r}; expected bytes")
+        if type(token_id) is not int and not is_integer(token_id):
+            raise TypeError(f"token_id={token_id!r}; expected an integer")
         # Not super(), which is slower: vocabularies have one token for each id.
         self = bytes.__new__(cls, byte_string)
         self.token_id = token_id

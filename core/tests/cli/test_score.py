@@ -192,6 +192,43 @@ def test_the_longest_text_that_the_model_scores_is_scored() -> None:
     assert result["tokens"] == 5
 
 
+def windowed_logprobs(ids: list[int], start: int, limit: int, stride: int) -> list[float]:
+    """Log-probabilities of `ids[start:]`, each from the row of its context in its window."""
+    contexts = []
+    for place in range(start, len(ids)):
+        steps = max(math.ceil((place + 1 - max(limit, start)) / stride), 0)
+        end = min(max(limit, start) + steps * stride, len(ids))
+        contexts.append(ids[max(end - limit, 0) : place])
+    with genlm.load_model("demo", "reference") as llm:
+        rows = llm.batch_next_token_logprobs_sync(contexts)
+    return [float(row[token]) for row, token in zip(rows, ids[start:], strict=True)]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5])
+def test_long_texts_are_scored_in_windows(stride: int) -> None:
+    options = "--tokens", "--stride", str(stride), "--options", '{"max_context": 5}'
+    lines = [
+        {"text": "short"},
+        {"text": "A text of many words."},
+        {"text": "cdefghijk", "prompt": "ab"},
+        {"text": "ijkl", "prompt": "a prompt of several words"},
+    ]
+    results = scores(*options, stdin="\n".join(map(json.dumps, lines)))
+    for line, result in zip(lines, results, strict=True):
+        prompt = encode(line.get("prompt", ""))
+        ids = encode(line.get("prompt", "") + line["text"])
+        expected = windowed_logprobs(ids, len(prompt), 6, stride)
+        assert result["token_ids"] == ids[len(prompt) :]
+        measured = [logprob for _, logprob in result["token_logprobs"]]
+        assert measured == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_stride_longer_than_the_context_is_an_error() -> None:
+    result = score("-", "--stride", "6", "--options", '{"max_context": 5}', stdin="a\n")
+    assert result.exit_code == 2
+    assert "the context of the model is 5" in result.output
+
+
 class Untokenized(genlm.BatchEngine):
     """Equal rows over a few tokens; no tokenizer, no token that begins a text."""
 

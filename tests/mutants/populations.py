@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 import genlm.core.model.draw_settings
-from genlm import BatchEngine
+from genlm import BatchEngine, Query
 from genlm.core.model.population import Population
 from genlm.core.queries.generations import Lineage
+from genlm.core.queries.query import GroupValues
 from genlm.core.rows.groups import Columns
 from genlm.core.rows.row_weights import RowWeights
 
 from .baselines import cached_target
+from .cached_engine import CachedEngine
 from .mutant import core_mutant, engine_mutant
 from .prefixes import EvictedMemoryReused
 
@@ -109,6 +111,38 @@ def sequences_of_the_other_population(evaluate_groups):
         )
 
     return broken
+
+
+@engine_mutant(killed_by="populations-equal-lists")
+class StatesAdvancedInPlace(CachedEngine):
+    """Changes the states of a population when each of its members is extended once."""
+
+    def evaluate_groups(self, parts):
+        states = []
+        for group, places in parts:
+            self.keep_states(group.generation)
+            states += [group.generation.state[i] for i in group.wanted[places].tolist()]
+        group, _ = parts[0]
+        queries = [Query(i, state, group.adapter) for i, state in enumerate(states)]
+        return GroupValues(self.evaluate(queries), are_logits=False)
+
+    def keep_states(self, generation):
+        """Keep the token ids of all sequences as their states."""
+        lineage, base = generation.lineage, generation.base
+        if generation.state is not None:
+            return
+        if (
+            base is not None
+            and base.state is not None
+            and lineage.parent is base.lineage
+            and np.array_equal(lineage.ancestors, np.arange(len(base.lineage)))
+            and (lineage.token_ids >= 0).all()
+        ):
+            for state, token_id in zip(base.state, lineage.token_ids.tolist(), strict=True):
+                state.append(token_id)
+            generation.keep(base.state)
+        else:
+            generation.keep([list(lineage.sequence(i).token_ids) for i in range(len(lineage))])
 
 
 @engine_mutant(killed_by="tight-budgets-change-no-population")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm import Capability, OutputCache, Population
+from genlm import AsyncLM, Capability, OutputCache, Population
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
@@ -58,6 +58,22 @@ def _resample_and_extend(
     return population.extend(ids if width > 1 else ids[:, 0]), members
 
 
+def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: TokenTuple) -> None:
+    """Compare populations again after each of their members was extended by a token.
+
+    An engine may then have changed the state of the members instead of a copy.
+    """
+    ids = (list(fixture.token_ids) * MEMBERS)[:MEMBERS]
+    parent = lm.population(prompt, MEMBERS).extend(ids)
+    members: list[TokenTuple] = [(*prompt, last) for last in ids]
+    first, second = (
+        (parent.extend(new), [(*m, last) for m, last in zip(members, new, strict=True)])
+        for new in (ids, ids[::-1])
+    )
+    for population, expected in ((parent, members), first, (parent, members), second, first):
+        _check_population(fixture, population, expected, how="after other extensions")
+
+
 @engine_check()
 def populations_equal_lists(fixture: EngineFixture) -> None:
     """Members that are copied and extended as arrays have the rows of their sequences."""
@@ -77,6 +93,7 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
     first = fixture.some_sequences(1)[0][: max(1, fixture.max_length - 2 * STEPS)]
     for seed in range(4):
         holds(first, seed)
+    _check_earlier_populations(fixture, lm, first)
     fixture.for_all(
         holds,
         examples=max(3, fixture.profile.max_examples // 4),

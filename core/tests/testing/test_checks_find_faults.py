@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripted_target import CertifiedEngine, scripted_target
+from scripted import oracle_row
+from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
+
+from genlm import Query
+from genlm.testing.diagnosis import diagnose_row
+from genlm.testing.report import describe
 
 from .conftest import RunCheck
 
@@ -20,6 +25,76 @@ def test_a_wrong_row_is_reported_with_the_smallest_example(run_check: RunCheck) 
     assert outcome.expected.startswith("the row of (")
     assert "instead of" in outcome.found
     assert len(eval(outcome.example["batch"])) == 2
+
+
+class Sorted(CertifiedEngine):
+    def evaluate(self, queries):
+        return super().evaluate(sorted(queries, key=len))
+
+
+class OtherAdapter(CertifiedEngine):
+    def evaluate(self, queries):
+        names = {"red": "blue", "blue": "red", None: None}
+        return super().evaluate(
+            [Query(q.query_id, q.token_ids, names[q.adapter]) for q in queries]
+        )
+
+
+class WithoutTheLast(CertifiedEngine):
+    def evaluate(self, queries):
+        return super().evaluate([Query(q.query_id, q.token_ids[:-1] or (0,)) for q in queries])
+
+
+class LastFourOnly(CertifiedEngine):
+    def evaluate(self, queries):
+        return super().evaluate([Query(q.query_id, q.token_ids[-4:]) for q in queries])
+
+
+class Shifted(CertifiedEngine):
+    def evaluate(self, queries):
+        return super().evaluate(queries) + 5e-4
+
+
+@pytest.mark.parametrize(
+    ("engine", "check_id", "hint"),
+    [
+        (Sorted, "batch-equals-map", "another sequence of the same example"),
+        (WithoutTheLast, "rows-are-right", "without the last token"),
+        (LastFourOnly, "rows-are-right", "without the first "),
+        (OtherAdapter, "adapters-answer-as-themselves", "as another adapter computes it"),
+        (Shifted, "rows-are-right", "every log-probability is off by 0.0005"),
+    ],
+)
+def test_a_row_of_other_ids_is_recognised(
+    run_check: RunCheck, engine: type[CertifiedEngine], check_id: str, hint: str
+) -> None:
+    outcome = run_check(check_id, scripted_target(build=engine))
+    assert outcome.status == "failed"
+    assert hint in outcome.hint
+    assert f"  hint      {outcome.hint}" in describe(outcome)
+
+
+def test_a_row_after_the_state_of_other_ids_is_recognised() -> None:
+    hint = diagnose_row(
+        oracle_row((4, 5, 3), None, VOCAB_SIZE),
+        (1, 2, 3),
+        None,
+        others=[(4, 5), (1, 2, 3)],
+        adapters=(),
+        oracle=lambda ids, adapter: oracle_row(ids, adapter, VOCAB_SIZE).double(),
+        limit=1e-4,
+    )
+    assert hint == "it is the row of (4, 5, 3), the last token after the state of other tokens"
+
+
+def test_a_row_of_no_other_ids_has_no_hint(run_check: RunCheck) -> None:
+    class Mixed(CertifiedEngine):
+        def evaluate(self, queries):
+            rows = super().evaluate(queries)
+            return rows.roll(1, -1)
+
+    outcome = run_check("rows-are-right", scripted_target(build=Mixed))
+    assert (outcome.status, outcome.hint) == ("failed", "")
 
 
 def test_a_check_that_raises_is_reported_with_its_traceback(run_check: RunCheck) -> None:

@@ -100,13 +100,22 @@ class CheckFailure(AssertionError):
         expected: Description of the required result.
         found: Description of the actual result.
         example: The values of the failing example, by name.
+        diagnose: Function that returns a hint at the cause, or an empty string. It is called
+            once, for the smallest example.
     """
 
-    def __init__(self, expected: str, found: str, example: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        expected: str,
+        found: str,
+        example: dict[str, Any],
+        diagnose: Callable[[], str] = str,
+    ) -> None:
         super().__init__(expected, found, example)
         self.expected = expected
         self.found = found
         self.example = example
+        self.diagnose = diagnose
 
     def __str__(self) -> str:
         lines = [f"expected {self.expected}", f"found    {self.found}"]

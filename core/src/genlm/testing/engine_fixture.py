@@ -14,8 +14,10 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, Context, OutputCache
+from genlm.plugin import describe_error
 from genlm.testing.check import CheckFailure, CheckTimeout, expect
 from genlm.testing.comparison import entry_differences, largest_difference
+from genlm.testing.diagnosis import diagnose_row
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
@@ -28,6 +30,8 @@ T = TypeVar("T")
 
 def describe_difference(row: Any, expected: torch.Tensor) -> str:
     """Describe where a row differs most from the expected row."""
+    if isinstance(row, BaseException):
+        return describe_error(row)
     if not isinstance(row, torch.Tensor):
         return f"a {type(row).__name__}"
     if row.shape != expected.shape:
@@ -181,9 +185,20 @@ class EngineFixture(Fixture):
         token_ids: Sequence[int],
         adapter: str | None = None,
         /,
+        *,
+        others: Sequence[Sequence[int]] = (),
         **example: Any,
     ) -> None:
-        """Raise `CheckFailure` unless `row` is the expected row of a sequence."""
+        """Raise `CheckFailure` unless `row` is the expected row of a sequence.
+
+        Args:
+            row: The row, or the error of the request.
+            token_ids: The sequence.
+            adapter: Name of the adapter, None for the base model.
+            others: Sequences that were requested before or at the same time, whose rows a wrong
+                row is compared with.
+            **example: Reported with the failure.
+        """
         expected = self.expected(token_ids, adapter)
         limit = self.target.largest_error
         if isinstance(row, torch.Tensor):
@@ -197,6 +212,26 @@ class EngineFixture(Fixture):
             f"{subject}, every log-probability within {limit:g}",
             describe_difference(row, expected),
             example,
+            functools.partial(self._diagnose, row, tuple(token_ids), adapter, others),
+        )
+
+    def _diagnose(
+        self,
+        row: Any,
+        token_ids: TokenTuple,
+        adapter: str | None,
+        others: Sequence[Sequence[int]],
+    ) -> str:
+        if self.target.oracle is None or not isinstance(row, torch.Tensor):
+            return ""
+        return diagnose_row(
+            row,
+            token_ids,
+            adapter,
+            others=list(dict.fromkeys(map(tuple, others))),
+            adapters=self.target.adapters,
+            oracle=self._expected,
+            limit=self.target.largest_error,
         )
 
     def check_rows(
@@ -211,7 +246,9 @@ class EngineFixture(Fixture):
         count = len(token_sequences)
         expect(len(rows) == count, f"{count} rows", len(rows), **example)
         for position, (row, token_ids) in enumerate(zip(rows, token_sequences, strict=True)):
-            self.check_row(row, token_ids, adapter, position=position, **example)
+            self.check_row(
+                row, token_ids, adapter, others=token_sequences, position=position, **example
+            )
 
     def check_request(
         self,

@@ -35,6 +35,7 @@ class Outcome:
         expected: Description of the required result, if the property was violated.
         found: Description of the actual result.
         example: The smallest failing example: `repr` of each value, by name.
+        hint: Probable cause of the failure, if it is known.
         details: Hypothesis' notes and the traceback, if the failure was not a `CheckFailure`.
         cases: Number of occurrences of each case that the check must cover.
         devices: Devices of the rows that were checked.
@@ -48,6 +49,7 @@ class Outcome:
     expected: str = ""
     found: str = ""
     example: dict[str, str] = field(default_factory=dict)
+    hint: str = ""
     details: str = ""
     cases: dict[str, int] = field(default_factory=dict)
     devices: tuple[str, ...] = ()

@@ -15,11 +15,6 @@ from genlm.testing.run import Run
 
 __all__ = ["Report", "one_line"]
 
-_SUM_FAILURE = "a row that is not a distribution: a sum of"
-_LOGITS_HINT = (
-    "if the model gives logits, return genlm.plugin.rows_from_logits(logits, self.vocabulary)"
-)
-
 _LIBRARIES = ("torch", "numpy", "hypothesis")
 
 
@@ -71,8 +66,6 @@ class Report:
             yield from ("", *describe(first))
             if similar:
                 yield f"  likewise  {', '.join(outcome.id for outcome in similar)}"
-            if _SUM_FAILURE in first.found:
-                yield f"  hint      {_LOGITS_HINT}"
         environment, settings = _environment(self.run), self.run.settings
         versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items())
         yield ""
@@ -121,6 +114,8 @@ def describe(outcome: Outcome) -> list[str]:
     if outcome.expected:
         lines.append(f"  expected  {outcome.expected}")
         lines.append(f"  found     {outcome.found}")
+    if outcome.hint:
+        lines.append(f"  hint      {outcome.hint}")
     lines += [f"  with      {name} = {value}" for name, value in outcome.example.items()]
     lines += [f"    {line}" for line in outcome.details.splitlines()]
     return lines

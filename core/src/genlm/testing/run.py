@@ -41,6 +41,11 @@ __all__ = [
 _MAX_FRAMES = 3  # of the exception and of each of its causes
 _MAX_NAMES = 3
 
+_SUM_FAILURE = "a row that is not a distribution: a sum of"
+_LOGITS_HINT = (
+    "if the model gives logits, return genlm.plugin.rows_from_logits(logits, self.vocabulary)"
+)
+
 MODEL_TIMEOUT_S = 600.0
 """Time limit for loading a user's model, and for each request to it."""
 
@@ -223,14 +228,21 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     error = _cause(error)
     if isinstance(error, CheckFailure):
         example = {name: repr(value) for name, value in error.example.items()}
-        return {"expected": error.expected, "found": error.found, "example": example}
+        return {
+            "expected": error.expected,
+            "found": error.found,
+            "example": example,
+            "hint": error.diagnose(),
+        }
     if isinstance(error, CheckTimeout):
         return {"expected": "every request to end", "found": str(error)}
     notes = "\n".join(getattr(error, "__notes__", ()))
     frames = traceback.format_exception(error, limit=-_MAX_FRAMES)
+    found = describe_error(error)
     return {
         "expected": "no exception",
-        "found": describe_error(error),
+        "found": found,
+        "hint": _LOGITS_HINT if _SUM_FAILURE in found else "",
         "details": "\n".join(filter(None, [notes, "".join(frames)])),
     }
 

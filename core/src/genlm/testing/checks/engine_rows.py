@@ -59,7 +59,7 @@ def rows_are_right(fixture: EngineFixture) -> None:
 
     (sequence,) = fixture.some_sequences(1)
     longest = (sequence * fixture.max_length)[: fixture.max_length]
-    for token_ids in (sequence[:1], longest):
+    for token_ids in (sequence[:2], sequence[:1], longest):
         holds(token_ids)
     fixture.for_all(holds, token_ids=fixture.sequences())
 

@@ -105,6 +105,8 @@ def test_results_are_the_callers_own(trie) -> None:
         (np.zeros(3, complex), "found values of type complex128"),
         (torch.zeros(3, dtype=torch.complex64), "found values of type complex64"),
         ([[1.0], [2.0, 3.0], [4.0]], "an array of real numbers"),
+        (torch.zeros(3, device="meta"), "dense tensor; found a tensor on the device meta"),
+        (torch.ones(3).to_sparse(), "dense tensor; found a tensor of layout torch.sparse_coo"),
     ],
 )
 def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
@@ -125,6 +127,7 @@ def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
             r"rows of shape \(3,\); found shape \(2,\) at position 1",
         ),
         (np.zeros((0, 2)), r"found shape \(0, 2\)"),
+        ([torch.zeros(3, device="meta")] * 2, "found a tensor on the device meta"),
     ],
 )
 def test_batches_that_do_not_fit_are_described(trie, ws, message) -> None:

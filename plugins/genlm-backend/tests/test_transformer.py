@@ -237,6 +237,17 @@ def test_keys_and_values_from_elsewhere_are_refused(llm):
     asyncio.run(main())
 
 
+def test_a_query_without_a_future_is_refused_and_others_are_answered(llm):
+    async def main():
+        future = asyncio.get_running_loop().create_future()
+        llm.add_query(RED, future, None)
+        with pytest.raises(TypeError, match="future=None; expected a future"):
+            llm.add_query(BLUE, None, None)
+        return await future
+
+    assert asyncio.run(main()).shape == (len(RED), SIZE)
+
+
 def test_a_published_query_pads_as_published():
     class Past:
         class Layer:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.arrays import unreadable_tensor
 from genlm.core.base.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -68,8 +69,13 @@ def numpy_rows(
     """Convert rows, or only some of their columns, to numpy on the host.
 
     float64 and integers become float64; float32, bfloat16 and float16 become float32.
+
+    Raises:
+        WeightsError: The rows are a tensor without dense values.
     """
     if _is_tensor(rows):
+        if problem := unreadable_tensor(rows):
+            raise WeightsError("an array or a dense tensor", problem)
         if columns is not None:
             import torch
 

@@ -227,7 +227,10 @@ class AsyncTransformer(ServedLM):
 
         Raises:
             ValueError: `past` is not None.
+            TypeError: `future` is not a future of asyncio.
         """
+        if not asyncio.isfuture(future):
+            raise TypeError(f"future={future!r}; expected a future, as of loop.create_future()")
         if past is not None:
             raise ValueError(
                 "past is not None, and external keys and values cannot be used; pass the whole "

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
+from genlm.core.engine.group_engine import MemberColumns
 from genlm.core.rows import joined_groups
 from genlm.core.rows.group_reductions import DrawColumns, TopColumns
 from genlm.core.rows.row_masks import RowMasks
@@ -141,6 +142,52 @@ def test_draws_of_groups_equal_those_of_each_alone(data: st.DataObject) -> None:
             torch.testing.assert_close(column, expected, atol=1e-6, rtol=0)
 
 
+def divided(query: GroupQuery) -> list[tuple[torch.Tensor, MemberColumns]]:
+    """The row of each sequence of a group, and the reduction of its members."""
+    rows = Joint(SIZE).logits(query, np.arange(len(query.wanted))).log_softmax(1)
+    members = [np.flatnonzero(query.row_of == place) for place in range(len(rows))]
+    requests = [MemberColumns(query.reduction, each) for each in members]
+    return list(zip(rows, requests, strict=True))
+
+
+@given(st.data())
+def test_draws_of_groups_that_are_divided_equal_those_of_each_alone(
+    data: st.DataObject,
+) -> None:
+    count = data.draw(st.integers(1, 5))
+    parts = [divided(data.draw(draws(query_id))) for query_id in range(count)]
+    parts.append(divided(group(count, [0, 1, 1], TopColumns(2))))
+    order = data.draw(st.permutations([pair for part in parts for pair in part]))
+    rows, requests = zip(*order, strict=True)
+    found = dict(zip(requests, MemberColumns.compute(torch.stack(rows), requests), strict=True))
+    for part in parts:
+        rows, requests = zip(*part, strict=True)
+        alone = MemberColumns.compute(torch.stack(rows), requests)
+        for request, expected in zip(requests, alone, strict=True):
+            columns = found[request]
+            assert torch.equal(columns[0], expected[0]) or columns[0].is_floating_point()
+            for column, other in zip(columns, expected, strict=True):
+                torch.testing.assert_close(column, other, atol=1e-6, rtol=0)
+
+
+def test_draws_of_groups_that_are_divided_are_computed_as_those_of_one_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    original = DrawColumns.compute
+
+    def recorded(self: Any, rows: torch.Tensor, row_of: Any, members: Any) -> Any:
+        sizes.append(len(members))
+        return original(self, rows, row_of, members)
+
+    monkeypatch.setattr(DrawColumns, "compute", recorded)
+    queries = [plain(i, temperature=1 - 0.5 * (i % 2)) for i in range(8)]
+    parts = [pair for query in queries for pair in divided(query)]
+    rows, requests = zip(*parts, strict=True)
+    MemberColumns.compute(torch.stack(rows), requests)
+    assert sizes == [12, 12]  # with and without a temperature
+
+
 def plain(query_id: int, masks: Any = None, count: int = 3, **options: Any) -> GroupQuery:
     weights = RowWeights((count, SIZE), masks, **options)
     numbers = np.random.default_rng(query_id).random(count)
@@ -172,6 +219,17 @@ def test_one_mask_of_all_groups_is_stored_once() -> None:
     assert factors.bool().tolist() == [mask.tolist()] * 6 + [(~mask).tolist()]
     same = RowMasks.joined(batches)
     assert same.factors(0, 6, torch.device("cpu")).shape == (1, SIZE)
+
+
+def test_bitmasks_of_words_are_joined_with_those_of_bytes() -> None:
+    words = np.array([[0b101, 1 << 7], [3, 0]], np.int32)  # tokens 0, 2 and 39; 0 and 1
+    joined = RowMasks.joined([RowMasks([[7, 39]], 2, SIZE), RowMasks(words, 2, SIZE)])
+    assert joined.bits(torch.device("cpu"))[2]  # packed
+    factors = joined.factors(0, 4, torch.device("cpu"))
+    assert [row.nonzero()[:, 0].tolist() for row in factors] == [[7, 39]] * 2 + [
+        [0, 2, 39],
+        [0, 1],
+    ]
 
 
 def test_only_masks_in_use_are_joined() -> None:

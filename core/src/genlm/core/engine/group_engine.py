@@ -37,6 +37,7 @@ from genlm.core.queries.query import (
 )
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.groups import GroupWork, compute_columns
+from genlm.core.rows.joined_groups import divide_reductions, joined_reduction
 from genlm.core.rows.logits import invalid_rows, moved
 from genlm.core.rows.outputs import reduce_rows
 
@@ -69,19 +70,28 @@ class MemberColumns(Reduction):
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[MemberColumns]) -> Sequence[Any]:
-        """Reduce all rows of a group at once."""
+        """Reduce all rows of a group at once, and the draws of several groups as one."""
         results: list[Any] = [None] * len(requests)
         groups: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(id(request.reduction), []).append(place)
-        for places in groups.values():
+        group_places = list(groups.values())
+        reductions = [requests[places[0]].reduction for places in group_places]
+        for indices in divide_reductions(reductions):
+            reduction, begins = joined_reduction([reductions[index] for index in indices])
+            places = [place for index in indices for place in group_places[index]]
+            members = np.concatenate(
+                [
+                    requests[place].members + begin
+                    for index, begin in zip(indices, begins, strict=True)
+                    for place in group_places[index]
+                ]
+            )
             counts = [len(requests[place].members) for place in places]
             row_of = np.repeat(np.arange(len(places)), counts)
-            members = np.concatenate([requests[place].members for place in places])
             group_rows = rows
-            if len(places) < len(rows):
+            if places != list(range(len(rows))):
                 group_rows = rows[moved(torch.tensor(places), rows.device)]
-            reduction = requests[places[0]].reduction
             columns = compute_columns(reduction, group_rows, row_of, members)
             assert columns is not None  # noqa: S101 - these are rows
             if not reduction.stays_on_device:

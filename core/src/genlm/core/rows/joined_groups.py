@@ -13,22 +13,42 @@ from typing import cast
 import numpy as np
 import torch
 
-from genlm.core.queries.query import GroupValues
+from genlm.core.queries.query import GroupReduction, GroupValues
 from genlm.core.rows.group_reductions import DrawColumns
 from genlm.core.rows.groups import GroupWork
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["divide_groups", "reduce_groups"]
+__all__ = ["divide_groups", "divide_reductions", "joined_reduction", "reduce_groups"]
+
+
+def divide_reductions(reductions: Sequence[GroupReduction]) -> list[list[int]]:
+    """Divide the indices of reductions into sets for `joined_reduction`."""
+    by_key: dict[Hashable, list[int]] = {}
+    for index, reduction in enumerate(reductions):
+        key = reduction.joining_key if isinstance(reduction, DrawColumns) else None
+        by_key.setdefault(("alone", index) if key is None else key, []).append(index)
+    return list(by_key.values())
+
+
+def joined_reduction(
+    reductions: Sequence[GroupReduction],
+) -> tuple[GroupReduction, list[int]]:
+    """Return one reduction for the members of several groups, and the first member of each.
+
+    Args:
+        reductions: A set of `divide_reductions`.
+    """
+    if len(reductions) == 1:
+        return reductions[0], [0]
+    draws = [cast("DrawColumns", reduction) for reduction in reductions]
+    ends = np.cumsum([each.weights.count for each in draws]).tolist()
+    return DrawColumns.joined(draws), [0, *ends[:-1]]
 
 
 def divide_groups(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
     """Divide groups into sets whose reductions `reduce_groups` computes together."""
-    by_key: dict[Hashable, list[GroupWork]] = {}
-    for work in works:
-        reduction = work.query.reduction
-        key = reduction.joining_key if isinstance(reduction, DrawColumns) else None
-        by_key.setdefault(work if key is None else key, []).append(work)
-    return list(by_key.values())
+    sets = divide_reductions([work.query.reduction for work in works])
+    return [[works[index] for index in indices] for indices in sets]
 
 
 def reduce_groups(
@@ -76,9 +96,7 @@ def _reduce_joined(
             queries[0],
             wanted=np.arange(ends[-1]),
             row_of=np.concatenate(row_of),
-            reduction=DrawColumns.joined(
-                [cast("DrawColumns", query.reduction) for query in queries]
-            ),
+            reduction=joined_reduction([query.reduction for query in queries])[0],
         ),
         vocabulary,
     )

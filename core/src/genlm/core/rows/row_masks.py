@@ -259,6 +259,7 @@ def _joined_table(
         places: Places in each table; other masks of the table are left out.
     """
     is_packed, device = all(table.is_packed for table in tables), tables[0].rows.device
+    width = -(-tables[0].size // 8) if is_packed else None  # bitmasks of int32 have more bytes
     parts: list[_MaskTable] = []
     joined_places: list[torch.Tensor] = []
     begins: dict[object, int] = {}
@@ -275,7 +276,10 @@ def _joined_table(
             parts.append(table)
             end += len(table.rows)
         joined_places.append(index + begins[key])
-    rows = [(part.rows if is_packed else part.unpacked(part.rows)).to(device) for part in parts]
+    rows = [
+        (part.rows[:, :width] if is_packed else part.unpacked(part.rows)).to(device)
+        for part in parts
+    ]
     free = [
         torch.zeros(len(part.rows), dtype=torch.bool)
         if part.unrestricted is None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from scripted_target import CertifiedEngine, scripted_target
 from typer.testing import CliRunner
 
-from genlm import ModelLoadError
+from genlm import Capability, ModelLoadError
 from genlm.cli import app
 from genlm.testing import FULL, Outcome, all_checks
 
@@ -74,6 +75,21 @@ def test_a_whole_run_with_a_check_skipped_does_not_certify(check, suite_of_three
     assert result.exit_code == 0, result.output
     assert "texts-are-encoded-and-decoded[scripted]: the target names no texts" in result.output
     assert "certified" not in result.output
+
+
+def test_a_listed_capability_that_no_engine_declares_does_not_certify(check, monkeypatch):
+    class WithoutAdapters(CertifiedEngine):
+        capabilities = frozenset()
+        capability_hints: ClassVar = {Capability.LORA: "pass enable_lora=True"}
+
+    ids = ("rows-are-right", "adapters-mix-in-a-batch")
+    two = [check for check in all_checks("engine") if check.id in ids]
+    monkeypatch.setattr("genlm.testing.run.all_checks", lambda _kind: two)
+    result = check(build=WithoutAdapters)
+    assert result.exit_code == 0, result.output
+    assert "[scripted]: lora is not declared: pass enable_lora=True" in result.output
+    assert "not certified: the BackendSpec lists lora, which no target's" in result.output
+    assert "is certified" in check().output
 
 
 def test_the_seed_and_the_profile_reach_the_check(check, monkeypatch):

@@ -40,9 +40,21 @@ class Report:
         """Whether every applicable check of all targets of the backend ran and passed."""
         settings = self.run.settings
         is_complete = not settings.only and not settings.models and settings.model is None
-        return is_complete and all(
-            o.status in {"passed", "not applicable"} for o in self.outcomes
+        return (
+            is_complete
+            and not self.untested
+            and all(o.status in {"passed", "not applicable"} for o in self.outcomes)
         )
+
+    @property
+    def untested(self) -> list[str]:
+        """Capabilities that the backend's spec lists and no engine of its targets declares."""
+        needed = [
+            (case.check.needs, o.status) for case, o in zip(self.run.cases, self.outcomes)
+        ]
+        tested = {needs for needs, status in needed if status != "not applicable"}
+        skipped = {needs for needs, _ in needed} - tested
+        return [name for name in self.run.info.capabilities if name in skipped]
 
     def as_json(self) -> dict[str, Any]:
         """The whole report as plain values."""
@@ -87,6 +99,11 @@ class Report:
             return f"{len(self.failures)} failed"
         if self.certified:
             return f"{self.run.settings.backend} is certified"
+        if self.untested:
+            return (
+                f"not certified: the BackendSpec lists {', '.join(self.untested)}, which no "
+                f"target's engine declares"
+            )
         return "no failures; only a complete run that passes every check certifies"
 
 

@@ -206,7 +206,8 @@ def _require_applicable(check: Check, fixture: EngineFixture | TrieFixture) -> N
     if isinstance(fixture, TrieFixture):
         return
     if check.needs is not None and check.needs not in fixture.lm.capabilities:
-        raise NotApplicable(f"{check.needs} is not declared")
+        hint = getattr(fixture.lm.engine, "capability_hints", {}).get(check.needs)
+        raise NotApplicable(f"{check.needs} is not declared" + (f": {hint}" if hint else ""))
     if fixture.target.oracle is None:
         if check.oracle:
             raise Skipped("needs an oracle, and the target has none")

@@ -183,7 +183,8 @@ def test_a_spec_without_an_entry_point_is_listed_with_the_way_to_declare_it(core
     )
     two = {info.name: info for info in genlm.list_backends()}["two"]
     assert (two.status, two.kind, two.provider) == ("broken", "trie", "genlm-two:two")
-    assert "no entry point is named 'two'" in two.reason
+    assert "no entry point is named 'two': add two = " in two.reason
+    assert "install it again" in two.reason
     with pytest.raises(genlm.UnknownBackendError, match="no entry point is named 'two'"):
         genlm.get_trie("two")
 

@@ -106,7 +106,7 @@ def _print(info: BackendInfo, console: Console) -> None:
     console.print(facts)
     if info.status not in _UNUSABLE:
         console.print()
-        console.print(_options(options_of(info.target)))
+        console.print(_options(options_of(info.target), info.target))
 
 
 def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
@@ -125,9 +125,11 @@ def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
         yield "certify", f"genlm check {name}"
 
 
-def _options(options: list[Option] | None) -> Table | str:
+def _options(options: list[Option] | None, target: str) -> Table | str:
+    if options is None:
+        return f"Its options are unknown: no __init__ of {target} was found in the source."
     if not options:
-        return "It takes no options." if options is not None else "Its options are unknown."
+        return "It takes no options."
     table = borderless_table("option", "default", no_wrap=True)
     table.add_column("meaning", overflow="fold")
     for option in options:

@@ -171,7 +171,12 @@ class Registry:
             if spec.name == plugin.name:
                 yield _info_of_spec(plugin, spec)
             elif all(other.id != provider for other in self.plugins):
-                reason = f"{plugin.id} yields it, but no entry point is named {spec.name!r}"
+                module = plugin.entry_point.value
+                reason = (
+                    f"{plugin.id} yields it, but no entry point is named {spec.name!r}: add "
+                    f'{spec.name} = "{module}" to [project.entry-points.genlm] in its '
+                    f"pyproject.toml, and install it again"
+                )
                 identity = {"name": spec.name, "kind": spec.kind, "provider": provider}
                 yield _info(plugin, "broken", reason, **identity)
 

@@ -16,8 +16,9 @@ T = TypeVar("T")
 class AdapterTable(abc.ABC, Generic[T]):
     """The loaded adapters of an engine, by name.
 
-    Subclasses implement `_load`, and `_unload` if resources must be freed; this class handles
-    names and their errors.
+    Subclasses implement `_load(name, path)`, which returns an object for the adapter in the
+    `Path`, or raises `AdapterError` and changes nothing, and, if resources must be freed,
+    `_unload(name, adapter)`. This class handles names and their errors.
 
     Attributes:
         loaded: Results of `_load` by adapter name, oldest first.

@@ -173,6 +173,18 @@ def test_a_tokenizer_with_nothing_but_encode_suffices() -> None:
     assert encode(of_bytes(returns_ids), "hi") == [7]
 
 
+def test_the_continuation_of_a_text_is_encoded_once() -> None:
+    calls = []
+
+    def encode_bytes(text: str, add_special_tokens: bool = True) -> list[int]:
+        calls.append(add_special_tokens)
+        return [*text.encode()]
+
+    vocabulary = of_bytes(SimpleNamespace(encode=encode_bytes))
+    assert encode(vocabulary, "hi", begin=False) == [104, 105]
+    assert calls == [False]
+
+
 def test_special_ids_outside_the_vocabulary_are_ignored() -> None:
     tokenizer = SimpleNamespace(bos_token_id=300, eos_token_id=None, all_special_ids=[1])
     vocabulary = of_bytes(tokenizer)

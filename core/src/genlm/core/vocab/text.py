@@ -53,8 +53,11 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
             f"'replace') joins pairs and replaces others"
         ) from error
     method = _method(vocabulary, "encode")
+    has_option = _takes(method, "add_special_tokens")
+    if has_option and not begin:
+        return _ids(vocabulary, method(text, add_special_tokens=False), "encode")
     ids = _ids(vocabulary, method(text), "encode")
-    if _takes(method, "add_special_tokens"):
+    if has_option:
         without_special = _ids(vocabulary, method(text, add_special_tokens=False), "encode")
     else:
         without_special = ids[1:] if ids[:1] == [vocabulary.bos_token_id] else ids

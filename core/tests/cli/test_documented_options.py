@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from pathlib import Path
@@ -105,3 +106,10 @@ def test_every_option_of_an_engine_is_listed_with_its_meaning(info: Any) -> None
     parameters = list(inspect.signature(get_backend(info.name)).parameters)
     assert [option.name for option in options] == parameters[1:]
     assert all(option.meaning for option in options)
+
+
+@pytest.mark.parametrize("info", list_backends("engine"), ids=lambda info: info.name)
+def test_defaults_of_engines_are_values_and_not_names(info: Any) -> None:
+    for option in options_of(info.target) or ():
+        if option.default:
+            ast.literal_eval(option.default)

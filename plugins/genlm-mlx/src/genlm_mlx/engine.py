@@ -20,7 +20,6 @@ from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_mlx.adapters import Adapters
 from genlm_mlx.corrections import correct
 from genlm_mlx.execution_paths import (
-    DEFAULT_TOKENS_PER_BATCH,
     PATHS,
     choose_execution_path,
 )
@@ -50,7 +49,7 @@ class MLXEngine(PrefixEngine):
             `model_config` or `revision`.
         trust_remote_code: Whether code that comes with the model may be run.
         max_tokens_per_batch: Maximum number of new positions, padding included, in one forward
-            pass. Longer contexts take several passes.
+            pass. The default is 2048. Longer contexts take several passes.
         kv_budget_bytes: Maximum memory for cached keys and values. The default is a quarter of
             the free memory. Memory is allocated when it is needed.
         max_context: Maximum number of tokens of a context, if less than that of the model. Some
@@ -79,7 +78,7 @@ class MLXEngine(PrefixEngine):
         dtype: str | None = None,
         mlx_opts: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
-        max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
+        max_tokens_per_batch: int | None = None,
         kv_budget_bytes: int | None = None,
         max_context: int | None = None,
         execution_path: str | None = None,
@@ -109,7 +108,7 @@ class MLXEngine(PrefixEngine):
         tokenizer: Any,
         config: Mapping[str, Any] | None = None,
         *,
-        max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
+        max_tokens_per_batch: int | None = None,
         kv_budget_bytes: int | None = None,
         max_context: int | None = None,
         execution_path: str | None = None,

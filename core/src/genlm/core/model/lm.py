@@ -73,6 +73,16 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
         max_batch_size: Maximum number of concurrent queries, None for no limit.
         max_pending: Maximum number of accepted queries; further requests wait.
 
+    Attributes:
+        name: Engine name.
+        model_name: Name or path that `load_model` got, or the class of a model object; None if
+            the model was created otherwise.
+        vocabulary: The tokens with their exact bytes, and the special ids, such as
+            `vocabulary.eos_token_id`.
+        max_context: Maximum number of tokens of a sequence whose next token is requested, None
+            for no limit.
+        capabilities: Optional abilities of the engine, such as `Capability.LORA`.
+
     Raises:
         TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not return an
             engine, or a limit is not a number.

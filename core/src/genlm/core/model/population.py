@@ -61,12 +61,12 @@ class Population(MemberReductions):
     not depend on the lengths of the sequences. Equal members are computed once. The engine's
     state of a population, such as keys and values, is freed when no population refers to it.
 
-        pop = llm.population(prompt, 1000)
+        pop, log_weights = llm.population(prompt, 1000), np.zeros(1000)
         for _ in range(steps):
             drawn = await pop.draw(masks, seed=seed)
-            log_weights += drawn.log_mass.numpy()
-            pop = pop.extend(drawn.token_ids)
-            pop = pop[genlm.smc.systematic_resampling(log_weights, rng.random())]
+            log_weights = log_weights + drawn.log_mass.numpy()
+            ancestors, log_weights = genlm.smc.resampled(log_weights, rng.random())
+            pop = pop.extend(drawn.token_ids)[ancestors]
 
     Every coroutine method is one request for all members, and has a blocking twin, such as
     `draw_sync` for `draw`. If members fail, the method raises one `PopulationError` that lists

@@ -289,6 +289,13 @@ def test_a_coroutine_function_is_refused(llm):
         drawn(llm, Python(accepts), 3, seed=0)
 
 
+@pytest.mark.parametrize("result", [np.ones(2), torch.ones(2)])
+def test_a_result_that_is_neither_true_nor_false_is_refused(llm, result):
+    message = f"returned {type(result).__name__}, which is neither true nor false"
+    with pytest.raises(TypeError, match=message):
+        drawn(llm, Python(lambda _: result), 3, seed=0)
+
+
 def test_a_finished_language_around_it_ends_or_kills(llm):
     """Without an end of text, where the automaton is over."""
     with genlm.AsyncLM(lambda: SmallEngine(tokenizer=None)) as endless:

@@ -90,7 +90,7 @@ class Python(Language):
 
     Raises:
         TypeError: `prefix` or `complete` is not callable. A draw raises it for a coroutine
-            function.
+            function, and for results that are neither true nor false, such as arrays.
         ValueError: `extra_draws` is below 1.
     """
 
@@ -138,7 +138,13 @@ class Python(Language):
                 f"{function!r} is a coroutine function; expected a function that returns "
                 f"whether it accepts bytes. It may call methods of models such as score_sync"
             )
-        return bool(result)
+        try:
+            return bool(result)
+        except (ValueError, RuntimeError) as error:  # an array or a tensor
+            raise TypeError(
+                f"{function!r} returned {type(result).__name__}, which is neither true nor "
+                f"false ({error}); expected a function that returns whether it accepts bytes"
+            ) from error
 
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None

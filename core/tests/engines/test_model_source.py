@@ -58,6 +58,13 @@ def test_the_demo_model_is_a_folder_in_the_package_of_genlm_hf(
         model_source("demo")
 
 
+def test_a_text_in_place_of_a_name_is_refused() -> None:
+    text = "Once upon a time " * 1000
+    with pytest.raises(ModelLoadError, match=r"folder 'Once .*\.\.\.'; there is no") as caught:
+        model_source(text)
+    assert len(str(caught.value)) < 600
+
+
 def test_a_path_is_no_hub_id() -> None:
     with pytest.raises(ModelLoadError, match="folder 'nowhere'; there is no such folder"):
         model_source(Path("nowhere"))

@@ -141,10 +141,25 @@ def test_a_path_trains_on_the_file(tmp_path: Path) -> None:
         ({"adapter_weight": 0.0}, "adapter_weight"),
         ({"adapter_weight": 1.5}, "adapter_weight"),
         ({"model": "a.txt", "text": "b"}, "pass one"),
+        ({"model": "a\0b"}, "null byte"),
     ],
 )
 def test_a_model_that_cannot_be_made_says_why(options: dict[str, object], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
+        ReferenceEngine(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 5}, "asked for the model 5; pass 'demo' or the path"),
+        ({"order": None}, "order=None; expected an integer, 1 or more"),
+        ({"order": 2.0}, "order=2.0; expected an integer"),
+        ({"adapter_weight": "0.5"}, "adapter_weight='0.5'; expected a number"),
+    ],
+)
+def test_an_option_of_another_type_is_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         ReferenceEngine(**options)  # type: ignore[arg-type]
 
 

@@ -113,6 +113,12 @@ def test_an_item_without_symbols_is_named(item: object) -> None:
         Symbols.of([Token(0, b"a"), item])
 
 
+@pytest.mark.parametrize("item", [np.float64(1), np.int8(1)])
+def test_numbers_of_numpy_are_no_items_although_they_are_buffers(item: object) -> None:
+    with pytest.raises(VocabularyError, match="item 0 of the vocabulary"):
+        Symbols.of([item, Token(0, b"a")])
+
+
 def test_more_than_65536_distinct_symbols_still_sort() -> None:
     items = [Token(0, b"zz"), *((f"symbol {k}",) for k in range(1 << 16)), Token(1, b"a")]
     layout = TrieLayout.build(Symbols.of(items))

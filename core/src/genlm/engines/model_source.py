@@ -17,6 +17,10 @@ _HUB_ID_OR_URL = re.compile(
 )
 
 
+_MAX_SHOWN = 300
+"""Maximum number of characters of a name in a message, more than those of most paths."""
+
+
 def model_source(model: str | os.PathLike[str]) -> str:
     """Return the folder or file of a model if it exists, else the name.
 
@@ -40,11 +44,16 @@ def model_source(model: str | os.PathLike[str]) -> str:
         return _demo_folder()
     name = os.fspath(model)
     path = Path(name).expanduser()
-    if name and path.exists():
+    try:
+        exists = bool(name) and path.exists()
+    except OSError:  # a name that is too long, such as a text
+        exists = False
+    if exists:
         return str(path)
+    shown = name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
     if isinstance(model, os.PathLike) or not _HUB_ID_OR_URL.fullmatch(name):
         raise ModelLoadError(
-            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
+            f"asked for the model in folder {shown!r}; there is no such folder. Pass a folder "
             f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
         )
     return name

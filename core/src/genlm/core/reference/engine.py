@@ -9,6 +9,7 @@ and the distribution for a request with the adapter is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from genlm.core.base.errors import AdapterError, ModelLoadError
+from genlm.core.base.validation import checked_number, is_integer
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import Query
@@ -48,6 +50,7 @@ class ReferenceEngine(BatchEngine):
     Raises:
         ModelLoadError: The text cannot be read or is empty, or an option is out of
             range.
+        TypeError: An option has another type.
     """
 
     capabilities = frozenset({Capability.LORA})
@@ -61,9 +64,11 @@ class ReferenceEngine(BatchEngine):
         adapter_weight: float = 0.5,
         max_context: int | None = None,
     ) -> None:
+        if not is_integer(order):
+            raise TypeError(f"order={order!r}; expected an integer, 1 or more")
         if order < 1:
             raise ModelLoadError(f"an n-gram model of order {order}; the minimum is 1")
-        if not 0 < adapter_weight <= 1:
+        if not 0 < checked_number("adapter_weight", adapter_weight) <= 1:
             raise ModelLoadError(
                 f"adapter_weight is {adapter_weight}; expected a share above 0, at most 1"
             )
@@ -174,11 +179,15 @@ class _Adapters(AdapterTable[_Adapter]):
 
 
 def _read_model(model: str) -> bytes:
+    if not isinstance(model, (str, os.PathLike)):
+        raise TypeError(
+            f"asked for the model {model!r}; pass 'demo' or the path of a text file"
+        )
     if model == "demo":
         return default_text()
     try:
         return Path(model).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise ModelLoadError(
             f"no text to train the reference engine at {model!r} ({error}); pass 'demo' or the "
             f"path of a text file"

@@ -54,9 +54,10 @@ class Symbols:
         """Read the symbols of items."""
         try:
             blob = b"".join(items)  # tokens are bytes: one copy for all of them
+            # Numbers of numpy can be joined, but have no length.
+            lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
         except TypeError:
             return cls._of_mixed(items)
-        lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
         return cls(np.frombuffer(blob, dtype=np.uint8), lengths)
 
     @classmethod

@@ -33,6 +33,25 @@ def test_weights_that_change_in_place_are_used(llama: Any, tokenizer: Any) -> No
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
+def test_dropout_is_disabled_after_the_caller_has_trained_the_model(
+    path: str, tokenizer: Any
+) -> None:
+    model = build_model(
+        "gpt2",
+        vocab_size=WIDTH, n_embd=32, n_layer=2, n_head=4,
+        embd_pdrop=0.5, resid_pdrop=0.5, attn_pdrop=0.5,
+    )  # fmt: skip
+    engine = HFEngine.from_model(model, tokenizer, execution_path=path)
+    expected = [alone(model, ids) for ids in SEQUENCES]
+    model.train()
+    model.transformer.h[0].eval()  # frozen by the caller
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    assert model.training
+    assert model.transformer.h[1].mlp.dropout.training
+    assert not model.transformer.h[0].mlp.dropout.training
+
+
 def test_hooks_of_the_model_run_in_the_engines_passes(llama: Any, tokenizer: Any) -> None:
     engine = HFEngine.from_model(llama, tokenizer)
 

@@ -145,7 +145,8 @@ class HFEngine(PrefixEngine):
         The engine owns the model until `close`: it sets evaluation mode, inserts the adapters
         that it loads, and replaces attention functions and forward methods during a pass. The
         caller keeps the model on its device and must not run or train it while the engine
-        steps. Weights may be changed in place between steps; call `clear_kv_cache` and
+        steps. Between steps it may be trained: its steps use evaluation mode also after
+        `model.train()`. After weights have changed, call `clear_kv_cache` and
         `clear_output_cache` afterwards, because cached results belong to the earlier weights.
         The copies of weights that `prepack=True` makes (for speed on a CPU) do not change.
         Hooks of the model run in the engine's passes too.
@@ -221,9 +222,10 @@ class HFEngine(PrefixEngine):
 
     @contextmanager
     def activate(self, adapter: str | None) -> Iterator[None]:
-        """Apply an adapter and use prepacked weights in forward passes within the context."""
+        """Prepare forward passes: evaluation mode, an adapter, and prepacked weights."""
         with (
             current_device(self._served.device),
+            _evaluation_mode(self._served.model),
             super().activate(adapter),
             self._prepacked.activate(),
         ):
@@ -276,6 +278,21 @@ class HFEngine(PrefixEngine):
         del adapters, self._training_modules, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    """Disable dropout within the context if the caller has called `model.train()` meanwhile."""
+    if not model.training:  # nearly always
+        yield
+        return
+    modules = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
 
 
 def _max_logits(device: torch.device) -> int:

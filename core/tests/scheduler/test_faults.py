@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from scripted import ScriptedEngine, oracle_row
 
-from genlm import AsyncLM, Capability, Completion, EvaluationError, OutputCache, Query
+from genlm import (
+    AsyncLM,
+    Capability,
+    Completion,
+    EvaluationError,
+    OutputCache,
+    Query,
+    Reduction,
+)
 from genlm.core.scheduler import delivery, results, worker
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.plugin import Reduced, TokenScores
@@ -201,6 +209,46 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
     torch.testing.assert_close(again[0], oracle_row(FAULTY, None, 16))
     torch.testing.assert_close(again[1].logprobs, oracle_row([4], None, 16).topk(2).values)
     assert llm.statistics().pending == 0
+
+
+class Unmeasurable:
+    """An object whose memory cannot be determined."""
+
+    @property
+    def nbytes(self) -> int:
+        raise Bug("nbytes")
+
+
+class UnmeasurableResult(Reduction):
+    """A reduction to an `Unmeasurable`."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> list[Any]:
+        del rows
+        return [Unmeasurable() for _ in requests]
+
+
+class UnmeasurableReduction(Unmeasurable, UnmeasurableResult):
+    """A reduction whose memory cannot be determined either."""
+
+
+@pytest.mark.parametrize("kind", [UnmeasurableResult, UnmeasurableReduction])
+def test_a_result_that_cannot_be_stored_fails_alone(
+    make_model: Callable[..., AsyncLM], kind: type[Reduction]
+) -> None:
+    llm = make_model(ScriptedEngine(16), output_cache=OutputCache(10, max_bytes=10_000))
+    row, other, failed, drawn = answers(
+        llm.next_token_logprobs(FAULTY),
+        llm.next_token_logprobs([4]),
+        llm.reduce(FAULTY, kind()),
+        llm.population([4], 3).draw(seed=1),
+    )
+    assert isinstance(failed, EvaluationError)
+    assert isinstance(failed.__cause__, Bug)
+    torch.testing.assert_close(row, oracle_row(FAULTY, None, 16))
+    torch.testing.assert_close(other, oracle_row([4], None, 16))
+    assert drawn.token_ids.shape == (3,)
+    assert llm.cached_logprobs([4]) is not None
 
 
 @pytest.mark.parametrize("stage", ["reduce_rows", "invalid_rows"])

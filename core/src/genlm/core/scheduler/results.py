@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from genlm.core.base.error_handling import as_genlm_error
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import (
     ROW_ONLY,
@@ -80,31 +81,39 @@ def store_outcomes(
     """Store the results of a step, but not those that later ones would evict.
 
     Returns:
-        The evaluations and their results, or the errors of storing them.
+        The evaluations and their results. An error of storing a result takes its place.
     """
     outcomes = dict(finished)
     if not cache.max_entries:
         return list(finished)
     results: list[tuple[Hashable, Any]] = []
-    evaluations: list[Evaluation] = []  # of each result
+    places: list[tuple[Evaluation, int]] = []  # of each result
+
     for evaluation, outcome in finished:
         if isinstance(outcome, Exception) or evaluation.key is None:
             continue
         try:
-            for output, value in zip(evaluation.outputs, outcome, strict=True):
+            for place, output in enumerate(evaluation.outputs):
+                value = outcome[place]
                 is_stored = not isinstance(output, Reduction) or output.is_cacheable
                 if is_stored and value is not None and not isinstance(value, Exception):
                     key = evaluation.key if output is None else (evaluation.key, output)
                     results.append((key, value))
-                    evaluations.append(evaluation)
+                    places.append((evaluation, place))
         except Exception as error:  # noqa: BLE001 - fails only this evaluation
             outcomes[evaluation] = error
-    first = cache.first_kept(results)
-    for evaluation, (key, value) in zip(evaluations[first:], results[first:], strict=True):
+    try:
+        first = cache.first_kept(results)
+    except Exception:  # noqa: BLE001 - `put` raises it again for the result that causes it
+        first = 0
+    for (evaluation, place), (key, value) in zip(places[first:], results[first:], strict=True):
         try:
             cache.put(key, value)
-        except Exception as error:  # noqa: BLE001 - as above
-            outcomes[evaluation] = error
+        except Exception as error:  # noqa: BLE001 - fails only this result
+            values = outcomes[evaluation]
+            if not isinstance(values, Exception):
+                failed = as_genlm_error(error)
+                outcomes[evaluation] = (*values[:place], failed, *values[place + 1 :])
     return list(outcomes.items())
 
 

@@ -263,10 +263,10 @@ class ManyThrees(Constraint):
 
     def advance(self, token_ids: Any) -> ManyThrees:
         pairs = zip(self.texts, token_ids.tolist(), strict=True)
-        return ManyThrees([(*text, token) if token >= 0 else text for text, token in pairs])
+        return type(self)([(*text, token) if token >= 0 else text for text, token in pairs])
 
     def __getitem__(self, ancestors: Any) -> ManyThrees:
-        return ManyThrees([self.texts[ancestor] for ancestor in ancestors])
+        return type(self)([self.texts[ancestor] for ancestor in ancestors])
 
 
 def test_log_potentials_of_a_constraint_weigh_as_a_potential_does(llm):
@@ -316,6 +316,24 @@ def test_a_defect_of_a_constraint_of_ones_own_is_named(llm, defect, error, messa
     options: dict[str, Any] = {"resample_below": 1.0, "potential": lambda _: [0.0, 2.0]}
     with pytest.raises(error, match=message):
         last(llm, 2, constraint=Broken(2, **defect), seed=0, **options)
+
+
+class Tensors(ManyThrees):
+    """The same constraint with tensors as attributes."""
+
+    def __init__(self, texts: list[tuple[int, ...]]) -> None:
+        super().__init__(texts)
+        self.finished = torch.tensor([text[-2:] == (1, 1) for text in texts])
+        self.log_potential = torch.from_numpy(self.log_potential)
+
+
+def test_attributes_of_a_constraint_may_be_tensors(llm):
+    constraint = Tensors([PROMPT] * 30)
+    assert repr(constraint) == "<Tensors: 30 members, 0 finished, 0 dead>"
+    particles = last(llm, 30, constraint=constraint, seed=1)
+    other = last(llm, 30, potential=potential, stop=[END, b"\1\1"], seed=1)
+    assert particles.population.tokens.tolist() == other.population.tokens.tolist()
+    np.testing.assert_allclose(particles.log_weights, other.log_weights, atol=1e-5)
 
 
 def test_a_constraint_cannot_be_iterated():
@@ -525,7 +543,9 @@ def test_a_potential_of_a_dead_particle_may_be_nan(llm):
     def potential(population: Any) -> Any:
         return torch.where(population.tokens[:, len(PROMPT)] == 0, values.pop(0), 0.0)
 
-    particles = last(llm, 50, potential=potential, resample_below=0, stop=[], max_tokens=3)
+    particles = last(
+        llm, 50, potential=potential, resample_below=0, stop=[], max_tokens=3, seed=0
+    )
     dead = particles.population.tokens[:, len(PROMPT)] == 0
     assert 0 < dead.sum() < 50
     np.testing.assert_array_equal(np.isneginf(particles.log_weights), dead)

@@ -20,6 +20,7 @@ from genlm.constraints.protocol import (
     Flags,
     Integers64,
     Language,
+    attribute_values,
 )
 from genlm.constraints.rejection import log_mass_ratios
 from genlm.constraints.states import (
@@ -225,9 +226,10 @@ class _PythonConstraint(StateConstraint):
         texts[members] = extended
         states = np.where(is_accepted, self.states, DEAD)
         states[is_new & self.tokens.is_stop[ids] & is_accepted] = FINISHED
-        states[is_new & np.isneginf(within.log_potential)] = DEAD
+        states[is_new & np.isneginf(attribute_values(within, "log_potential"))] = DEAD
         complete = self.language.complete
-        for member in np.flatnonzero(within.finished & (states == LIVE)).tolist():
+        is_over = attribute_values(within, "finished")
+        for member in np.flatnonzero(is_over & (states == LIVE)).tolist():
             states[member] = FINISHED if self._call(complete, texts[member]) else DEAD
         return _PythonConstraint(
             self.language, self.tokens, within, texts, states, first_draws=first_draws

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from genlm.core.model.population import DrawnTokens, Population
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["Constraint", "Language"]
+__all__ = ["Constraint", "Language", "attribute_values"]
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -65,6 +66,8 @@ class Constraint(ABC):
         log_potential: Log of a factor of each member's probability, shape `(n,)`, float64: 0
             for members that satisfy the constraint, `-inf` for dead ones, which violated it.
             Soft constraints have other values.
+
+    The attributes of a user-defined constraint may also be torch tensors.
     """
 
     finished: Flags
@@ -126,7 +129,8 @@ class Constraint(ABC):
 
         def finish(drawn: DrawnTokens) -> DrawnTokens:
             if inactive is not None:
-                dead = np.isneginf(self.log_potential) & ~population.finished.numpy()
+                dead = np.isneginf(attribute_values(self, "log_potential"))
+                dead &= ~population.finished.numpy()
                 for column in drawn[1:]:
                     column[dead] = -np.inf
             self._prepare_advance(drawn)
@@ -159,11 +163,11 @@ class Constraint(ABC):
     @property
     def _inactive(self) -> Flags | None:
         """Which members are finished or dead; None if no member is."""
-        shape, size = np.shape(self.log_potential), len(self)
-        if shape != (size,):
+        log_potential, size = attribute_values(self, "log_potential"), len(self)
+        if log_potential.shape != (size,):
             name = f"{type(self).__name__}.log_potential"
-            raise ValueError(f"{name} has shape {shape}; expected ({size},)")
-        inactive = self.finished | np.isneginf(self.log_potential)
+            raise ValueError(f"{name} has shape {log_potential.shape}; expected ({size},)")
+        inactive: Flags = attribute_values(self, "finished") | np.isneginf(log_potential)
         return inactive if inactive.any() else None
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
@@ -180,8 +184,11 @@ class Constraint(ABC):
         """Prepare `advance` for drawn tokens; not called on an event loop."""
 
     def __repr__(self) -> str:
-        dead = np.isneginf(self.log_potential)
-        return (
-            f"<{type(self).__name__}: {len(self)} members, {int(self.finished.sum())} "
-            f"finished, {int(dead.sum())} dead>"
-        )
+        finished = int(attribute_values(self, "finished").sum())
+        dead = int(np.isneginf(attribute_values(self, "log_potential")).sum())
+        return f"<{type(self).__name__}: {len(self)} members, {finished} finished, {dead} dead>"
+
+
+def attribute_values(constraint: Constraint, name: str) -> npt.NDArray[Any]:
+    """Return `finished` or `log_potential`, which may be a list or a tensor, as an array."""
+    return host_array(getattr(constraint, name), f"{type(constraint).__name__}.{name}")

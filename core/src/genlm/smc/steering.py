@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.constraints.protocol import Constraint, Language
+from genlm.constraints.protocol import Constraint, Language, attribute_values
 from genlm.core.base.blocking import run_blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.rows.sampling import checked_seed
@@ -214,7 +214,7 @@ class _Filter:
         if self._constraint is not None:
             advanced = self._constraint.advance(token_ids)
             self._constraint = _checked_constraint(advanced, self._constraint, "advance")
-            is_over |= self._constraint.finished
+            is_over |= attribute_values(self._constraint, "finished")
         await self._weight_by_potentials(population)
         is_over |= self._log_weights == -np.inf
         self._population = population.finish(is_over)

@@ -195,6 +195,25 @@ def test_copies_go_on_independently(llm):
         np.testing.assert_array_equal(found.probabilities(), expected.probabilities())
 
 
+def test_a_second_call_at_the_same_time_is_refused(llm):
+    async def read() -> genlm.ByteReader:
+        llm.clear_output_cache()  # a request that waits
+        reader = await reading(llm, b"a")
+        reading_b = asyncio.create_task(reader.read(b"b"))
+        await asyncio.sleep(0)
+        for call in (reader.read(b"a"), reader.start([1])):
+            with pytest.raises(RuntimeError, match=r"is running: await it first, or .*copy"):
+                await call
+        copied = reader.copy()  # of the state after b"a"
+        await asyncio.gather(reading_b, copied.read(b"b"))
+        np.testing.assert_array_equal(copied.probabilities(), reader.probabilities())
+        return reader
+
+    found, fresh = asyncio.run(read()), asyncio.run(reading(llm, b"ab"))
+    np.testing.assert_array_equal(found.probabilities(), fresh.probabilities())
+    assert found.logprob == fresh.logprob
+
+
 def test_a_full_beam_keeps_the_likeliest_and_goes_on(llm):
     reader = asyncio.run(reading(llm, b"abab" * 20, width=2))
     assert reader.probabilities().sum() == pytest.approx(1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
@@ -98,17 +99,20 @@ class ByteReader:
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self._trie = get_trie()(symbols)
         self._beam: tuple[_Hypothesis, ...] = ()
+        self._is_busy = False
 
     async def start(self, token_ids: Sequence[int] | Context) -> None:
         """Start after some tokens, such as a BOS token or a prompt.
 
         Raises:
             QueryError: The ids are not a sequence that the model can continue.
+            RuntimeError: Another method of the reader is running.
         """
         if not isinstance(token_ids, Context):
             token_ids = self.llm.context(token_ids)
-        await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
-        self.logprob = 0.0
+        with self._exclusive():
+            await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
+            self.logprob = 0.0
 
     start_sync = blocking(start)
 
@@ -119,7 +123,22 @@ class ByteReader:
 
     def copy(self) -> ByteReader:
         """Return an independent reader in the same state, with shared rows and trie."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        other._is_busy = False  # noqa: SLF001 - of the same class
+        return other
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Refuse a second call, which would advance the beam of the first one."""
+        if self._is_busy:
+            raise RuntimeError(
+                "another method of this reader is running: await it first, or use reader.copy()"
+            )
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
     def probabilities(self) -> Floats:
         """Return the distribution of the next byte, float64, shape `(257,)`, sum 1.
@@ -155,26 +174,30 @@ class ByteReader:
             ValueError: No hypothesis continues with one of the bytes; the reader has read the
                 bytes before it. A wider beam may contain such a hypothesis.
             QueryError: The context of a hypothesis is full; as for a ValueError.
-            RuntimeError: `start` was not awaited.
+            RuntimeError: `start` was not awaited, or another method of the reader is running.
         """
         if not isinstance(text, (bytes, bytearray)):
             raise TypeError(f"expected bytes, such as b'The'; found {text!r}")
-        for byte in text:
-            probability = self.probabilities()[byte]
-            beam: list[_Hypothesis] = []
-            for hypothesis in self._beam:
-                node = self._trie.child(hypothesis.node, byte)
-                if node is not None:
-                    beam += self._advance(node, hypothesis)
-            if probability == 0 or not beam:
-                raise ValueError(
-                    f"no tokenization in the beam continues with {bytes((byte,))!r}; "
-                    f"use a width above {self.width}"
-                )
-            await self._prune(beam)
-            self.logprob += float(np.log(probability))
+        with self._exclusive():
+            for byte in text:
+                await self._read_byte(byte)
 
     read_sync = blocking(read)
+
+    async def _read_byte(self, byte: int) -> None:
+        probability = self.probabilities()[byte]
+        beam: list[_Hypothesis] = []
+        for hypothesis in self._beam:
+            node = self._trie.child(hypothesis.node, byte)
+            if node is not None:
+                beam += self._advance(node, hypothesis)
+        if probability == 0 or not beam:
+            raise ValueError(
+                f"no tokenization in the beam continues with {bytes((byte,))!r}; "
+                f"use a width above {self.width}"
+            )
+        await self._prune(beam)
+        self.logprob += float(np.log(probability))
 
     def _advance(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
         """Advance to a node: within the partial token, and by the tokens that end there."""

@@ -15,7 +15,7 @@ from genlm.core.rows.reductions import TargetScore, TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation
 
-from .cached_engine import CachedEngine
+from .cached_engine import CachedEngine, PlainEngine
 from .mutant import core_fault, core_mutant, engine_mutant
 
 
@@ -182,3 +182,12 @@ class ScoresOfTheBaseModel(CachedEngine):
 def numbers_unchecked(_checked_number):
     """Takes any number for a temperature and a share."""
     return lambda _name, value: min(max(float(value), 1e-9), 1.0)
+
+
+@engine_mutant(killed_by="draws-are-those-of-the-seed")
+class SeedsTheProcess(PlainEngine):
+    """Seeds the global generator of torch at every step."""
+
+    def evaluate(self, queries):
+        torch.manual_seed(0)
+        return super().evaluate(queries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def _check_top(fixture: EngineFixture, row: torch.Tensor, top: Any, k: int) -> N
 
 @engine_check()
 def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
-    """A seed and a context determine the drawn token, whatever else is drawn or cached."""
+    """A seed and a context determine a draw; requests leave global generators unchanged."""
     lm, size = fixture.load(output_cache=OutputCache(0)), fixture.lm.vocab_size
     contexts, generator = fixture.some_sequences(6), np.random.default_rng(fixture.seed)
     fixture.run(fixture.lm.batch_next_token_logprobs(contexts))  # into its output cache
@@ -116,6 +117,7 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         ]
         draws += [(context, {"seed": fixture.seed + i} | s) for i, s in enumerate(settings)]
     requests: list[Any] = [lm.draw(context, **arguments) for context, arguments in draws]
+    before = _states_of_generators()
     drawn = fixture.gather([*requests, *map(lm.next_token_logprobs, contexts)])
     fixture.check_rows(drawn[len(draws) :], contexts, how="beside draws")
     results_by_mode = {
@@ -123,6 +125,9 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         "alone": [fixture.run(lm.draw(context, **more)) for context, more in draws],
         "cached": [fixture.run(fixture.lm.draw(context, **more)) for context, more in draws],
     }
+    after = _states_of_generators(draws=0)
+    changed = [name for name, state in after.items() if state != before[name]]
+    expect(not changed, "the global random generators as before the requests", changed)
     for how, results in results_by_mode.items():
         for (context, arguments), token in zip(draws, results, strict=False):
             _check_drawn(fixture, context, token, how=how, **arguments)
@@ -134,6 +139,16 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         no_draw = (-1, -math.inf, -math.inf, -math.inf)
         last = fixture.run(lm.draw(contexts[0], impossible))
         expect(last == no_draw, f"{no_draw} for a mask without probability", last)
+
+
+def _states_of_generators(draws: int = 1) -> dict[str, bytes]:
+    """Return the states of global generators, after draws, so that none was just seeded."""
+    torch.rand(draws)
+    np.random.random_sample(draws)
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": pickle.dumps(np.random.get_state()),
+    }
 
 
 def _check_drawn(

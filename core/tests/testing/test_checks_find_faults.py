@@ -106,6 +106,8 @@ def test_a_check_that_raises_is_reported_with_its_traceback(run_check: RunCheck)
     assert outcome.status == "failed"
     assert "no rows today" in outcome.found
     assert "evaluate" in outcome.details
+    outcome = run_check("rows-are-distributions", scripted_target(build=NoRows))
+    assert outcome.details.count("batch=[(0,)]") == 1
 
 
 def test_a_request_that_never_ends_is_a_failure_within_the_time_limit(

@@ -39,7 +39,10 @@ def check(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID", help="Id of a check to run; may be repeated."),
+        typer.Option(
+            metavar="ID",
+            help="Id of a check, or of a check of one target, `check[model]`; may be repeated.",
+        ),
     ] = None,
     profile: Annotated[str, typer.Option(help="Number of examples: quick or full.")] = "quick",
     xfail: Annotated[Path | None, typer.Option(help="File of expected failures.")] = None,

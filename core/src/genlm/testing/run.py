@@ -238,7 +238,9 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CheckTimeout):
         return {"expected": "every request to end", "found": str(error)}
     notes = "\n".join(getattr(error, "__notes__", ()))
-    frames = traceback.format_exception(error, limit=-_MAX_FRAMES)
+    report = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
+    report.__notes__ = None  # shown before the traceback
+    frames = report.format()
     found = describe_error(error)
     return {
         "expected": "no exception",

@@ -70,6 +70,16 @@ def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
     assert result["token_ids"] == ids[len(encode("The")) :]
 
 
+def test_other_fields_of_a_line_are_copied_but_replace_no_result() -> None:
+    line = {"id": [1, None], "text": "a", "condition": "b", "logprob": 7, "other_fields": 8}
+    [result] = scores(stdin=json.dumps(line))
+    [alone] = scores(stdin=json.dumps({"text": "a"}))
+    assert result == alone | {"id": [1, None], "condition": "b", "other_fields": 8}
+    [with_tokens] = scores("--tokens", stdin=json.dumps(line))
+    [again] = scores(stdin=json.dumps(with_tokens))
+    assert again == result
+
+
 def test_tokens_within_characters_are_assigned_by_their_bytes() -> None:
     text = "caf\u00e9 \U0001f600!"
     [result] = scores("--tokens", stdin=text)

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -53,6 +53,7 @@ class TextScore:
         token_ids: With `--tokens`, the scored token ids.
         token_bytes: With `--tokens`, the number of bytes of every scored token, from which
             tokens are assigned to characters and words.
+        other_fields: Further fields of the JSON line, such as an id, which are copied.
     """
 
     line: int
@@ -64,6 +65,7 @@ class TextScore:
     token_logprobs: list[tuple[str, float]] | None = None
     token_ids: list[int] | None = None
     token_bytes: list[int] | None = None
+    other_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -80,8 +82,14 @@ class TextScore:
 
     def as_json(self) -> str:
         """Return one line of JSON without fields that are None; infinities are strings."""
-        fields = {key: value for key, value in vars(self).items() if value is not None}
-        fields |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        results = vars(self) | {
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
+        copied = results.pop("other_fields")
+        fields = {key: value for key, value in results.items() if value is not None}
+        # A file of results may be scored again; its results are not copied.
+        fields |= {key: value for key, value in copied.items() if key not in results}
         return json.dumps(finite(fields))
 
 
@@ -105,7 +113,7 @@ def score(
         str,
         typer.Argument(
             help="File with one text per line, or JSON lines with `text` and optionally "
-            "`prompt`; - for standard input."
+            "`prompt` and other fields, which are copied to --output; - for standard input."
         ),
     ],
     *,
@@ -270,7 +278,15 @@ def _score_text(
     vocabulary: Vocabulary | None,
 ) -> TextScore:
     """Sum the log-probabilities; with `vocabulary`, also list them by token."""
-    score = TextScore(*text, math.fsum(logprobs), len(logprobs), encoded.size)
+    score = TextScore(
+        line=text.line,
+        text=text.text,
+        prompt=text.prompt,
+        logprob=math.fsum(logprobs),
+        tokens=len(logprobs),
+        bytes=encoded.size,
+        other_fields=text.other_fields,
+    )
     if vocabulary is None:
         return score
     ids = encoded.ids[encoded.start :]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from genlm.cli.arguments import bad_value, json_object
 
@@ -15,11 +16,19 @@ _JSON_LINES = ".jsonl", ".ndjson"
 
 
 class LineOfText(NamedTuple):
-    """A text, its line number from 1, and the prompt before it, if there is one."""
+    """A text of a file.
+
+    Attributes:
+        line: Line number from 1.
+        text: The text.
+        prompt: The prompt before it, if there is one.
+        other_fields: Further fields of a JSON line.
+    """
 
     line: int
     text: str
     prompt: str | None
+    other_fields: Mapping[str, Any]
 
 
 def texts_of(file: str, form: str) -> list[LineOfText]:
@@ -46,7 +55,9 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
             raise bad_value("FILE", f"line {number} is empty")
         is_json = form == "jsonl"
         text = (
-            _parse_json_line(number, line, hint) if is_json else LineOfText(number, line, None)
+            _parse_json_line(number, line, hint)
+            if is_json
+            else LineOfText(number, line, None, {})
         )
         texts.append(text)
     return texts
@@ -82,7 +93,7 @@ def _parse_json_line(number: int, line: str, hint: str) -> LineOfText:
     fields = json_object(line)
     if fields is None:
         raise bad_value("FILE", f"line {number} is not a JSON object: {line[:60]!r}{hint}")
-    text, prompt = fields.get("text"), fields.get("prompt")
+    text, prompt = fields.pop("text", None), fields.pop("prompt", None)
     if not isinstance(text, str) or not text:
         raise bad_value("FILE", f'line {number}: expected a string that is not empty as "text"')
     if not (prompt is None or isinstance(prompt, str)):
@@ -91,4 +102,4 @@ def _parse_json_line(number: int, line: str, hint: str) -> LineOfText:
         raise bad_value(
             "FILE", f"line {number} has half of a surrogate pair, which is not a character"
         )
-    return LineOfText(number, text, prompt)
+    return LineOfText(number, text, prompt, fields)

@@ -52,7 +52,7 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise bad_value("FILE", f"line {number} is empty")
+            raise bad_value("FILE", f"line {number} is empty; remove empty lines")
         is_json = form == "jsonl"
         text = (
             _parse_json_line(number, line, hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -263,3 +264,10 @@ def llm_draw(constraint: Any, population: Any) -> Any:
     from genlm.core.base.blocking import run_blocking
 
     return run_blocking(constraint.draw(population, seed=1))
+
+
+def test_a_missing_library_of_expressions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    message = r"Automaton\.regex needs outlines_core.*pip install 'genlm-core\[constraints\]'"
+    with pytest.raises(genlm.MissingRequirementError, match=message):
+        Automaton.regex("[x-z]{3}never compiled before")

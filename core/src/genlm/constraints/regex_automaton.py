@@ -54,9 +54,7 @@ def compile_index(pattern: str) -> Any:
     Raises:
         ValueError: The expression is invalid or not supported.
     """
-    outlines = import_required(
-        "outlines_core", "regular expressions", "'genlm-core[constraints]'"
-    )
+    outlines = import_required("outlines_core", "Automaton.regex", "'genlm-core[constraints]'")
     letters = outlines.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
         return outlines.Index(pattern, letters)

@@ -18,6 +18,8 @@ import genlm
 from genlm import AdapterError, AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
 from genlm.constraints import Automaton, Grammar
 
+TRIE = TokenCharacterTrie([b"a", b"ab"])
+
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLM]:
@@ -188,6 +190,21 @@ def test_of_models_that_are_copied(llm: AsyncLM, copied: Any) -> None:
         copied(llm)
 
 
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (OutputCache(3), "an OutputCache cannot be pickled or copied.*create one with the"),
+        (genlm.AsyncTokenCharacterTrie(TRIE), "cannot be pickled or copied; create another"),
+    ],
+)
+def test_of_objects_with_threads_that_are_copied(
+    copied: Any, value: object, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        copied(value)
+
+
 def test_of_adapters(llm: AsyncLM) -> None:
     for call in (llm.with_lora, lambda name: llm.load_lora("folder", name)):
         with pytest.raises(TypeError, match="an adapter's name is a string; found 3"):
@@ -258,7 +275,6 @@ def test_of_nodes(value: Any) -> None:
     assert trie.partial_sum([1, 2], []).shape == (0,)
 
 
-TRIE = TokenCharacterTrie([b"a", b"ab"])
 NAMED: list[tuple[Callable[[], object], str]] = [
     (lambda: TRIE.node_of(cast("Any", 3)), "found 3; a prefix is bytes or an iterable"),
     (lambda: TRIE.path(cast("Any", None)), "found None; a prefix is bytes or an iterable"),

@@ -127,6 +127,12 @@ class OutputCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an OutputCache cannot be pickled or copied, because threads share it; create one "
+            "with the same limits"
+        )
+
     def __repr__(self) -> str:
         bound = "" if self.max_bytes is None else f" of at most {self.max_bytes:,}"
         return (

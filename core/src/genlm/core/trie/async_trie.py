@@ -126,6 +126,12 @@ class AsyncTokenCharacterTrie:
         """
         return cls(get_trie(backend)(vocab, **options))
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an AsyncTokenCharacterTrie has a thread and cannot be pickled or copied; create "
+            "another one of its attribute trie"
+        )
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.trie!r}>"
 

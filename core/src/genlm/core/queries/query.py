@@ -243,8 +243,8 @@ class Reduction(abc.ABC):
     def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
         """Reduce one row for each request.
 
-        If `compute` raises, the requests are computed one by one, and only the requests that
-        raise again fail.
+        If `compute` raises an exception of any kind, the requests are computed one by one, and
+        only the requests that raise again fail.
 
         Args:
             rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on

@@ -8,6 +8,7 @@ from scripted import oracle_row
 from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
 
 from genlm import Query
+from genlm.testing import QUICK, CheckFailure, EngineFixture
 from genlm.testing.diagnosis import diagnose_row
 from genlm.testing.report import describe
 
@@ -85,6 +86,19 @@ def test_a_row_after_the_state_of_other_ids_is_recognised() -> None:
         limit=1e-4,
     )
     assert hint == "it is the row of (4, 5, 3), the last token after the state of other tokens"
+
+
+def test_of_many_scores_the_worst_is_shown() -> None:
+    fixture = EngineFixture(scripted_target(), QUICK, 0)
+    scores = -torch.arange(1.0, 9.0)
+    expected = scores + torch.tensor([0, 0, 0.5, 0, 0, 2, 0, 0])
+    with pytest.raises(CheckFailure) as failure:
+        fixture.check_logprobs(scores, expected)
+    assert failure.value.expected == "8 log-probabilities, every log-probability within 0.0001"
+    assert failure.value.found.startswith("-6 instead of -4 at position 5, 2 of 8 positions")
+    with pytest.raises(CheckFailure) as failure:
+        fixture.check_logprobs(scores[:3], expected[:3])
+    assert failure.value.found == "[-1.0, -2.0, -3.0]"
 
 
 def test_a_row_of_no_other_ids_has_no_hint(run_check: RunCheck) -> None:

@@ -28,8 +28,12 @@ __all__ = ["EngineFixture", "describe_difference"]
 T = TypeVar("T")
 
 
-def describe_difference(row: Any, expected: torch.Tensor) -> str:
-    """Describe where a row differs most from the expected row."""
+_MAX_LISTED = 4
+"""Maximum number of log-probabilities that a failure lists; of more, it shows the worst."""
+
+
+def describe_difference(row: Any, expected: torch.Tensor, index: str = "id") -> str:
+    """Describe where a row, or another list, differs most from the expected one."""
     if isinstance(row, BaseException):
         return describe_error(row)
     if not isinstance(row, torch.Tensor):
@@ -39,8 +43,8 @@ def describe_difference(row: Any, expected: torch.Tensor) -> str:
     differences = entry_differences(row, expected)
     worst = int(differences.argmax())
     return (
-        f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at id {worst}, "
-        f"{int((differences > 1e-4).sum())} of {len(row)} ids off by more than 1e-4"
+        f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at {index} {worst}, "
+        f"{int((differences > 1e-4).sum())} of {len(row)} {index}s off by more than 1e-4"
     )
 
 
@@ -290,11 +294,14 @@ class EngineFixture(Fixture):
         """
         found, right = (torch.as_tensor(x, dtype=torch.float64) for x in (logprobs, expected))
         limit = self.target.largest_error
-        expect(
-            largest_difference(found, right) <= limit,
-            f"{right.tolist()}, every log-probability within {limit:g}",
-            found.tolist(),
-            **example,
+        if largest_difference(found, right) <= limit:
+            return
+        subject, result = str(right.tolist()), str(found.tolist())
+        if right.ndim == 1 and len(right) > _MAX_LISTED:
+            subject = f"{len(right)} log-probabilities"
+            result = describe_difference(found, right, "position")
+        raise CheckFailure(
+            f"{subject}, every log-probability within {limit:g}", result, example
         )
 
     def check_draw(

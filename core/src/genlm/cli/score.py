@@ -321,8 +321,7 @@ def _print(scores: Sequence[TextScore], title: str) -> None:
 def _printable(text: str) -> str:
     """Escape the characters that a terminal would interpret, such as tabs and NUL."""
     return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
     )
 
 

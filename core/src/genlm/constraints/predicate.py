@@ -22,7 +22,7 @@ from genlm.constraints.protocol import (
     Language,
     attribute_values,
 )
-from genlm.constraints.rejection import log_mass_ratios
+from genlm.constraints.rejection import above_0, log_mass_ratios
 from genlm.constraints.states import (
     DEAD,
     FINISHED,
@@ -33,7 +33,6 @@ from genlm.constraints.states import (
     member_index,
 )
 from genlm.constraints.text_tokens import TextTokens, text_tokens
-from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import is_blocking, raise_stop_iteration
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
@@ -55,8 +54,6 @@ _FIRST_DRAWS = 8
 times as many; the first round of a later step draws as many as the step before needed."""
 _MAX_FIRST_DRAWS = 32
 """Maximum number of tokens drawn in the first round of a step."""
-_LOWEST_TEMPERATURE = 1e-30
-"""Temperature of draws in place of 0: the most likely of the remaining tokens is drawn."""
 
 
 class Python(Language):
@@ -290,7 +287,7 @@ class _PythonConstraint(StateConstraint):
             temperature 0 the log-probability of the token.
         """
         self._check_size(population)
-        temperature = _above_0(temperature)
+        temperature = above_0(temperature)
         inactive, search = self._inactive, _Search(self, population, temperature)
         active = population if inactive is None else population.finish(inactive)
         masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
@@ -445,14 +442,3 @@ class _Search:
         self._logprobs[members] = drawn.logprobs.numpy()[members, place]
         self._log_mass[members] = self._logprobs[members] + ratios
         self._draw_logprobs[members] = -ratios
-
-
-def _above_0(temperature: Any) -> Any:
-    """Return temperatures with draws like those at 0 in place of lower ones."""
-    values = temperature
-    if type(temperature) is not float:  # most frequent
-        values = host_array(temperature, "temperature")
-        if values.dtype.kind not in "iuf":
-            return temperature  # the draw rejects it
-    is_low = (values >= 0) & (values < _LOWEST_TEMPERATURE)
-    return np.where(is_low, _LOWEST_TEMPERATURE, values) if np.any(is_low) else values

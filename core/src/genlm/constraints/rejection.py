@@ -8,11 +8,28 @@ tokens. Their mass is estimated from subsequent draws, by the ordered estimates 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from genlm.constraints.protocol import Flags, Floats, Integers64
+from genlm.core.base.arrays import host_array
 
-__all__ = ["log_mass_ratios"]
+__all__ = ["above_0", "log_mass_ratios"]
+
+_LOWEST_TEMPERATURE = 1e-30
+"""Temperature of draws in place of 0: the most likely of the remaining tokens is drawn."""
+
+
+def above_0(temperature: Any) -> Any:
+    """Return temperatures of which those below 1e-30 are 1e-30, whose draws are those of 0."""
+    values = temperature
+    if type(temperature) is not float:  # most frequent
+        values = host_array(temperature, "temperature")
+        if values.dtype.kind not in "iuf":
+            return temperature  # the draw rejects it
+    is_low = (values >= 0) & (values < _LOWEST_TEMPERATURE)
+    return np.where(is_low, _LOWEST_TEMPERATURE, values) if np.any(is_low) else values
 
 
 def log_mass_ratios(

@@ -16,9 +16,8 @@ _HUB_ID_OR_URL = re.compile(
     r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?|[a-z][a-z0-9+]*://\S+", re.ASCII
 )
 
-
 _MAX_SHOWN = 300
-"""Maximum number of characters of a name in a message, more than those of most paths."""
+"""Maximum number of characters of a name in a message, more than most paths have."""
 
 
 def model_source(model: str | os.PathLike[str]) -> str:

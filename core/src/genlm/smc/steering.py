@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genlm.constraints.protocol import Constraint, Language, attribute_values
+from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.rows.sampling import checked_seed
@@ -20,7 +20,6 @@ from genlm.smc.resampling import (
     Floats,
     LogWeights,
     effective_sample_size,
-    float64_array,
     systematic_resampling,
 )
 
@@ -289,13 +288,11 @@ def _checked_potential(
     values: LogWeights, live: npt.NDArray[np.bool_], name: str = "the potential"
 ) -> Floats:
     """Return the values of a potential, of which those of live particles are log-factors."""
-    if isinstance(values, torch.Tensor):
-        kind = "b" if values.dtype == torch.bool else "c" if values.is_complex() else "f"
-    else:
-        try:
-            kind = np.asarray(values).dtype.kind
-        except ValueError:  # lists of different lengths
-            kind = "O"
+    try:
+        array = host_array(values, name)
+        kind = array.dtype.kind
+    except ValueError:  # lists of different lengths
+        kind = "O"
     if kind == "b":
         raise TypeError(
             f"{name} has booleans; expected log-factors: 0 for True, -inf for False"
@@ -305,7 +302,7 @@ def _checked_potential(
             f"{name} is {type(values).__name__}; expected one number for each of "
             f"{len(live)} particles"
         )
-    potentials = float64_array(values)
+    potentials = array.astype(np.float64, copy=False)
     if potentials.shape not in {(), live.shape}:
         raise ValueError(
             f"{name} has shape {potentials.shape}; expected one number for each of "

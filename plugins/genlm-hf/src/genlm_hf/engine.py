@@ -145,9 +145,9 @@ class HFEngine(PrefixEngine):
         The engine owns the model until `close`: it sets evaluation mode, inserts the adapters
         that it loads, and replaces attention functions and forward methods during a pass. The
         caller keeps the model on its device and must not run or train it while the engine
-        steps. Between steps it may be trained: its steps use evaluation mode also after
-        `model.train()`. After weights have changed, call `clear_kv_cache` and
-        `clear_output_cache` afterwards, because cached results belong to the earlier weights.
+        steps. Between steps the model may be trained, because steps use evaluation mode even
+        after `model.train()`. After weights have changed, call `clear_kv_cache` and
+        `clear_output_cache`, because cached results belong to the earlier weights.
         The copies of weights that `prepack=True` makes (for speed on a CPU) do not change.
         Hooks of the model run in the engine's passes too.
 
@@ -282,7 +282,7 @@ class HFEngine(PrefixEngine):
 
 @contextmanager
 def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Disable dropout within the context if the caller has called `model.train()` meanwhile."""
+    """Use evaluation mode within the context, also if the caller has called `model.train()`."""
     if not model.training:  # nearly always
         yield
         return

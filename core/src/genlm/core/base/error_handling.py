@@ -52,10 +52,10 @@ def as_genlm_error(error: BaseException) -> GenlmError:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an exception is Ctrl-C, which no function of a user has raised.
+    """Return whether an exception is the `KeyboardInterrupt` of Ctrl-C.
 
-    Python raises it on the main thread. All other exceptions of a user's function, such as
-    `SystemExit`, are errors of the request, so that they do not end the engine's thread.
+    Python raises it on the main thread. All other exceptions in a user's function, such as
+    `SystemExit`, are errors of the request and do not end the engine's thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and isinstance(error, KeyboardInterrupt)

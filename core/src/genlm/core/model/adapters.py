@@ -185,16 +185,14 @@ def _files(folder: str) -> _Files:
     """Return the state of an adapter's files; empty if the folder is on another machine."""
     try:
         with os.scandir(folder) as entries:
-            stats = [
-                (entry.name, entry.stat())
+            return frozenset(
+                (entry.name, stat.st_ino, stat.st_size, stat.st_mtime_ns)
                 for entry in entries
                 if entry.name.startswith(_FILE_PREFIX)
-            ]
+                for stat in [entry.stat()]
+            )
     except OSError:
         return frozenset()
-    return frozenset(
-        (name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats
-    )
 
 
 def _check_name(name: object) -> None:

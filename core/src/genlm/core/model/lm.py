@@ -75,12 +75,9 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
 
     Attributes:
         name: Engine name.
-        model_name: Name or path that `load_model` got, or the class of a model object; None if
-            the model was created otherwise.
-        vocabulary: The tokens with their exact bytes, and the special ids, such as
-            `vocabulary.eos_token_id`.
-        max_context: Maximum number of tokens of a sequence whose next token is requested, None
-            for no limit.
+        model_name: Argument of `load_model`, or the class of a model object; otherwise None.
+        vocabulary: Tokens with their exact bytes, and special ids such as `eos_token_id`.
+        max_context: Maximum number of tokens of a requested sequence, None for no limit.
         capabilities: Optional abilities of the engine, such as `Capability.LORA`.
 
     Raises:

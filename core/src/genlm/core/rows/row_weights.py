@@ -237,8 +237,8 @@ class RowWeights:
 def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:
     """Return temperatures in the range of float32, or 0."""
     temperatures = _checked_numbers("temperature", temperature).astype(np.float64)
-    if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
-        wrong = temperatures[~(np.isfinite(temperatures) & (temperatures >= 0))]
+    wrong = temperatures[~(np.isfinite(temperatures) & (temperatures >= 0))]
+    if wrong.size:
         raise ValueError(f"temperature={wrong[0]}; it must be finite and not negative")
     clipped = np.clip(temperatures, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
     return np.where(temperatures == 0, 0.0, clipped)

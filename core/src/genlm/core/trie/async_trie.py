@@ -129,7 +129,7 @@ class AsyncTokenCharacterTrie:
     def __reduce__(self) -> Any:
         raise TypeError(
             "an AsyncTokenCharacterTrie has a thread and cannot be pickled or copied; create "
-            "another one of its attribute trie"
+            "another one from its attribute trie"
         )
 
     def __repr__(self) -> str:

@@ -35,9 +35,8 @@ class Token(bytes):
         Raises:
             TypeError: `token_id` is not an integer, or `byte_string` is not bytes.
         """
-        if not isinstance(
-            byte_string, (bytes, bytearray, memoryview)
-        ):  # 3 is bytes(3) of Python
+        # bytes(3) would be three null bytes.
+        if not isinstance(byte_string, (bytes, bytearray, memoryview)):
             raise TypeError(f"byte_string={byte_string!r}; expected bytes")
         if type(token_id) is not int and not is_integer(token_id):
             raise TypeError(f"token_id={token_id!r}; expected an integer")

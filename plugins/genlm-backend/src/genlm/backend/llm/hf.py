@@ -230,7 +230,9 @@ class AsyncTransformer(ServedLM):
             TypeError: `future` is not a future of asyncio.
         """
         if not asyncio.isfuture(future):
-            raise TypeError(f"future={future!r}; expected a future, as of loop.create_future()")
+            raise TypeError(
+                f"future={future!r}; expected a future, such as loop.create_future()"
+            )
         if past is not None:
             raise ValueError(
                 "past is not None, and external keys and values cannot be used; pass the whole "

@@ -208,7 +208,7 @@ def check(engine: Engine) -> None:
     in_tree = prefixes(tree)
     counts: Counter[int] = Counter()
     parents: dict[int, int] = {}
-    for adapter, table in tables._tables.values():
+    for adapter, table, _ in tables._tables.values():
         for row in range(len(table)):
             path = [*table.trunk, *table.slots[row, : table.lengths[row]]]
             path = [int(slot) for slot in path]

@@ -75,7 +75,7 @@ class BlockTable:
     """The slots of n sequences.
 
     Attributes:
-        trunk: Common first slots of all rows, never all slots of a row.
+        trunk: Common first slots of all rows, not all slots of a row unless its end was freed.
         slots: The slots after the trunk, shape `(n, longest)`, int32; entries after the end of
             a row are undefined.
         lengths: Number of slots of each row after the trunk, shape `(n,)`.
@@ -102,10 +102,11 @@ class BlockTable:
     @property
     def last(self) -> Slots:
         """The last slot of each row, shape `(n,)`; `SCRATCH_SLOT` for an empty row."""
+        before = self.trunk[-1] if len(self.trunk) else SCRATCH_SLOT
         if not self.slots.shape[1]:
-            return np.full(len(self), SCRATCH_SLOT)
+            return np.full(len(self), before)
         last: Slots = self.slots[np.arange(len(self)), self.lengths - 1].astype(np.int64)
-        last[self.lengths == 0] = SCRATCH_SLOT
+        last[self.lengths == 0] = before
         return last
 
     def select(self, rows: Integers64) -> BlockTable:
@@ -124,6 +125,13 @@ class BlockTable:
         for row, path in zip(rows.tolist(), paths, strict=True):
             slots[row, : len(path)] = path
         return _with_trunk(BlockTable(np.empty(0, np.int64), slots, lengths))
+
+    def without(self, freed: Slots, rows: Integers64) -> BlockTable:
+        """Return the table without freed slots, which are at the ends of some rows."""
+        ends, lengths = self.slots[rows], self.lengths.copy()
+        is_freed = np.isin(ends, freed) & (np.arange(ends.shape[1]) < lengths[rows, None])
+        lengths[rows] -= is_freed.sum(axis=1)
+        return BlockTable(self.trunk[~np.isin(self.trunk, freed)], self.slots, lengths)
 
     def extend(
         self, rows: Integers64, slots: NDArray[np.int32], lengths: Integers64

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
 from genlm.core.queries.query import GroupQuery
@@ -30,8 +31,11 @@ __all__ = ["Populations"]
 RunTable = Callable[[TableBatch, str | None], torch.Tensor]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
 
-_Part = tuple[GroupQuery, Integers64, Integers64]
-"""A group, indices of rows of its table, and the number of tokens that each row lacks."""
+_Part = tuple[GroupQuery, Integers64]
+"""A group, and indices of rows of its table."""
+
+_Extension = tuple[GroupQuery, Integers64, Integers64, NDArray[np.bool_]]
+"""A group, rows of its table, their tokens to compute, and which of them are cached."""
 
 # Sequences with more new tokens are computed through the tree, as prefill chunks.
 _MAX_NEW_TOKENS = 32
@@ -45,7 +49,8 @@ class Populations:
 
     Tables are released when their generation is dropped, on any thread: the next call on the
     engine's thread frees their slots. When the tree lacks slots, it evicts its nodes first,
-    then tables.
+    then the last tokens of rows, then tables. Rows without their last tokens are continued like
+    rows that were extended by several tokens.
 
     Args:
         tree: Tree that provides slots and contains the first sequences of populations.
@@ -59,7 +64,7 @@ class Populations:
     def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
         self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
         self.clear()
-        tree.evict_others = self.evict_oldest
+        tree.evict_others = self.evict
 
     def clear(self) -> None:
         """Remove all tables, before the tree is cleared."""
@@ -68,7 +73,8 @@ class Populations:
         # Adapter and sequence of each pinned first sequence, by its last slot.
         self._pinned: dict[int, tuple[str | None, TokenSequence]] = {}
         self._dropped: deque[int] = deque()
-        self._current: frozenset[int] = frozenset()
+        # Rows that the current pass uses, by table.
+        self._current: dict[int, Integers64] = {}
 
     def drop(self, adapter: str) -> None:
         """Release the tables of an adapter, before the tree drops its tokens."""
@@ -89,8 +95,8 @@ class Populations:
         table = self._table(group)
         if table is not None:
             missing = lineage.lengths[wanted] - table.tokens[wanted]
-            few = np.maximum(1, missing[missing <= _MAX_NEW_TOKENS])
-            if len(few):
+            if table.tokens[wanted].all():
+                few = np.clip(missing, 1, _MAX_NEW_TOKENS)
                 tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
                 count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
                 return max(1, min(self._max_rows, count))
@@ -167,15 +173,11 @@ class Populations:
             OutOfSlotsError: There are too few slots for several groups.
         """
         self.collect()
-        missing = []
-        for group, places in parts:
-            rows = group.wanted[places]
-            tokens = self._missing(group, rows)
-            if tokens is None:
-                return None
-            missing.append((group, rows, tokens))
+        selected = [(group, group.wanted[places]) for group, places in parts]
+        if any(self._missing(group, rows) is None for group, rows in selected):
+            return None
         try:
-            return self._pass(missing, run)
+            return self._passes(selected, run)
         except OutOfSlotsError:
             if len(parts) > 1:
                 raise
@@ -232,48 +234,112 @@ class Populations:
     # -- internals --------------------------------------------------------------------
 
     def _missing(self, group: GroupQuery, rows: Integers64) -> Integers64 | None:
-        """Return the number of tokens that each row's table lacks; None without a table.
+        """Return the number of tokens that each row's table lacks.
 
-        The result is None also if a row lacks many tokens.
+        The result is None if the tree should compute the rows: there is no table, each row lacks
+        many tokens, or a row without tokens does.
         """
         table = self._table(group)
         if table is None:
             return None
-        missing: Integers64 = group.generation.lineage.lengths[rows] - table.tokens[rows]
-        return None if missing.max() > min(self._max_tokens, _MAX_NEW_TOKENS) else missing
+        cached = table.tokens[rows]
+        missing: Integers64 = group.generation.lineage.lengths[rows] - cached
+        few = min(self._max_tokens, _MAX_NEW_TOKENS)
+        is_long = missing > few
+        return None if (is_long & (cached == 0)).any() else missing
 
-    def _pass(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
-        """Compute continuations of rows of groups, and store the longer tables.
-
-        Args:
-            parts: Groups of one adapter with different generations, some of their rows, and
-                the number of tokens that each row lacks.
-            run: Function that computes a pass.
+    def _passes(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
+        """Compute rows of groups in one pass, or in several if there are too few slots.
 
         Raises:
-            OutOfSlotsError: There are too few slots; the state is unchanged.
+            OutOfSlotsError: There are too few slots for a row, or a table was evicted.
+        """
+        self._current = {group.generation.state.key: rows for group, rows in parts}
+        try:
+            for group, rows in parts:
+                self._catch_up(group, rows, run)
+            return self._pass(parts, run)
+        except OutOfSlotsError:
+            if len(parts) == len(parts[0][1]) == 1:
+                raise
+        finally:
+            self._current = {}
+        if len(parts) > 1:
+            middle = len(parts) // 2
+            logits = self._passes(parts[:middle], run).clone()  # the next pass overwrites them
+            return torch.cat([logits, self._passes(parts[middle:], run)])
+        [(group, rows)] = parts
+        missing = group.generation.lineage.lengths[rows] - self._entry(group).table.tokens[rows]
+        order = np.argsort(missing, kind="stable")
+        middle = np.searchsorted(missing[order], missing.min(), side="right")
+        if middle == len(rows):
+            middle //= 2
+        logits = self._passes([(group, rows[order[:middle]])], run).clone()
+        logits = torch.cat([logits, self._passes([(group, rows[order[middle:]])], run)])
+        return logits[torch.from_numpy(np.argsort(order)).to(logits.device)]
+
+    def _catch_up(self, group: GroupQuery, rows: Integers64, run: RunTable) -> None:
+        """Compute tokens of rows that lack many, until they lack few."""
+        few = min(self._max_tokens, _MAX_NEW_TOKENS)
+        lengths = group.generation.lineage.lengths
+        while True:
+            missing = lengths[rows] - self._entry(group).table.tokens[rows]
+            behind = np.flatnonzero(missing > few)[: self._max_tokens // few]
+            if not len(behind):
+                return
+            tokens = group.generation.lineage.last_tokens(rows[behind], missing[behind])
+            in_order = np.argsort(tokens < 0, axis=1, kind="stable")[:, :few]
+            first = np.take_along_axis(tokens, in_order, axis=1)
+            is_cached = np.zeros(len(behind), bool)
+            self._compute([(group, rows[behind], first, is_cached)], run)
+
+    def _pass(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
+        """Compute the logits of rows that lack few tokens."""
+        extensions = []
+        for group, rows in parts:
+            lineage = group.generation.lineage
+            missing = lineage.lengths[rows] - self._entry(group).table.tokens[rows]
+            tokens = lineage.last_tokens(rows, np.maximum(missing, 1))
+            extensions.append((group, rows, tokens, missing == 0))
+        return self._compute(extensions, run)
+
+    def _compute(self, extensions: Sequence[_Extension], run: RunTable) -> torch.Tensor:
+        """Compute tokens after rows of tables, and store the longer tables.
+
+        Returns:
+            The logits after the last token of each row.
+
+        Raises:
+            OutOfSlotsError: There are too few slots; no row has changed.
         """
         steps: list[Continuation] = []
-        self._current = frozenset(group.generation.state.key for group, _, _ in parts)
         try:
-            for group, rows, missing in parts:
-                tokens = group.generation.lineage.last_tokens(rows, np.maximum(missing, 1))
+            for group, rows, tokens, is_repeated in extensions:
                 repeated = tokens.max(axis=1)
-                tokens[missing == 0] = NO_TOKEN
-                table = self._tables[group.generation.state.key].table
+                tokens[is_repeated] = NO_TOKEN
+                table = self._entry(group).table
                 steps.append(continuation(table, rows, tokens, repeated, self._tree.allocate))
-            logits = run(joined([step.batch for step in steps]), parts[0][0].adapter)
+            logits = run(joined([step.batch for step in steps]), extensions[0][0].adapter)
         except BaseException:
             for step in steps:
                 self._tree.free(step.new)
             raise
-        finally:
-            self._current = frozenset()
-        for (group, rows, _), step in zip(parts, steps, strict=True):
-            table = self._tables[group.generation.state.key].table
+        for (group, rows, _, _), step in zip(extensions, steps, strict=True):
             self._references.connect(step.new, step.parents)
+            table = self._entry(group).table
             self._store(group, table.extend(rows, step.batch.slots, step.lengths))
         return logits
+
+    def _entry(self, group: GroupQuery) -> _TableEntry:
+        """Return the table of a group that has had one.
+
+        Raises:
+            OutOfSlotsError: It was evicted.
+        """
+        entry = self._tables.get(group.generation.state.key)
+        if entry is None:
+            raise OutOfSlotsError("the table of a population was evicted for another one")
+        return entry
 
     def _table(self, group: GroupQuery) -> BlockTable | None:
         """Return the table of a generation, or a selection of that of its base, or None."""
@@ -302,20 +368,63 @@ class Populations:
             group.generation.keep(state)
         else:
             self._free(entry.table)
-        self._tables[state.key] = _TableEntry(group.adapter, table)
+        lengths = group.generation.lineage.lengths
+        self._tables[state.key] = _TableEntry(group.adapter, table, lengths)
 
-    def evict_oldest(self) -> bool:
-        """Release the oldest table that the current pass does not use.
+    def evict(self, count: int) -> bool:
+        """Free slots of tables that the current pass does not use, of the oldest table first.
+
+        Args:
+            count: Number of slots that are needed. If fewer are freed, this method may be called
+                again.
 
         Returns:
-            False if there is no such table.
+            False if there are no such slots.
         """
         self.collect()
-        key = next((key for key in self._tables if key not in self._current), None)
-        if key is None:
-            return False
-        self._free(self._tables.pop(key).table)
-        return True
+        for key in list(self._tables):
+            if self._cut(key, count):
+                return True
+            if key not in self._current:
+                self._free(self._tables.pop(key).table)
+                return True
+        return False
+
+    def _cut(self, key: int, count: int) -> int:
+        """Free the last tokens of rows of a table that no other row contains.
+
+        Rows that a step has computed are cut before those that it has not: they are needed at
+        the next step only.
+
+        Args:
+            key: Key of the table.
+            count: Number of slots to free at least, if the table has as many.
+
+        Returns:
+            The number of slots that were freed.
+        """
+        adapter, table, ends = self._tables[key]
+        references = self._references
+        may_be_cut = references.parents[table.last] != SCRATCH_SLOT
+        may_be_cut[self._current.get(key, [])] = False
+        rows = np.flatnonzero(may_be_cut)[::-1]
+        rows = rows[np.argsort((table.tokens < ends)[rows], kind="stable")]
+        roots = np.fromiter(self._pinned, np.int64, len(self._pinned))
+        references.add(roots)  # they belong to the tree
+        total = first = 0
+        size = 1
+        while total < count and first < len(rows):
+            cut = rows[first : first + size]
+            freed = references.release(table.last[cut])
+            table = table.without(freed, cut)
+            references.add(table.last[cut])
+            self._tree.free(freed)
+            total, first = total + len(freed), first + len(cut)
+            size = min(2 * size, 1 + (count - total) * first // max(1, total))
+        references.release(roots)
+        self._tables[key] = _TableEntry(adapter, table, ends)
+        self._tree.tokens_evicted += total
+        return total
 
     def _free(self, table: BlockTable) -> None:
         """Free the slots of a table that no other table refers to."""
@@ -337,8 +446,11 @@ class Populations:
 
 
 class _TableEntry(NamedTuple):
+    """A table, its adapter, and the number of tokens of each sequence."""
+
     adapter: str | None
     table: BlockTable
+    lengths: Integers64
 
 
 class _TableReference:

@@ -72,13 +72,14 @@ class PrefixTree:
     Attributes:
         capacity: As above.
         tokens_evicted: Number of tokens that were evicted.
-        evict_others: Function that frees slots returned by `allocate`, called only before a
-            batch has new tokens; returns False if there are no such slots.
+        evict_others: Function that frees about as many slots returned by `allocate` as its
+            argument, called only before a batch has new tokens; returns False if there are no
+            such slots.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.evict_others: Callable[[], bool] = lambda: False
+        self.evict_others: Callable[[int], bool] = lambda _: False
         self.tokens_evicted = 0
         self._max_places = min(_MAX_PLACES, capacity)
         self._reset()
@@ -250,7 +251,7 @@ class PrefixTree:
             OutOfSlotsError: All other slots are pinned or in use; nothing is evicted.
         """
         while (lacking := count - len(self._free)) > self._idle_slots:
-            if self._uncached or not self.evict_others():
+            if self._uncached or not self.evict_others(lacking - self._idle_slots):
                 raise OutOfSlotsError(
                     f"{count} slots requested; {len(self._free)} of {self.capacity} are free "
                     f"and {self._idle_slots} can be evicted"

@@ -51,6 +51,7 @@ class Model:
         self.largest = (0, 0)
         self.fail = False
         self.table_tokens = 0
+        self.logits = torch.empty(0)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         tokens = 0
@@ -98,8 +99,9 @@ class Model:
         if self.fail:
             raise RuntimeError("no memory")
         self.largest = max(self.largest[0], tokens), max(self.largest[1], len(ends))
-        logits = torch.stack([expected(adapter, ids) for ids in ends])
-        return ForwardResult(logits, tokens, 1)
+        self.logits.fill_(torch.nan)  # a pass may overwrite the logits of the last one
+        self.logits = torch.stack([expected(adapter, ids) for ids in ends])
+        return ForwardResult(self.logits, tokens, 1)
 
 
 class Engine(PrefixEngine):
@@ -144,7 +146,7 @@ class Engine(PrefixEngine):
 
     @property
     def tables(self) -> Any:
-        return self.path.populations
+        return self.path.populations.tables
 
 
 class Members:
@@ -208,7 +210,7 @@ def check(engine: Engine) -> None:
     in_tree = prefixes(tree)
     counts: Counter[int] = Counter()
     parents: dict[int, int] = {}
-    for adapter, table, _ in tables._tables.values():
+    for adapter, table, *_ in tables._entries.values():
         for row in range(len(table)):
             path = [*table.trunk, *table.slots[row, : table.lengths[row]]]
             path = [int(slot) for slot in path]
@@ -228,12 +230,12 @@ def check(engine: Engine) -> None:
     assert len(tree._free) == len(free)
     assert free | set(in_tree.values()) | parents.keys() == everything
     assert not free & (set(in_tree.values()) | parents.keys())
-    reference_counts = tables._references.counts
+    reference_counts = tables.references.counts
     assert {slot: reference_counts[slot] for slot in everything if reference_counts[slot]} == {
         slot: count for slot, count in counts.items() if slot
     }
     for slot, parent in parents.items():
-        assert tables._references.parents[slot] == parent
+        assert tables.references.parents[slot] == parent
     assert tables._pinned.keys() == counts.keys() & set(in_tree.values())
     pins: Counter[Any] = Counter()
     nodes = [node for root in tree._roots.values() for node in root.descendants()]
@@ -343,7 +345,7 @@ def run(engine: Engine, program: list[Any]) -> None:
     population = copied = None  # type: ignore[assignment]
     gc.collect()  # tracebacks of failures refer to populations
     check(engine)
-    assert not engine.tables._tables
+    assert not engine.tables._entries
     assert not engine.tables._pinned
     check_tree(engine.path._tree)
     assert engine.model.largest[0] <= engine.path._max_tokens
@@ -403,7 +405,7 @@ def test_tokens_that_were_moved_into_the_tree_are_found_by_other_requests() -> N
     assert computed == (3 + 2) + 3 + 3
     engine.keep_sequences(population.generation, None)
     check(engine)
-    assert not engine.tables._tables
+    assert not engine.tables._entries
     for ids in population.ids:
         row = engine.answer(Query(0, ids))
         torch.testing.assert_close(row, expected(None, ids), rtol=0, atol=1e-6)
@@ -490,7 +492,7 @@ def test_populations_that_are_pending_together_are_computed_in_one_pass() -> Non
 
     ask_together(engine, first)
     assert forwards() == 2  # one for each adapter
-    assert len(engine.tables._tables) == 4
+    assert len(engine.tables._entries) == 4
     for step in range(3):
         for population in first:
             population.extend([(step,)] * len(population.ids))
@@ -682,3 +684,125 @@ def test_lists_that_fit_one_after_the_other_leave_populations_alone() -> None:
     before = engine.statistics()["tokens_computed"]
     population.ask(engine)
     assert engine.statistics()["tokens_computed"] == before + 4
+
+
+def test_a_population_that_exceeds_the_cache_loses_the_last_tokens_of_some_rows_only() -> None:
+    engine = Engine(48, max_rows=20)
+    population = Members([(1, 2, 0)] * 8)
+    population.ask(engine)
+    population.extend([(i % SIZE,) for i in range(8)])
+    steps = 10
+    for step in range(steps):
+        assert not population.ask(engine).errors
+        check(engine)
+        population.extend([((i + step) % 3,) for i in range(8)])
+    assert engine.statistics()["contexts_without_cache"] == 0
+    lengths = sum(3 + step for step in range(1, steps + 1))
+    least = 3 + 8 * steps  # with a cache of 83 tokens
+    assert least < engine.statistics()["tokens_computed"] < least + 8 * lengths // 3
+
+
+def test_rows_that_lack_many_tokens_are_continued_from_what_is_left_of_them() -> None:
+    engine = Engine(120, max_tokens=20, max_rows=20)
+    population = Members([(1, 2, 0)] * 2)
+    population.ask(engine)
+    for step in range(50):
+        population.extend([(step % 3,), ((step + 1) % 3 if step % 4 else -1,)])
+        population.ask(engine)
+    assert engine.tables.evict(200)
+    check(engine)
+    before = engine.model.table_tokens
+    assert not population.ask(engine).errors
+    assert engine.model.table_tokens - before == 50 + 37
+    check(engine)
+
+
+def test_common_tokens_of_all_rows_are_evicted_with_the_last_row() -> None:
+    engine = Engine(60, max_rows=20)
+    population = Members([(1, 2, 0)] * 4)
+    for step in range(6):
+        population.ask(engine)
+        population.extend([(0 if step < 4 else i,) for i in range(4)])
+    population.ask(engine)
+    assert engine.statistics()["kv_tokens"] == 3 + 4 + 2 * 4
+    assert engine.tables.evict(6)
+    check(engine)
+    assert engine.statistics()["kv_tokens"] == 3 + 4 + 2
+    assert engine.tables.evict(60)
+    check(engine)
+    assert engine.statistics()["kv_tokens"] == 3
+    assert not population.ask(engine).errors
+    check(engine)
+
+
+def take_turns(engine: Engine, populations: list[Members], steps: int) -> list[int]:
+    """Extend every population `steps` times; callers act between two steps of the engine.
+
+    Returns:
+        The number of the population of each step, in the order of their completion.
+    """
+    order: list[int] = []
+    left = [steps] * len(populations)
+    for number, population in enumerate(populations):
+        engine.submit_group(population.query(list(range(len(population.ids))), number))
+    while any(left):
+        for completion in engine.step():
+            number = completion.query_id
+            population = populations[number]
+            members = list(range(len(population.ids)))
+            assert isinstance(completion.result, GroupResult)
+            assert not population.check(completion.result, members).errors
+            order.append(number)
+            left[number] -= 1
+            population.extend([((i + left[number]) % SIZE,) for i in members])
+            if left[number]:
+                engine.submit_group(population.query(members, number))
+        check(engine)
+    return order
+
+
+def test_populations_that_exceed_the_cache_together_are_computed_in_turn() -> None:
+    engine = Engine(70, max_rows=40)
+    populations = [Members([(i, 2)] * 4) for i in range(4)]
+    order = take_turns(engine, populations, 12)
+    least = 4 * (2 + 4 * 11)
+    assert engine.statistics()["tokens_computed"] < 2 * least
+    assert engine.statistics()["tokens_evicted"] > 0
+    assert sorted(order) == sorted([0, 1, 2, 3] * 12)
+    assert engine.statistics()["forwards"] < 48
+
+
+def test_a_young_population_is_not_passed_over_for_ever() -> None:
+    engine = Engine(26, max_rows=40)
+    old = Members([(0, 2)] * 4)
+    take_turns(engine, [old], 5)
+    young = Members([(1, 2)] * 4)
+    young.ask(engine)
+    young.extend([(i,) for i in range(4)])
+    members = list(range(4))
+    engine.submit_group(young.query(members, 1))
+    query = old.query(members, 0)
+    completed: list[int] = []
+    while 1 not in completed:
+        engine.submit_group(query)
+        completed += [completion.query_id for completion in engine.step()]
+    assert 60 < completed.index(1) < 70
+
+
+@pytest.mark.parametrize(("capacity", "defers"), [(100, False), (26, True)])
+def test_groups_are_deferred_if_none_of_them_fits(capacity: int, defers: bool) -> None:
+    engine = Engine(capacity, max_rows=4)
+    old, young = Members([(0, 2)] * 4), Members([(1, 2)] * 4)
+    take_turns(engine, [old], 5)
+    take_turns(engine, [young], 2)
+    for number, population in enumerate((old, young)):
+        engine.submit_group(population.query([0, 1, 2, 3], number))
+    assert not engine.is_deferring
+    [completion] = engine.step()
+    assert completion.query_id == 0
+    assert engine.is_deferring == defers
+    engine.submit(Query(2, (0, 2)))
+    assert [completion.query_id for completion in engine.step()] == [2]
+    [completion] = engine.step()
+    assert completion.query_id == 1
+    assert not engine.is_deferring

@@ -131,6 +131,10 @@ class PrefixEngine(BatchEngine):
             return super().choose_groups(pending)
         return self._cache.populations.choose(pending)
 
+    def defers(self, pending: Sequence[GroupQuery]) -> bool:
+        """Whether populations wait because the tokens of others would be freed for them."""
+        return self._cache is not None and self._cache.populations.defers(pending)
+
     def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
         """Compute sequences of populations in one forward pass, from tables or the tree."""
         cache = self._cache

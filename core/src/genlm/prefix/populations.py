@@ -8,10 +8,7 @@ are no longer used as a population can be moved into the tree, where other reque
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +16,11 @@ from numpy.typing import NDArray
 
 from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
 from genlm.core.queries.query import GroupQuery
-from genlm.core.queries.sequence import TokenSequence
-from genlm.prefix.block_table import BlockTable, SlotReferences
+from genlm.prefix.block_table import BlockTable
 from genlm.prefix.continuation import Continuation, continuation, joined
 from genlm.prefix.forward import TableBatch
-from genlm.prefix.node import SCRATCH_SLOT, Paths, Slots
+from genlm.prefix.node import Paths
+from genlm.prefix.tables import Tables
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 __all__ = ["Populations"]
@@ -37,69 +34,45 @@ _Part = tuple[GroupQuery, Integers64]
 _Extension = tuple[GroupQuery, Integers64, Integers64, NDArray[np.bool_]]
 """A group, rows of its table, their tokens to compute, and which of them are cached."""
 
-# Sequences with more new tokens are computed through the tree, as prefill chunks.
+# Maximum number of new tokens of a row in a pass over tables.
 _MAX_NEW_TOKENS = 32
+
+# Maximum number of choices of other groups for which a group waits while slots are scarce.
+_MAX_DEFERRALS = 64
 
 # Number of sequences used to estimate the number of new tokens of a first generation.
 _SAMPLE_SIZE = 32
 
 
 class Populations:
-    """The block tables of generations, least recently used first.
-
-    Tables are released when their generation is dropped, on any thread: the next call on the
-    engine's thread frees their slots. When the tree lacks slots, it evicts its nodes first,
-    then the last tokens of rows, then tables. Rows without their last tokens are continued like
-    rows that were extended by several tokens.
+    """Computes generations whose sequences are stored in block tables.
 
     Args:
         tree: Tree that provides slots and contains the first sequences of populations.
         max_tokens: Maximum number of tokens of a pass.
         max_rows: Maximum number of results of a pass.
-    """
 
-    # Unique in the process: a generation may outlive the engine that has its table.
-    _keys = itertools.count()
+    Attributes:
+        tables: The block tables.
+    """
 
     def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
         self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
-        self.clear()
-        tree.evict_others = self.evict
-
-    def clear(self) -> None:
-        """Remove all tables, before the tree is cleared."""
-        self._references = SlotReferences(self._tree.capacity)
-        self._tables: OrderedDict[int, _TableEntry] = OrderedDict()
-        # Adapter and sequence of each pinned first sequence, by its last slot.
-        self._pinned: dict[int, tuple[str | None, TokenSequence]] = {}
-        self._dropped: deque[int] = deque()
-        # Rows that the current pass uses, by table.
-        self._current: dict[int, Integers64] = {}
-
-    def drop(self, adapter: str) -> None:
-        """Release the tables of an adapter, before the tree drops its tokens."""
-        for key in [key for key, entry in self._tables.items() if entry.adapter == adapter]:
-            self._free(self._tables.pop(key).table)
-
-    def collect(self) -> None:
-        """Free the slots of tables whose generations were dropped."""
-        while self._dropped:
-            entry = self._tables.pop(self._dropped.popleft(), None)
-            if entry is not None:
-                self._free(entry.table)
+        self._few = min(max_tokens, _MAX_NEW_TOKENS)
+        self.tables = Tables(tree)
+        # Number of choices that a group has waited for, by query id.
+        self._deferrals: dict[int, int] = {}
 
     def limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a group for one pass, or about one in the tree."""
-        self.collect()
+        self.tables.collect()
         lineage, wanted = group.generation.lineage, group.wanted
-        table = self._table(group)
-        if table is not None:
-            missing = lineage.lengths[wanted] - table.tokens[wanted]
-            if table.tokens[wanted].all():
-                few = np.clip(missing, 1, _MAX_NEW_TOKENS)
-                tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
-                count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
-                return max(1, min(self._max_rows, count))
+        missing = self._missing(group, wanted)
+        if missing is not None:
+            few = np.clip(missing, 1, self._few)
+            tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
+            count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
+            return max(1, min(self._max_rows, count))
         sample = wanted[:: -(-len(wanted) // _SAMPLE_SIZE)].tolist()
         sequences = map(lineage.sequence, sample)
         mean = np.mean([1 + self._tree.missing(group.adapter, s) for s in sequences])
@@ -108,54 +81,59 @@ class Populations:
     def choose(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Choose groups that one pass computes: the first, and others of its adapter.
 
-        All or none of them have tables.
+        All or none of them are continued from tables. If there are too few slots for all
+        groups, the oldest populations are computed first, and the rows of the youngest ones are
+        cut for them. The others wait, at most for `_MAX_DEFERRALS` choices.
         """
-        self.collect()
-        first = pending[0]
-        chosen = [first]
-        has_table = self._table(first) is not None
-        tokens = self._added_tokens(first, has_table=has_table)
-        if tokens is None:
-            return chosen
-        rows = len(first.wanted)
-        for group in pending[1:]:
-            if group.adapter != first.adapter:
+        self.tables.collect()
+        groups = sorted(pending, key=self.tables.age)
+        costs = self._costs(groups)
+        self.tables.expect(groups)
+        is_short = sum(costs.values()) > self._tree.available
+        if is_short:
+            overdue = [g for g in groups if self._deferrals.get(g.query_id, 0) > _MAX_DEFERRALS]
+            fitting = [g for g in groups if costs[g.query_id] <= self._tree.available]
+            first = (overdue or fitting or groups)[0]
+            step = costs[first.query_id] + sum(len(group.wanted) for group in groups)
+            while costs[first.query_id] > self._tree.available:
+                if not self.tables.evict(step):
+                    break
+            groups = [first, *(group for group in groups if group is not first)]
+            costs = self._costs(groups)
+        else:
+            groups = list(pending)
+        first, *others = groups
+        chosen, tokens, rows = [first], costs[first.query_id], len(first.wanted)
+        uses_table = self._missing(first, first.wanted) is not None
+        for group in others:
+            is_similar = (self._missing(group, group.wanted) is not None) == uses_table
+            is_evicted = is_short and costs[group.query_id] > len(group.wanted)
+            if group.adapter != first.adapter or not is_similar or is_evicted:
                 continue
+            tokens += costs[group.query_id]
             rows += len(group.wanted)
-            if rows > self._max_rows:
-                break
-            added = self._added_tokens(group, has_table=has_table)
-            if added is None:
-                continue
-            tokens += added
-            if tokens > self._max_tokens:
+            if rows > self._max_rows or tokens > min(self._max_tokens, self._tree.available):
                 break
             chosen.append(group)
+        waiting = {group.query_id for group in groups} - {group.query_id for group in chosen}
+        self._deferrals = {
+            query_id: self._deferrals.get(query_id, 0) + is_short for query_id in waiting
+        }
         return chosen
 
-    def _added_tokens(self, group: GroupQuery, *, has_table: bool) -> int | None:
-        """Return the number of tokens of a pass over a group, at most.
+    def defers(self, pending: Sequence[GroupQuery]) -> bool:
+        """Whether groups should wait for the next requests of other populations.
 
-        The result is None if the group has no table and should have one, or the reverse, or if
-        its table lacks many tokens.
+        This is the case if there are too few slots for any of them: their computation would
+        free tokens that these requests continue.
         """
-        if has_table:
-            missing = self._missing(group, group.wanted)
-            return None if missing is None else int(np.maximum(missing, 1).sum())
-        if self._table(group) is not None:
-            return None
-        sequence = group.generation.lineage.sequence
-        return sum(
-            max(1, self._tree.missing(group.adapter, sequence(row)))
-            for row in group.wanted.tolist()
-        )
+        self.tables.collect()
+        return min(self._costs(pending).values()) > self._tree.available
 
     def logits(
         self, parts: Sequence[tuple[GroupQuery, Integers64]], run: RunTable
     ) -> torch.Tensor | None:
-        """Compute the next-token logits of sequences of groups in one pass.
-
-        After an exception, the state is that before the pass.
+        """Compute the next-token logits of sequences of groups, in one pass if there are slots.
 
         Args:
             parts: Groups of one adapter, which is active, with different generations; and
@@ -166,13 +144,12 @@ class Populations:
         Returns:
             Shape `(number of places, width of the model's output)`, one group after the other.
             None if the sequences must be computed through the tree, after which `adopt` is
-            called: a generation has no table, a row lacks many tokens, or the tree has too few
-            slots for a single group.
+            called, or if there are too few slots for a row of a single group.
 
         Raises:
             OutOfSlotsError: There are too few slots for several groups.
         """
-        self.collect()
+        self.tables.collect()
         selected = [(group, group.wanted[places]) for group, places in parts]
         if any(self._missing(group, rows) is None for group, rows in selected):
             return None
@@ -185,9 +162,9 @@ class Populations:
 
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
         """Add a table with the sequences of a group that the tree contains."""
-        self.collect()
+        self.tables.collect()
         lineage, tree, adapter = group.generation.lineage, self._tree, group.adapter
-        table = self._table(group)
+        table = self.tables.find(group)
         if table is None:
             table = BlockTable.empty(len(lineage))
         rows, slots, paths = [], [], Paths()
@@ -198,29 +175,23 @@ class Populations:
                 continue
             rows.append(row)
             slots.append(paths.slots(node, length))
-            last = int(slots[-1][-1])
-            if last not in self._pinned:
-                tree.pin(adapter, sequence)
-                self._pinned[last] = adapter, sequence
-                self._references.parents[last] = SCRATCH_SLOT
+            self.tables.pin(adapter, sequence, int(slots[-1][-1]))
         if rows:
-            self._store(group, table.replace(np.array(rows, np.int64), slots))
+            self.tables.store(group, table.replace(np.array(rows, np.int64), slots))
 
     def move_to_tree(self, generation: Generation, adapter: str | None) -> None:
         """Move the tokens of a generation's sequences into the tree, and remove its table.
 
         Tokens to which rows of other tables refer are not moved.
         """
-        self.collect()
+        self.tables.collect()
         base = generation.with_state()
-        if base is None or not isinstance(base.state, _TableReference):
+        removed = None if base is None else self.tables.remove(base)
+        if base is None or removed is None:
             return
-        entry = self._tables.pop(base.state.key, None)
-        if entry is None:
-            return
-        table = entry.table
+        table, released = removed
         is_free = np.zeros(self._tree.capacity + 1, bool)
-        is_free[self._released(table)] = True
+        is_free[released] = True
         for row, count in enumerate(table.tokens.tolist()):
             sequence = base.lineage.sequence(row)
             match = _, first = self._tree.match(adapter, sequence)
@@ -233,20 +204,41 @@ class Populations:
 
     # -- internals --------------------------------------------------------------------
 
+    def _costs(self, groups: Sequence[GroupQuery]) -> dict[int, int]:
+        """Return the number of tokens of a pass over each group, at most, by query id.
+
+        The tables of the last groups are cut first, because they are visited first.
+        """
+        costs = {}
+        for group in reversed(groups):
+            missing = self._missing(group, group.wanted)
+            if missing is None:
+                sequence = group.generation.lineage.sequence
+                missing = np.array(
+                    [
+                        self._tree.missing(group.adapter, sequence(row))
+                        for row in group.wanted.tolist()
+                    ]
+                )
+            costs[group.query_id] = int(np.maximum(missing, 1).sum())
+        return costs
+
     def _missing(self, group: GroupQuery, rows: Integers64) -> Integers64 | None:
         """Return the number of tokens that each row's table lacks.
 
-        The result is None if the tree should compute the rows: there is no table, each row lacks
-        many tokens, or a row without tokens does.
+        The result is None if the tree computes the rows, as prefill chunks: there is no table,
+        a row without cached tokens lacks many, or all were extended by many.
         """
-        table = self._table(group)
+        table = self.tables.find(group)
         if table is None:
             return None
         cached = table.tokens[rows]
         missing: Integers64 = group.generation.lineage.lengths[rows] - cached
-        few = min(self._max_tokens, _MAX_NEW_TOKENS)
-        is_long = missing > few
-        return None if (is_long & (cached == 0)).any() else missing
+        is_long = missing > self._few
+        uses_tree = (is_long & (cached == 0)).any() or (
+            is_long.all() and not self.tables.is_cut(group)
+        )
+        return None if uses_tree else missing
 
     def _passes(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
         """Compute rows of groups in one pass, or in several if there are too few slots.
@@ -254,7 +246,7 @@ class Populations:
         Raises:
             OutOfSlotsError: There are too few slots for a row, or a table was evicted.
         """
-        self._current = {group.generation.state.key: rows for group, rows in parts}
+        self.tables.in_use = {group.generation.state.key: rows for group, rows in parts}
         try:
             for group, rows in parts:
                 self._catch_up(group, rows, run)
@@ -263,13 +255,13 @@ class Populations:
             if len(parts) == len(parts[0][1]) == 1:
                 raise
         finally:
-            self._current = {}
+            self.tables.in_use = {}
         if len(parts) > 1:
             middle = len(parts) // 2
             logits = self._passes(parts[:middle], run).clone()  # the next pass overwrites them
             return torch.cat([logits, self._passes(parts[middle:], run)])
         [(group, rows)] = parts
-        missing = group.generation.lineage.lengths[rows] - self._entry(group).table.tokens[rows]
+        missing = group.generation.lineage.lengths[rows] - self.tables.get(group).tokens[rows]
         order = np.argsort(missing, kind="stable")
         middle = np.searchsorted(missing[order], missing.min(), side="right")
         if middle == len(rows):
@@ -280,10 +272,9 @@ class Populations:
 
     def _catch_up(self, group: GroupQuery, rows: Integers64, run: RunTable) -> None:
         """Compute tokens of rows that lack many, until they lack few."""
-        few = min(self._max_tokens, _MAX_NEW_TOKENS)
-        lengths = group.generation.lineage.lengths
+        few, lengths = self._few, group.generation.lineage.lengths
         while True:
-            missing = lengths[rows] - self._entry(group).table.tokens[rows]
+            missing = lengths[rows] - self.tables.get(group).tokens[rows]
             behind = np.flatnonzero(missing > few)[: self._max_tokens // few]
             if not len(behind):
                 return
@@ -298,7 +289,7 @@ class Populations:
         extensions = []
         for group, rows in parts:
             lineage = group.generation.lineage
-            missing = lineage.lengths[rows] - self._entry(group).table.tokens[rows]
+            missing = lineage.lengths[rows] - self.tables.get(group).tokens[rows]
             tokens = lineage.last_tokens(rows, np.maximum(missing, 1))
             extensions.append((group, rows, tokens, missing == 0))
         return self._compute(extensions, run)
@@ -317,7 +308,7 @@ class Populations:
             for group, rows, tokens, is_repeated in extensions:
                 repeated = tokens.max(axis=1)
                 tokens[is_repeated] = NO_TOKEN
-                table = self._entry(group).table
+                table = self.tables.get(group)
                 steps.append(continuation(table, rows, tokens, repeated, self._tree.allocate))
             logits = run(joined([step.batch for step in steps]), extensions[0][0].adapter)
         except BaseException:
@@ -325,144 +316,7 @@ class Populations:
                 self._tree.free(step.new)
             raise
         for (group, rows, _, _), step in zip(extensions, steps, strict=True):
-            self._references.connect(step.new, step.parents)
-            table = self._entry(group).table
-            self._store(group, table.extend(rows, step.batch.slots, step.lengths))
+            self.tables.references.connect(step.new, step.parents)
+            table = self.tables.get(group)
+            self.tables.store(group, table.extend(rows, step.batch.slots, step.lengths))
         return logits
-
-    def _entry(self, group: GroupQuery) -> _TableEntry:
-        """Return the table of a group that has had one.
-
-        Raises:
-            OutOfSlotsError: It was evicted.
-        """
-        entry = self._tables.get(group.generation.state.key)
-        if entry is None:
-            raise OutOfSlotsError("the table of a population was evicted for another one")
-        return entry
-
-    def _table(self, group: GroupQuery) -> BlockTable | None:
-        """Return the table of a generation, or a selection of that of its base, or None."""
-        generation, lineage = group.generation, group.generation.lineage
-        base = generation.with_state()
-        if base is None or not isinstance(base.state, _TableReference):
-            return None
-        entry = self._tables.get(base.state.key)
-        if entry is None or entry.adapter != group.adapter:
-            return None
-        self._tables.move_to_end(base.state.key)
-        if base is generation:
-            return entry.table
-        rows = lineage.suffixes(np.arange(len(lineage)), base.lineage).places
-        table = entry.table.select(rows)
-        self._store(group, table)
-        return table
-
-    def _store(self, group: GroupQuery, table: BlockTable) -> None:
-        """Store the table of a generation, in place of its current one."""
-        self._references.add(table.last)
-        state = group.generation.state
-        entry = self._tables.get(state.key) if isinstance(state, _TableReference) else None
-        if entry is None:
-            state = _TableReference(next(self._keys), self._dropped)
-            group.generation.keep(state)
-        else:
-            self._free(entry.table)
-        lengths = group.generation.lineage.lengths
-        self._tables[state.key] = _TableEntry(group.adapter, table, lengths)
-
-    def evict(self, count: int) -> bool:
-        """Free slots of tables that the current pass does not use, of the oldest table first.
-
-        Args:
-            count: Number of slots that are needed. If fewer are freed, this method may be called
-                again.
-
-        Returns:
-            False if there are no such slots.
-        """
-        self.collect()
-        for key in list(self._tables):
-            if self._cut(key, count):
-                return True
-            if key not in self._current:
-                self._free(self._tables.pop(key).table)
-                return True
-        return False
-
-    def _cut(self, key: int, count: int) -> int:
-        """Free the last tokens of rows of a table that no other row contains.
-
-        Rows that a step has computed are cut before those that it has not: they are needed at
-        the next step only.
-
-        Args:
-            key: Key of the table.
-            count: Number of slots to free at least, if the table has as many.
-
-        Returns:
-            The number of slots that were freed.
-        """
-        adapter, table, ends = self._tables[key]
-        references = self._references
-        may_be_cut = references.parents[table.last] != SCRATCH_SLOT
-        may_be_cut[self._current.get(key, [])] = False
-        rows = np.flatnonzero(may_be_cut)[::-1]
-        rows = rows[np.argsort((table.tokens < ends)[rows], kind="stable")]
-        roots = np.fromiter(self._pinned, np.int64, len(self._pinned))
-        references.add(roots)  # they belong to the tree
-        total = first = 0
-        size = 1
-        while total < count and first < len(rows):
-            cut = rows[first : first + size]
-            freed = references.release(table.last[cut])
-            table = table.without(freed, cut)
-            references.add(table.last[cut])
-            self._tree.free(freed)
-            total, first = total + len(freed), first + len(cut)
-            size = min(2 * size, 1 + (count - total) * first // max(1, total))
-        references.release(roots)
-        self._tables[key] = _TableEntry(adapter, table, ends)
-        self._tree.tokens_evicted += total
-        return total
-
-    def _free(self, table: BlockTable) -> None:
-        """Free the slots of a table that no other table refers to."""
-        self._tree.free(self._released(table))
-
-    def _released(self, table: BlockTable) -> Slots:
-        """Release a table, and return the slots to free, which belong to no other table.
-
-        Those of first sequences belong to the tree, where they are unpinned.
-        """
-        freed = self._references.release(table.last)
-        if not len(freed):
-            return freed
-        roots = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
-        pinned = [slot for slot in roots if slot in self._pinned]
-        for slot in pinned:
-            self._tree.unpin(*self._pinned.pop(slot))
-        return freed[~np.isin(freed, pinned)] if pinned else freed
-
-
-class _TableEntry(NamedTuple):
-    """A table, its adapter, and the number of tokens of each sequence."""
-
-    adapter: str | None
-    table: BlockTable
-    lengths: Integers64
-
-
-class _TableReference:
-    """A generation's reference to its table, which is released when the generation is dropped.
-
-    Generations may be dropped on any thread, and during garbage collections in other calls.
-    """
-
-    __slots__ = ("_dropped", "key")
-
-    def __init__(self, key: int, dropped: deque[int]) -> None:
-        self.key, self._dropped = key, dropped
-
-    def __del__(self) -> None:
-        self._dropped.append(self.key)

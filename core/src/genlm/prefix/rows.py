@@ -139,7 +139,7 @@ class PrefixRows:
             Shape `(len(sequences), width of the model's output)`. The next pass may overwrite
             them.
         """
-        self.populations.collect()
+        self.populations.tables.collect()
         logits: torch.Tensor | None = None
         lasts = [len(sequence) - 1 for sequence in sequences]
         with self._rolled_back_on_error():
@@ -221,7 +221,7 @@ class PrefixRows:
         Returns:
             As `PieceScores.results`.
         """
-        self.populations.collect()
+        self.populations.tables.collect()
         scores = PieceScores(texts, self._vocabulary)
         sequences, firsts = [text.sequence for text in texts], [text.first for text in texts]
         passes = self._passes(adapter, sequences, firsts, self._score_limit, scored=True)
@@ -275,12 +275,12 @@ class PrefixRows:
 
     def drop(self, adapter: str) -> None:
         """Remove all tokens computed with an adapter, including pinned prefixes."""
-        self.populations.drop(adapter)
+        self.populations.tables.drop(adapter)
         self._tree.drop(adapter)
 
     def clear(self) -> None:
         """Remove all computed tokens, including pinned prefixes."""
-        self.populations.clear()
+        self.populations.tables.clear()
         self._tree.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:

@@ -103,6 +103,11 @@ class PrefixTree:
         return self.capacity - len(self._free)
 
     @property
+    def available(self) -> int:
+        """Number of slots that are free or contain idle tokens of the tree."""
+        return len(self._free) + self._idle_slots
+
+    @property
     def uncached_tokens(self) -> int:
         """Number of tokens that the current batch must compute."""
         return self._uncached_tokens

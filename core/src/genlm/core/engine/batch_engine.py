@@ -58,12 +58,14 @@ class BatchEngine(abc.ABC):
         smallest_group: Groups with fewer members are evaluated as separate queries, in batches
             with the queries of other callers, unless the engine stores their state as arrays.
             Steps alternate between larger groups and other queries.
+        is_deferring: Whether the next step should wait for further requests; see `defers`.
     """
 
     vocabulary: Vocabulary
     max_context: int | None = None
     capabilities: frozenset[Capability] = frozenset()
     smallest_group: int = 8
+    is_deferring: bool = False
 
     _pending: dict[int, Query]
     _groups: dict[int, GroupWork]
@@ -189,6 +191,22 @@ class BatchEngine(abc.ABC):
                 chosen.append(group)
         return chosen
 
+    def defers(self, pending: Sequence[GroupQuery]) -> bool:  # noqa: ARG002
+        """Whether groups should wait for the next requests of the callers of the last step.
+
+        The scheduler calls the next `step` when these callers have run, or after the duration
+        of the last step. That step computes the groups, unless other requests have arrived and
+        are chosen.
+
+        Args:
+            pending: At least one group of which nothing was computed yet.
+
+        Returns:
+            False by default. True if computing the groups now would free the cached state of
+            populations that these callers are likely to continue.
+        """
+        return False
+
     def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> GroupValues:
         """Compute sequences of groups of one adapter, by default as separate queries.
 
@@ -278,7 +296,15 @@ class BatchEngine(abc.ABC):
                 completions.append(Completion(work.query.query_id, work.result()))
             else:
                 self._groups[work.query.query_id] = work
+        self.is_deferring = self._defers()
         return completions
+
+    def _defers(self) -> bool:
+        """Whether the next step should wait for the requests of callers; see `defers`."""
+        works = self._groups.values()
+        if self._pending or not works or any(work.is_begun for work in works):
+            return False
+        return self.defers([work.query for work in works])
 
     def _take_groups(self) -> list[GroupWork]:
         """Remove the oldest group, or several groups that are computed together."""

@@ -10,6 +10,10 @@ After a step, the callers that received results are likely to submit their next 
 request that arrived during the step is therefore held until the event loop has run these
 callers, or for a grace period that is a small share of the step's duration, whichever is
 shorter.
+
+An engine that has queries may defer them: computing them would free cached state that the
+callers with results are likely to continue. Its next step then waits for these callers, too, at
+most for about the duration of the last step.
 """
 
 from __future__ import annotations
@@ -29,6 +33,10 @@ GRACE_SHARE = 0.1
 """Maximum grace period, as a share of the last step. It costs at most this share of the
 throughput; without it, one late request can split a population into two batches permanently."""
 
+DEFERRAL_SHARE = 1.0
+"""Maximum delay of a step that an engine defers, as a share of the last step. To compute again
+what the deferred step frees takes longer."""
+
 MIN_GRACE_S = 1e-4
 """Minimum grace period; for shorter ones, thread switches cost more than a split batch."""
 
@@ -40,10 +48,12 @@ class BatchingPolicy:
         self._max_batch_size = max_batch_size
         self._is_flushed = False
         self._grace_until_s: float | None = None
+        self._pause_until_s = 0.0
 
     def flush(self, table: RequestTable) -> None:
-        """Dispatch the inbox; later requests need another flush."""
+        """Dispatch the inbox, and end a delay of the next step; later requests need a flush."""
         self._grace_until_s = None
+        self._pause_until_s = 0.0
         self._is_flushed = bool(table.inbox)
 
     def joins_running_batch(self, table: RequestTable) -> bool:
@@ -66,6 +76,15 @@ class BatchingPolicy:
         self._is_flushed = False
         self._grace_until_s = time.perf_counter() + GRACE_SHARE * step_s
         return True
+
+    def pause(self, step_s: float) -> None:
+        """Delay the next step of an engine that defers its queries, until the next flush."""
+        self._pause_until_s = time.perf_counter() + DEFERRAL_SHARE * step_s
+
+    def seconds_to_step(self) -> float:
+        """Return the time for which the step of an engine with queries is delayed."""
+        delay_s = self._pause_until_s and self._pause_until_s - time.perf_counter()
+        return max(0.0, delay_s)
 
     def seconds_to_dispatch(self, table: RequestTable) -> float | None:
         """Return the time until the inbox is dispatched; None to wait for the next flush."""

@@ -150,8 +150,9 @@ class Worker:
     def flush(self) -> None:
         """Dispatch the requests that have arrived."""
         with self._lock:
+            is_delayed = self._policy.seconds_to_step() > 0
             self._policy.flush(self._table)
-            if self._table.inbox:
+            if self._table.inbox or is_delayed:
                 self._notify()
 
     def call(
@@ -300,7 +301,7 @@ class Worker:
         # After the submissions, which may use the state to be released.
         if self._releases or self._releases.is_due:
             self._releases.run(engine)
-        if self._table.in_engine:
+        if self._table.in_engine and not self._policy.seconds_to_step():
             self._step_once(engine)
 
     @staticmethod
@@ -343,11 +344,14 @@ class Worker:
         """Block until there is work; return False after the worker was stopped."""
         with self._lock:
             while self.stopped is None:
-                if self._aborts or self._table.in_engine or self._releases.is_due:
+                if self._aborts or self._releases.is_due:
                     return True
                 if not all(map(self._is_blocked, self._calls)):
                     return True
-                wait_s = self._policy.seconds_to_dispatch(self._table)
+                if self._table.in_engine:
+                    wait_s: float | None = self._policy.seconds_to_step()
+                else:
+                    wait_s = self._policy.seconds_to_dispatch(self._table)
                 if wait_s is not None and wait_s <= 0:
                     return True
                 self._changed.wait(wait_s)
@@ -404,13 +408,21 @@ class Worker:
                 self._finish(finished, delivery, is_step=is_step)
             delivery.process()
             with self._lock:
-                is_idle = delivery.reaches_loops and not self._table.in_engine
-                holds_requests = is_idle and self._policy.begin_grace_period(step_s)
-            delivery.send(afterwards=self._idle_flush.schedule if holds_requests else None)
+                waits_for_callers = delivery.reaches_loops and self._delay(step_s)
+            delivery.send(afterwards=self._idle_flush.schedule if waits_for_callers else None)
         except BaseException as error:
             self._fail(finished, requests, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _delay(self, step_s: float) -> bool:
+        """Delay the next batch or step; whether that ends when event loops have run callers."""
+        if not self._table.in_engine:
+            return self._policy.begin_grace_period(step_s)
+        if getattr(self._engine, "is_deferring", False):
+            self._policy.pause(step_s)
+            return True
+        return False
 
     def _finish(self, finished: Finished, delivery: Delivery, *, is_step: bool) -> None:
         size = 0

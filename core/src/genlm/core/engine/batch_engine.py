@@ -444,26 +444,7 @@ class BatchEngine(abc.ABC):
 
     def _evaluate_checked(self, queries: list[Query]) -> GroupValues:
         """Evaluate distinct queries and check the shape and dtype of the rows or logits."""
-        import torch
+        from genlm.core.rows.logits import checked_values  # loads torch
 
-        values, are_logits = self.evaluate_queries(queries)
-        if not isinstance(values, torch.Tensor):
-            raise EvaluationError(
-                f"{type(self).__name__}.evaluate returned {type(values).__name__}; expected a "
-                f"torch.Tensor with one row for each query"
-            )
-        values = values.detach()  # otherwise rows keep the autograd graph alive
-        shape, size = tuple(values.shape), self.vocabulary.size
-        is_valid = (
-            len(shape) == 2 and shape[0] == len(queries)
-            if are_logits
-            else shape == (len(queries), size) and values.dtype == torch.float32
-        )
-        if not is_valid:
-            expected = f"({len(queries)}, {size}), torch.float32"
-            raise EvaluationError(
-                f"{type(self).__name__}.evaluate returned shape {shape}, {values.dtype}, for "
-                f"{len(queries)} queries over {size} ids; expected "
-                f"{f'logits of shape ({len(queries)}, ...)' if are_logits else expected}"
-            )
-        return GroupValues(values, are_logits)
+        values = self.evaluate_queries(queries)
+        return checked_values(values, len(queries), self.vocabulary.size, type(self).__name__)

@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from genlm.core.base.errors import EvaluationError
+from genlm.core.queries.query import GroupValues
 from genlm.core.vocab import Vocabulary
 
 __all__ = [
+    "checked_values",
     "copied_rows",
     "device_index",
     "invalid_computation",
@@ -169,6 +171,40 @@ def _copy_rows_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
     copies = [rows.new_empty(size) for _ in range(count)]
     torch.split_with_sizes_copy(rows.reshape(-1), [size] * count, out=copies)
     return copies
+
+
+def checked_values(computed: GroupValues, count: int, size: int, engine: str) -> GroupValues:
+    """Return the rows or logits that an engine computed, without their autograd graph.
+
+    Args:
+        computed: Result of the engine for `count` queries.
+        count: Number of queries.
+        size: Number of ids in the vocabulary.
+        engine: Name of the engine's class for messages.
+
+    Raises:
+        EvaluationError: The values are not a tensor, or have another shape or dtype.
+    """
+    values, are_logits = computed
+    if not isinstance(values, torch.Tensor):
+        raise EvaluationError(
+            f"{engine}.evaluate returned {type(values).__name__}; expected a torch.Tensor with "
+            f"one row for each query"
+        )
+    shape = tuple(values.shape)
+    is_valid = (
+        len(shape) == 2 and shape[0] == count
+        if are_logits
+        else shape == (count, size) and values.dtype == torch.float32
+    )
+    if not is_valid:
+        expected = f"({count}, {size}), torch.float32"
+        raise EvaluationError(
+            f"{engine}.evaluate returned shape {shape}, {values.dtype}, for {count} queries "
+            f"over {size} ids; expected "
+            f"{f'logits of shape ({count}, ...)' if are_logits else expected}"
+        )
+    return GroupValues(values.detach(), are_logits)
 
 
 def invalid_rows(

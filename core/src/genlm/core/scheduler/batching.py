@@ -86,6 +86,10 @@ class BatchingPolicy:
         delay_s = self._pause_until_s and self._pause_until_s - time.perf_counter()
         return max(0.0, delay_s)
 
+    def seconds_to_work(self, table: RequestTable) -> float | None:
+        """Return the time until the next step or dispatch; None to wait for the next flush."""
+        return self.seconds_to_step() if table.in_engine else self.seconds_to_dispatch(table)
+
     def seconds_to_dispatch(self, table: RequestTable) -> float | None:
         """Return the time until the inbox is dispatched; None to wait for the next flush."""
         if not table.inbox:

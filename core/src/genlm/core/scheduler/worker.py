@@ -348,10 +348,7 @@ class Worker:
                     return True
                 if not all(map(self._is_blocked, self._calls)):
                     return True
-                if self._table.in_engine:
-                    wait_s: float | None = self._policy.seconds_to_step()
-                else:
-                    wait_s = self._policy.seconds_to_dispatch(self._table)
+                wait_s = self._policy.seconds_to_work(self._table)
                 if wait_s is not None and wait_s <= 0:
                     return True
                 self._changed.wait(wait_s)
@@ -399,8 +396,7 @@ class Worker:
             with self._lock:
                 for evaluation, _ in finished:
                     self._table.close_to_joiners(evaluation)
-                    for request, _, _ in evaluation.consumers:
-                        requests.append(request)
+                    requests += [request for request, _, _ in evaluation.consumers]
             for evaluation, outcome in finished:
                 distribute(evaluation, outcome)
             delivery = Delivery()

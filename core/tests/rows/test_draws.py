@@ -485,3 +485,11 @@ def test_without_replacement_a_row_runs_out_of_tokens_and_tiny_ones_are_drawn_to
 def test_draws_without_replacement_need_a_temperature() -> None:
     with pytest.raises(ValueError, match="at temperature 0 are those of batch_top_k"):
         batch_draw_without_replacement(some_rows(), np.ones((COUNT, 2)) / 2, temperature=0.0)
+
+
+@pytest.mark.parametrize("size", [100, 1536])
+def test_draws_without_replacement_may_be_changed_in_place(size: int) -> None:
+    rows = torch.full((2, size), -math.log(size))
+    for column in batch_draw_without_replacement(rows, torch.full((2, 3), 0.5)):
+        assert not column.is_inference()
+        column.add_(1)

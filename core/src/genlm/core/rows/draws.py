@@ -258,26 +258,27 @@ def _draw_in_turns(
         shape `(n, k)`.
     """
     scores, weights, sums, _ = computed
-    first, *others = uniforms.unbind(1)
-    drawn = draw_ids(weights, sums, first, None)
-    ids, logprobs = [drawn.token_ids], [drawn.logprobs]
-    for numbers in others:
-        weights.scatter_(1, drawn.token_ids[:, None], 0.0)
-        block_sum = drawn.block_weights.scatter_(1, drawn.place[:, None], 0.0).sum(-1)
-        new_sums = to_float64(block_sum)[:, None]
-        if drawn.block is None:
-            sums = new_sums
-        else:
-            sums.scatter_(1, drawn.block.to(sums.device)[:, None], new_sums)
-        underflown = (sums.sum(-1) < UNDERFLOW).nonzero()[:, 0]
-        if len(underflown):
-            places = underflown.to(weights.device)
-            earlier = torch.stack(ids, 1)[places]
-            possible = masked_scores(scores, factors, places).scatter(1, earlier, -_INF)
-            reweight(weights, sums, possible, temperatures, underflown)
-        drawn = draw_ids(weights, sums, numbers, None)
-        ids.append(drawn.token_ids)
-        logprobs.append(drawn.logprobs)
+    with torch.inference_mode():  # saves a fifth of the time for few rows
+        first, *others = uniforms.unbind(1)
+        drawn = draw_ids(weights, sums, first, None)
+        ids, logprobs = [drawn.token_ids], [drawn.logprobs]
+        for numbers in others:
+            weights.scatter_(1, drawn.token_ids[:, None], 0.0)
+            block_sum = drawn.block_weights.scatter_(1, drawn.place[:, None], 0.0).sum(-1)
+            new_sums = to_float64(block_sum)[:, None]
+            if drawn.block is None:
+                sums = new_sums
+            else:
+                sums.scatter_(1, drawn.block.to(sums.device)[:, None], new_sums)
+            underflown = (sums.sum(-1) < UNDERFLOW).nonzero()[:, 0]
+            if len(underflown):
+                places = underflown.to(weights.device)
+                earlier = torch.stack(ids, 1)[places]
+                possible = masked_scores(scores, factors, places).scatter(1, earlier, -_INF)
+                reweight(weights, sums, possible, temperatures, underflown)
+            drawn = draw_ids(weights, sums, numbers, None)
+            ids.append(drawn.token_ids)
+            logprobs.append(drawn.logprobs)
     token_ids, draw_logprob = torch.stack(ids, 1), torch.stack(logprobs, 1)
     # NaN if no token remained.
     return token_ids.masked_fill_(~(draw_logprob > -_INF), -1), draw_logprob

@@ -9,8 +9,8 @@
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, `call_each`
 - populations: `GroupQuery`, `GroupReduction`, `Rows`, `GroupValues`, `GroupResult`,
-  `GroupWork`, `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`,
-  `ContextLease`, `with_groups`
+  `GroupWork`, `GroupTurns`, `oldest_first`, `GroupSampling`, `SampledGroup`, `SamplingRun`,
+  `Generation`, `Lineage`, `ContextLease`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`, `byte_level_bytes`; the interface
   `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
@@ -63,6 +63,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.group_sampling import GroupSampling as GroupSampling
     from genlm.core.engine.group_sampling import SampledGroup as SampledGroup
     from genlm.core.engine.group_sampling import SamplingRun as SamplingRun
+    from genlm.core.engine.group_turns import GroupTurns as GroupTurns
+    from genlm.core.engine.group_turns import oldest_first as oldest_first
     from genlm.core.model.leases import ContextLease as ContextLease
     from genlm.core.plugins.lookup import find_backend as find_backend
     from genlm.core.plugins.lookup import get_backend as get_backend

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genlm.core.engine.group_turns import GroupTurns, oldest_first
 from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
 from genlm.core.queries.query import GroupQuery
 from genlm.prefix.block_table import BlockTable
@@ -37,9 +38,6 @@ _Extension = tuple[GroupQuery, Integers64, Integers64, NDArray[np.bool_]]
 # Maximum number of new tokens of a row in a pass over tables.
 _MAX_NEW_TOKENS = 32
 
-# Maximum number of choices of other groups for which a group waits while slots are scarce.
-_MAX_DEFERRALS = 64
-
 # Number of sequences used to estimate the number of new tokens of a first generation.
 _SAMPLE_SIZE = 32
 
@@ -60,8 +58,7 @@ class Populations:
         self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
         self._few = min(max_tokens, _MAX_NEW_TOKENS)
         self.tables = Tables(tree)
-        # Number of choices that a group has waited for, by query id.
-        self._deferrals: dict[int, int] = {}
+        self._turns = GroupTurns()
 
     def limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a group for one pass, or about one in the tree."""
@@ -83,22 +80,20 @@ class Populations:
 
         All or none of them are continued from tables. If there are too few slots for all
         groups, the oldest populations are computed first, and the rows of the youngest ones are
-        cut for them. The others wait, at most for `_MAX_DEFERRALS` choices.
+        cut for them. The others wait; see `GroupTurns`.
         """
         self.tables.collect()
-        groups = sorted(pending, key=self.tables.age)
+        groups = oldest_first(pending)
         costs = self._costs(groups)
         self.tables.expect(groups)
         is_short = sum(costs.values()) > self._tree.available
         if is_short:
-            overdue = [g for g in groups if self._deferrals.get(g.query_id, 0) > _MAX_DEFERRALS]
-            fitting = [g for g in groups if costs[g.query_id] <= self._tree.available]
-            first = (overdue or fitting or groups)[0]
+            groups = self._turns.order(groups, costs, self._tree.available)
+            first = groups[0]
             step = costs[first.query_id] + sum(len(group.wanted) for group in groups)
             while costs[first.query_id] > self._tree.available:
                 if not self.tables.evict(step):
                     break
-            groups = [first, *(group for group in groups if group is not first)]
             costs = self._costs(groups)
         else:
             groups = list(pending)
@@ -115,10 +110,7 @@ class Populations:
             if rows > self._max_rows or tokens > min(self._max_tokens, self._tree.available):
                 break
             chosen.append(group)
-        waiting = {group.query_id for group in groups} - {group.query_id for group in chosen}
-        self._deferrals = {
-            query_id: self._deferrals.get(query_id, 0) + is_short for query_id in waiting
-        }
+        self._turns.record(groups, chosen, is_short=is_short)
         return chosen
 
     def defers(self, pending: Sequence[GroupQuery]) -> bool:

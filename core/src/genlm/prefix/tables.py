@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -96,11 +95,6 @@ class Tables:
             raise OutOfSlotsError("the table of a population was evicted for another one")
         return entry.table
 
-    def age(self, group: GroupQuery) -> float:
-        """Return the number of the first table of a population, infinite without a table."""
-        reference = _reference(group.generation.with_state())
-        return math.inf if reference is None else reference.first_key
-
     def expect(self, groups: Iterable[GroupQuery]) -> None:
         """Set `pending` to the tables of groups."""
         references = (_reference(group.generation.with_state()) for group in groups)
@@ -117,8 +111,7 @@ class Tables:
         reference, base = _reference(generation), _reference(generation.with_state())
         previous = None if base is None else self._entries.get(base.key)
         if reference is None or previous is None:
-            key = next(self._keys)
-            reference = _Reference(key, key if base is None else base.first_key, self._dropped)
+            reference = _Reference(next(self._keys), self._dropped)
             generation.keep(reference)
         else:
             self._free(previous.table)
@@ -233,13 +226,12 @@ class _Reference:
     """A generation's reference to its table, which is released when the generation is dropped.
 
     Generations may be dropped on any thread, and during garbage collections in other calls.
-    `first_key` is the key of the first table of the population.
     """
 
-    __slots__ = ("_dropped", "first_key", "key")
+    __slots__ = ("_dropped", "key")
 
-    def __init__(self, key: int, first_key: int, dropped: deque[int]) -> None:
-        self.key, self.first_key, self._dropped = key, first_key, dropped
+    def __init__(self, key: int, dropped: deque[int]) -> None:
+        self.key, self._dropped = key, dropped
 
     def __del__(self) -> None:
         self._dropped.append(self.key)

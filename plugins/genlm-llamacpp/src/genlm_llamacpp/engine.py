@@ -33,6 +33,7 @@ from genlm_llamacpp.batch import (
 from genlm_llamacpp.context import CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import CacheDivision
 from genlm_llamacpp.files import model_file
+from genlm_llamacpp.populations import Populations
 from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
@@ -136,6 +137,7 @@ class LlamaCppEngine(BatchEngine):
         self.max_context = self._context.max_context
         self._sequences = Sequences(self._context, n_seq_max)
         self._max_outputs = max(1, _MAX_OUTPUT_BYTES // (4 * self._context.n_logits))
+        self._populations = Populations(self._sequences, self._max_outputs)
         self._description = self._context.description()
         self._division = CacheDivision(
             self._context, self._sequences, is_automatic=kv_unified is None
@@ -208,7 +210,20 @@ class LlamaCppEngine(BatchEngine):
 
     def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
         """Return the maximum number of a population's sequences computed at once."""
-        return min(self._sequences.max_requests, self._max_outputs)
+        return self._max_outputs
+
+    def choose_groups(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
+        """Choose populations whose sequences are cached or fit into the cache together.
+
+        A divided cache, which is shared when they do not fit, is no limit.
+        """
+        if self._context.parts:
+            return super().choose_groups(pending)
+        return self._populations.choose(pending)
+
+    def defers(self, pending: Sequence[GroupQuery]) -> bool:
+        """Whether populations wait because the sequences of others would be evicted."""
+        return not self._context.parts and self._populations.defers(pending)
 
     def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers]]) -> GroupValues:
         """Compute members of populations, which continue or copy their parents' sequences."""
@@ -218,7 +233,10 @@ class LlamaCppEngine(BatchEngine):
             for place in group.wanted.tolist()
         ]
         self._division.adapt(len(members), max(map(len, members)), members)
-        return super().evaluate_groups(parts)
+        values = super().evaluate_groups(parts)
+        keys = [member.key for member in members]
+        self._sequences.assign_to_populations(parts[0][0].adapter, keys)
+        return values
 
     def close(self) -> None:
         """Free weights and cache; the tokenizer remains usable."""
@@ -319,6 +337,9 @@ class LlamaCppEngine(BatchEngine):
     ) -> None:
         """Compute sequences in one batch, or in halves if there is no room for it.
 
+        The half with fewer uncached tokens is computed first: the other one may evict sequences
+        that it continues.
+
         Args:
             adapter: Adapter of all sequences.
             sequences: At least one sequence.
@@ -331,17 +352,19 @@ class LlamaCppEngine(BatchEngine):
         if self._run(adapter, rows, receiver, members):
             self._sequences.commit(adapter, rows, sequences)
             return
+        order = np.argsort(rows.counts, kind="stable")
         middle = len(sequences) // 2
-        parts = [slice(middle), slice(middle, None)]
+        parts = [order[:middle], order[middle:]]
         if not middle:
             if not self._sequences.drop_pinned():
                 raise EvaluationError(
                     f"a context of {len(sequences[0])} tokens does not fit into a cache of "
                     f"{self._context.n_cells} cells; raise n_ctx"
                 )
-            parts = [slice(None)]
+            parts = [order]
         for part in parts:
-            self._compute(adapter, sequences[part], firsts[part], receiver, members[part])
+            half = [sequences[place] for place in part.tolist()]
+            self._compute(adapter, half, firsts[part], receiver, members[part])
 
     def _run(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Sequences:
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pinned: list[int] = []
+        self._of_populations: set[int] = set()
         self.evicted = 0
 
     def reset(self, count: int) -> None:
@@ -58,6 +59,7 @@ class Sequences:
         self._count, self._free = count, list(range(count - 1, -1, -1))
         self._idle.clear()
         self._pinned.clear()
+        self._of_populations.clear()
         self._seq_id_by_key.clear()
         for marks in self._marks:
             marks.clear()
@@ -74,6 +76,11 @@ class Sequences:
         return self._count - len(self._pinned)
 
     @property
+    def available(self) -> int:
+        """Number of sequences that are free or idle and of no population."""
+        return len(self._free) + len(self._idle) - len(self._of_populations & self._idle.keys())
+
+    @property
     def pinned(self) -> int:
         """Number of pinned sequences."""
         return len(self._pinned)
@@ -88,11 +95,15 @@ class Sequences:
     ) -> Extensions:
         """Return the uncached tokens of requests, after their longest cached prefixes.
 
-        The logits of each request are requested from its position in `firsts` on.
+        The logits of each request are requested from its position in `firsts` on. The sequences
+        with these prefixes are evicted after all others.
         """
         limits = zip(requests, firsts.tolist(), strict=True)
         matches = [self._find(adapter, tokens, limit) for tokens, limit in limits]
         sources, starts, common = np.array(matches, np.int64).T
+        for seq_id in dict.fromkeys(sources.tolist()):
+            if seq_id in self._idle:
+                self._idle.move_to_end(seq_id)
         pairs = zip(requests, starts.tolist(), strict=True)
         token_ids = [tokens.ids_from(start) for tokens, start in pairs]
         joined = np.fromiter(itertools.chain.from_iterable(token_ids), np.int64)
@@ -111,7 +122,7 @@ class Sequences:
         """
         sources, starts = rows.sources, rows.starts
         in_place = self._rows_in_place(rows)
-        in_use = dict.fromkeys(sources.tolist())
+        in_use = set(sources.tolist())
         evictable = [seq_id for seq_id in self._idle if seq_id not in in_use]
         needed = len(sources) - len(in_place)
         if needed > len(self._free) + len(evictable):
@@ -121,9 +132,6 @@ class Sequences:
             in_place, needed = np.zeros(1, np.int64), 0
         for seq_id in evictable[: max(0, needed - len(self._free))]:
             self._evict(seq_id)
-        for seq_id in in_use:
-            if seq_id in self._idle:
-                self._idle.move_to_end(seq_id)
         seq_ids, is_new = sources.copy(), np.ones(len(sources), bool)
         is_new[in_place] = False
         seq_ids[is_new] = [self._free.pop() for _ in range(needed)]
@@ -157,6 +165,30 @@ class Sequences:
         columns = (rows.seq_ids.tolist(), rows.starts.tolist(), rows.is_new.tolist())
         for seq_id, start, is_new in zip(*columns, strict=True):
             self._restore(seq_id, start, is_new=is_new)
+
+    def idle_by_key(self, adapter: str | None, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """Return the idle sequences of indexed requests by their keys."""
+        found = ((key, self._seq_id_by_key.get((adapter, key), -1)) for key in keys)
+        return {key: seq_id for key, seq_id in found if seq_id in self._idle}
+
+    def assign_to_populations(self, adapter: str | None, keys: Iterable[bytes]) -> None:
+        """Record that indexed requests are members of populations."""
+        self._of_populations.update(self.idle_by_key(adapter, keys).values())
+
+    def sort_for_eviction(self, first: Iterable[int], last: Iterable[int]) -> None:
+        """Evict some idle sequences before all others, and others last.
+
+        Sequences of populations are evicted after the remaining ones.
+
+        Args:
+            first: Sequences to evict first.
+            last: Sequences to evict last, in this order.
+        """
+        of_populations = [n for n in self._idle if n in self._of_populations]
+        for seq_id in (*of_populations, *last):
+            self._idle.move_to_end(seq_id)
+        for seq_id in first:
+            self._idle.move_to_end(seq_id, last=False)
 
     def make_room(self) -> bool:
         """Evict a quarter of the idle sequences; False if there are none."""
@@ -265,6 +297,7 @@ class Sequences:
         self._restore(seq_id, longest, is_new=not longest)
         if seq_id in self._idle:
             self._lengths[seq_id] = longest
+            self._of_populations.discard(seq_id)
             self._idle.move_to_end(seq_id, last=False)
 
     def _restore(self, seq_id: int, length: int, *, is_new: bool) -> None:
@@ -304,5 +337,6 @@ class Sequences:
     def _remove(self, seq_id: int) -> None:
         self._memory.cut(seq_id, 0)
         self._forget(seq_id)
+        self._of_populations.discard(seq_id)
         self._lengths[seq_id] = 0
         self._free.append(seq_id)

@@ -177,9 +177,10 @@ class BatchEngine(abc.ABC):
             pending: Groups of which nothing was computed yet, oldest first.
 
         Returns:
-            The first group, alone or with others of its adapter. Groups that are chosen
-            together are computed by one call of `evaluate_groups`; a group that is chosen alone
-            is computed in parts of `group_limit`.
+            A group, alone or with others of its adapter; the first group must be chosen after
+            a bounded number of calls. Groups that are chosen together are computed by one call
+            of `evaluate_groups`; a group that is chosen alone is computed in parts of
+            `group_limit`.
         """
         limit, count = self.group_limit(pending[0]), 0
         chosen: list[GroupQuery] = []

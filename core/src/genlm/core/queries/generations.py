@@ -7,6 +7,7 @@ lengths of the sequences are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,10 +72,13 @@ class Lineage:
             lineage.
         lengths: Number of token ids of each sequence, shape `(n,)`.
         depth: Number of lineages that this one extends.
+        number: Number of the first lineage, in the order of their creation in this process.
         stored: Sequences that were built, None for the others; None if none was built.
     """
 
-    __slots__ = ("ancestors", "depth", "lengths", "parent", "stored", "token_ids")
+    __slots__ = ("ancestors", "depth", "lengths", "number", "parent", "stored", "token_ids")
+
+    _numbers = itertools.count()
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class Lineage:
         self.token_ids = token_ids
         self.lengths = lengths
         self.depth: int = 0 if parent is None else parent.depth + 1
+        self.number: int = next(self._numbers) if parent is None else parent.number
         self.stored: list[TokenSequence | None] | None = None
 
     @classmethod

@@ -1,0 +1,57 @@
+"""`GroupTurns`: which population is computed first if a cache has no room for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from genlm.core.queries.query import GroupQuery
+
+__all__ = ["GroupTurns", "oldest_first"]
+
+_MAX_DEFERRALS = 64
+"""Maximum number of choices of other groups for which a group waits while room is scarce."""
+
+
+class GroupTurns:
+    """Order of populations whose cached state does not fit into the cache together.
+
+    The oldest populations are computed first, so that few populations alternate. The others
+    wait, at most for 64 choices of other groups.
+    """
+
+    def __init__(self) -> None:
+        # Number of choices that a pending group has waited for, by query id.
+        self._deferrals: dict[int, int] = {}
+
+    def order(
+        self, groups: Sequence[GroupQuery], costs: Mapping[int, int], available: int
+    ) -> list[GroupQuery]:
+        """Return groups in the order in which they should be chosen.
+
+        The first group is the oldest one that has waited for too long, or else the oldest one
+        that fits, or else the oldest one. The others follow by age.
+
+        Args:
+            groups: At least one group.
+            costs: What each group needs of the cache, by query id.
+            available: What the cache has without the eviction of populations, in the same unit.
+        """
+        by_age = oldest_first(groups)
+        overdue = [g for g in by_age if self._deferrals.get(g.query_id, 0) > _MAX_DEFERRALS]
+        fitting = [g for g in by_age if costs[g.query_id] <= available]
+        first = (overdue or fitting or by_age)[0]
+        return [first, *(group for group in by_age if group is not first)]
+
+    def record(
+        self, pending: Sequence[GroupQuery], chosen: Sequence[GroupQuery], *, is_short: bool
+    ) -> None:
+        """Count a choice for the groups that were not chosen, if room was scarce."""
+        waiting = {group.query_id for group in pending} - {group.query_id for group in chosen}
+        self._deferrals = {
+            query_id: self._deferrals.get(query_id, 0) + is_short for query_id in waiting
+        }
+
+
+def oldest_first(groups: Sequence[GroupQuery]) -> list[GroupQuery]:
+    """Return groups by the age of their populations."""
+    return sorted(groups, key=lambda group: group.generation.lineage.number)

@@ -38,6 +38,7 @@ from genlm_vllm.processes import ExecutorError, FailureLog, engine_died
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import why_not_resident
 from genlm_vllm.worker import call_workers
+from genlm_vllm.waiting_groups import WaitingGroups
 from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
@@ -141,6 +142,7 @@ class VLLMEngine:
             workers=self._workers,
             vocab_size=self.vocabulary.size,
         )
+        self._waiting = WaitingGroups(self._residents.requests)
         self.max_context: int = self._residents.max_context
         self._steps = 0
         if needs_comparison:
@@ -192,7 +194,7 @@ class VLLMEngine:
     def submit_group(self, query: GroupQuery) -> None:
         """Add the query of a population; an invalid sequence does not fail the others."""
         with self._guarding():
-            self._residents.submit_group(query)
+            self._waiting.add(query)
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -201,7 +203,15 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
+        self._waiting.drop(query_id)
         self._residents.abort(query_id)
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether the next step should wait for further requests; see `BatchEngine.defers`."""
+        return (
+            bool(self._waiting) and not self._residents.unanswered and self._waiting.lacks_places
+        )
 
     @contextlib.contextmanager
     def _guarding(self) -> Iterator[None]:
@@ -220,6 +230,8 @@ class VLLMEngine:
     def _advance(self) -> list[Completion]:
         residents = self._residents
         with self._guarding():
+            if failed := self._begin_groups():
+                return failed
             residents.prepare()
             self._workers.prepare()
             if not residents.unanswered:
@@ -236,6 +248,16 @@ class VLLMEngine:
             residents.evict_for_waiting()
             return completions
 
+    def _begin_groups(self) -> list[Completion]:
+        """Begin to compute waiting groups; return the completions of those that fail."""
+        failed = []
+        for group in self._waiting.take(is_idle=not self._residents.computes_groups):
+            try:
+                self._residents.submit_group(group)
+            except Exception as error:  # noqa: BLE001 - it fails this query alone
+                failed.append(Completion(group.query_id, error=error))
+        return failed
+
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
 
@@ -244,7 +266,8 @@ class VLLMEngine:
         Raises:
             EngineDiedError: vLLM did not reset its prefix cache.
         """
-        failed = [Completion(query_id, error=error) for query_id in self._residents.drop_all()]
+        dropped = [*self._residents.drop_all(), *self._waiting.drop_all()]
+        failed = [Completion(query_id, error=error) for query_id in dropped]
         self._residents.end_idle()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
@@ -297,7 +320,7 @@ class VLLMEngine:
         """Finish all running queries, then free all cached prefixes. Results do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        while self._residents.unanswered:  # vLLM resets nothing while requests have blocks
+        while self._residents.unanswered or self._waiting:  # vLLM resets nothing while requests have blocks
             self._ready += self._advance()
         with self._guarding():
             self._residents.end_idle()
@@ -371,5 +394,5 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
-        del self._vllm, self._workers, self._adapters, self._residents
+        del self._vllm, self._workers, self._adapters, self._residents, self._waiting
         self._resources.close()

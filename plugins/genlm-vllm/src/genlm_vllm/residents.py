@@ -125,6 +125,11 @@ class Residents:
         """Number of unanswered queries."""
         return len(self._queries)
 
+    @property
+    def computes_groups(self) -> bool:
+        """Whether a query of a population is unanswered."""
+        return any(isinstance(pending.query, GroupQuery) for pending in self._queries.values())
+
     # -- contexts, scores -------------------------------------------------------------
 
     def submit(self, query: Query) -> None:

@@ -292,6 +292,11 @@ class RunningRequests:
         return int(self._scheduler.max_num_active_reqs)
 
     @property
+    def unused_places(self) -> int:
+        """Number of places without a request, of which some may wait for their admission."""
+        return self.places - len(self.by_name)
+
+    @property
     def free_places(self) -> int:
         """Number of further requests that vLLM would admit."""
         scheduler = self._scheduler

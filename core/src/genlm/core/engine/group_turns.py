@@ -37,10 +37,14 @@ class GroupTurns:
             available: What the cache has without the eviction of populations, in the same unit.
         """
         by_age = oldest_first(groups)
-        overdue = [g for g in by_age if self._deferrals.get(g.query_id, 0) > _MAX_DEFERRALS]
+        overdue = [group for group in by_age if self.is_overdue(group)]
         fitting = [g for g in by_age if costs[g.query_id] <= available]
         first = (overdue or fitting or by_age)[0]
         return [first, *(group for group in by_age if group is not first)]
+
+    def is_overdue(self, group: GroupQuery) -> bool:
+        """Whether a group has waited for too long."""
+        return self._deferrals.get(group.query_id, 0) > _MAX_DEFERRALS
 
     def record(
         self, pending: Sequence[GroupQuery], chosen: Sequence[GroupQuery], *, is_short: bool

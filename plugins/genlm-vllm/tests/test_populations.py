@@ -90,6 +90,32 @@ def test_populations_grow_fork_and_rest_beside_other_requests(
 
 
 @pytest.mark.usefixtures("free")
+def test_populations_that_exceed_the_places_together_are_computed_in_turn(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    begun = figures(llm, "members_begun")
+    steps = 4 if SECOND_RUNNER else 10
+
+    async def grow(number: int) -> None:
+        generator = np.random.default_rng(number)
+        population = llm.population([*PROMPT[:8], 3 + number], 3)
+        for _ in range(steps):
+            rows = await population.next_token_logprobs()
+            population = population.extend(generator.integers(3, TINY_VOCABULARY, 3))
+        rows = await population.next_token_logprobs()
+        check(tiny, population, rows)
+
+    async def main() -> None:
+        await asyncio.gather(*(grow(number) for number in range(6)))
+
+    asyncio.run(main())
+    engine: Any = llm.engine
+    places = engine.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    if places in {6, 64}:  # with few blocks, vLLM preempts requests besides
+        assert begun()[0] <= (6 if places == 64 else 6 * 3 * steps // 3)
+
+
+@pytest.mark.usefixtures("free")
 def test_members_grow_through_several_blocks(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
     generator = np.random.default_rng(1)
     population = llm.population(PROMPT[:30], 5).extend([3, 4, 5, 6, 7])
@@ -236,7 +262,8 @@ def test_what_only_a_cancelled_query_computes_ends_at_once(llm: genlm.AsyncLM) -
         return counts
 
     before, shared, after = llm._scheduler.run(cancel)
-    assert 0 < before == shared <= 2
+    assert 0 < before <= 2
+    assert shared in ({before} if has_room(llm) else {0, before})  # or the second one waits
     assert after == 0
 
 

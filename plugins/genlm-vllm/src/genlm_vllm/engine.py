@@ -37,8 +37,8 @@ from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import ExecutorError, FailureLog, engine_died
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import why_not_resident
-from genlm_vllm.worker import call_workers
 from genlm_vllm.waiting_groups import WaitingGroups
+from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
@@ -194,7 +194,8 @@ class VLLMEngine:
     def submit_group(self, query: GroupQuery) -> None:
         """Add the query of a population; an invalid sequence does not fail the others."""
         with self._guarding():
-            self._waiting.add(query)
+            if not self._waiting.add(query):
+                self._residents.submit_group(query)
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -210,7 +211,9 @@ class VLLMEngine:
     def is_deferring(self) -> bool:
         """Whether the next step should wait for further requests; see `BatchEngine.defers`."""
         return (
-            bool(self._waiting) and not self._residents.unanswered and self._waiting.lacks_places
+            bool(self._waiting)
+            and not self._residents.unanswered
+            and self._waiting.lacks_places
         )
 
     @contextlib.contextmanager
@@ -320,7 +323,9 @@ class VLLMEngine:
         """Finish all running queries, then free all cached prefixes. Results do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        while self._residents.unanswered or self._waiting:  # vLLM resets nothing while requests have blocks
+        while (
+            self._residents.unanswered or self._waiting
+        ):  # vLLM resets nothing while requests have blocks
             self._ready += self._advance()
         with self._guarding():
             self._residents.end_idle()

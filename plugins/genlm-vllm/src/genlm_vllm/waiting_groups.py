@@ -27,9 +27,15 @@ class WaitingGroups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: GroupQuery) -> None:
-        """Add a group."""
-        self._groups[group.query_id] = group
+    def add(self, group: GroupQuery) -> bool:
+        """Add a group, unless there are places for it; return whether it waits."""
+        cost = self._cost(group)
+        if cost:
+            self._requests.end_dropped()
+        waits = bool(cost) and (bool(self._groups) or cost > self._requests.unused_places)
+        if waits:
+            self._groups[group.query_id] = group
+        return waits
 
     def drop(self, query_id: int) -> None:
         """Remove a group, if it waits."""

@@ -258,7 +258,7 @@ def test_a_user_defined_reduction_cannot_end_the_process():
         session.submit([Query(0, (1,), outputs=(Exiting(),))])
         [failed] = await _completions(session, 1)
         [error] = failed.result.values
-        assert "the reductions raised SystemExit" in str(error)
+        assert "Exiting.compute raised SystemExit" in str(error)
         assert not shared.scheduler.closed
 
     _run(main)

@@ -21,7 +21,6 @@ from genlm.plugin import (
     BatchEngine,
     Completion,
     Engine,
-    EvaluationError,
     GroupQuery,
     GroupReduction,
     GroupValues,
@@ -89,13 +88,9 @@ class ClientEngine(BatchEngine):
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     def step(self) -> list[Completion]:
-        """Compute and reduce rows. No exception of user code ends the thread."""
+        """Compute and reduce rows."""
         try:
             return super().step()
-        except Exception:
-            raise
-        except BaseException as error:  # noqa: BLE001 - such as SystemExit
-            raise EvaluationError(f"the reductions raised {type(error).__name__}") from None
         finally:
             self._started_s = None
 

@@ -303,9 +303,8 @@ class BatchEngine(abc.ABC):
     def _defers(self) -> bool:
         """Whether the next step should wait for the requests of callers; see `defers`."""
         works = self._groups.values()
-        if self._pending or not works or any(work.is_begun for work in works):
-            return False
-        return self.defers([work.query for work in works])
+        can_wait = works and not self._pending and not any(work.is_begun for work in works)
+        return bool(can_wait) and self.defers([work.query for work in works])
 
     def _take_groups(self) -> list[GroupWork]:
         """Remove the oldest group, or several groups that are computed together."""

@@ -100,7 +100,7 @@ class Constraint(ABC):
         """Return the constraint of selected members, possibly with repetitions."""
 
     __iter__ = None
-    """A constraint has no constraints of single members; slices and arrays select members."""
+    """Iteration raises a `TypeError`: members are selected by slices or arrays."""
 
     def __len__(self) -> int:
         return len(self.finished)

@@ -218,8 +218,9 @@ class Populations:
     def _missing(self, group: GroupQuery, rows: Integers64) -> Integers64 | None:
         """Return the number of tokens that each row's table lacks.
 
-        The result is None if the tree computes the rows, as prefill chunks: there is no table,
-        a row without cached tokens lacks many, or all were extended by many.
+        Returns None if the rows must be computed through the tree, as prefill chunks, because
+        the group has no table, a row without cached tokens lacks many, or all rows were
+        extended by many tokens.
         """
         table = self.tables.find(group)
         if table is None:

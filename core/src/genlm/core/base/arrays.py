@@ -17,7 +17,7 @@ def host_array(values: Any, argument: str) -> npt.NDArray[Any]:
     such as bfloat16, become float32.
 
     Raises:
-        TypeError: A tensor has no dense values, for example on the device `meta`.
+        TypeError: The values of a tensor cannot be read, for example on the meta device.
         ValueError: Lists have different lengths, or have objects that numpy cannot convert.
     """
     if not hasattr(values, "detach"):

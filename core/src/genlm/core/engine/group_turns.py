@@ -1,4 +1,4 @@
-"""`GroupTurns`: which population is computed first if a cache has no room for all of them."""
+"""`GroupTurns`: the order of populations if the cache is too small for all of them."""
 
 from __future__ import annotations
 

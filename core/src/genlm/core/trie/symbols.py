@@ -54,7 +54,7 @@ class Symbols:
         """Read the symbols of items."""
         try:
             blob = b"".join(items)  # tokens are bytes: one copy for all of them
-            # Numbers of numpy can be joined, but have no length.
+            # `bytes.join` accepts numpy scalars, which have no length.
             lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
         except TypeError:
             return cls._of_mixed(items)

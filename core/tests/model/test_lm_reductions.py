@@ -368,6 +368,9 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("reduce", {"reduction": Listed([1])}, TypeError, "Listed.* cannot be hashed, and equal"),
     ("score", {"start": 0}, ValueError, "start=0; it must be 1 or more"),
     ("score", {"start": 4}, ValueError, "start=4 of a text of 3 tokens"),
+    ("score", {"stride": 0}, ValueError, "stride=0; it must be 1 or more"),
+    ("score", {"stride": 1.5}, TypeError, "stride=1.5; expected an integer"),
+    ("score", {"stride": 6}, ValueError, "stride=6; the context of the model is 5 tokens"),
     ("batch_score", {"start": [1, 2, 3]}, ValueError, "3 starts for 2 texts"),
 ]
 
@@ -380,7 +383,7 @@ def test_wrong_arguments_are_refused_before_anything_is_asked(
     message: str,
     make_model: MakeModel,
 ) -> None:
-    llm = make_model(ScriptedEngine(SIZE))
+    llm = make_model(ScriptedEngine(SIZE, max_context=5))
     contexts = [[1, 2, 3], [4]] if method.startswith("batch") else [1, 2, 3]
     with pytest.raises(error, match=message):
         asyncio.run(getattr(llm, method)(contexts, **arguments))
@@ -460,21 +463,44 @@ def test_the_score_of_a_continuation_of_a_context_is_that_of_its_tokens(
     assert asyncio.run(prompt.score([])).shape == (0,)
 
 
-def test_a_text_has_one_token_more_than_the_context(make_model: MakeModel) -> None:
-    llm = make_model(ScriptedEngine(SIZE, max_context=3))
-    assert len(llm.score_sync([1, 2, 3, 4])) == 3
-    message = "a text of 5 tokens .* context of 3, with which texts of 4 tokens"
+@pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine])
+def test_a_text_may_have_one_token_more_than_the_context(
+    engine: type, make_model: MakeModel
+) -> None:
+    llm = make_model(engine(max_context=4))
+    assert llm.score_sync([1, 2, 3, 4, 5]).tolist() == loop_over_rows([1, 2, 3, 4, 5], 1)
+    message = r"a text of 6 tokens .* context of 4, with which texts of 5 tokens.* stride="
     with pytest.raises(ContextLengthError, match=message) as raised:
-        llm.score_sync([1, 2, 3, 4, 5])
-    assert (raised.value.length, raised.value.max_context) == (5, 3)
+        llm.score_sync([1, 2, 3, 4, 5, 6])
+    assert (raised.value.length, raised.value.max_context) == (6, 4)
 
 
-def test_a_text_may_have_one_token_more_than_the_context(make_model: MakeModel) -> None:
-    for engine in (ScoringEngine(max_context=4), ScriptedEngine(SIZE, max_context=4)):
-        llm = make_model(engine)
-        assert llm.score_sync([1, 2, 3, 4, 5]).tolist() == loop_over_rows([1, 2, 3, 4, 5], 1)
-        with pytest.raises(ValueError, match="6"):
-            llm.score_sync([1] * 6)
+def score_in_windows(ids: Sequence[int], start: int, limit: int, stride: int) -> list[float]:
+    """Score each token after those of its window that are before it."""
+    scores = []
+    for place in range(start, len(ids)):
+        further = max(math.ceil((place + 1 - max(limit, start)) / stride), 0)
+        end = min(max(limit, start) + further * stride, len(ids))
+        window = ids[max(end - limit, 0) : place + 1]
+        scores += loop_over_rows(window, len(window) - 1)
+    return scores
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
+def test_longer_texts_are_scored_in_windows(
+    engine: type, stride: int, make_model: MakeModel
+) -> None:
+    llm = make_model(engine(max_context=4))
+    generator = np.random.default_rng(stride)
+    texts = [generator.integers(0, SIZE, n).tolist() for n in (1, 5, 6, 13, 13, 13, 13)]
+    starts = [1, 2, 1, 1, 4, 7, 13]
+    windows = llm.batch_token_scores_sync(texts, starts, stride=stride)
+    for text, start, scores in zip(texts, starts, windows, strict=True):
+        assert scores.logprobs.tolist() == score_in_windows(text, start, 5, stride)
+        assert scores.is_top.shape == scores.logprobs.shape
+    whole = make_model(engine()).score_sync(texts[3], stride=1)  # contexts of any length
+    assert whole.tolist() == loop_over_rows(texts[3], 1)
 
 
 def test_scores_by_rows_use_the_output_cache(make_model: MakeModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,13 +92,6 @@ class TextScore:
         return json.dumps(finite(fields))
 
 
-class _Window(NamedTuple):
-    """Token ids of a part of a text, and the index of the first scored id."""
-
-    ids: list[int]
-    start: int
-
-
 class _EncodedText(NamedTuple):
     """Token ids of a text, the index of the first scored id, and the number of scored bytes."""
 
@@ -160,20 +152,18 @@ def score(
             raise bad_value("--output", f"{output!r} is FILE, whose texts would be lost")
     with load(model, backend, load_options) as llm:
         encoded = _encode_texts(llm, texts)
-        windows = _windows(encoded, texts, llm.max_context, stride)
+        _check_lengths(encoded, texts, llm.max_context, stride)
         rows = llm.batch_score_sync(
-            [window.ids for parts in windows for window in parts],
-            [window.start for parts in windows for window in parts],
+            [item.ids for item in encoded],
+            [item.start for item in encoded],
+            stride=stride,
             progress=Console(stderr=True).is_terminal,
         )
-        remaining = iter(rows)
-        scores = []
-        for text, item, parts in zip(texts, encoded, windows, strict=True):
-            logprobs = [
-                x for row in itertools.islice(remaining, len(parts)) for x in row.tolist()
-            ]
-            vocabulary = llm.vocabulary if tokens else None
-            scores.append(_score_text(text, item, logprobs, vocabulary))
+        vocabulary = llm.vocabulary if tokens else None
+        scores = [
+            _score_text(text, item, logprobs.tolist(), vocabulary)
+            for text, item, logprobs in zip(texts, encoded, rows, strict=True)
+        ]
     if output is not None:
         lines = "".join(f"{score.as_json()}\n" for score in scores)
         if output == "-":
@@ -205,19 +195,25 @@ def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedTex
     return encoded
 
 
-def _windows(
+def _check_lengths(
     encoded: Sequence[_EncodedText],
     texts: Sequence[LineOfText],
     max_context: int | None,
     stride: int | None,
-) -> list[list[_Window]]:
-    """Return the windows of each text: the text itself if the model can score it."""
-    limit = None if max_context is None else max_context + 1
-    if max_context is not None and stride is not None and stride > max_context:
-        raise bad_value("--stride", f"{stride:,}: the context of the model is {max_context:,}")
+) -> None:
+    """Raise an error for texts that the model cannot score, or a stride that is too long."""
+    if max_context is None:
+        return
+    if stride is not None:
+        if stride > max_context:
+            raise bad_value(
+                "--stride", f"{stride:,}: the context of the model is {max_context:,}"
+            )
+        return
+    limit = max_context + 1
     lengths = {text.line: len(item.ids) for text, item in zip(texts, encoded, strict=True)}
-    long = {line: size for line, size in lengths.items() if limit is not None and size > limit}
-    if long and stride is None:
+    long = {line: size for line, size in lengths.items() if size > limit}
+    if long:
         line, length = next(iter(long.items()))
         total = f"; lines that are too long: {len(long)}" if len(long) > 1 else ""
         raise bad_value(
@@ -225,20 +221,6 @@ def _windows(
             f"line {line} has {length:,} tokens, and the model scores {limit:,} at most"
             f"{total}. Split the text, or pass --stride",
         )
-    return [list(_windows_of(item, limit or len(item.ids), stride or 1)) for item in encoded]
-
-
-def _windows_of(item: _EncodedText, limit: int, stride: int) -> Iterator[_Window]:
-    """Yield windows of at most `limit` tokens that score each token once.
-
-    The first one scores as many tokens as possible, each further one `stride` tokens.
-    """
-    start = item.start
-    while start < len(item.ids):
-        end = min(start + stride if start >= limit else limit, len(item.ids))
-        begin = max(end - limit, 0)
-        yield _Window(item.ids[begin:end], start - begin)
-        start = end
 
 
 def _begin_ids(vocabulary: Vocabulary) -> list[int]:

@@ -116,8 +116,8 @@ class ContextLengthError(QueryError):
             return (
                 f"a text of {self.length} tokens is longer than the context of "
                 f"{self.max_context}, with which texts of {self.max_context + 1} tokens can be "
-                f"scored, because the last token is not part of a context; shorten it or load "
-                f"a model with a longer context"
+                f"scored, because the last token is not part of a context; shorten it, load a "
+                f"model with a longer context, or score it in windows (`score` with stride=)"
             )
         return (
             f"a sequence of {self.length} tokens is longer than the context of "

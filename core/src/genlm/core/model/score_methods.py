@@ -44,14 +44,20 @@ class ScoreMethods:
         token_ids: TokenIds,
         start: int = 1,
         *,
+        stride: int | None = None,
         lora_name: str | None = None,
     ) -> torch.Tensor:
         """Return the log-probability of each token of a text given the tokens before it.
 
         Args:
-            token_ids: Text as token ids or a `Context`, at most `max_context` + 1 tokens.
+            token_ids: Text as token ids or a `Context`, at most `max_context` + 1 tokens
+                without `stride`.
             start: First scored position, from 1 to the number of tokens. The tokens before it
                 are the prompt.
+            stride: Number of tokens from 1 to `max_context`, which allows longer texts: these
+                are scored in windows of `max_context` + 1 tokens. The first window scores all
+                of its tokens from `start` on, and each further window the next `stride`
+                tokens, given only the tokens before them in the window.
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
@@ -59,11 +65,12 @@ class ScoreMethods:
             `(len(token_ids) - start,)`, float32, on the CPU.
 
         Raises:
-            TypeError: `start` is not an integer.
-            ValueError: `start` is below 1 or above the number of tokens.
+            TypeError: `start` or `stride` is not an integer.
+            ValueError: `start` is below 1 or above the number of tokens, or `stride` is below 1
+                or above `max_context`.
             GenlmError: As `next_token_logprobs`.
         """
-        items = self._requests.score_items(token_ids, start, lora_name)
+        items = self._requests.score_items(token_ids, start, stride, lora_name)
         [scores] = await self._score([items])
         return scores.logprobs
 
@@ -74,6 +81,7 @@ class ScoreMethods:
         texts: TokenBatch,
         start: int | Integers = 1,
         *,
+        stride: int | None = None,
         progress: bool = False,
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
@@ -82,6 +90,7 @@ class ScoreMethods:
         Args:
             texts: Texts as for `score`.
             start: First scored position: one number for all texts, or one per text.
+            stride: As `score`.
             progress: Whether to show a progress bar on standard error.
             lora_name: As `score`.
 
@@ -89,7 +98,7 @@ class ScoreMethods:
             The scores of the texts, in order.
         """
         scores = await self.batch_token_scores(
-            texts, start, progress=progress, lora_name=lora_name
+            texts, start, stride=stride, progress=progress, lora_name=lora_name
         )
         return [text_scores.logprobs for text_scores in scores]
 
@@ -100,6 +109,7 @@ class ScoreMethods:
         texts: TokenBatch,
         start: int | Integers = 1,
         *,
+        stride: int | None = None,
         progress: bool = False,
         lora_name: str | None = None,
     ) -> list[TokenScores]:
@@ -108,6 +118,7 @@ class ScoreMethods:
         Args:
             texts: As `batch_score`.
             start: As `batch_score`.
+            stride: As `score`.
             progress: As `batch_score`.
             lora_name: As `score`.
 
@@ -120,7 +131,7 @@ class ScoreMethods:
         if len(starts) != count:
             raise ValueError(f"{len(starts)} starts for {count} texts; pass one for each")
         items_by_text = map_batch(
-            lambda text: self._requests.score_items(*text, lora_name),
+            lambda text: self._requests.score_items(*text, stride, lora_name),
             zip(text_list, starts, strict=True),
         )
         places = [place for place, items in enumerate(items_by_text) for _ in items]
@@ -191,9 +202,11 @@ class ScoreMethods:
 
 
 def _combine_scores(results: list[Any]) -> TokenScores:
-    """Combine the results of the requests for one text."""
+    """Combine the results of the requests for one text: windows or tokens."""
     if results and isinstance(results[0], TokenScores):
-        return results[0]
+        if len(results) == 1:
+            return results[0]
+        return TokenScores(*(torch.cat(parts) for parts in zip(*results, strict=True)))
     logprobs = torch.tensor([token.logprob for token in results], dtype=torch.float32)
     is_top = torch.tensor([token.is_top for token in results], dtype=torch.bool)
     return TokenScores(logprobs, is_top)

@@ -34,20 +34,30 @@ __all__ = ["TextRequests"]
 class TextRequests(Requests):
     """The requests of one model, with those for scores and reductions of texts."""
 
-    def score_items(self, token_ids: TokenIds, start: int, lora_name: str | None) -> list[Item]:
+    def score_items(
+        self, token_ids: TokenIds, start: int, stride: int | None, lora_name: str | None
+    ) -> list[Item]:
         """Check a text, and build the requests that score it from a position on.
 
         Returns:
-            One request for `TokenScores`, or one request per position for a `ScoredToken`.
+            One request for the `TokenScores` of each window of the text, or one request per
+            position for a `ScoredToken`.
         """
-        ids, packed, start, adapter = self._text(token_ids, start, lora_name)
-        if Capability.SCORE not in self.capabilities or start == len(ids):
-            return self._position_items(ids, packed, start, adapter)
-        query = Query(
-            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
+        if stride is not None:
+            stride = checked_integer("stride", stride, 1)
+            if self.max_context is not None and stride > self.max_context:
+                raise ValueError(
+                    f"stride={stride}; the context of the model is {self.max_context} tokens"
+                )
+        ids, packed, start, adapter = self._text(
+            token_ids, start, lora_name, has_windows=stride is not None
         )
-        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
-        return [(query, key, None)]
+        items: list[Item] = []
+        for window, first in self._windows(len(ids), start, stride):
+            items += self._window_items(
+                ids[window], packed[4 * window.start : 4 * window.stop], first, adapter
+            )
+        return items
 
     async def reduce_text(
         self,
@@ -74,7 +84,12 @@ class TextRequests(Requests):
         return columns
 
     def _text(
-        self, token_ids: TokenIds, start: int, lora_name: str | None
+        self,
+        token_ids: TokenIds,
+        start: int,
+        lora_name: str | None,
+        *,
+        has_windows: bool = False,
     ) -> tuple[tuple[int, ...], bytes, int, str | None]:
         """Check a text; return its ids, packed ids, `start`, and the engine's adapter name."""
         if isinstance(token_ids, Context):
@@ -83,14 +98,42 @@ class TextRequests(Requests):
         else:
             _, adapter = self._adapter(lora_name)
         ids, packed = checked_token_ids(token_ids, vocab_size=self.vocab_size, max_context=None)
-        if self.max_context is not None and len(ids) > self.max_context + 1:
-            raise ContextLengthError(len(ids), self.max_context, is_text=True)
+        limit = None if has_windows else self.max_context
+        if limit is not None and len(ids) > limit + 1:
+            raise ContextLengthError(len(ids), limit, is_text=True)
         first = checked_integer("start", start, 1)
         if first > len(ids):
             raise ValueError(
                 f"start={first} of a text of {len(ids)} tokens; it must be {len(ids)} or less"
             )
         return ids, packed, first, adapter
+
+    def _windows(
+        self, count: int, start: int, stride: int | None
+    ) -> Iterator[tuple[slice, int]]:
+        """Yield windows of a text that the model can score, and the first scored place of each.
+
+        Together they score each token from `start` on once. The first window scores as many
+        tokens as possible, each further one `stride` tokens.
+        """
+        limit = count if self.max_context is None else self.max_context + 1
+        while start < count:
+            end = limit if start < limit or stride is None else start + stride
+            end = min(end, count)
+            begin = max(end - limit, 0)
+            yield slice(begin, end), start - begin
+            start = end
+
+    def _window_items(
+        self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
+    ) -> list[Item]:
+        if Capability.SCORE not in self.capabilities:
+            return self._position_items(ids, packed, start, adapter)
+        query = Query(
+            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
+        )
+        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
+        return [(query, key, None)]
 
     def _position_items(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None

@@ -293,7 +293,7 @@ def test_a_wrong_shape_is_an_error_naming_both_shapes(shape: tuple[int, ...]) ->
     assert isinstance(completion.error, EvaluationError)
     message = str(completion.error)
     assert "FunctionEngine.evaluate" in message
-    assert f"returned shape {shape}, torch.float32, for 1 queries" in message
+    assert f"returned rows of shape {shape}, torch.float32, for 1 sequences" in message
     assert f"expected (1, {VOCAB_SIZE})" in message
 
 

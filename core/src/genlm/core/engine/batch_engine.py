@@ -446,5 +446,5 @@ class BatchEngine(abc.ABC):
         """Evaluate distinct queries and check the shape and dtype of the rows or logits."""
         from genlm.core.rows.logits import checked_values  # loads torch
 
-        values = self.evaluate_queries(queries)
-        return checked_values(values, len(queries), self.vocabulary.size, type(self).__name__)
+        size, method = self.vocabulary.size, f"{type(self).__name__}.evaluate"
+        return checked_values(self.evaluate_queries(queries), len(queries), size, method)

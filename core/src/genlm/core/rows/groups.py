@@ -17,6 +17,7 @@ from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.rows.logits import (
+    checked_values,
     invalid_rows,
     known_logits,
     main_memory,
@@ -195,8 +196,8 @@ class GroupWork:
         Raises:
             EvaluationError: They are not one row, or one row of logits, for each place.
         """
-        _check_values(computed, len(part), self._vocabulary.size)
-        values = computed.values
+        size = self._vocabulary.size
+        values = checked_values(computed, len(part), size, "evaluate_groups").values
         for begin, end in row_parts(len(part), values.shape[1], values.device):
             rows, places = values[begin:end], part[begin:end]
             members, row_of = self._members(places)
@@ -245,26 +246,3 @@ class GroupWork:
         row_of = np.repeat(np.arange(len(places)), counts)
         within = np.arange(len(row_of)) - np.repeat(ends - counts, counts)
         return self._by_row[np.repeat(begins, counts) + within], row_of
-
-
-def _check_values(computed: object, count: int, size: int) -> None:
-    """Raise unless an engine's values of a part are matrices of the right form."""
-    if not isinstance(computed, GroupValues):
-        raise EvaluationError(
-            f"evaluate_groups returned {type(computed).__name__}; expected "
-            f"GroupValues(values, are_logits=...)"
-        )
-    values, are_logits = computed
-    shape = tuple(values.shape)
-    if are_logits:
-        if len(shape) == 2 and shape[0] == count:
-            return
-        expected = f"({count}, ...)"
-    else:
-        if shape == (count, size) and values.dtype == torch.float32:
-            return
-        expected = f"({count}, {size}), torch.float32"
-    raise EvaluationError(
-        f"evaluate_groups returned {'logits' if are_logits else 'rows'} of shape {shape}, "
-        f"{values.dtype}, for {count} sequences; expected {expected}"
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -173,38 +174,42 @@ def _copy_rows_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
     return copies
 
 
-def checked_values(computed: GroupValues, count: int, size: int, engine: str) -> GroupValues:
+def checked_values(computed: Any, count: int, size: int, method: str) -> GroupValues:
     """Return the rows or logits that an engine computed, without their autograd graph.
 
     Args:
-        computed: Result of the engine for `count` queries.
-        count: Number of queries.
+        computed: Result of the engine for `count` sequences.
+        count: Number of sequences.
         size: Number of ids in the vocabulary.
-        engine: Name of the engine's class for messages.
+        method: Name of the engine's method for messages.
 
     Raises:
-        EvaluationError: The values are not a tensor, or have another shape or dtype.
+        EvaluationError: The result is not `GroupValues` of a tensor, or the tensor has another
+            shape or dtype.
     """
-    values, are_logits = computed
+    if not isinstance(computed, GroupValues):
+        raise EvaluationError(
+            f"{method} returned {type(computed).__name__}; expected "
+            f"GroupValues(values, are_logits=...)"
+        )
+    values: Any = computed.values
     if not isinstance(values, torch.Tensor):
         raise EvaluationError(
-            f"{engine}.evaluate returned {type(values).__name__}; expected a torch.Tensor with "
-            f"one row for each query"
+            f"{method} returned {type(values).__name__}; expected a torch.Tensor with one row "
+            f"for each sequence"
         )
     shape = tuple(values.shape)
-    is_valid = (
-        len(shape) == 2 and shape[0] == count
-        if are_logits
-        else shape == (count, size) and values.dtype == torch.float32
-    )
-    if not is_valid:
+    if computed.are_logits:
+        is_valid, expected = len(shape) == 2 and shape[0] == count, f"({count}, ...)"
+    else:
+        is_valid = shape == (count, size) and values.dtype == torch.float32
         expected = f"({count}, {size}), torch.float32"
+    if not is_valid:
         raise EvaluationError(
-            f"{engine}.evaluate returned shape {shape}, {values.dtype}, for {count} queries "
-            f"over {size} ids; expected "
-            f"{f'logits of shape ({count}, ...)' if are_logits else expected}"
+            f"{method} returned {'logits' if computed.are_logits else 'rows'} of shape "
+            f"{shape}, {values.dtype}, for {count} sequences; expected {expected}"
         )
-    return GroupValues(values.detach(), are_logits)
+    return GroupValues(values.detach(), computed.are_logits)
 
 
 def invalid_rows(

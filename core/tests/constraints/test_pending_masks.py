@@ -135,7 +135,7 @@ def test_a_future_that_failed_or_does_not_fit_is_the_request_s_error():
             (exited, "SystemExit: 3"),
         ):
             with pytest.raises(
-                genlm.GenlmError, match=f"EvaluationError: the future of masks: {message}"
+                genlm.GenlmError, match=f"EvaluationError: the future of masks raised {message}"
             ):
                 population.draw_sync(future, mask_index=INDEX)
         assert population.draw_sync(MASKS, mask_index=INDEX).token_ids[2] == -1

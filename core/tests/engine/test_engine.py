@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
-from genlm.core.base.error_handling import compute_error
+from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Engine, LoraEngine, PrefixCacheEngine
@@ -157,13 +157,19 @@ def test_culprits_that_fail_alike_fail_nobody_else(count: int, data: st.DataObje
     assert failed == culprits
 
 
+def error_of_a_reduction(cause: Exception) -> Exception:
+    with pytest.raises(EvaluationError) as raised, errors_of("Reduction.compute"):
+        raise cause
+    return raised.value
+
+
 @pytest.mark.parametrize(
     "error",
     [
         RuntimeError("CUDA error: device-side assert triggered"),
         RuntimeError("HIP error: unspecified launch failure"),
         getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: an illegal address"),
-        compute_error(int, RuntimeError("CUDA error: raised in a reduction")),
+        error_of_a_reduction(RuntimeError("CUDA error: raised in a reduction")),
     ],
     ids=str,
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -16,9 +17,8 @@ from genlm.core.base.errors import (
 
 __all__ = [
     "as_genlm_error",
-    "compute_error",
+    "errors_of",
     "import_required",
-    "is_interrupt",
     "map_batch",
     "result_count_error",
     "with_places",
@@ -51,23 +51,26 @@ def as_genlm_error(error: BaseException) -> GenlmError:
     return wrapper
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Return whether an exception is the `KeyboardInterrupt` of Ctrl-C.
+@contextlib.contextmanager
+def errors_of(function: str) -> Iterator[None]:
+    """Raise the exceptions of a user's function as `EvaluationError`; a `GenlmError` unchanged.
 
-    Python raises it on the main thread. All other exceptions in a user's function, such as
-    `SystemExit`, are errors of the request and do not end the engine's thread.
+    Only the `KeyboardInterrupt` of Ctrl-C, which Python raises on the main thread, is not
+    converted. All other exceptions, such as `SystemExit`, are errors of the request and do not
+    end the engine's thread.
+
+    Args:
+        function: Name of the function for the message.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and isinstance(error, KeyboardInterrupt)
-
-
-def compute_error(reduction: type, error: BaseException) -> GenlmError:
-    """Return the error of a reduction whose `compute` raised; a `GenlmError` unchanged."""
-    if isinstance(error, GenlmError):
-        return error
-    wrapper = EvaluationError(f"{reduction.__name__}.compute raised {describe_error(error)}")
-    wrapper.__cause__ = error
-    return wrapper
+    try:
+        yield
+    except GenlmError:
+        raise
+    except BaseException as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and isinstance(error, KeyboardInterrupt):
+            raise
+        raise EvaluationError(f"{function} raised {describe_error(error)}") from error
 
 
 def result_count_error(reduction: type, found: int, expected: int) -> EvaluationError:

@@ -9,11 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.error_handling import (
-    compute_error,
-    is_interrupt,
-    result_count_error,
-)
+from genlm.core.base.error_handling import errors_of, result_count_error
 from genlm.core.base.errors import EvaluationError
 from genlm.core.base.forking import cached_property
 from genlm.core.queries.generations import is_ascending
@@ -109,18 +105,13 @@ class SharedReduction(GroupReduction):
         if not len(rows):
             return (torch.empty(0),)
         kind, requests = type(self.reduction), [self.reduction] * len(rows)
-        try:
+        with errors_of(f"{kind.__name__}.compute"):
             results = list(kind.compute(rows, requests))
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            problem = compute_error(kind, error)
-            raise problem from problem.__cause__
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
         if len(results) != len(requests):
             raise result_count_error(kind, len(results), len(requests))
-        for result in results:
-            if isinstance(result, Exception):
-                raise compute_error(kind, result)
         if isinstance(results[0], tuple):
             columns = zip(*results, strict=True)
             return tuple(_column(values, kind)[row_of] for values in columns)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import compute_error, is_interrupt
+from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
@@ -51,17 +51,13 @@ def compute_columns(
             entry for each member.
     """
     compute = reduction.compute_from_logits if are_logits else reduction.compute
+    name = f"{type(reduction).__name__}.{compute.__name__}"
     columns: Any  # of a user's function, which may return anything
-    try:
+    with errors_of(name):
         columns = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        problem = compute_error(type(reduction), error)
-        raise problem from problem.__cause__
     if are_logits and columns is None:
         return None
-    returned = f"{type(reduction).__name__}.{compute.__name__} returned"
+    returned = f"{name} returned"
     if not isinstance(columns, tuple):
         raise EvaluationError(
             f"{returned} {type(columns).__name__}; expected a tuple of tensors"

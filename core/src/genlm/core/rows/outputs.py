@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import (
-    compute_error,
-    is_interrupt,
-    result_count_error,
-)
+from genlm.core.base.error_handling import errors_of, result_count_error
+from genlm.core.base.errors import GenlmError
 from genlm.core.queries.query import Reduced, Reduction
 from genlm.core.rows.logits import (
     copied_rows,
@@ -204,10 +201,9 @@ def _compute_from_logits(
     Whether a request needs its row depends on this request alone.
     """
     try:
-        values = kind.compute_from_logits(logits, requests)
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
+        with errors_of(f"{kind.__name__}.compute_from_logits"):
+            values = kind.compute_from_logits(logits, requests)
+    except GenlmError:
         values = None  # `compute` finds the requests that cause it
     if values is not None and len(values) == len(requests):
         return [_own_copy(value, logits) for value in values]
@@ -225,15 +221,15 @@ def _compute(
     rows: torch.Tensor,
     requests: Sequence[Any],
 ) -> Sequence[Any]:
+    kind = type(requests[0])
     try:
-        values = compute(rows, requests)
-        if len(values) == len(requests):
-            return [_own_copy(value, rows) for value in values]
-        problem: Exception = result_count_error(type(requests[0]), len(values), len(requests))
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        problem = compute_error(type(requests[0]), error)
+        with errors_of(f"{kind.__name__}.compute"):
+            values = compute(rows, requests)
+            if len(values) == len(requests):
+                return [_own_copy(value, rows) for value in values]
+        problem: GenlmError = result_count_error(kind, len(values), len(requests))
+    except GenlmError as error:
+        problem = error
     if len(requests) == 1:
         return [problem]
     return [

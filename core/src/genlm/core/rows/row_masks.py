@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.base.arrays import check_readable, native_array
-from genlm.core.base.error_handling import is_interrupt, map_batch
-from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
+from genlm.core.base.error_handling import errors_of, map_batch
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask
@@ -86,14 +85,8 @@ class RowMasks:
     @functools.cached_property
     def _computed(self) -> _TableAndIndex:
         """The distinct masks, and the place of each row's mask; None if row i has mask i."""
-        try:
+        with errors_of("the future of masks"):
             return self._compute()
-        except GenlmError:
-            raise
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            raise EvaluationError(f"the future of masks: {describe_error(error)}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         """Wait for pending masks: other processes get arrays of the masks in use."""

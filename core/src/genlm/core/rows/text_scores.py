@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from genlm.core.base.error_handling import compute_error
+from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError, GenlmError
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
@@ -236,9 +236,10 @@ class ReducedText:
             return
         self._invalid.append(rows[:, 0].isnan().sum())  # reading it here would wait for a GPU
         try:
-            self._columns.reduce(rows, np.arange(len(rows)), places)
-        except Exception as error:  # noqa: BLE001 - it fails this text alone
-            self._error = compute_error(self._kind, error)
+            with errors_of(f"{self._kind.__name__}.compute"):
+                self._columns.reduce(rows, np.arange(len(rows)), places)
+        except GenlmError as error:  # it fails this text alone
+            self._error = error
 
     @property
     def has_failed(self) -> bool:

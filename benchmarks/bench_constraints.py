@@ -2,8 +2,8 @@
 
 Four populations are extended by the tokens that are drawn for them, after a prompt of 64
 tokens: one without a constraint, and one for each kind of constraint in `genlm.constraints`.
-Their steps alternate, so that each is compared with a step without a constraint at the same
-time.
+Their steps alternate in random order, so that each is compared with a step without a
+constraint at the same time, and none benefits from the caches that the same other one leaves.
 
 - `automaton`: words of up to eight letters, by a regular expression.
 - `grammar`: lines of quoted text, by xgrammar, with a matcher for each distinct history.
@@ -94,10 +94,10 @@ class Contestant:
 
 async def steps(contestants: list[Contestant], count: int) -> None:
     """Measure steps in turns, each time in another order."""
-    for step in range(count + WARM_UP):
-        first = step % len(contestants)
-        for each in contestants[first:] + contestants[:first]:
-            await each.step()
+    orders = np.random.default_rng(SEED)
+    for _ in range(count + WARM_UP):
+        for place in orders.permutation(len(contestants)):
+            await contestants[place].step()
 
 
 def microseconds(run: Callable[[], object]) -> float:

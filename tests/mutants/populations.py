@@ -87,11 +87,12 @@ def step_of_a_population_forgotten(uniforms):
 def mask_index_ignored(row_masks):
     """Gives members masks in turn, whatever `mask_index` says."""
 
-    def broken(masks, count, size, index):
-        in_turn = None if index is None else np.arange(count) % len(masks)
-        return row_masks(masks, count, size, in_turn)
+    class Broken(row_masks):
+        def __init__(self, masks, count, size, index=None):
+            in_turn = None if index is None else np.arange(count) % len(masks)
+            super().__init__(masks, count, size, in_turn)
 
-    return broken
+    return Broken
 
 
 @core_mutant(

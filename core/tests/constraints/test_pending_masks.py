@@ -56,10 +56,13 @@ def test_masks_are_waited_for_when_the_model_has_computed_the_rows(temperature):
 
 
 def test_the_index_may_be_computed_later_too():
-    both: Future[tuple[torch.Tensor, np.ndarray]] = Future()
-    rows = RowMasks(both, 5, len(TOKENS)).of(np.array([4, 0]))
-    both.set_result((MASKS, INDEX))
     expected = RowMasks(MASKS, 5, len(TOKENS), INDEX)
+    computed: list[RowMasks] = []
+    both = RowMasks.deferred(lambda: (computed.append(expected), expected)[1], 5)
+    rows = both.of(np.array([4, 0]))
+    assert both.is_deferred
+    assert rows.is_deferred
+    assert not computed
     device = torch.device("cpu")
     assert torch.equal(rows.factors(0, 2, device), expected.factors(0, 5, device)[[4, 0]])
     with genlm.AsyncLM(SmallEngine) as llm:
@@ -69,6 +72,8 @@ def test_the_index_may_be_computed_later_too():
             drawn, population.draw_sync(MASKS, mask_index=INDEX, seed=3), strict=True
         ):
             torch.testing.assert_close(one, other)
+        with pytest.raises(ValueError, match="5 masks for 4 rows"):
+            llm.population([2], 4).draw_sync(both)
 
 
 def test_an_asyncio_future_is_refused():
@@ -84,9 +89,9 @@ def test_they_are_computed_before_they_go_to_another_process():
     masks: Future[torch.Tensor] = Future()
     masks.set_result(MASKS)
     rows = RowMasks(masks, 5, len(TOKENS), INDEX)
-    assert rows.is_pending
+    assert rows.is_deferred
     again = pickle.loads(pickle.dumps(rows))
-    assert not again.is_pending
+    assert not again.is_deferred
     expected = RowMasks(MASKS, 5, len(TOKENS), INDEX)
     device = torch.device("cpu")
     assert torch.equal(again.factors(0, 5, device), expected.factors(0, 5, device))

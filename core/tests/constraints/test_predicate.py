@@ -66,7 +66,8 @@ def searched(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),
         test_tokens=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
-        with_tokens=lambda *arguments, **options: SimpleNamespace(compute_flags=lambda: None),
+        with_tokens=lambda *arguments, **options: None,
+        prepare=lambda token_ids, after: None,
     )
     population = SimpleNamespace(finished=torch.zeros(size, dtype=torch.bool))
     search = predicate._Search(constraint, population)
@@ -76,7 +77,7 @@ def searched(
             columns = (array[:, :k] for array in (token_ids, logprobs, draw_logprobs))
             ids, of_model, of_draw = map(torch.from_numpy, columns)
             result = search.take(genlm.DrawnTokens(ids, of_model, torch.zeros(size), of_draw))
-    return result[0], shares.prod(1)
+    return result, shares.prod(1)
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
@@ -231,13 +232,15 @@ def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm
 
 def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, monkeypatch):
     counts: list[int] = []
-    draws = genlm.Population._draw_then
+    draw = genlm.Population._draw
 
-    async def recorded(self: Any, *args: Any, count: int, **options: Any) -> Any:
+    async def recorded(
+        self: Any, settings: Any, seed: int | None, count: int, *args: Any
+    ) -> Any:
         counts.append(count)
-        return await draws(self, *args, count=count, **options)
+        return await draw(self, settings, seed, count, *args)
 
-    monkeypatch.setattr(genlm.Population, "_draw_then", recorded)
+    monkeypatch.setattr(genlm.Population, "_draw", recorded)
     language = Python(lambda text: True, extra_draws=2)
     list(steer_sync(llm, PROMPT, 20, max_tokens=3, constraint=language, seed=0))
     assert counts == [8, 3, 3]

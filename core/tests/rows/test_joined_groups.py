@@ -90,6 +90,10 @@ def pending(masks: Any) -> Any:
     return future
 
 
+def shared(n: int, index: Any) -> RowMasks:
+    return RowMasks.deferred(lambda: RowMasks(SHARED, n, SIZE, index), n)
+
+
 MASKS: dict[str, Callable[[int, np.random.Generator], Any]] = {
     "none": lambda n, rng: None,
     "one": lambda n, rng: rng.random(SIZE) < 0.5,
@@ -100,7 +104,7 @@ MASKS: dict[str, Callable[[int, np.random.Generator], Any]] = {
     "pending": lambda n, rng: pending(rng.random((n, SIZE)) < 0.5),
     "few tokens": lambda n, rng: np.eye(SIZE, dtype=bool)[rng.integers(0, SIZE, n)],
     "empty": lambda n, rng: np.zeros((n, SIZE), bool),
-    "shared": lambda n, rng: pending((SHARED, rng.integers(0, 5, n))),
+    "shared": lambda n, rng: shared(n, rng.integers(0, 5, n)),
 }
 
 

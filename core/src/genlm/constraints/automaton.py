@@ -24,7 +24,6 @@ from genlm.constraints.states import (
     DEAD,
     FINISHED,
     LIVE,
-    DeferredMasks,
     StateConstraint,
     check_text,
     first_states,
@@ -175,7 +174,6 @@ class _TokenTable:
             `(LIVE + states, vocab_size + 1)`. The last column, for token -1, has the states
             themselves.
         masks: Allowed tokens of each state, packed bits.
-        row_masks: The same for draws.
         starts: Initial state of members for each state of the automaton over bytes: the same
             state, the dead state or the finished state.
     """
@@ -195,9 +193,14 @@ class _TokenTable:
             successors[is_over[successors]] = starts[is_over] = FINISHED
         self.starts = starts[LIVE:]
         self.masks = tokens.pack(successors != DEAD)
-        self.row_masks = RowMasks(self.masks, len(states), successors.shape[1])
+        self._row_masks = RowMasks(self.masks, len(states), successors.shape[1])
         successors[FINISHED] = FINISHED
         self.successors = np.column_stack([successors, states])
+
+    def masks_of(self, states: States) -> RowMasks:
+        """Return the masks of members in some states; all draws share copies on devices."""
+        masks, size = self._row_masks, self.successors.shape[1] - 1
+        return RowMasks(masks, len(states), size, states.astype(np.int64))
 
 
 def _check_memory(states: int, vocab_size: int) -> None:
@@ -249,14 +252,14 @@ class _AutomatonConstraint(StateConstraint):
     def __init__(self, table: _TokenTable, states: States) -> None:
         super().__init__(states, table.successors.shape[1] - 1)
         self.table = table
+        self._row_masks = RowMasks.deferred(lambda: table.masks_of(states), len(states))
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of all states, and the state of each member."""
         return self.table.masks, self.states.astype(np.int64)
 
-    def _draw_masks(self) -> tuple[DeferredMasks, None]:
-        table, states = self.table, self.states
-        return DeferredMasks(lambda: (table.row_masks, states.astype(np.int64))), None
+    def _draw_masks(self) -> tuple[RowMasks, None]:
+        return self._row_masks, None
 
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _AutomatonConstraint:
         """Look up the next states in the table."""

@@ -20,7 +20,6 @@ from genlm.constraints.states import (
     DEAD,
     FINISHED,
     LIVE,
-    DeferredMasks,
     StateConstraint,
     States,
     check_text,
@@ -28,6 +27,7 @@ from genlm.constraints.states import (
     member_index,
 )
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
+from genlm.core.rows.row_masks import RowMasks
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -143,7 +143,7 @@ class Grammar(Language):
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         thread = ThreadPoolExecutor(1, "genlm-grammar")
         step = thread.submit(_fill_masks, compiled, [first], states)
-        return _GrammarConstraint(compiled, thread, step, states).finish_complete()
+        return _GrammarConstraint.after_step(compiled, thread, step, states)
 
     def __reduce__(self) -> Any:
         return type(self), (self._library, self._form, self._source, self._options)
@@ -164,21 +164,22 @@ class _Step(NamedTuple):
 
     Attributes:
         matchers: State of the matcher of each distinct live state, in the order of the states.
-        state_of: State of each member, shape `(n,)`, int64.
         masks: Allowed tokens of all states, packed bits; empty for dead and finished members.
-        is_over: Whether a state ends a text without a stop token: it is complete and has no
-            continuation.
+        row_masks: The mask of each member.
+        is_over: Whether the text of each member ends without a stop token, shape `(n,)`: it is
+            complete and has no continuation.
     """
 
     matchers: list[MatcherState]
-    state_of: Integers64
     masks: Words
+    row_masks: RowMasks
     is_over: Flags
 
 
 def _fill_masks(
     compiled: _CompiledGrammar, matchers: list[MatcherState], state_of: Integers64
 ) -> _Step:
+    """Compute a step from the matchers of states, and the state of each member."""
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
     words = np.zeros((LIVE + len(matchers), -(-(size + 1) // 32)), np.int32)
     if matchers:
@@ -191,7 +192,8 @@ def _fill_masks(
     for token_id in stop.tolist():
         bit = np.array(1 << token_id % 32, np.uint32).view(np.int32)
         masks[is_complete, token_id // 32] |= bit
-    return _Step(matchers, state_of, masks, is_over)
+    row_masks = RowMasks(masks, len(state_of), size, state_of)
+    return _Step(matchers, masks, row_masks, is_over[state_of])
 
 
 def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
@@ -234,7 +236,7 @@ class _GrammarConstraint(StateConstraint):
         thread: The thread.
         step: Matchers and masks.
         states: State of each member.
-        member_of: Index of each member among the members of the step; None if equal.
+        row_masks: The mask of each member.
     """
 
     def __init__(
@@ -243,26 +245,44 @@ class _GrammarConstraint(StateConstraint):
         thread: ThreadPoolExecutor,
         step: Future[_Step],
         states: States,
-        member_of: Integers64 | None = None,
+        row_masks: RowMasks,
     ) -> None:
         super().__init__(states, len(compiled.tokens.texts))
         self.compiled = compiled
         self.thread = thread
         self.step = step
-        self._member_of = member_of
+        self._row_masks = row_masks
+
+    @classmethod
+    def after_step(
+        cls,
+        compiled: _CompiledGrammar,
+        thread: ThreadPoolExecutor,
+        step: Future[_Step],
+        states: States,
+    ) -> _GrammarConstraint:
+        """Return the constraint of the members of a step.
+
+        For models without stop tokens, it waits for the step and finishes the members whose
+        text has no continuation.
+        """
+        if not compiled.tokens.stop.size:
+            states = np.where(step.result().is_over, FINISHED, states)
+        row_masks = RowMasks.deferred(lambda: step.result().row_masks, len(states))
+        return cls(compiled, thread, step, states, row_masks)
 
     @property
     def state_of(self) -> Integers64:
         """Distinct state of each member; waits for the step."""
-        state_of = self.step.result().state_of
-        return state_of if self._member_of is None else state_of[self._member_of]
+        state_of: Integers64 = self._row_masks.places.numpy()
+        return state_of
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of the distinct states; waits until they are filled."""
         return torch.from_numpy(self.step.result().masks), self.state_of
 
-    def _draw_masks(self) -> tuple[DeferredMasks, None]:
-        return DeferredMasks(self.masks), None
+    def _draw_masks(self) -> tuple[RowMasks, None]:
+        return self._row_masks, None
 
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _GrammarConstraint:
         """Determine which members are finished or dead; the thread computes the masks."""
@@ -274,23 +294,17 @@ class _GrammarConstraint(StateConstraint):
             is_wrong = (token_ids >= 0) & ~is_allowed & (self.states == LIVE)
             states = np.where(is_wrong, DEAD, states)
         step = self.thread.submit(_advance_matchers, self, token_ids, states)
-        return _GrammarConstraint(self.compiled, self.thread, step, states).finish_complete()
-
-    def finish_complete(self) -> _GrammarConstraint:
-        """Finish members whose text has no continuation, for models without stop tokens."""
-        if self.compiled.tokens.stop.size:
-            return self
-        is_over = self.step.result().is_over[self.state_of]
-        states = np.where(is_over, FINISHED, self.states)
-        return _GrammarConstraint(
-            self.compiled, self.thread, self.step, states, self._member_of
-        )
+        return self.after_step(self.compiled, self.thread, step, states)
 
     def __getitem__(self, ancestors: Any) -> _GrammarConstraint:
-        index = member_index(ancestors)
-        members = np.arange(len(self.states)) if self._member_of is None else self._member_of
-        states = self.states[index]
-        return _GrammarConstraint(self.compiled, self.thread, self.step, states, members[index])
+        members = np.arange(len(self.states))[member_index(ancestors)]
+        return _GrammarConstraint(
+            self.compiled,
+            self.thread,
+            self.step,
+            self.states[members],
+            self._row_masks.of(members),
+        )
 
 
 def _check_texts(**arguments: object) -> None:

@@ -203,6 +203,9 @@ class _PythonConstraint(StateConstraint):
         """Return the masks from which tokens are drawn before the function is called."""
         return self.within.masks()
 
+    def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
+        return self.within._draw_masks()  # noqa: SLF001 - of the same package
+
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _PythonConstraint:
         """Append tokens to the texts. Tokens that were tested are not tested again."""
         return self.with_tokens(token_ids, self.first_draws, are_drawn=are_drawn)
@@ -288,32 +291,28 @@ class _PythonConstraint(StateConstraint):
         """
         self._check_size(population)
         temperature = above_0(temperature)
-        inactive, search = self._inactive, _Search(self, population, temperature)
-        active = population if inactive is None else population.finish(inactive)
-        masks, index = self.within._draw_masks()  # noqa: SLF001 - of the same package
+        search = _Search(self, population, temperature)
+        masks, index = self._draw_masks()
         seed = secrets.randbits(63) if seed is None else seed
         take: Callable[[DrawnTokens], Any] = search.take
         if not is_blocking():
             take = self.language.off_thread(take)
+        finished, dead = self._finished_and_dead
         count, result = self.first_draws, None
         try:
             while result is None:
-                # More draws by one seed begin with the same tokens.
-                result = await active._draw_then(  # noqa: SLF001 - internal to genlm
-                    take,
-                    masks,
-                    mask_index=index,
-                    temperature=temperature,
-                    seed=seed,
-                    count=count,
+                settings = population._settings(  # noqa: SLF001 - internal to genlm
+                    masks, index, finished=finished, dead=dead, temperature=temperature
                 )
-                if result is None:
-                    active = population.finish(search.is_over)
-                    count = min(4 * count, len(self.tokens.texts) + 1)
+                # More draws by one seed begin with the same tokens.
+                result = await population._draw(  # noqa: SLF001 - internal to genlm
+                    settings, seed, count, take
+                )
+                finished, dead = search.is_over, None
+                count = min(4 * count, len(self.tokens.texts) + 1)
         finally:
             search.is_cancelled = True
-        drawn: DrawnTokens
-        drawn, self.next_constraint = result
+        drawn: DrawnTokens = result
         return drawn
 
 
@@ -362,17 +361,15 @@ class _Search:
         self._logprobs = np.where(is_active, -np.inf, 0.0)
         self._log_mass, self._draw_logprobs = self._logprobs.copy(), self._logprobs.copy()
 
-    def take(
-        self, drawn: DrawnTokens
-    ) -> tuple[DrawnTokens, tuple[bytes, _PythonConstraint]] | None:
+    def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
         """Test the draws of members that are not over, in order.
 
         Args:
             drawn: Draws without replacement, which begin with those passed before.
 
         Returns:
-            The accepted tokens with their weights, and the pair of their ids and the
-            constraint after them; None if a member needs more draws.
+            The accepted tokens with their weights, for which `advance` is prepared; None if a
+            member needs more draws.
         """
         if not self._tested:
             self._start()
@@ -392,9 +389,8 @@ class _Search:
             *(torch.from_numpy(column).float() for column in columns),
         )
         ids = self._token_ids.copy()
-        after = constraint.with_tokens(ids, first_draws, are_drawn=True)
-        after.compute_flags()
-        return accepted, (ids.tobytes(), after)
+        constraint.prepare(ids, constraint.with_tokens(ids, first_draws, are_drawn=True))
+        return accepted
 
     def _tests(self, members: Integers64, token_ids: Integers64) -> _Tests:
         """Test draws of members in order, until each has an accepted draw and an estimate."""

@@ -124,21 +124,13 @@ class Constraint(ABC):
             GenlmError: As `Population.draw`.
         """
         self._check_size(population)
-        inactive = self._inactive
-        active = population if inactive is None else population.finish(inactive)
-
-        def finish(drawn: DrawnTokens) -> DrawnTokens:
-            if inactive is not None:
-                dead = np.isneginf(attribute_values(self, "log_potential"))
-                dead &= ~population.finished.numpy()
-                for column in drawn[1:]:
-                    column[dead] = -np.inf
-            self._prepare_advance(drawn)
-            return drawn
-
         masks, index = self._draw_masks()
-        result: DrawnTokens = await active._draw_then(  # noqa: SLF001 - internal to genlm
-            finish, masks, mask_index=index, temperature=temperature, seed=seed
+        finished, dead = self._finished_and_dead
+        settings = population._settings(  # noqa: SLF001 - internal to genlm
+            masks, index, finished=finished, dead=dead, temperature=temperature
+        )
+        result: DrawnTokens = await population._draw(  # noqa: SLF001 - internal to genlm
+            settings, seed, then=self._prepare_advance
         )
         return result
 
@@ -161,14 +153,14 @@ class Constraint(ABC):
             )
 
     @property
-    def _inactive(self) -> Flags | None:
-        """Which members are finished or dead; None if no member is."""
+    def _finished_and_dead(self) -> tuple[Flags | None, Flags | None]:
+        """Flags of the finished and of the dead members; None if there are none."""
         log_potential, size = attribute_values(self, "log_potential"), len(self)
         if log_potential.shape != (size,):
             name = f"{type(self).__name__}.log_potential"
             raise ValueError(f"{name} has shape {log_potential.shape}; expected ({size},)")
-        inactive: Flags = attribute_values(self, "finished") | np.isneginf(log_potential)
-        return inactive if inactive.any() else None
+        dead = np.isneginf(log_potential)
+        return attribute_values(self, "finished") & ~dead, dead
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return masks for a draw, which may be computed later or shared by several steps."""
@@ -180,8 +172,9 @@ class Constraint(ABC):
             )
         return masks
 
-    def _prepare_advance(self, drawn: DrawnTokens) -> None:  # noqa: B027 - optional
-        """Prepare `advance` for drawn tokens; not called on an event loop."""
+    def _prepare_advance(self, drawn: DrawnTokens) -> DrawnTokens:
+        """Prepare `advance` for drawn tokens, and return them; not called on an event loop."""
+        return drawn
 
     def __repr__(self) -> str:
         finished = int(attribute_values(self, "finished").sum())

@@ -23,13 +23,13 @@ _LOWEST_TEMPERATURE = 1e-30
 
 def above_0(temperature: Any) -> Any:
     """Return temperatures of which those below 1e-30 are 1e-30, whose draws are those of 0."""
-    values = temperature
-    if type(temperature) is not float:  # most frequent
-        values = host_array(temperature, "temperature")
-        if values.dtype.kind not in "iuf":
-            return temperature  # the draw rejects it
+    if type(temperature) is float:  # most frequent
+        return _LOWEST_TEMPERATURE if 0 <= temperature < _LOWEST_TEMPERATURE else temperature
+    values = host_array(temperature, "temperature")
+    if values.dtype.kind not in "iuf":
+        return temperature  # the draw rejects it
     is_low = (values >= 0) & (values < _LOWEST_TEMPERATURE)
-    return np.where(is_low, _LOWEST_TEMPERATURE, values) if np.any(is_low) else values
+    return np.where(is_low, _LOWEST_TEMPERATURE, values)
 
 
 def log_mass_ratios(

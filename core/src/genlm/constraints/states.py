@@ -8,8 +8,7 @@ continuation. Dead and finished members do not change, and no token is drawn for
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,11 @@ from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
     from genlm.core.model.population import DrawnTokens
-    from genlm.core.rows.row_masks import MasksLike
 
 __all__ = [
     "DEAD",
     "FINISHED",
     "LIVE",
-    "DeferredMasks",
     "StateConstraint",
     "States",
     "check_text",
@@ -97,30 +94,20 @@ class StateConstraint(Constraint):
             are_drawn: Whether the tokens were drawn from the masks of the constraint.
         """
 
-    def _prepare_advance(self, drawn: DrawnTokens) -> None:
-        ids = drawn.token_ids.numpy().copy()
-        after = self._after(ids, are_drawn=True)
-        after.compute_flags()
-        self.next_constraint = ids.tobytes(), after
-
-    def compute_flags(self) -> None:
-        """Compute and store the flags that the next step reads."""
-        _ = self._finished, self._inactive
-
     @cached_property
-    def _inactive(self) -> Flags | None:
-        inactive: Flags = self.states < LIVE
-        return inactive if np.logical_or.reduce(inactive) else None
+    def _finished_and_dead(self) -> tuple[Flags | None, Flags | None]:
+        finished, dead = self._finished, self.states == DEAD
+        return finished if finished.any() else None, dead if dead.any() else None
 
+    def _prepare_advance(self, drawn: DrawnTokens) -> DrawnTokens:
+        ids = drawn.token_ids.numpy().copy()
+        self.prepare(ids, self._after(ids, are_drawn=True))
+        return drawn
 
-class DeferredMasks(NamedTuple):
-    """Masks that the engine's thread requests when it has computed the rows.
-
-    Attributes:
-        result: Function that returns the masks and the index of each row's mask.
-    """
-
-    result: Callable[[], tuple[MasksLike, Integers64]]
+    def prepare(self, token_ids: Integers64, after: StateConstraint) -> None:
+        """Store the constraint after drawn tokens, with the flags that its next draw reads."""
+        _ = after._finished_and_dead
+        self.next_constraint = token_ids.tobytes(), after
 
 
 def first_states(size: int, state: int = LIVE) -> States:

@@ -25,8 +25,8 @@ __all__ = ["DrawSettings"]
 class DrawSettings(NamedTuple):
     """Checked arguments of a draw from the members of a population.
 
-    A member is active if it is not finished and its mask has a token. Tokens are drawn for
-    active members only.
+    A member is active if it is neither finished nor dead and its mask has a token. Tokens are
+    drawn for active members only.
 
     Attributes:
         active: Indices of the active members, ascending.
@@ -46,6 +46,8 @@ class DrawSettings(NamedTuple):
         vocab_size: int,
         masks: MasksLike | None,
         mask_index: ArrayLike | None,
+        *,
+        dead: Flags | None = None,
         **options: Any,
     ) -> DrawSettings:
         """Check the arguments of a draw.
@@ -55,19 +57,27 @@ class DrawSettings(NamedTuple):
             vocab_size: Number of token ids.
             masks: As `Population.draw`.
             mask_index: As `Population.draw`.
+            dead: Flags of members without an allowed token; None for those with empty masks.
             **options: Arguments of `RowWeights`.
         """
         count = len(finished)
         index = None if mask_index is None else checked_array(mask_index, "mask_index")
         if masks is None and index is not None:
             raise ValueError("mask_index without masks; it selects the mask of each member")
-        rows = None if masks is None else RowMasks(masks, count, vocab_size, index)
+        rows: RowMasks | None
+        if masks is None or (
+            isinstance(masks, RowMasks) and index is None and masks.count == count
+        ):
+            rows = masks
+        else:
+            rows = RowMasks(masks, count, vocab_size, index)
+        if rows is not None and not rows.is_deferred:
+            dead = rows.is_empty if dead is None else dead | rows.is_empty
         log_mass = np.zeros(count, np.float32)
         is_active = ~finished
-        if rows is not None and not rows.is_pending:
-            has_no_token = is_active & rows.is_empty
-            log_mass[has_no_token] = -math.inf
-            is_active &= ~has_no_token
+        if dead is not None:
+            log_mass[is_active & dead] = -math.inf
+            is_active &= ~dead
         [active] = is_active.nonzero()
         weights = RowWeights((count, vocab_size), rows, **options)
         if len(active) < count:

@@ -20,7 +20,7 @@ from genlm.core.base.validation import (
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
-from genlm.core.model.members import ArrayLike
+from genlm.core.model.members import ArrayLike, Flags
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
@@ -318,32 +318,6 @@ class Population(MemberReductions):
 
     # -- internals --------------------------------------------------------------------
 
-    async def _draw_then(
-        self,
-        then: Callable[[DrawnTokens], Any],
-        masks: MasksLike,
-        *,
-        mask_index: ArrayLike | None,
-        temperature: ArrayLike,
-        seed: int | None,
-        count: int | None = None,
-    ) -> Any:
-        """Return the result of a function of the draws, which is not called on an event loop.
-
-        The engine's thread calls the function, or the calling thread in a blocking twin. If its
-        result is a `concurrent.futures.Future`, the result of this future is returned.
-
-        Args:
-            then: The function.
-            masks: As `draw`.
-            mask_index: As `draw`.
-            temperature: As `draw`.
-            seed: As `draw`.
-            count: As `k` of `draw_without_replacement`; None for `draw`.
-        """
-        settings = self._settings(masks, mask_index, temperature=temperature)
-        return await self._draw(settings, seed, count, then)
-
     async def _draw(
         self,
         settings: DrawSettings,
@@ -351,7 +325,16 @@ class Population(MemberReductions):
         count: int | None = None,
         then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
     ) -> Any:
-        """Draw for the active members; return the result of `then` for all members."""
+        """Draw for the active members; return a function of the draws of all members.
+
+        Args:
+            settings: Settings of the draws.
+            seed: As `draw`.
+            count: As `k` of `draw_without_replacement`; None for `draw`.
+            then: The function. The engine's thread calls it, or the calling thread in a
+                blocking twin. If its result is a `concurrent.futures.Future`, the result of
+                this future is returned.
+        """
         key, active = checked_seed(seed), settings.active
         numbers = functools.partial(uniforms, key, active, self._step, count)
         return await self._reduce(
@@ -361,8 +344,21 @@ class Population(MemberReductions):
         )
 
     def _settings(
-        self, masks: MasksLike | None, mask_index: ArrayLike | None, **options: Any
+        self,
+        masks: MasksLike | None,
+        mask_index: ArrayLike | None,
+        *,
+        finished: Flags | None = None,
+        **options: Any,
     ) -> DrawSettings:
-        """Check the arguments of a draw; `options` are arguments of `RowWeights`."""
+        """Check the arguments of a draw.
+
+        Args:
+            masks: As `draw`.
+            mask_index: As `draw`.
+            finished: Flags of further members that are finished for this draw.
+            **options: As `DrawSettings.of`.
+        """
         size = self._lm.vocabulary.size
-        return DrawSettings.of(self._finished, size, masks, mask_index, **options)
+        finished = self._finished if finished is None else self._finished | finished
+        return DrawSettings.of(finished, size, masks, mask_index, **options)

@@ -6,9 +6,9 @@ Masks stay packed, a bit for each id, until a part of the rows is computed.
 from __future__ import annotations
 
 import asyncio
-import functools
+import concurrent.futures
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 
 from genlm.core.base.arrays import check_readable, native_array
 from genlm.core.base.error_handling import errors_of, map_batch
+from genlm.core.base.forking import cached_property
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask
@@ -25,19 +26,11 @@ if TYPE_CHECKING:
 
     MasksLike: TypeAlias = (
         "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor "
-        "| PendingMasks"
+        "| concurrent.futures.Future[Any]"
     )
     _TableAndIndex: TypeAlias = "tuple[_MaskTable, torch.Tensor | None]"
 
-__all__ = ["PendingMasks", "RowMasks"]
-
-
-class PendingMasks(Protocol):
-    """Masks that are computed later, such as a `concurrent.futures.Future` of them."""
-
-    def result(self) -> MasksLike | tuple[MasksLike, npt.NDArray[np.int64]]:
-        """Compute the masks or wait for them; return them, or them and their `index`."""
-        ...
+__all__ = ["RowMasks"]
 
 
 class RowMasks:
@@ -50,12 +43,17 @@ class RowMasks:
             - booleans, shape `(m, vocab_size)`, or packed bits, int32, shape
               `(m, ceil(vocab_size / 32))`, numpy or torch on any device. These arrays are not
               copied: they must not change while they are in use;
-            - `PendingMasks`, whose result the engine requests when it has the rows;
+            - a `concurrent.futures.Future` of masks, for which the engine waits when it has the
+              rows;
             - `RowMasks` of m rows, for several requests: they share copies on devices.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
             row i has mask i, or all rows have the only one.
+
+    Attributes:
+        count: Number of rows.
+        is_deferred: Whether the masks are computed when the engine has the rows.
 
     Raises:
         TypeError: `masks` is an asyncio future.
@@ -70,31 +68,47 @@ class RowMasks:
         vocab_size: int,
         index: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor | None = None,
     ) -> None:
-        self._size = vocab_size
+        self.count = count
+        self.is_deferred = _is_future(masks)
         self._compute: Callable[[], _TableAndIndex] = lambda: _table_and_index(
             masks, count, vocab_size, index
         )
-        if not _is_pending(masks):
+        if not self.is_deferred:
             self._computed = self._compute()
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether the masks are not computed yet."""
-        return "_computed" not in vars(self)
+    @classmethod
+    def _of(
+        cls, compute: Callable[[], _TableAndIndex], count: int, *, is_deferred: bool = False
+    ) -> RowMasks:
+        masks = object.__new__(cls)
+        masks.count, masks.is_deferred, masks._compute = count, is_deferred, compute
+        if not is_deferred:
+            masks._computed = compute()
+        return masks
 
-    @functools.cached_property
+    @classmethod
+    def deferred(cls, compute: Callable[[], RowMasks], count: int) -> RowMasks:
+        """Return masks that a function computes when the engine has the rows.
+
+        Args:
+            compute: Function that returns the masks of the same rows.
+            count: Number of rows.
+        """
+        return cls._of(lambda: compute()._computed, count, is_deferred=True)  # noqa: SLF001
+
+    @cached_property
     def _computed(self) -> _TableAndIndex:
         """The distinct masks, and the place of each row's mask; None if row i has mask i."""
         with errors_of("the future of masks"):
             return self._compute()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Wait for pending masks: other processes get arrays of the masks in use."""
+        """Compute deferred masks: other processes get arrays of the masks in use."""
         table, index = self._computed
         if index is not None:
             used, inverse = np.unique(index.numpy(), return_inverse=True)
             table, index = table.of(torch.from_numpy(used)), torch.from_numpy(inverse)
-        return {"_size": self._size, "_computed": (table, index)}
+        return {"count": self.count, "is_deferred": False, "_computed": (table, index)}
 
     @property
     def unrestricted(self) -> torch.Tensor | None:
@@ -105,12 +119,12 @@ class RowMasks:
 
     def of(self, rows: npt.NDArray[np.int64]) -> RowMasks:
         """Return the masks of some rows, possibly with repetitions."""
-        masks = object.__new__(RowMasks)
-        masks._size = self._size
-        masks._compute = lambda: (self._computed[0], self.places[torch.from_numpy(rows)])
-        if not self.is_pending:
-            masks._computed = masks._compute()
-        return masks
+        places = torch.from_numpy(rows)
+        return self._of(
+            lambda: (self._computed[0], self.places[places]),
+            len(rows),
+            is_deferred=self.is_deferred,
+        )
 
     @classmethod
     def joined(cls, batches: Sequence[RowMasks]) -> RowMasks:
@@ -120,10 +134,8 @@ class RowMasks:
         table = tables[0]
         if any(other is not table for other in tables):
             table, places = _joined_table(tables, places)
-        joined = object.__new__(cls)
-        joined._size = tables[0].size
-        joined._computed = table, torch.cat(places)
-        return joined
+        computed = table, torch.cat(places)
+        return cls._of(lambda: computed, sum(masks.count for masks in batches))
 
     @property
     def places(self) -> torch.Tensor:
@@ -206,7 +218,7 @@ class _MaskTable:
         rows = self.rows[places.to(self.rows.device)]
         return _MaskTable(rows, self.size, is_packed=self.is_packed, unrestricted=full)
 
-    @functools.cached_property
+    @cached_property
     def is_empty(self) -> npt.NDArray[np.bool_]:
         """Return whether each mask is empty, shape `(m,)`."""
         rows = self.rows
@@ -291,10 +303,8 @@ def _joined_table(
 
 def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAndIndex:
     """Return masks as a table, and the place of each row's mask; None if row i has mask i."""
-    if _is_pending(masks):
+    if _is_future(masks):
         masks = masks.result()
-        if isinstance(masks, tuple) and index is None:
-            masks, index = masks
     if isinstance(masks, RowMasks):
         table, places = masks._computed  # noqa: SLF001 - of the same module
         table.is_shared = True
@@ -357,8 +367,8 @@ def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _Mask
     return _MaskTable(rows, size, is_packed=masks.dtype == torch.int32)
 
 
-def _is_pending(masks: object) -> bool:
-    """Whether masks are `PendingMasks`; faster than a check of the protocol."""
+def _is_future(masks: object) -> bool:
+    """Whether masks are a future."""
     if isinstance(masks, asyncio.Future):
         raise TypeError(
             "masks is an asyncio future, for which the engine's thread cannot wait; await it, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -218,6 +219,16 @@ def test_a_full_beam_keeps_the_likeliest_and_goes_on(llm):
     reader = asyncio.run(reading(llm, b"abab" * 20, width=2))
     assert reader.probabilities().sum() == pytest.approx(1)
     assert -160 < reader.logprob < 0
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_full_beam_continues_with_every_byte_that_begins_a_token(llm, width):
+    async def read() -> None:
+        for letters in itertools.product("ab", repeat=5):
+            reader = await reading(llm, "".join(letters).encode(), width=width)
+            assert reader.probabilities()[list(b"ab")].min() > 0
+
+    asyncio.run(read())
 
 
 def test_a_byte_that_no_token_writes_is_an_error_and_changes_nothing(llm):

@@ -64,7 +64,8 @@ class ByteReader:
     Args:
         llm: The model.
         width: Size of the beam of the most likely hypotheses; every token that completes in a
-            hypothesis requires a row.
+            hypothesis requires a row. If all of them end within a token, the beam also keeps
+            the most likely one that does not, so every byte that begins a token can follow.
         stop: Token ids that end a text, one or several; by default the `eos_token_id` of the
             vocabulary, if it has one.
 
@@ -171,8 +172,9 @@ class ByteReader:
 
         Raises:
             TypeError: `text` is not `bytes`.
-            ValueError: No hypothesis continues with one of the bytes; the reader has read the
-                bytes before it. A wider beam may contain such a hypothesis.
+            ValueError: No hypothesis continues with one of the bytes, which begins no token or
+                has probability 0; the reader has read the bytes before it. A wider beam may
+                contain such a hypothesis.
             QueryError: The context of a hypothesis is full; as for a ValueError.
             RuntimeError: `start` was not awaited, or another method of the reader is running.
         """
@@ -211,11 +213,12 @@ class ByteReader:
         return beam
 
     async def _prune(self, beam: list[_Hypothesis]) -> None:
-        best = [
-            hypothesis
-            for hypothesis in heapq.nlargest(self.width, beam, key=attrgetter("mass"))
-            if hypothesis.mass > 0
-        ]
+        """Keep the likeliest hypotheses, and the likeliest one without a partial token."""
+        beam = [hypothesis for hypothesis in beam if hypothesis.mass > 0]
+        best = heapq.nlargest(self.width, beam, key=attrgetter("mass"))
+        if all(hypothesis.node != self._trie.root for hypothesis in best):
+            complete = [hypothesis for hypothesis in beam if hypothesis.node == self._trie.root]
+            best += heapq.nlargest(1, complete, key=attrgetter("mass"))
         total = sum(hypothesis.mass for hypothesis in best)
         contexts = [hypothesis.context for hypothesis in best if hypothesis.row is None]
         rows = iter(await self.llm.batch_next_token_logprobs(contexts))

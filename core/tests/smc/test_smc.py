@@ -191,23 +191,23 @@ END = 0
 PROMPT = (2,)
 
 
-def probability(token_ids: tuple[int, ...]) -> float:
-    """Of a continuation of the prompt, in float64."""
+def probability(token_ids: tuple[int, ...], prompt: tuple[int, ...] = PROMPT) -> float:
+    """Of a continuation of a prompt, in float64."""
     product = 1.0
-    for place in range(len(PROMPT), len(token_ids)):
+    for place in range(len(prompt), len(token_ids)):
         row = oracle_row(token_ids[:place], None, VOCABULARY).double()
         product *= math.exp(row[token_ids[place]])
     return product
 
 
-def continuations() -> list[tuple[int, ...]]:
+def continuations(prompt: tuple[int, ...] = PROMPT) -> list[tuple[int, ...]]:
     """Every continuation that ends with the stop token, or after all steps."""
     sequences = []
     for length in range(1, STEPS + 1):
         for tokens in itertools.product(range(VOCABULARY), repeat=length):
             ended = tokens[-1] == END or length == STEPS
             if END not in tokens[:-1] and ended:
-                sequences.append((*PROMPT, *tokens))
+                sequences.append((*prompt, *tokens))
     return sequences
 
 
@@ -397,6 +397,58 @@ def test_estimates_of_steer_are_those_of_enumeration(
     assert 0 < errors[0] < 0.05 * expected[0]
     deviations = np.abs(np.mean(estimates, axis=0) - expected)[likely]
     assert (deviations < 4.5 * errors).all()
+
+
+@pytest.mark.parametrize("resample_below", [0, 1])
+def test_the_members_of_a_population_are_the_first_particles(llm, resample_below):
+    """Of different prompts, one of them finished: the mean of the expectations of each."""
+    prompts = [(2,), (3, 3, 2), (1, 3), (2,), (3, 3, 2)] * 8
+    population = llm.population(prompts).finish([prompt == (1, 3) for prompt in prompts])
+    assert potential_of((1, 3)) == 0.7
+    exact = {(1, 3): 0.2 * math.exp(0.7)}
+    for prompt in ((2,), (3, 3, 2)):
+        for ids in continuations(prompt):
+            exact[ids] = 0.4 * probability(ids, prompt) * math.exp(potential_of(ids))
+    estimates, options = [], {"max_tokens": STEPS, "stop": [END], "potential": potential}
+    for seed in range(40):
+        *_, particles = steer_sync(
+            llm, population, resample_below=resample_below, seed=seed, **options
+        )
+        mass = dict.fromkeys(exact, 0.0)
+        for context, weight in zip(
+            particles.population, np.exp(particles.log_weights), strict=True
+        ):
+            if weight:
+                mass[context.token_ids] += weight / len(prompts)
+        estimates.append([sum(mass.values()), *mass.values()])
+    expected = np.array([sum(exact.values()), *exact.values()])
+    likely = expected > 0.03 * expected[0]
+    errors = np.std(estimates, axis=0, ddof=1)[likely] / math.sqrt(len(estimates))
+    deviations = np.abs(np.mean(estimates, axis=0) - expected)[likely]
+    assert (deviations < 4.5 * errors + 1e-6).all()
+    for ids, row in zip(particles.population, particles.history.token_ids, strict=True):
+        new_ids = tuple(token_id for token_id in row.tolist() if token_id >= 0)
+        assert ids.token_ids[len(ids) - len(new_ids) :] == new_ids
+        assert ids.token_ids[: len(ids) - len(new_ids)] in prompts
+    assert particles.texts == [llm.decode(row) for row in particles.history.token_ids]
+
+
+def test_the_number_of_particles_is_that_of_the_members_of_a_population(llm):
+    population = llm.population(PROMPT, 3)
+    assert len(next(steer_sync(llm, population, 3, max_tokens=1))) == 3
+    with pytest.raises(ValueError, match="a population of 3 members for 2 particles"):
+        next(steer_sync(llm, population, 2, max_tokens=1))
+    with pytest.raises(ValueError, match="size=0"):
+        next(steer_sync(llm, population[[]], max_tokens=1))
+    with pytest.raises(TypeError, match="size=None; expected an integer"):
+        next(steer_sync(llm, PROMPT, max_tokens=1))
+
+
+def test_a_finished_member_leaves_its_room_to_the_others(make_model):
+    llm = make_model(ScriptedEngine(VOCABULARY, max_context=3))
+    population = llm.population([(2, 1, 3), PROMPT]).finish([True, False])
+    *_, particles = steer_sync(llm, population, max_tokens=50, seed=0)
+    assert particles.population.lengths.tolist() == [3, 4]
 
 
 def test_weights_of_tempered_draws_are_ratios_of_probabilities(llm):
@@ -602,7 +654,10 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         ),
         "outside the vocabulary": (ValueError, {"stop": [VOCABULARY]}),
         "expected a Language or a Constraint": (TypeError, {"constraint": "ab"}),
-        "expected bytes": (TypeError, {"constraint": Automaton.regex("a+"), "text": "a"}),
+        "texts of languages are bytes": (
+            TypeError,
+            {"constraint": Automaton.regex("a+"), "text": "a"},
+        ),
         "texts of a Language": (ValueError, {"text": b"a"}),
         "max_tokens=-1; it must be 0": (ValueError, {"max_tokens": -1}),
         "max_tokens='3'; expected an integer": (TypeError, {"max_tokens": "3"}),

@@ -51,7 +51,7 @@ def test_the_ancestry_leads_back_to_the_tokens_of_each_particle(states):
         for number, state in enumerate(states):
             part = state.population[int(ancestry[number, member])].token_ids
             assert context.token_ids[: len(part)] == part
-    assert History().ancestry.shape == (0, 0)
+    assert History().ancestry.shape == History().token_ids.shape == (0, 0)
 
 
 def test_particles_are_compared_by_identity(states):

@@ -94,6 +94,18 @@ class History(Sequence[Step]):
             places.append(step.ancestors[places[-1]])
         return np.stack(places[::-1])
 
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """Tokens that the steps appended to each current particle, -1 for no token.
+
+        Shape `(n, steps)`, int64.
+        """
+        columns = [
+            step.token_ids[step.ancestors[places]]
+            for step, places in zip(self._steps, self.ancestry, strict=True)
+        ]
+        return np.stack(columns, axis=1) if columns else np.empty((0, 0), np.int64)
+
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each step.
 
@@ -153,21 +165,27 @@ class Particles:
     Attributes:
         population: The sequences, including the prompt and the flags `population.finished`.
         log_weights: Shape `(n,)`, float64; `-inf` for particles that cannot be continued.
-        ancestors: Index of each particle's ancestor in the previous step, shape `(n,)`, int64.
-        token_ids: The token appended to each particle of the previous step, before resampling,
-            shape `(n,)`, int64; -1 for no token.
         history: All steps, including the last one.
         llm: The model.
-        prompt_length: Number of tokens of the prompt.
     """
 
     population: Population
     log_weights: Floats
-    ancestors: npt.NDArray[np.int64]
-    token_ids: npt.NDArray[np.int64]
     history: History
     llm: AsyncLM
-    prompt_length: int
+
+    @property
+    def ancestors(self) -> npt.NDArray[np.int64]:
+        """Index of each particle's ancestor in the previous step, shape `(n,)`, int64."""
+        return self.history[-1].ancestors
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """The token appended to each particle of the previous step, before resampling.
+
+        Shape `(n,)`, int64; -1 for no token.
+        """
+        return self.history[-1].token_ids
 
     @property
     def log_evidence(self) -> float:
@@ -193,8 +211,7 @@ class Particles:
     @property
     def texts(self) -> list[str]:
         """Texts of the particles after the prompt, without special tokens."""
-        rows = self.population.tokens[:, self.prompt_length :].tolist()
-        return [self.llm.decode(row) for row in rows]
+        return [self.llm.decode(row) for row in self.history.token_ids]
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each particle.
@@ -211,7 +228,7 @@ class Particles:
             "text": self.texts,
             "weight": self.weights,
             "log_weight": self.log_weights,
-            "tokens": self.population.lengths.numpy() - self.prompt_length,
+            "tokens": (self.history.token_ids >= 0).sum(1),
             "finished": self.population.finished.numpy(),
             "ancestor": self.ancestors,
         }

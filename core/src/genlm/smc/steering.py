@@ -13,13 +13,13 @@ from genlm.constraints.protocol import Constraint, Language, attribute_values
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
+from genlm.core.model.population import DrawnTokens, Population
 from genlm.core.rows.sampling import checked_seed
 from genlm.core.vocab.text import search_stop
 from genlm.smc.particles import History, Particles, Step
 from genlm.smc.resampling import (
     Floats,
     LogWeights,
-    effective_sample_size,
     systematic_resampling,
 )
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
     from genlm.core.model.context import TokenIds
     from genlm.core.model.lm import AsyncLM
-    from genlm.core.model.population import Population
 
     Potential: TypeAlias = Callable[[Population], LogWeights | Awaitable[LogWeights]]
 
@@ -36,8 +35,8 @@ __all__ = ["steer", "steer_sync"]
 
 async def steer(
     llm: AsyncLM,
-    prompt: TokenIds,
-    size: int,
+    prompt: TokenIds | Population,
+    size: int | None = None,
     *,
     max_tokens: int,
     constraint: Language | Constraint | None = None,
@@ -62,8 +61,9 @@ async def steer(
 
     Args:
         llm: The model.
-        prompt: Token ids or a `Context`.
-        size: Number of particles, at least 1.
+        prompt: Token ids or a `Context` with which all particles begin; or a `Population` of
+            the model, whose members are the first particles and have equal weights.
+        size: Number of particles, at least 1; by default that of the members of a population.
         max_tokens: Maximum number of steps. The filter makes fewer if the model's context is
             full, which is logged as a warning; `finished` of the particles is then False.
         constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
@@ -91,6 +91,8 @@ async def steer(
     """
     if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
+    if isinstance(prompt, Population) and size is None:
+        size = len(prompt)
     size = checked_integer("size", size, 1)
     max_tokens = checked_integer("max_tokens", max_tokens, 0)
     temperature = checked_number("temperature", temperature)
@@ -100,57 +102,55 @@ async def steer(
             f"log-factors, shape (n,)"
         )
     stop_ids, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
-    if stop_texts and isinstance(constraint, Language):
-        raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
     ends = np.array(sorted(stop_ids), np.int64)
-    if not isinstance(text, bytes):
-        raise TypeError(f"text={text!r}; expected bytes, such as b' 20'")
-    if text and not isinstance(constraint, Language):
-        raise ValueError("text belongs to the texts of a Language; pass one as constraint")
     if isinstance(constraint, Language):
-        constraint = constraint.start(llm, size, text=text, stop=None if stop is None else ends)
-    if constraint is not None and not isinstance(constraint, Constraint):
+        if stop_texts:
+            raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
+        language_stop = None if stop is None else ends
+        constraint = constraint.start(llm, size, text=text, stop=language_stop)
+    elif text:
+        raise ValueError("text belongs to the texts of a Language; pass one as constraint")
+    if not isinstance(constraint, Constraint | None):
         raise TypeError(
             f"constraint={constraint!r}; expected a Language or a Constraint of "
             f"genlm.constraints, such as Automaton.regex(pattern)"
         )
-    if constraint is not None and len(constraint) != size:
-        raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
-    population = llm.population(prompt, size)
+    population = prompt if isinstance(prompt, Population) else llm.population(prompt, size)
+    for name, each in (("population", population), ("constraint", constraint)):
+        if each is not None and len(each) != size:
+            raise ValueError(f"a {name} of {len(each)} members for {size} particles")
     particle_filter = _Filter(
-        llm,
-        population,
+        Particles(population, np.zeros(size), History(), llm),
         constraint,
         potential,
         ends=ends,
         stop_texts=stop_texts,
         temperature=temperature,
+        resample_below=resample_below,
         seed=checked_seed(seed),
     )
-    room = math.inf if llm.max_context is None else llm.max_context + 1 - population.lengths[0]
+    lengths = population.lengths[~population.finished].tolist()
+    room = (llm.max_context or math.inf) + 1 - max(lengths, default=0)
     steps = int(min(max_tokens, room))
     with _progress_bar(steps, is_shown=progress) as bar:
         for step in range(1, steps + 1):
-            await particle_filter.extend()
-            particle_filter.end_step(resample_below, is_last=step == steps)
-            particles = particle_filter.particles()
-            if progress:
-                size_now = particles.history[-1].effective_sample_size
-                finished = int(particles.population.finished.sum())
-                bar.set_postfix_str(
-                    f"effective {size_now:.1f}, finished {finished}", refresh=False
-                )
-            bar.update()
+            particles = await particle_filter.step(is_last=step == steps)
+            _show(bar, particles)
             yield particles
             if particles.population.finished.all():
                 return
     if steps < max_tokens:
-        unfinished = int((~particles.population.finished).sum())
+        unfinished = int((~particle_filter.particles.population.finished).sum())
         llm._log_cut(unfinished, size, max_tokens)  # noqa: SLF001 - the warning of `sample`
 
 
 def steer_sync(
-    llm: AsyncLM, prompt: TokenIds, size: int, *, max_tokens: int, **options: Any
+    llm: AsyncLM,
+    prompt: TokenIds | Population,
+    size: int | None = None,
+    *,
+    max_tokens: int,
+    **options: Any,
 ) -> Iterator[Particles]:
     """Yield the particles of `steer` with the same options, on the calling thread."""
     states = steer(llm, prompt, size, max_tokens=max_tokens, **options)
@@ -162,51 +162,46 @@ def steer_sync(
 
 
 class _Filter:
-    """The state of `steer`: the population, its constraint and its log-weights."""
+    """The particles of `steer`, and what their next step depends on."""
 
     def __init__(
         self,
-        llm: AsyncLM,
-        population: Population,
+        particles: Particles,
         constraint: Constraint | None,
         potential: Potential | None,
         *,
         ends: npt.NDArray[np.int64],
         stop_texts: tuple[bytes, ...],
         temperature: float,
+        resample_below: float,
         seed: int,
     ) -> None:
-        self._llm = llm
-        self._population = population
+        self.particles = particles
         self._constraint = constraint
         self._potential = potential
         self._ends = ends
         self._stop_texts = stop_texts
-        self._tails = [b""] * len(population)
+        self._tails = [b""] * len(particles)
         self._temperature = temperature
+        self._resample_below = resample_below
         self._rng = np.random.default_rng(seed)
         self._draw_seed = int(self._rng.integers(2**63))
-        self._log_weights = np.zeros(len(population))
-        self._log_potential = np.zeros(len(population))
-        self._token_ids = np.full(len(population), -1)
-        self._ancestors = np.arange(len(population))
-        self._prompt_length = int(population.lengths.max())
-        self._history = History()
+        self._log_potential = np.zeros(len(particles))
 
-    async def extend(self) -> None:
-        """Draw a token for each particle, and update the weights."""
-        options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seed}
-        if self._constraint is None:
-            drawn = await self._population.draw(**options)
-        else:
-            drawn = await self._constraint.draw(self._population, **options)
-        self._token_ids = token_ids = drawn.token_ids.numpy()
+    async def step(self, *, is_last: bool) -> Particles:
+        """Draw a token for each particle, and update the weights.
+
+        Ancestors are chosen if the step is not the last and the effective sample size is small.
+        """
+        particles = self.particles
+        drawn = await self._draw(particles.population)
+        token_ids = drawn.token_ids.numpy()
         gain = drawn.log_mass.double().numpy()
         if self._temperature != 1:
             is_drawn = token_ids >= 0
             gain[is_drawn] = (drawn.logprobs - drawn.draw_logprob).double().numpy()[is_drawn]
-        self._log_weights = self._log_weights + gain
-        population = self._population.extend(token_ids)
+        log_weights = particles.log_weights + gain
+        population = particles.population.extend(token_ids)
         is_over = np.isin(token_ids, self._ends)
         if self._stop_texts:
             is_over |= self._completes_stop_text(token_ids)
@@ -214,23 +209,39 @@ class _Filter:
             advanced = self._constraint.advance(token_ids)
             self._constraint = _checked_constraint(advanced, self._constraint, "advance")
             is_over |= attribute_values(self._constraint, "finished")
-        await self._weight_by_potentials(population)
-        is_over |= self._log_weights == -np.inf
-        self._population = population.finish(is_over)
-        self._ancestors = np.arange(len(population))
+        await self._weight_by_potentials(population, log_weights)
+        population = population.finish(is_over | (log_weights == -np.inf))
+        finished = population.finished.numpy()
+        step = Step(token_ids, log_weights, finished, np.arange(len(log_weights)))
+        is_last = is_last or bool(finished.all())
+        if not is_last and step.effective_sample_size < self._resample_below * len(log_weights):
+            ancestors = systematic_resampling(log_weights, self._rng.random())
+            step = step._replace(ancestors=ancestors)
+            population = population[ancestors]
+            log_weights = np.full(len(log_weights), step.log_evidence)
+            self._select(ancestors)
+        history = particles.history.followed_by(step)
+        self.particles = Particles(population, log_weights, history, particles.llm)
+        return self.particles
+
+    async def _draw(self, population: Population) -> DrawnTokens:
+        options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seed}
+        if self._constraint is None:
+            return await population.draw(**options)
+        return await self._constraint.draw(population, **options)
 
     def _completes_stop_text(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return whether the token drawn for each particle completes a stop text."""
-        is_complete = np.zeros(len(token_ids), bool)
+        is_complete, byte_vocab = np.zeros(len(token_ids), bool), self.particles.llm.byte_vocab
         for member in np.flatnonzero(token_ids >= 0).tolist():
-            text = self._tails[member] + bytes(self._llm.byte_vocab[token_ids[member]])
+            text = self._tails[member] + bytes(byte_vocab[token_ids[member]])
             is_complete[member], self._tails[member] = search_stop(text, self._stop_texts)
         return is_complete
 
-    async def _weight_by_potentials(self, population: Population) -> None:
+    async def _weight_by_potentials(self, population: Population, log_weights: Floats) -> None:
         """Multiply the weights by the change of the potentials since the previous step."""
         potential = np.zeros(len(population))
-        live = self._log_weights > -np.inf
+        live = log_weights > -np.inf
         if self._constraint is not None:
             name = f"{type(self._constraint).__name__}.log_potential"
             potential += _checked_potential(self._constraint.log_potential, live, name)
@@ -239,39 +250,16 @@ class _Filter:
             if isinstance(values, Awaitable):
                 values = await values
             potential = potential + _checked_potential(values, live)
-        self._log_weights[live] += potential[live] - self._log_potential[live]
+        log_weights[live] += potential[live] - self._log_potential[live]
         self._log_potential = np.where(live, potential, self._log_potential)
 
-    def end_step(self, resample_below: float, *, is_last: bool) -> None:
-        """Record the step; choose ancestors if it is not the last and the size is small."""
-        log_weights, size = self._log_weights, len(self._log_weights)
-        finished = self._population.finished.numpy()
-        step = Step(self._token_ids, log_weights, finished, self._ancestors)
-        is_last = is_last or bool(finished.all())
-        if not is_last and effective_sample_size(log_weights) < resample_below * size:
-            ancestors = systematic_resampling(log_weights, self._rng.random())
-            step = step._replace(ancestors=ancestors)
-            self._population = self._population[ancestors]
-            self._log_weights = np.full(size, step.log_evidence)
-            self._ancestors = ancestors
-            self._log_potential = self._log_potential[ancestors]
-            self._tails = [self._tails[ancestor] for ancestor in ancestors]
-            if self._constraint is not None:
-                selected = self._constraint[ancestors]
-                self._constraint = _checked_constraint(selected, self._constraint, "indexing")
-        self._history = self._history.followed_by(step)
-
-    def particles(self) -> Particles:
-        """Return the current particles."""
-        return Particles(
-            self._population,
-            self._log_weights,
-            self._ancestors,
-            self._token_ids,
-            self._history,
-            self._llm,
-            self._prompt_length,
-        )
+    def _select(self, ancestors: npt.NDArray[np.int64]) -> None:
+        """Continue with the ancestors of resampled particles."""
+        self._log_potential = self._log_potential[ancestors]
+        self._tails = [self._tails[ancestor] for ancestor in ancestors]
+        if self._constraint is not None:
+            selected = self._constraint[ancestors]
+            self._constraint = _checked_constraint(selected, self._constraint, "indexing")
 
 
 def _checked_constraint(result: object, constraint: Constraint, method: str) -> Constraint:
@@ -321,3 +309,12 @@ def _progress_bar(total: int, *, is_shown: bool) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc="steer", unit="step", disable=not is_shown)
+
+
+def _show(bar: Any, particles: Particles) -> None:
+    """Advance a progress bar, unless it is hidden."""
+    if not bar.disable:
+        effective = particles.history[-1].effective_sample_size
+        finished = int(particles.population.finished.sum())
+        bar.set_postfix_str(f"effective {effective:.1f}, finished {finished}", refresh=False)
+        bar.update()

@@ -47,6 +47,7 @@ class _Hypothesis:
     mass: float  # including the partial token
     node: int  # trie node of the partial token
     row: Any = None  # next-token probabilities, computed on demand
+    sums: Any = None  # of the row below each child of the node
 
 
 class ByteReader:
@@ -154,9 +155,8 @@ class ByteReader:
             raise RuntimeError("the reader was not started: await reader.start(token_ids)")
         mass = np.zeros(_EXCLUDED + 1)
         for hypothesis in self._beam:
-            below = self._trie.child_prefixes(hypothesis.node)
-            sums = self._trie.partial_sum(hypothesis.row, below)
-            mass[self._trie.child_symbols(hypothesis.node)] += hypothesis.weight * sums
+            symbols = self._trie.child_symbols(hypothesis.node)
+            mass[symbols] += hypothesis.weight * hypothesis.sums
         total = mass[:_EXCLUDED].sum()
         if total == 0:
             raise ValueError(
@@ -204,8 +204,9 @@ class ByteReader:
     def _advance(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
         """Advance to a node: within the partial token, and by the tokens that end there."""
         row: Floats = hypothesis.row
-        partial_mass = self._trie.partial_sum(row, self._trie.child_prefixes(node)).sum()
-        beam = [replace(hypothesis, node=node, mass=hypothesis.weight * partial_mass)]
+        sums = self._trie.partial_sum(row, self._trie.child_prefixes(node))
+        mass = hypothesis.weight * sums.sum()
+        beam = [replace(hypothesis, node=node, mass=mass, sums=sums)]
         for token in self._trie.tokens_at(node):
             weight = hypothesis.weight * float(row[token])
             context = hypothesis.context.extend(int(token))
@@ -220,17 +221,14 @@ class ByteReader:
             complete = [hypothesis for hypothesis in beam if hypothesis.node == self._trie.root]
             best += heapq.nlargest(1, complete, key=attrgetter("mass"))
         total = sum(hypothesis.mass for hypothesis in best)
-        contexts = [hypothesis.context for hypothesis in best if hypothesis.row is None]
-        rows = iter(await self.llm.batch_next_token_logprobs(contexts))
+        new = [index for index, hypothesis in enumerate(best) if hypothesis.row is None]
+        contexts = [best[index].context for index in new]
+        for index, logprobs in zip(new, await self.llm.batch_next_token_logprobs(contexts)):
+            row = self._probabilities(logprobs)
+            sums = self._trie.partial_sum(row, self._trie.child_prefixes(self._trie.root))
+            best[index] = replace(best[index], row=row, sums=sums)
         self._beam = tuple(
-            replace(
-                hypothesis,
-                row=self._probabilities(next(rows))
-                if hypothesis.row is None
-                else hypothesis.row,
-                weight=hypothesis.weight / total,
-                mass=hypothesis.mass / total,
-            )
+            replace(hypothesis, weight=hypothesis.weight / total, mass=hypothesis.mass / total)
             for hypothesis in best
         )
 

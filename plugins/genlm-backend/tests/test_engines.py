@@ -22,9 +22,9 @@ def without_plugins(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("vllm", r"AsyncVirtualLM needs .*'vllm'.*pip install 'genlm-backend\[vllm\]'"),
-        ("sgl", r"AsyncSGLTransformer needs .*'sgl'.*pip install 'genlm-backend\[sgl\]'"),
-        ("mlx", r"AsyncMlxLM needs .*'mlx'.*pip install 'genlm-backend\[mlx\]'"),
+        ("vllm", r"AsyncVirtualLM needs .*'vllm'.*pip install genlm-vllm, or .* in a clone"),
+        ("sgl", r"AsyncSGLTransformer needs .*'sgl'.*pip install genlm-sgl, or .* in a clone"),
+        ("mlx", r"AsyncMlxLM needs .*'mlx'.*pip install genlm-mlx, or .* in a clone"),
     ],
 )
 def test_without_its_plugin_a_class_says_what_to_install(without_plugins, backend, message):

@@ -154,6 +154,12 @@ def test_a_parallel_trie_is_a_token_character_trie():
         ParallelTokenCharacterTrie(TOKENS, device="tpu")
 
 
+def test_without_its_plugin_a_trie_for_the_gpu_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("genlm.backend.trie.parallel._DeviceTrie", genlm.TokenCharacterTrie)
+    with pytest.raises(ImportError, match=r"pip install genlm-trie-cuda, or .* in a clone"):
+        ParallelTokenCharacterTrie(TOKENS, device="cuda")
+
+
 def test_a_trie_is_drawn():
     trie = TokenCharacterTrie(TOKENS)
     assert "digraph" in trie.visualize().source

@@ -247,7 +247,9 @@ def installed_engine(backend: str, class_name: str) -> Any:
         return get_backend(backend)
     except genlm.UnknownBackendError as error:
         plugin = f"a plugin for the engine {backend!r}"
-        install = f"pip install 'genlm-backend[{backend}]'"
+        # pip would replace genlm-backend[extra] by 0.3.1 of the index if it lacks the plugin.
+        name = f"genlm-{backend}"
+        install = f"pip install {name}, or pip install ./plugins/{name} in a clone"
         raise genlm.MissingRequirementError(class_name, [plugin], install) from error
 
 

@@ -52,7 +52,8 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
                 raise genlm.MissingRequirementError(
                     "ParallelTokenCharacterTrie(device='cuda')",
                     ["genlm_trie_cuda"],
-                    "pip install 'genlm-backend[cuda]'",
+                    "pip install genlm-trie-cuda, "
+                    "or pip install ./plugins/genlm-trie-cuda in a clone",
                 )
             super().__init__(decode, **options)
         else:

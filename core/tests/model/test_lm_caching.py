@@ -73,6 +73,28 @@ def test_a_repeated_request_comes_from_the_cache_until_it_is_cleared(
     assert len(engine.batches) == 2
 
 
+def test_results_of_earlier_weights_are_computed_again(make_model: MakeModel) -> None:
+    class TrainedEngine(ScriptedEngine):
+        updates = 0
+
+        def weights_version(self) -> int:
+            return self.updates
+
+    engine = TrainedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    llm.next_token_logprobs_sync([1, 2])
+    llm.token_logprobs_sync([1], [3])
+    engine.updates += 1
+    assert llm.cached_logprobs([1, 2]) is None
+    for _ in range(2):
+        llm.batch_next_token_logprobs_sync([[1, 2], [3]])
+    assert engine.batches[2:] == [[(1, 2), (3,)]]
+    engine.updates += 1
+    llm.token_logprobs_sync([3], [3])
+    assert engine.batches[3:] == [[(3,)]]
+    assert llm.cached_logprobs([1, 2]) is None
+
+
 def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) -> None:
     engine = ScriptedEngine(VOCAB_SIZE)
     llm = make_model(engine)

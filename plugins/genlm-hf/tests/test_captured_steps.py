@@ -247,6 +247,24 @@ def test_each_adapter_has_graphs_and_a_replaced_one_has_new_ones(
     check(oracles["blue"], "red")
 
 
+def test_graphs_read_weights_that_change_in_place_and_are_dropped_if_they_move(
+    llama: Any, tokenizer: Any
+) -> None:
+    random.seed(5)
+    engine = captured(llama, tokenizer)
+    contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(3)]
+    contexts = follow(engine, Oracle(llama), contexts, 4)
+    before = used(engine, "graphs_captured")
+    assert before > 0
+    with torch.no_grad():
+        llama.lm_head.weight.mul_(0.5)
+    contexts = follow(engine, Oracle(llama), contexts, 2)
+    assert used(engine, "graphs_captured") == before
+    llama.lm_head.weight.data = 3 * llama.lm_head.weight.data
+    follow(engine, Oracle(llama), contexts, 4)
+    assert used(engine, "graphs_captured") > before
+
+
 def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
     llama: Any, tokenizer: Any
 ) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
 
-from genlm.plugin import Capability, Vocabulary, context_window, free_memory_bytes
+from genlm.plugin import (
+    Capability,
+    Completion,
+    Vocabulary,
+    context_window,
+    free_memory_bytes,
+)
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_hf.adapters import Adapters
 from genlm_hf.execution_paths import PATHS, choose_execution_path, use_kernels
@@ -25,6 +31,7 @@ from genlm_hf.served_model import (
     is_offloaded,
     padding_id,
 )
+from genlm_hf.weight_versions import WeightVersion, WeightVersions
 
 __all__ = ["HFEngine"]
 
@@ -93,6 +100,8 @@ class HFEngine(PrefixEngine):
     }
 
     _adapters: Adapters
+    _weights: WeightVersions | None = None  # of a model object
+    _weight_version = WeightVersion()  # with which the cached tokens were computed
 
     def __init__(
         self,
@@ -146,10 +155,11 @@ class HFEngine(PrefixEngine):
         that it loads, and replaces attention functions and forward methods during a pass. The
         caller keeps the model on its device and must not run or train it while the engine
         steps. Between steps the model may be trained, because steps use evaluation mode even
-        after `model.train()`. After weights have changed, call `clear_kv_cache` and
-        `clear_output_cache`, because cached results belong to the earlier weights.
-        The copies of weights that `prepack=True` makes (for speed on a CPU) do not change.
-        Hooks of the model run in the engine's passes too.
+        after `model.train()`. The next request uses the new weights: results, keys and values
+        of earlier weights are dropped, pinned prefixes included, and weights are prepacked
+        again. Changes that torch does not count, such as `parameter.data.add_(1)`, are not
+        detected; call `clear_kv_cache` and `clear_output_cache` after them. Hooks of the model
+        run in the engine's passes too.
 
         A model with peft adapters, or a `peft.PeftModel`, is served with its current state:
         rows of queries without an adapter have its active adapters applied, and queries can
@@ -182,6 +192,8 @@ class HFEngine(PrefixEngine):
             for module in training_modules:
                 module.training = True
             raise
+        engine._weights = WeightVersions(engine._served.model)  # noqa: SLF001
+        engine._weight_version = engine._weights.current()  # noqa: SLF001
         return engine
 
     def _serve(
@@ -219,6 +231,21 @@ class HFEngine(PrefixEngine):
             choice = choose_execution_path(self._served, options)
             self._kernels = use_kernels(choice, graphs=cuda_graphs)
         self.serve(choice, adapters, embedding_rows=rows, hints=_hints(model))
+
+    def step(self) -> list[Completion]:
+        """Compute a batch with the current weights; see `BatchEngine.step`."""
+        self._follow_weights()
+        return super().step()
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix and pin it until `clear_prefix_cache` or until weights change."""
+        self._follow_weights()
+        super().cache_prefix(token_ids, adapter)
+
+    def weights_version(self) -> WeightVersion:
+        """Return the version of the weights, which changes only for model objects."""
+        weights = self._weights
+        return WeightVersion() if weights is None else weights.current()
 
     @contextmanager
     def activate(self, adapter: str | None) -> Iterator[None]:
@@ -271,6 +298,7 @@ class HFEngine(PrefixEngine):
         A model passed to `from_model` returns to its earlier state, including training mode.
         """
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
+        self._weights = None
         super().close()
         adapters.unload()
         for module in self._training_modules:
@@ -278,6 +306,22 @@ class HFEngine(PrefixEngine):
         del adapters, self._training_modules, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()
+
+    def _follow_weights(self) -> None:
+        """Drop what was computed from earlier weights of a model object."""
+        if self._weights is None:
+            return
+        version, earlier = self._weights.current(), self._weight_version
+        if version == earlier:
+            return
+        self._weight_version = version
+        if self._kernels is not None and version.addresses != earlier.addresses:
+            self._kernels.clear()
+        if self._prepacked.nbytes:
+            self._prepacked = PrepackedWeights(())  # frees the copies before others are made
+            self._prepacked = PrepackedWeights(self._served.model.modules())
+        if Capability.PREFIX_CACHE in self.capabilities:
+            self.clear_prefix_cache()
 
 
 @contextmanager

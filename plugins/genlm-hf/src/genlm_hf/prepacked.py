@@ -44,7 +44,8 @@ class _MissingOperatorError(LookupError):
 class PrepackedWeights:
     """Prepacked copies of a model's weights, which forward passes on a CPU read.
 
-    The weights of the model itself stay; later changes to them do not change the copies.
+    The weights of the model itself stay; later changes to them do not change the copies, which
+    the engine then makes again.
 
     Args:
         modules: Modules of a model. Only plain linear layers on a CPU are copied, if the

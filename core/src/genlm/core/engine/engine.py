@@ -53,6 +53,10 @@ class Engine(Protocol):
     thread calls when there are new queries, aborts or calls for the engine. It must not block.
     `step` should then return soon, with the completions that are ready, if any.
 
+    An engine whose weights can change has a method `weights_version()`, which returns a value
+    that is equal as long as they are unchanged, in any thread. Results of earlier weights are
+    then not returned from the output cache. The engine drops its own caches in its next step.
+
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
     its place, receive one query per distinct sequence. Engines with the method also receive

@@ -38,7 +38,7 @@ from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
 from genlm.core.model.text_methods import TextMethods
 from genlm.core.model.text_requests import TextRequests
-from genlm.core.rows.output_cache import OutputCache
+from genlm.core.rows.output_cache import OutputCache, entry_copy
 from genlm.core.scheduler import Scheduler
 from genlm.core.vocab import Vocabulary
 
@@ -274,7 +274,10 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
     ) -> torch.Tensor | None:
         """Return a copy of the row if the output cache contains it, else None."""
         _, key = self._requests.build_query(token_ids, lora_name)
-        row: torch.Tensor | None = self._cache.get(key)
+        [cached] = self._requests.find_cached([(key, None)])
+        if cached is None:
+            return None
+        row: torch.Tensor = entry_copy(cached[0])
         return row
 
     # -- contexts ---------------------------------------------------------------------

@@ -96,6 +96,8 @@ class Requests:
         self._adapters = adapters
         self._leases = leases
         self._recent = RecentSequences()
+        self._weights_change = hasattr(engine, "weights_version")
+        self._weights_version = self._current_weights()
 
     # -- one sequence -----------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Requests:
     ) -> Any:
         """Return the row of a sequence or a reduction of it, which belongs to the caller."""
         query, key = self.build_query(token_ids, lora_name)
-        cached = self._find_cached(key, reduction) if use_cache else None
+        [cached] = self.find_cached([(key, reduction)]) if use_cache else [None]
         self.counters.count(len(query), hits=int(cached is not None))
         if cached is None:
             value = await self.scheduler.answer(query, key, reduction)
@@ -269,7 +271,7 @@ class Requests:
             sequences: Arguments of the caller, whose contexts are leased.
             places: Places of the items in the caller's batch, for errors; None for one request.
         """
-        entries = [self._find_cached(key, reduction) for _, key, reduction in items]
+        entries = self.find_cached([(key, reduction) for _, key, reduction in items])
         misses = [item for item, entry in zip(items, entries, strict=True) if entry is None]
         tokens, hits = sum(len(query) for query, _, _ in items), len(items) - len(misses)
         self.counters.count(tokens, requests=len(items), hits=hits)
@@ -291,8 +293,27 @@ class Requests:
                 self._update_lease(token_ids, is_computed=entry is None)
         return values
 
-    def _find_cached(self, key: Any, reduction: Reduction | None) -> _Cached | None:
-        """Look up a result in the output cache, or the row from which it can be computed."""
+    def find_cached(
+        self, results: Sequence[tuple[Any, Reduction | None]]
+    ) -> list[_Cached | None]:
+        """Look up results of the engine's current weights in the output cache, by key."""
+        entries = [self._find_entry(*result) for result in results]
+        # Only hits are checked: reading the version takes longer than a lookup.
+        if self._weights_change and any(entry is not None for entry in entries):
+            version = self._current_weights()
+            if version != self._weights_version:
+                self._weights_version = version
+                drop_results(self._cache, self._model)
+                return [None] * len(entries)
+        return entries
+
+    def _current_weights(self) -> Any:
+        """Return the version of the engine's weights, None if they do not change."""
+        engine: Any = self.scheduler.engine
+        return engine.weights_version() if self._weights_change else None
+
+    def _find_entry(self, key: Any, reduction: Reduction | None) -> _Cached | None:
+        """Look up a result, or the row from which it can be computed."""
         if reduction is not None and reduction.is_cacheable:
             entry = self._cache.find((key, reduction))
             if entry is not None:

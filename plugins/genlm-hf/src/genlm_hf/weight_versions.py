@@ -1,0 +1,77 @@
+"""Detection of changes to the weights of a model that its owner may train."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+__all__ = ["WeightVersion", "WeightVersions"]
+
+
+class WeightVersion(NamedTuple):
+    """State of a model's weights; equal as long as they are unchanged.
+
+    Attributes:
+        optimizer_steps: Number of steps of optimizers that have one of the parameters.
+        parameters: Number of changes in place, and address in memory, of each parameter.
+    """
+
+    optimizer_steps: int = 0
+    parameters: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def addresses(self) -> list[int]:
+        """Address of each parameter."""
+        return [address for _, address in self.parameters]
+
+
+class WeightVersions:
+    """The versions of a model's weights.
+
+    Steps of optimizers, operations on parameters in place, `load_state_dict`, and replaced
+    parameters and memory are detected. Changes through other tensors in the memory of a
+    parameter, such as `parameter.data.add_(1)`, are not, because torch does not count them.
+
+    Fused optimizers do not count their changes as versions of the parameters; a hook of torch
+    counts the steps of all optimizers that have one of these parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # By module and name, because a parameter may be replaced.
+        self._places = [
+            (module._parameters, name)  # noqa: SLF001 - `parameters` takes 20 times as long
+            for module in model.modules()
+            for name, parameter in module._parameters.items()  # noqa: SLF001
+            if parameter is not None
+        ]
+        self._optimizer_steps = 0
+        reference = weakref.ref(self)
+
+        def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            versions = reference()
+            if versions is not None:
+                versions._count_step(optimizer)  # noqa: SLF001 - the same class
+
+        handle = register_optimizer_step_post_hook(count_step)
+        weakref.finalize(self, handle.remove)
+
+    def current(self) -> WeightVersion:
+        """Return the version of the weights; 0.2 microseconds per parameter, in any thread."""
+        places = self._places
+        states = tuple([_state(parameters.get(name)) for parameters, name in places])
+        return WeightVersion(self._optimizer_steps, states)
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(parameters.get(name)) in stepped for parameters, name in self._places):
+            self._optimizer_steps += 1
+
+
+def _state(parameter: Any) -> tuple[int, int]:
+    try:
+        return parameter._version, parameter.data_ptr()  # noqa: SLF001 - as torch documents
+    except (AttributeError, RuntimeError):  # removed; without a version or without memory
+        return 0, id(parameter)

@@ -1,0 +1,176 @@
+"""Requests use the current weights of a model object, in every way in which they change."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim import optimizer as torch_optimizer
+
+import genlm
+from genlm_hf.weight_versions import WeightVersions
+
+from .test_adapters import make_adapter
+from .tiny import alone, build_model, ids_of_lengths, llama_settings
+
+IDS, OTHER_IDS = ids_of_lengths(9, 5)
+
+
+def step(model: Any, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.sign(parameter.detach())
+    make(parameters, lr=0.02, **options).step()
+
+
+def scale(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def scale_in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        scale(model)
+
+
+def scale_without_gradients(model: Any) -> None:
+    with torch.no_grad():
+        scale(model)
+
+
+def load_scaled(model: Any) -> None:
+    model.load_state_dict({key: 0.9 * value for key, value in model.state_dict().items()})
+
+
+def replace_memory(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.9 * parameter.data
+
+
+def replace_a_parameter(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(0.5 * model.lm_head.weight.detach())
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "sgd": lambda model: step(model, SGD),
+    "adamw": lambda model: step(model, AdamW, foreach=False),
+    "adamw-foreach": lambda model: step(model, AdamW, foreach=True),
+    "adamw-fused": lambda model: step(model, AdamW, fused=True),
+    "no-grad": scale_without_gradients,
+    "inference-mode": scale_in_inference_mode,
+    "load-state-dict": load_scaled,
+    "replaced-memory": replace_memory,
+    "replaced-parameter": replace_a_parameter,
+}
+
+
+def assert_rows_are_current(llm: genlm.AsyncLM, model: Any, population: Any) -> None:
+    """Compare a repeated row, an extended prefix, scores and members with the model."""
+    size = llm.vocab_size
+    rows = llm.batch_next_token_logprobs_sync([IDS, [*IDS, 7]])
+    expected = [alone(model, IDS, size), alone(model, [*IDS, 7], size)]
+    torch.testing.assert_close(list(rows), expected, atol=1e-4, rtol=0)
+    scores = [alone(model, IDS[:end], size)[IDS[end]] for end in range(1, len(IDS))]
+    torch.testing.assert_close(llm.score_sync(IDS), torch.stack(scores), atol=1e-4, rtol=0)
+    expected = [alone(model, member.token_ids, size) for member in population]
+    rows = population.next_token_logprobs_sync()
+    torch.testing.assert_close(list(rows), expected, atol=1e-4, rtol=0)
+
+
+def started_population(llm: genlm.AsyncLM) -> Any:
+    population = llm.population([IDS, IDS, OTHER_IDS] * 4)
+    return population.extend(population.draw_sync(seed=1).token_ids)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
+def test_changed_weights_are_used(
+    change: Callable[[Any], None], path: str, llama: Any, tokenizer: Any
+) -> None:
+    options = {"tokenizer": tokenizer, "execution_path": path}
+    with genlm.load_model(llama, "hf", **options) as llm:
+        population = started_population(llm)
+        for _ in range(2):
+            assert_rows_are_current(llm, llama, population)
+            before = alone(llama, IDS)
+            change(llama)
+            assert (alone(llama, IDS) - before).abs().max() > 1e-2
+        assert_rows_are_current(llm, llama, population)
+
+
+def test_weights_are_prepacked_again(tokenizer: Any) -> None:
+    settings = llama_settings(hidden_size=256, intermediate_size=512)
+    wide_llama = build_model("llama", **settings)
+    with genlm.load_model(wide_llama, "hf", tokenizer=tokenizer, prepack=True) as llm:
+        assert llm.statistics().engine["prepacked_bytes"] > 0
+        population = started_population(llm)
+        step(wide_llama, AdamW, fused=True)
+        assert_rows_are_current(llm, wide_llama, population)
+        assert llm.statistics().engine["prepacked_bytes"] > 0
+
+
+def test_a_prefix_is_pinned_with_the_current_weights(llama: Any, tokenizer: Any) -> None:
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        llm.pin_prefix(IDS[:-1])
+        step(llama, SGD)
+        llm.pin_prefix(IDS[:-1])
+        row = llm.next_token_logprobs_sync(IDS)
+        torch.testing.assert_close(row, alone(llama, IDS, len(row)), atol=1e-4, rtol=0)
+
+
+def test_steps_of_other_models_keep_cached_results(llama: Any, tokenizer: Any) -> None:
+    other = torch.nn.Linear(3, 3)
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        llm.next_token_logprobs_sync(IDS)
+        before = llm.statistics()
+        step(other, AdamW, fused=True)
+        llama(torch.tensor([IDS])).logits.sum().backward()
+        llama.train().eval().requires_grad_(False)
+        llm.next_token_logprobs_sync(IDS)
+        llm.next_token_logprobs_sync([*IDS, 7])
+        counts = llm.statistics() - before
+    assert counts.cache_hits == 1
+    assert counts.engine["tokens_computed"] == 1
+
+
+def test_adapters_loaded_and_unloaded_keep_cached_results(
+    llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    make_adapter(llama, tmp_path, seed=1)
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        llm.next_token_logprobs_sync(IDS)
+        before = llm.statistics()
+        llm.load_lora(tmp_path, "one")
+        llm.next_token_logprobs_sync(IDS, lora_name="one")
+        llm.next_token_logprobs_sync(IDS)
+        llm.unload_lora("one")
+        llm.next_token_logprobs_sync([*IDS, 7])
+        counts = llm.statistics() - before
+    assert counts.cache_hits == 1
+    assert counts.engine["tokens_computed"] == len(IDS) + 1
+
+
+def test_no_hook_remains_after_closing(llama: Any, tokenizer: Any) -> None:
+    hooks = torch_optimizer._global_optimizer_post_hooks
+    before = dict(hooks)
+    llm = genlm.load_model(llama, "hf", tokenizer=tokenizer)
+    assert len(hooks) == len(before) + 1
+    llm.close()
+    gc.collect()
+    assert hooks == before
+
+
+def test_parameters_without_versions_or_memory_have_a_version() -> None:
+    with torch.inference_mode():
+        made_in_inference_mode = torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleList([made_in_inference_mode, torch.nn.Linear(2, 2, device="meta")])
+    versions = WeightVersions(model)
+    before = versions.current()
+    assert versions.current() == before
+    del model[0].weight
+    assert versions.current() != before

@@ -112,7 +112,8 @@ class Python(Language):
         self._within = utf8() if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
         """Number of tokens drawn after the accepted one."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held while one of the functions is called; never two are called at the same time."""
         self._after_fork()
         renew_in_forks(self)
 
@@ -123,26 +124,6 @@ class Python(Language):
         """Return a function that submits calls of `function` to the language's thread."""
         run = contextvars.copy_context().run
         return functools.partial(self._thread.submit, run, raise_stop_iteration, function)  # type: ignore[arg-type]
-
-    def _call(self, function: Callable[[bytes], object], text: bytes) -> bool:
-        """Call one of the functions; never two of this language at the same time."""
-        with self._lock:
-            result = function(text)
-        if type(result) is bool:  # the check of an abstract class takes longer than most calls
-            return result
-        if isinstance(result, Coroutine):
-            result.close()
-            raise TypeError(
-                f"{function!r} is a coroutine function; expected a function that returns "
-                f"whether it accepts bytes. It may call methods of models such as score_sync"
-            )
-        try:
-            return bool(result)
-        except (ValueError, RuntimeError) as error:  # an array or a tensor
-            raise TypeError(
-                f"{function!r} returned {type(result).__name__}, which is neither true nor "
-                f"false ({error}); expected a function that returns whether it accepts bytes"
-            ) from error
 
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
@@ -163,6 +144,30 @@ class Python(Language):
     def __repr__(self) -> str:
         name = getattr(self.prefix, "__name__", repr(self.prefix))
         return f"<Python {name} within {self._within!r}>"
+
+
+def _verdict(function: Callable[[bytes], object], text: bytes) -> bool:
+    """Return whether a function accepts a text.
+
+    Raises:
+        TypeError: The result of the function is neither true nor false.
+    """
+    result = function(text)
+    if type(result) is bool:  # the check of an abstract class takes longer than most calls
+        return result
+    if isinstance(result, Coroutine):
+        result.close()
+        raise TypeError(
+            f"{function!r} is a coroutine function; expected a function that returns "
+            f"whether it accepts bytes. It may call methods of models such as score_sync"
+        )
+    try:
+        return bool(result)
+    except (ValueError, RuntimeError) as error:  # an array or a tensor
+        raise TypeError(
+            f"{function!r} returned {type(result).__name__}, which is neither true nor "
+            f"false ({error}); expected a function that returns whether it accepts bytes"
+        ) from error
 
 
 class _PythonConstraint(StateConstraint):
@@ -191,7 +196,6 @@ class _PythonConstraint(StateConstraint):
     ) -> None:
         super().__init__(states, len(tokens.texts))
         self.language = language
-        self._call = language._call  # noqa: SLF001 - of the same module
         self.tokens = tokens
         self.within = within
         self.texts = texts
@@ -230,7 +234,8 @@ class _PythonConstraint(StateConstraint):
         complete = self.language.complete
         is_over = attribute_values(within, "finished")
         for member in np.flatnonzero(is_over & (states == LIVE)).tolist():
-            states[member] = FINISHED if self._call(complete, texts[member]) else DEAD
+            with self.language.lock:
+                states[member] = FINISHED if _verdict(complete, texts[member]) else DEAD
         return _PythonConstraint(
             self.language, self.tokens, within, texts, states, first_draws=first_draws
         )
@@ -254,19 +259,20 @@ class _PythonConstraint(StateConstraint):
         for text, ids in zip(self.texts[members].tolist(), token_ids.tolist(), strict=True):
             if is_cancelled():
                 return np.zeros_like(token_ids, np.bool_)
-            for token_id in ids:
-                if token_id >= 0 and (piece := pieces[token_id]):
-                    extended = text + piece
-                    flag = may_continue.get(extended)
-                    if flag is None:
-                        flag = may_continue[extended] = self._call(prefix, extended)
-                elif self.tokens.is_stop[token_id]:
-                    flag = may_end.get(text)
-                    if flag is None:
-                        flag = may_end[text] = self._call(complete, text)
-                else:
-                    flag = False
-                flags.append(flag)
+            with self.language.lock:
+                for token_id in ids:
+                    if token_id >= 0 and (piece := pieces[token_id]):
+                        extended = text + piece
+                        flag = may_continue.get(extended)
+                        if flag is None:
+                            flag = may_continue[extended] = _verdict(prefix, extended)
+                    elif self.tokens.is_stop[token_id]:
+                        flag = may_end.get(text)
+                        if flag is None:
+                            flag = may_end[text] = _verdict(complete, text)
+                    else:
+                        flag = False
+                    flags.append(flag)
         return np.array(flags, np.bool_).reshape(token_ids.shape)
 
     def __getitem__(self, ancestors: Any) -> _PythonConstraint:

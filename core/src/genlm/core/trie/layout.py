@@ -97,6 +97,8 @@ class TrieLayout:
             end, `(k,)` each.
         """
         lo, hi = self.lo[nodes].astype(np.int64), self.hi[nodes].astype(np.int64)
+        if len(lo) and (lo[1:] == hi[:-1]).all():  # adjacent, such as the children of a node
+            return np.arange(lo[0], hi[-1]), lo - lo[0], hi - lo[0]
         bounds = np.unique(np.concatenate([lo, hi]))
         opened = np.bincount(np.searchsorted(bounds, lo), minlength=len(bounds))
         closed = np.bincount(np.searchsorted(bounds, hi), minlength=len(bounds))

@@ -231,6 +231,39 @@ def test_a_full_beam_continues_with_every_byte_that_begins_a_token(llm, width):
     asyncio.run(read())
 
 
+@pytest.mark.parametrize(("threshold", "count"), [(0.0, 5), (0.08, 4), (0.2, 3), (0.5, 3)])
+def test_hypotheses_below_the_threshold_are_removed(llm, threshold, count):
+    after_nothing, after_a = (
+        probabilities / (1 - probabilities[PAD])
+        for probabilities in (row([1, 2]), row([1, 2, 1]))
+    )
+    # "ab" is each of two tokens, "a" and "b", part of "aba", and "a" and part of "ba".
+    complete = {(3,): after_nothing[3], (7,): after_nothing[7]}
+    complete[(1, 2)] = after_nothing[1] * after_a[2]
+    partial = [after_nothing[5], after_nothing[1] * after_a[4]]
+    masses = [*complete.values(), *partial]
+    kept = {mass for mass in masses if mass >= threshold * max(masses)}
+    kept.add(max(complete.values()))
+    assert len(kept) == count
+    expected = np.zeros(257)
+    for ids, mass in complete.items():
+        expected += mass * mass_after((1, 2, *ids), b"") * (mass in kept)
+    expected[ord("a")] += sum(mass for mass in partial if mass in kept)
+    reader = asyncio.run(reading(llm, b"ab", prune_threshold=threshold))
+    np.testing.assert_allclose(reader.probabilities(), expected / sum(kept), atol=1e-6)
+
+
+def test_no_threshold_removes_the_only_hypothesis_that_continues(llm):
+    reader = asyncio.run(reading(llm, b"abbaab", width=1, prune_threshold=1))
+    assert reader.probabilities()[list(b"ab")].min() > 0
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.5, math.nan])
+def test_a_threshold_is_a_share(llm, threshold):
+    with pytest.raises(ValueError, match="prune_threshold="):
+        genlm.ByteReader(llm, prune_threshold=threshold)
+
+
 def test_a_byte_that_no_token_writes_is_an_error_and_changes_nothing(llm):
     async def read() -> genlm.ByteReader:
         reader = await reading(llm, b"a")

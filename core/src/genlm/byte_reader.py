@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.validation import checked_integer, checked_stop
+from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.plugins.lookup import get_trie
@@ -67,6 +67,9 @@ class ByteReader:
         width: Size of the beam of the most likely hypotheses; every token that completes in a
             hypothesis requires a row. If all of them end within a token, the beam also keeps
             the most likely one that does not, so every byte that begins a token can follow.
+        prune_threshold: Hypotheses whose probability is below this share of that of the most
+            likely one are removed, except the most likely one that does not end within a token.
+            A small share, such as 1e-4, saves most of the rows of a wide beam.
         stop: Token ids that end a text, one or several; by default the `eos_token_id` of the
             vocabulary, if it has one.
 
@@ -74,8 +77,9 @@ class ByteReader:
         logprob: Natural-log probability of all bytes read since `start`.
 
     Raises:
-        TypeError: `width` is not an integer, or `stop` has values that are not token ids.
-        ValueError: `width` is below 1.
+        TypeError: `width` is not an integer, `prune_threshold` is not a number, or `stop` has
+            values that are not token ids.
+        ValueError: `width` is below 1, or `prune_threshold` is not in [0, 1].
         TokenIdError: An id in `stop` is outside the vocabulary.
     """
 
@@ -83,9 +87,17 @@ class ByteReader:
     """Index after the 256 bytes: the end of the text."""
 
     def __init__(
-        self, llm: AsyncLM, width: int = 32, *, stop: Integers | SupportsIndex | None = None
+        self,
+        llm: AsyncLM,
+        width: int = 32,
+        *,
+        prune_threshold: float = 0.0,
+        stop: Integers | SupportsIndex | None = None,
     ) -> None:
         width = checked_integer("width", width, 1)
+        threshold = checked_number("prune_threshold", prune_threshold)
+        if threshold > 1:
+            raise ValueError(f"prune_threshold={prune_threshold}; it must be from 0 to 1")
         ends, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
         if stop_texts:
             raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
@@ -99,6 +111,7 @@ class ByteReader:
         for token_id in ends:
             symbols[token_id] = (self.STOP, token_id)
         self.llm, self.width, self.logprob = llm, width, -math.inf
+        self.prune_threshold = threshold
         self._trie = get_trie()(symbols)
         self._beam: tuple[_Hypothesis, ...] = ()
         self._is_busy = False
@@ -216,7 +229,9 @@ class ByteReader:
     async def _prune(self, beam: list[_Hypothesis]) -> None:
         """Keep the likeliest hypotheses, and the likeliest one without a partial token."""
         beam = [hypothesis for hypothesis in beam if hypothesis.mass > 0]
-        best = heapq.nlargest(self.width, beam, key=attrgetter("mass"))
+        least = self.prune_threshold * max((hypothesis.mass for hypothesis in beam), default=0)
+        likely = [hypothesis for hypothesis in beam if hypothesis.mass >= least]
+        best = heapq.nlargest(self.width, likely, key=attrgetter("mass"))
         if all(hypothesis.node != self._trie.root for hypothesis in best):
             complete = [hypothesis for hypothesis in beam if hypothesis.node == self._trie.root]
             best += heapq.nlargest(1, complete, key=attrgetter("mass"))

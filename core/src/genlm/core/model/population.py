@@ -133,7 +133,7 @@ class Population(MemberReductions):
             temperature: One number for all members, or shape `(n,)`; 0 selects the most likely
                 token.
             bias: Addend of the log-probabilities: a number, or shape `(n,)`, `(vocab_size,)`
-                or `(n, vocab_size)`.
+                or `(n, vocab_size)`; `-inf` excludes a token, as a mask does.
             top_k: Number of most likely allowed tokens to which the draw is limited.
             top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
                 the fewest most likely tokens that reach it.
@@ -147,7 +147,8 @@ class Population(MemberReductions):
             ValueError: A shape does not fit the members or the vocabulary, or a number is out
                 of range.
             TypeError: A temperature or bias is not numeric.
-            PopulationError: As `next_token_logprobs`, or a bias is NaN or infinite.
+            PopulationError: As `next_token_logprobs`, or the bias of an allowed token is NaN or
+                `inf`.
         """
         k, share = checked_limits(top_k, top_p, self._lm.vocabulary.size)
         settings = self._settings(

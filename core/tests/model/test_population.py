@@ -7,7 +7,10 @@ import copy
 import gc
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -465,6 +468,67 @@ def test_samples_are_repeated_draws_and_end_with_a_stop(llm: genlm.AsyncLM) -> N
     assert torch.equal(sampled.population.finished, population.finished)
     scores = llm.population([1], 8).score_sync(sampled.token_ids)
     torch.testing.assert_close(scores, sampled.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("copies", [1, 20])
+def test_samples_follow_masks_and_biases(llm: genlm.AsyncLM, copies: int) -> None:
+    """Also those of few members; a member with an empty mask gets no token."""
+    prompts, bias = [[1], [2], [3]] * copies, np.linspace(-1, 1, SIZE)
+    options = {"mask_index": [0, 1, 2] * copies, "temperature": 0.7, "bias": bias, "seed": 4}
+    population = llm.population(prompts)
+    sampled = population.sample_sync(3, MASKS, stop=(), **options)
+    future: Future[Any] = Future()
+    future.set_result(MASKS)
+    for other in (population.sample_sync(3, future, stop=(), **options), sampled):
+        for column, expected in zip(other[:3], sampled[:3], strict=True):
+            assert torch.equal(column, expected)
+    for place in range(3):
+        drawn = population.draw_sync(MASKS, **options)
+        assert torch.equal(drawn.token_ids, sampled.token_ids[:, place])
+        population = population.extend(drawn.token_ids)
+    assert members(sampled.population) == members(population)
+    assert not sampled.population.finished.any()
+    for member, prompt in enumerate(prompts):
+        ids = sampled.token_ids[member].tolist()
+        if prompt == [3]:
+            assert ids == [-1] * 3
+            assert not sampled.logprobs[member].any()
+            assert not sampled.draw_logprob[member].any()
+            continue
+        for place, token in enumerate(ids):
+            logprobs = row([*prompt, *ids[:place]])
+            scores = (logprobs + torch.from_numpy(bias)) / 0.7
+            scores[~torch.from_numpy(MASKS[prompt[0] - 1])] = -np.inf
+            found = sampled.logprobs[member, place], sampled.draw_logprob[member, place]
+            expected = logprobs[token], torch.log_softmax(scores, 0)[token]
+            assert [*map(float, found)] == pytest.approx([*map(float, expected)], abs=1e-5)
+
+
+def test_samples_under_a_mask_have_the_distribution_of_enumeration(llm: genlm.AsyncLM) -> None:
+    count, bias = 4000, np.linspace(1, -1, SIZE)
+    sampled = llm.population([1], count).sample_sync(2, MASKS[0], bias=bias, stop=(), seed=2)
+    shares = Counter(map(tuple, sampled.token_ids.tolist()))
+
+    def chances(prompt: list[int]) -> dict[int, float]:
+        weights = (row(prompt) + torch.from_numpy(bias)).exp() * torch.from_numpy(MASKS[0])
+        return {token: float(weights[token] / weights.sum()) for token in range(SIZE)}
+
+    for first, chance in chances([1]).items():
+        for second, further in chances([1, first]).items():
+            expected = chance * further
+            deviation = abs(shares[first, second] / count - expected)
+            assert deviation <= 4.5 * np.sqrt(expected / count)
+
+
+def test_a_bias_that_is_no_number_fails_a_sample_as_it_fails_a_draw(llm: genlm.AsyncLM) -> None:
+    bias = np.zeros((3, SIZE))
+    bias[1] = np.nan
+    for size in (1, 20):
+        population = llm.population([1], 3 * size)
+        for request in (population.draw_sync, partial(population.sample_sync, 2)):
+            with pytest.raises(genlm.PopulationError, match="bias is NaN") as error:
+                request(bias=np.tile(bias, (size, 1)))
+            assert error.value.members == tuple(range(1, 3 * size, 3))
 
 
 # -- ends, errors, cancellation -------------------------------------------------------

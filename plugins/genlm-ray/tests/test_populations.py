@@ -194,8 +194,12 @@ def test_a_continuation_is_one_message_and_stays_with_its_replica(pair, referenc
     [(_, [group])] = messages
     for part in ("token_ids", "logprobs", "draw_logprob"):
         torch.testing.assert_close(getattr(sample, part), getattr(expected, part))
+    masks = np.random.default_rng(0).random((2, reference.vocab_size)) < 0.5
+    options = {"mask_index": [0, 1, 1] * 5, "bias": np.linspace(-1, 1, reference.vocab_size)}
     longer, also = (
-        result.population[::2].sample_sync(4, temperature=0.5, top_k=5, seed=4)
+        result.population[::2].sample_sync(
+            4, masks, temperature=0.5, top_k=5, seed=4, **options
+        )
         for result in (sample, expected)
     )
     [packed] = messages[-1][1]

@@ -171,7 +171,7 @@ class GroupEngine:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
         if group.sampling is None:
             self._submit(group)
-        elif not self._is_divided(group):
+        elif group.sampling.weights.has_masks_or_biases or not self._is_divided(group):
             self._run(SamplingRun(group, self.engine.vocabulary, self.engine.max_context))
         elif group.sampling.returns_generation or self._keep_sequences is None:
             self._divide_members(group)

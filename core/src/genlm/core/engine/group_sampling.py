@@ -29,7 +29,7 @@ from genlm.core.queries.query import Completion, GroupQuery, GroupResult, Reduct
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import DrawColumns
 from genlm.core.rows.reductions import Draw, DrawnToken
-from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.row_weights import RowWeights, check_log_masses
 from genlm.core.rows.sampling import stream_uniform, stream_uniforms
 from genlm.core.vocab.text import search_stop
 
@@ -63,7 +63,8 @@ class GroupSampling:
         places: Index of each member's sequence in the query's generation, shape `(n,)`.
         finished: Flags of the members that draw no token, shape `(n,)`.
         max_tokens: Maximum number of tokens of each member, shape `(n,)`.
-        weights: Temperature, top-k and top-p, the last two the same for all members.
+        weights: Masks, temperature, bias, top-k and top-p of each member, the last two the same
+            for all members.
         seeds: Seed of each member's random numbers, shape `(n,)`.
         step: Position of the first token in the streams of random numbers.
         stop_ids: Ids of tokens that finish a member.
@@ -154,6 +155,7 @@ class SamplingRun(_Continuations):
         self.generation = query.generation
         self._places = self._sampling.places
         self._finished = self._sampling.finished
+        self._limits = self._sampling.max_tokens
         self._row_of = self._places
         self._stop_ids = np.array(sorted(self._sampling.stop_ids), np.int64)
         self._columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -191,8 +193,15 @@ class SamplingRun(_Continuations):
             PopulationError: Members failed.
         """
         raise_member_errors(result.errors, self._row_of, self._active, len(self._places))
-        token_ids, logprobs, _, draw_logprob = result.columns
+        token_ids, logprobs, log_mass, draw_logprob = result.columns
         count = len(self._places)
+        if self._sampling.weights.has_masks_or_biases:
+            check_log_masses(log_mass, self._active, count)
+            has_no_token = token_ids < 0
+            logprobs = logprobs.masked_fill(has_no_token, 0.0)
+            draw_logprob = draw_logprob.masked_fill(has_no_token, 0.0)
+            self._limits = self._limits.copy()
+            self._limits[self._active[has_no_token.numpy()]] = 0
         if len(self._active) < count:
             active = torch.from_numpy(self._active)
             token_ids = torch.full((count,), NO_TOKEN).index_copy_(0, active, token_ids)
@@ -226,7 +235,7 @@ class SamplingRun(_Continuations):
 
     def _unfinished(self) -> Integers64:
         """Return the members that draw another token, ascending."""
-        has_room = self._sampling.max_tokens > len(self._columns)
+        has_room = self._limits > len(self._columns)
         return np.flatnonzero(has_room & ~self._finished)
 
 

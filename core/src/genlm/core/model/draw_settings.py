@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import PopulationError
 from genlm.core.model.members import ArrayLike, Flags, checked_array
 from genlm.core.queries.generations import NO_TOKEN, Integers64
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.row_masks import RowMasks
-from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.row_weights import RowWeights, check_log_masses
 
 if TYPE_CHECKING:
     from genlm.core.rows.row_masks import MasksLike
@@ -32,7 +31,7 @@ class DrawSettings(NamedTuple):
         active: Indices of the active members, ascending.
         log_mass: Log-mass of the inactive members, shape `(n,)`, float32: 0 if finished, else
             `-inf`.
-        weights: Masks, temperature and bias of the active members.
+        weights: Masks, temperature and bias of all members.
     """
 
     active: Integers64
@@ -80,23 +79,21 @@ class DrawSettings(NamedTuple):
             is_active &= ~dead
         [active] = is_active.nonzero()
         weights = RowWeights((count, vocab_size), rows, **options)
-        if len(active) < count:
-            weights = weights.of(active)
         return cls(active, log_mass, weights)
+
+    @property
+    def active_weights(self) -> RowWeights:
+        """The weights of the active members."""
+        is_complete = len(self.active) == len(self.log_mass)
+        return self.weights if is_complete else self.weights.of(self.active)
 
     def masses_of_all(self, masses: torch.Tensor) -> torch.Tensor:
         """Return the log-masses of all members from those of the active members.
 
         Raises:
-            PopulationError: The log-mass of a member is NaN or infinite. Rows are
-                distributions, so the bias is the cause. Checking the bias beforehand would take
-                another pass over `(n, vocab_size)` numbers.
+            PopulationError: As `check_log_masses`.
         """
-        values = masses.numpy()
-        if not values.max(initial=-math.inf) < math.inf:  # true for NaN
-            is_invalid = ~(values < math.inf)
-            error = ValueError("bias is NaN or inf for a token that may be drawn")
-            raise PopulationError(self.active[is_invalid].tolist(), len(self.log_mass), error)
+        check_log_masses(masses, self.active, len(self.log_mass))
         if len(self.active) == len(self.log_mass):
             return masses
         log_mass = torch.from_numpy(self.log_mass.copy())

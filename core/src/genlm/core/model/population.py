@@ -26,7 +26,6 @@ from genlm.core.rows.group_reductions import (
     DrawColumns,
     MassColumns,
 )
-from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Population(MemberReductions):
             empty mask, 0 for a finished member.
         """
         settings = self._settings(masks, mask_index, bias=bias)
-        [values] = await self._reduce(MassColumns(settings.weights), settings.active)
+        [values] = await self._reduce(MassColumns(settings.active_weights), settings.active)
         return settings.masses_of_all(values)
 
     log_mass_sync = blocking(log_mass)
@@ -190,7 +189,7 @@ class Population(MemberReductions):
         """
         count = checked_count("k", k, self._lm.vocabulary.size)
         settings = self._settings(masks, mask_index, temperature=temperature, bias=bias)
-        if settings.weights.is_greedy:
+        if settings.active_weights.is_greedy:
             raise ValueError(
                 "draws without replacement need a temperature above 0; top_tokens returns the "
                 "most likely tokens"
@@ -203,9 +202,12 @@ class Population(MemberReductions):
     async def sample(
         self,
         max_tokens: int,
+        masks: MasksLike | None = None,
         *,
+        mask_index: ArrayLike | None = None,
         stop: Stop | None = None,
         temperature: ArrayLike = 1.0,
+        bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
@@ -216,13 +218,16 @@ class Population(MemberReductions):
 
         Args:
             max_tokens: Maximum number of tokens for each member. A member gets fewer if its
-                context is full, which is logged as a warning.
+                context is full, which is logged as a warning, or if it has no allowed token.
+            masks: As `draw`; the same for each token.
+            mask_index: As `draw`.
             stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
                 `()` for none. By default the end of a text, which is the `eos_token_id` of the
                 vocabulary if it has one; other ends replace it. A text finishes a member with
                 the token that completes it among the tokens that this call draws; the text of a
                 special token is its name.
             temperature: As `draw`.
+            bias: As `draw`; the same for each token.
             top_k: As `draw`.
             top_p: As `draw`.
             seed: As `draw`.
@@ -238,30 +243,33 @@ class Population(MemberReductions):
         """
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_integer("max_tokens", max_tokens, 0)
-        limits = np.full(count, limit)
+        ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
+        k, share = checked_limits(top_k, top_p, size)
+        settings = self._settings(
+            masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
+        )
+        active, limits = settings.active, np.zeros(count, np.int64)
+        limits[active] = limit
         if self._lm.max_context is not None:
             room = self._lm.max_context + 1 - self.lengths.numpy()
             # A member without room keeps a limit of 1, and fails as it does in `draw`.
             limits = np.minimum(limits, np.maximum(room, 1))
-        ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
-        k, share = checked_limits(top_k, top_p, size)
         sampling = GroupSampling(
             self._places,
             self._finished,
             limits,
-            RowWeights((count, size), temperature=temperature, top_k=k, top_p=share),
+            settings.weights,
             np.array(stream_seeds(checked_seed(seed), count), np.int64),
             self._step,
             *ends,
         )
-        active = np.flatnonzero(~self._finished)
         if not len(active) or not limit:
             self._lm._scheduler.check_open()  # noqa: SLF001 - internal to genlm.core.model
             empty = torch.empty(count, 0)
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
         step = self._step + group.token_ids.shape[1]
-        cut = int((~group.finished & (limits < limit)).sum())
+        cut = int((~group.finished & (limits < limit))[active].sum())
         self._lm._log_cut(cut, count, limit)  # noqa: SLF001 - internal to genlm.core.model
         population = self._derive(group.generation, group.places, group.finished, step)
         return SampledTokens(group.token_ids, group.logprobs, group.draw_logprob, population)
@@ -339,7 +347,7 @@ class Population(MemberReductions):
         key, active = checked_seed(seed), settings.active
         numbers = functools.partial(uniforms, key, active, self._step, count)
         return await self._reduce(
-            DrawColumns(settings.weights, numbers),
+            DrawColumns(settings.active_weights, numbers),
             active,
             lambda columns: then(settings.draws_of_all(columns)),
         )

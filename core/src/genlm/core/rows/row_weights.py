@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.base.arrays import check_readable, host_array, native_array
+from genlm.core.base.errors import PopulationError
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["RowPart", "RowWeights"]
+__all__ = ["RowPart", "RowWeights", "check_log_masses"]
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
 """Range of float32 to which other temperatures are clipped. At the lowest, only the most likely
@@ -109,6 +111,12 @@ class RowWeights:
     def is_greedy(self) -> bool:
         """Whether some row has temperature 0."""
         return not self._temperature.all()
+
+    @property
+    def has_masks_or_biases(self) -> bool:
+        """Whether some row has a mask or a bias."""
+        biases = self._bias, self._offset
+        return self.masks is not None or any(bias is not None for bias in biases)
 
     def is_truncated(self, vocab_size: int) -> bool:
         """Whether the draws of some row are limited by top-k or top-p."""
@@ -232,6 +240,21 @@ class RowWeights:
                 _part_values(self._offset, begin, end, device),
                 memory[: end - begin],
             )
+
+
+def check_log_masses(log_masses: torch.Tensor, members: Integers64, count: int) -> None:
+    """Check the log-masses of some members of a population of `count` members.
+
+    Rows are distributions, so the bias is the cause of masses that are NaN or infinite.
+    Checking the bias beforehand would take another pass over `(n, vocab_size)` numbers.
+
+    Raises:
+        PopulationError: The log-mass of a member is NaN or infinite.
+    """
+    values = log_masses.numpy()
+    if not values.max(initial=-math.inf) < math.inf:  # true for NaN
+        error = ValueError("bias is NaN or inf for a token that may be drawn")
+        raise PopulationError(members[~(values < math.inf)].tolist(), count, error)
 
 
 def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:

@@ -66,9 +66,10 @@ def test_the_event_loop_runs_while_a_function_is_called(llm):
 @pytest.mark.parametrize("error", [LookupError("of the function"), StopIteration()])
 def test_the_error_of_a_function_is_the_callers(llm, error):
     async def program() -> None:
-        errors = [error]
+        errors, texts = [error], []
 
         def function(text: bytes) -> bool:
+            texts.append(text)
             if errors:
                 raise errors.pop()
             return True
@@ -79,6 +80,7 @@ def test_the_error_of_a_function_is_the_callers(llm, error):
         with pytest.raises(expected) as raised:
             await asyncio.wait_for(constraint.draw(population, seed=4), TIMEOUT_S)
         assert error in {raised.value, raised.value.__cause__}
+        assert error.__notes__ == [f"{function!r} was called with {texts[0]!r}"]
         drawn = await constraint.draw(population, seed=4)
         assert (drawn.token_ids >= 0).all()
 

@@ -150,9 +150,14 @@ def _verdict(function: Callable[[bytes], object], text: bytes) -> bool:
     """Return whether a function accepts a text.
 
     Raises:
+        Exception: The error of the function, with the text in a note.
         TypeError: The result of the function is neither true nor false.
     """
-    result = function(text)
+    try:
+        result = function(text)
+    except Exception as error:
+        error.add_note(f"{function!r} was called with {text!r}")
+        raise
     if type(result) is bool:  # the check of an abstract class takes longer than most calls
         return result
     if isinstance(result, Coroutine):

@@ -444,6 +444,12 @@ def test_the_number_of_particles_is_that_of_the_members_of_a_population(llm):
         next(steer_sync(llm, PROMPT, max_tokens=1))
 
 
+def test_a_population_of_another_model_is_refused(llm, make_model):
+    population = make_model(ScriptedEngine(VOCABULARY)).population(PROMPT, 3)
+    with pytest.raises(ValueError, match=r"<Population.* belongs to a different model"):
+        next(steer_sync(llm, population, max_tokens=1))
+
+
 def test_a_finished_member_leaves_its_room_to_the_others(make_model):
     llm = make_model(ScriptedEngine(VOCABULARY, max_context=3))
     population = llm.population([(2, 1, 3), PROMPT]).finish([True, False])

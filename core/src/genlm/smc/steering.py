@@ -83,17 +83,16 @@ async def steer(
         progress: Whether to show a progress bar of the steps.
 
     Raises:
-        ValueError: A number is out of range, the constraint has another size, the potential
-            is NaN, infinite or of another shape, `text` is given without a `Language`, or as
-            `Language.start`.
+        ValueError: A number is out of range, the population is of another model, the constraint
+            has another size, the potential is NaN, infinite or of another shape, `text` is
+            given without a `Language`, or as `Language.start`.
         TypeError: An argument, or the result of the potential, is of another type.
         GenlmError: As `Population.draw`.
     """
     if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
-    if isinstance(prompt, Population) and size is None:
-        size = len(prompt)
-    size = checked_integer("size", size, 1)
+    population = _initial_population(llm, prompt, size)
+    size = len(population)
     max_tokens = checked_integer("max_tokens", max_tokens, 0)
     temperature = checked_number("temperature", temperature)
     if potential is not None and not callable(potential):
@@ -115,10 +114,8 @@ async def steer(
             f"constraint={constraint!r}; expected a Language or a Constraint of "
             f"genlm.constraints, such as Automaton.regex(pattern)"
         )
-    population = prompt if isinstance(prompt, Population) else llm.population(prompt, size)
-    for name, each in (("population", population), ("constraint", constraint)):
-        if each is not None and len(each) != size:
-            raise ValueError(f"a {name} of {len(each)} members for {size} particles")
+    if constraint is not None and len(constraint) != size:
+        raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     particle_filter = _Filter(
         Particles(population, np.zeros(size), History(), llm),
         constraint,
@@ -159,6 +156,19 @@ def steer_sync(
             yield run_blocking(anext(states))  # type: ignore[arg-type]
         except StopAsyncIteration:
             return
+
+
+def _initial_population(
+    llm: AsyncLM, prompt: TokenIds | Population, size: int | None
+) -> Population:
+    """Return the first particles of a filter; see `steer`."""
+    if not isinstance(prompt, Population):
+        return llm.population(prompt, checked_integer("size", size, 1))
+    llm._requests.adapter_of(prompt, None)  # noqa: SLF001 - checks that it is of this model
+    count = checked_integer("size", len(prompt) if size is None else size, 1)
+    if count != len(prompt):
+        raise ValueError(f"a population of {len(prompt)} members for {count} particles")
+    return prompt
 
 
 class _Filter:

@@ -51,7 +51,7 @@ test-plugins: $(READY)  ## the tests of the plugins that need neither vLLM's pro
 
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
 	$(BIN)/$(PYTEST) plugins/genlm-vllm/tests
-	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/$(PYTEST) $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py) -k "not more_contexts_than_there_are_blocks"
+	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/$(PYTEST) $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py waiting_groups.py) -k "not more_contexts_than_there_are_blocks"
 
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/$(PYTEST) plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang

@@ -38,25 +38,29 @@ def test_populations_are_sorted_by_the_creation_of_their_first_generation() -> N
 def test_the_oldest_population_that_fits_is_the_first() -> None:
     turns, (first, second, third) = GroupTurns(), groups(3)
     pending = [third, second, first]
-    for costs, expected in (
-        ((5, 5, 5), [first, second, third]),
-        ((9, 5, 5), [second, first, third]),
-        ((9, 9, 5), [third, first, second]),
-        ((9, 9, 9), [first, second, third]),
+    for fitting, expected in (
+        ({0, 1, 2}, [first, second, third]),
+        ({1, 2}, [second, first, third]),
+        ({2}, [third, first, second]),
+        (set(), [first, second, third]),
     ):
-        assert turns.order(pending, dict(enumerate(costs)), available=5) == expected
+        fits = {group: group.query_id in fitting for group in pending}.__getitem__
+        assert turns.order(pending, fits) == expected
 
 
 def test_a_group_that_has_waited_for_64_choices_is_the_first() -> None:
     turns, (first, second, third) = GroupTurns(), groups(3)
-    costs = {0: 0, 1: 9, 2: 9}
+
+    def fits(group: GroupQuery) -> bool:
+        return group is first
+
     for _ in range(100):  # without a shortage, nobody waits for room
         turns.record([first, second], [first], is_short=False)
     for choice in range(64):
         pending = [first, second] if choice < 10 else [first, second, third]
-        assert turns.order(pending, costs, available=5)[0] is first
+        assert turns.order(pending, fits)[0] is first
         turns.record(pending, [first], is_short=True)
     turns.record([first, second, third], [first], is_short=True)
-    assert turns.order([first, second, third], costs, available=5)[0] is second
+    assert turns.order([first, second, third], fits)[0] is second
     turns.record([first, second, third], [second], is_short=True)
-    assert turns.order([first, second, third], costs, available=5)[0] is first
+    assert turns.order([first, second, third], fits)[0] is first

@@ -254,7 +254,8 @@ def test_what_only_a_cancelled_query_computes_ends_at_once(llm: genlm.AsyncLM) -
         )
         engine.submit_group(first)
         engine.step()
-        engine.submit_group(second)  # waits for the same rows
+        engine.submit_group(second)
+        engine.step()  # both wait for the same rows
         counts = [living()]
         for query in (first, second):
             engine.abort(query.query_id)

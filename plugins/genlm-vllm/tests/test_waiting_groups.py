@@ -1,65 +1,189 @@
-"""Groups that wait for places: which of them begin, and that none waits for ever."""
+"""Groups that wait for places or KV blocks: which of them begin, and when they end to wait."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
+from population_walks import check, figures
 
+import genlm
 from genlm.plugin import Generation, GroupQuery, Lineage, Rows, TokenSequence
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.waiting_groups import WaitingGroups
 
+from .interpreted_triton import SECOND_RUNNER
+from .traffic import prompts
 
-class Places:
-    """Counts places; no group has a request yet."""
+BLOCKS = 28
+STEPS = 8 if SECOND_RUNNER else 40
+
+
+class Requests:
+    """Room of an engine on which no group has a request yet."""
 
     by_name: ClassVar[dict[str, Any]] = {}
+    block_tokens = 2
 
-    def __init__(self, unused_places: int) -> None:
-        self.unused_places = unused_places
+    def __init__(self, places: int, blocks: int = 100) -> None:
+        self.free_room = np.array([places, blocks])
+        self.requests = self
+        self.computes_groups = False
 
-    def end_dropped(self) -> None:
-        """Nothing is dropped."""
+    def missing_blocks(self, prefixes: Any) -> int:
+        return sum(count for _, count in prefixes)
+
+    def unused(self, steps: int) -> list[str]:
+        return []
+
+    def make_room(self, room: Any, names: Any, *, partly: bool = False) -> set[str]:
+        return set()
 
 
-def group(query_id: int, count: int) -> GroupQuery:
+def group(query_id: int, count: int, length: int = 2) -> GroupQuery:
     members = np.arange(count)
-    lineage = Lineage.of_sequences([TokenSequence.of([query_id + 1, i]) for i in range(count)])
-    return GroupQuery(query_id, Generation(lineage), members, members, Rows())
+    sequences = [TokenSequence.of([query_id + 1, i] * length) for i in range(count)]
+    generation = Generation(Lineage.of_sequences(sequences))
+    return GroupQuery(query_id, generation, members, members, Rows())
 
 
-def waiting(places: int, *counts: int) -> WaitingGroups:
-    requests: Any = Places(places)
-    groups = WaitingGroups(requests)
-    for query_id, count in enumerate(counts):
-        groups.add(group(query_id, count))
-    return groups
+def waiting(requests: Any, *groups: GroupQuery) -> WaitingGroups:
+    found = WaitingGroups(requests)
+    for each in groups:
+        found.add(each)
+    return found
 
 
 def ids(groups: list[GroupQuery]) -> list[int]:
     return [one.query_id for one in groups]
 
 
-def test_a_group_waits_only_if_there_are_too_few_places() -> None:
-    requests: Any = Places(4)
-    assert not WaitingGroups(requests).add(group(0, 4))
-    assert WaitingGroups(requests).add(group(0, 5))
+def test_all_groups_are_computed_together_if_there_is_room() -> None:
+    requests = Requests(places=5, blocks=11)
+    groups = waiting(requests, group(1, 3, length=2), group(0, 2, length=2))
+    assert not groups.lacks_room
+    assert ids(groups.take()) == [1, 0]
+    assert not groups
 
 
-def test_the_oldest_groups_that_fit_begin_when_nothing_else_is_computed() -> None:
-    groups = waiting(4, 6, 3, 2, 1)
-    assert not groups.take(is_idle=False)
-    assert not groups.lacks_places
-    assert ids(groups.take(is_idle=True)) == [1, 3]
-    assert ids(groups.take(is_idle=True)) == [2]
-    assert groups.lacks_places
-    assert ids(groups.take(is_idle=True)) == [0]
+@pytest.mark.parametrize(
+    ("places", "blocks", "first", "later"),
+    [
+        (4, 100, [1, 3], [0, 2]),
+        (20, 4, [1], [0, 2, 3]),  # keeps blocks for the growth of those that are computed
+    ],
+)
+def test_the_oldest_groups_that_fit_begin_first(
+    places: int, blocks: int, first: list[int], later: list[int]
+) -> None:
+    requests = Requests(places, blocks)
+    counts = enumerate((6, 3, 2, 1))
+    groups = waiting(requests, *(group(i, count, length=1) for i, count in counts))
+    assert not groups.lacks_room
+    assert ids(groups.take()) == first
+    requests.free_room = np.zeros(2, int)
+    requests.computes_groups = True
+    assert not groups.take()
+    requests.computes_groups = False
+    assert groups.lacks_room
+    for query_id in later:
+        assert ids(groups.take()) == [query_id]
     assert not groups
 
 
 def test_a_group_is_not_passed_over_for_ever() -> None:
-    groups = waiting(4, 6)
+    requests = Requests(places=4)
+    requests.computes_groups = True
+    groups = waiting(requests, group(0, 6))
     choices = 0
-    while not groups.take(is_idle=False):
+    while not groups.take():
         choices += 1
     assert 60 < choices < 70
+
+
+# -- on vLLM, with few KV blocks -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyLlama) -> Iterator[genlm.AsyncLM]:
+    def build() -> Any:
+        return tiny.engine(
+            lora=False, max_num_batched_tokens=128, num_gpu_blocks_override=BLOCKS + 1
+        )
+
+    with genlm.AsyncLM(build, output_cache=genlm.OutputCache(0)) as llm:
+        yield llm
+
+
+def test_populations_that_exceed_the_blocks_together_are_computed_in_turn(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    """They need 54 blocks. Every fourth step replaces half of the members of a population."""
+    count, members, length = 6, 4, 62
+    generations = {
+        number: Generation(Lineage.of_sequences([TokenSequence.of(ids)]))
+        for number, ids in enumerate(prompts(*[length - 1] * count))
+    }
+
+    def extend(number: int, places: Any) -> None:
+        columns = np.arange(3, 3 + members)[:, None]
+        generations[number], _ = generations[number].extended(places, columns)
+
+    def submit(engine: Any, number: int, step: int) -> None:
+        every = np.arange(members)
+        query_id = step * count + number
+        engine.submit_group(GroupQuery(query_id, generations[number], every, every, Rows()))
+
+    def compute(engine: Any) -> None:
+        """Submit the next step of a population as soon as the last one is computed."""
+        for number in generations:
+            extend(number, np.zeros(members, np.int64))
+            submit(engine, number, 0)
+        while generations:
+            for completion in engine.step():
+                step, number = divmod(completion.query_id, count)
+                if step == STEPS:
+                    lineage = generations.pop(number).lineage
+                    for place, row in enumerate(completion.result.columns[0]):
+                        expected = tiny.logprobs(lineage.sequence(place).token_ids)
+                        assert float((row.cpu() - expected).abs().max()) <= 1e-4
+                    continue
+                kept = np.arange(members)
+                extend(number, kept // 2 * 2 if step % 4 == 3 else kept)
+                submit(engine, number, step + 1)
+
+    llm.clear_kv_cache()
+    computed = figures(llm, "tokens_computed")
+    llm._scheduler.run(compute)
+    assert computed()[0] <= 2.5 * count * (length + members * STEPS)
+
+
+def test_a_population_that_its_caller_keeps_does_not_hold_up_others(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    llm.clear_kv_cache()
+    [prompt] = prompts(190, seed=9)
+    kept = llm.population(prompt, 12).extend(range(3, 15))
+    kept.draw_sync(seed=0)  # 17 of the blocks
+    members = np.arange(4)
+    sequences = [TokenSequence.of(ids) for ids in prompts(2, 2, 2, 2)]
+    generation = Generation(Lineage.of_sequences(sequences))
+    waiting = group(200, 14, length=16)  # needs 14 blocks, 7 are free
+
+    def steps_of_the_group(engine: Any) -> int:
+        """Compute a population step by step until the waiting one is computed, too."""
+        nonlocal generation
+        engine.submit_group(waiting)
+        for number in range(100):
+            engine.submit_group(GroupQuery(number, generation, members, members, Rows()))
+            computed = [completion.query_id for completion in engine.step()]
+            if waiting.query_id in computed:
+                return number
+            assert computed == [number]
+            generation, _ = generation.extended(members, members[:, None] + 3)
+        raise AssertionError
+
+    assert 10 < llm._scheduler.run(steps_of_the_group) < 20
+    check(tiny, kept, kept.next_token_logprobs_sync())

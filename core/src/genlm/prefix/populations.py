@@ -88,7 +88,9 @@ class Populations:
         self.tables.expect(groups)
         is_short = sum(costs.values()) > self._tree.available
         if is_short:
-            groups = self._turns.order(groups, costs, self._tree.available)
+            groups = self._turns.order(
+                groups, lambda group: costs[group.query_id] <= self._tree.available
+            )
             first = groups[0]
             step = costs[first.query_id] + sum(len(group.wanted) for group in groups)
             while costs[first.query_id] > self._tree.available:

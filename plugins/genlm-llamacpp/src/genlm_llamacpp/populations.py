@@ -38,7 +38,7 @@ class Populations:
         available = self._sequences.available
         is_short = sum(costs.values()) > available
         if is_short:
-            groups = self._turns.order(groups, costs, available)
+            groups = self._turns.order(groups, lambda g: costs[g.query_id] <= available)
             continued = [seq_id for need in reversed(needs) for seq_id in need.continued]
             unused = set().union(*(need.unused for need in needs)).difference(continued)
             self._sequences.sort_for_eviction(unused, continued)

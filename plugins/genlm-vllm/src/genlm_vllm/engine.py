@@ -142,9 +142,8 @@ class VLLMEngine:
             workers=self._workers,
             vocab_size=self.vocabulary.size,
         )
-        self._waiting = WaitingGroups(self._residents.requests)
+        self._waiting = WaitingGroups(self._residents)
         self.max_context: int = self._residents.max_context
-        self._steps = 0
         if needs_comparison:
             self._compare(descriptions)
 
@@ -194,8 +193,7 @@ class VLLMEngine:
     def submit_group(self, query: GroupQuery) -> None:
         """Add the query of a population; an invalid sequence does not fail the others."""
         with self._guarding():
-            if not self._waiting.add(query):
-                self._residents.submit_group(query)
+            self._waiting.add(query)
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -211,9 +209,7 @@ class VLLMEngine:
     def is_deferring(self) -> bool:
         """Whether the next step should wait for further requests; see `BatchEngine.defers`."""
         return (
-            bool(self._waiting)
-            and not self._residents.unanswered
-            and self._waiting.lacks_places
+            bool(self._waiting) and not self._residents.unanswered and self._waiting.lacks_room
         )
 
     @contextlib.contextmanager
@@ -245,7 +241,6 @@ class VLLMEngine:
                 if self._failures is not None:  # the workers may be in different states
                     raise ExecutorError from error
                 return self._fail_all(error)
-            self._steps += 1
             residents.collect()
             completions = residents.finish(self._workers.collect())
             residents.evict_for_waiting()
@@ -254,7 +249,7 @@ class VLLMEngine:
     def _begin_groups(self) -> list[Completion]:
         """Begin to compute waiting groups; return the completions of those that fail."""
         failed = []
-        for group in self._waiting.take(is_idle=not self._residents.computes_groups):
+        for group in self._waiting.take():
             try:
                 self._residents.submit_group(group)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
@@ -380,7 +375,7 @@ class VLLMEngine:
         return {
             "tokens_evaluated": residents.tokens_evaluated,
             "tokens_computed": residents.requests.tokens_computed,
-            "steps": self._steps,
+            "steps": residents.requests.steps,
             "adapters": len(self._adapters.names),
             "processes": "own" if self._multiprocess else "this",
             "dtype": str(config.model_config.dtype).removeprefix("torch."),

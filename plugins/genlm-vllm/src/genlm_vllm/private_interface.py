@@ -33,6 +33,8 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.core.block_pool.BlockPool.touch": "self blocks",
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": "self num_blocks",
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": "self",
+    "vllm.v1.core.block_pool.BlockPool.get_cached_block": "self block_hash kv_cache_group_ids",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "ref_cnt",
     "vllm.v1.core.sched.request_queue.RequestQueue.peek_request": "self",
     "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
     "pooling_params arrival_time lora_request block_hasher",
@@ -62,7 +64,7 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "coordinator block_pool",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers block_pool",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "req_to_blocks "
-    "num_cached_block _pending_cow_copies block_size _record_new_block_ids",
+    "num_cached_block _pending_cow_copies block_size kv_cache_group_id _record_new_block_ids",
     "vllm.v1.request.Request": "request_id status lora_request num_tokens num_computed_tokens "
     "num_in_flight_tokens all_token_ids prompt_token_ids output_token_ids block_hashes "
     "_block_hasher prefill_stats skip_reading_prefix_cache",

@@ -32,7 +32,7 @@ from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
 from genlm_vllm.messages import ComputedPart, NewQuery
 from genlm_vllm.processes import Outputs, without_frames
-from genlm_vllm.running_requests import Parent, ResidentRequest, RunningRequests
+from genlm_vllm.running_requests import Parent, ResidentRequest, Room, RunningRequests
 from genlm_vllm.workers import Workers
 
 __all__ = ["Residents"]
@@ -382,20 +382,18 @@ class Residents:
     def evict_for_waiting(self) -> None:
         """After a step, end idle requests whose places or blocks waiting requests need."""
         requests = self.requests
-        if not (requests.by_name or self._unstarted):
-            return
-        waiting = requests.waiting + len(self._unstarted)
-        if waiting <= 0:
+        if not (requests.waiting or self._unstarted):
             return
         self._end([name for name in requests.preempted() if name not in self._busy])
-        idle = [name for name in requests.by_name if name not in self._busy]
-        count = max(0, waiting - requests.free_places)
+        room = np.array([len(self._unstarted), 0])
+        self.make_room(room, requests.by_name, partly=True)
         has_run = requests.tokens_computed > self._computed_before
-        if not count and (requests.lacks_blocks or not has_run):
-            count = (len(idle) + 1) // 2 or 1
+        if has_run and not requests.lacks_blocks:
+            return
+        idle = [name for name in requests.by_name if name not in self._busy]
         if idle:
-            self._end(idle[:count])
-        elif count and not has_run:
+            self._end(idle[: (len(idle) + 1) // 2])
+        elif not has_run:
             self._restart_forks(requests.stuck())
 
     def _restart_forks(self, stuck: Sequence[str]) -> None:
@@ -405,6 +403,33 @@ class Residents:
             resident = pending.residents[place]
             assert resident is not None  # noqa: S101 - it computes this sequence
             self.requests.restart(resident)
+
+    # -- room -------------------------------------------------------------------------
+
+    @property
+    def free_room(self) -> Room:
+        """Room for further requests."""
+        self.requests.end_dropped()
+        return self.requests.free_room(self._busy)
+
+    def make_room(self, room: Room, names: Iterable[str], *, partly: bool = False) -> set[str]:
+        """End the idle ones of some requests, in order, until there is room.
+
+        Args:
+            room: Room that is needed.
+            names: Names of requests.
+            partly: Whether to end them also if there is too little room without them.
+
+        Returns:
+            Names of the ended requests.
+        """
+        idle = [
+            name for name in names if name in self.requests.by_name and name not in self._busy
+        ]
+        count = self.requests.count_to_end(idle, room - self.free_room)
+        ended = [] if count is None and not partly else idle[:count]
+        self._end(ended)
+        return set(ended)
 
     # -- ends -------------------------------------------------------------------------
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
 
-__all__ = ["Parent", "ResidentRequest", "RunningRequests", "why_not_resident"]
+__all__ = ["Parent", "ResidentRequest", "Room", "RunningRequests", "why_not_resident"]
+
+Room = npt.NDArray[np.int64]
+"""Number of places in vLLM's batch and of KV blocks, shape `(2,)`."""
 
 _NAMES = itertools.count()
 
@@ -94,6 +98,9 @@ class RunningRequests:
 
     Attributes:
         by_name: vLLM's requests by id, least recently used first.
+        block_tokens: Tokens of a KV block; None if the number of blocks that requests need is
+            not known, as with sliding windows.
+        steps: Number of vLLM's steps.
         tokens_computed: Number of tokens that vLLM has scheduled.
     """
 
@@ -107,6 +114,7 @@ class RunningRequests:
         manager = core.scheduler.kv_cache_manager
         # None with sliding windows, for one: forks then begin from the prefix cache.
         self._manager: Any = _block_table(manager)
+        self.block_tokens: int | None = self._manager and self._manager.block_size
         self._block_size = engine.vllm_config.cache_config.block_size
         self._pool = manager.block_pool
         self._hasher = core.request_block_hasher
@@ -119,14 +127,16 @@ class RunningRequests:
             skip_clone=True,
         )
         self._schedule, core.scheduler.schedule = core.scheduler.schedule, self._recorded
-        self.tokens_computed = 0
+        self.steps = self.tokens_computed = 0
         lora = engine.vllm_config.lora_config
         self._max_batch_adapters = 0 if lora is None else lora.max_loras
         self._dropped: deque[str] = deque()
         self.by_name: dict[str, Any] = {}
+        self._last_steps: dict[str, int] = {}  # in which requests received their last token
 
     def _recorded(self, *arguments: Any) -> Any:
         output = self._schedule(*arguments)
+        self.steps += 1
         self.tokens_computed += output.total_num_scheduled_tokens
         return output
 
@@ -182,6 +192,7 @@ class RunningRequests:
         name = resident.name
         self._workers.inputs.tokens[name] = token_id
         self.by_name[name] = self.by_name.pop(name)  # the most recently used ones are last
+        self._last_steps[name] = self.steps
         resident.request.append_output_token_ids(token_id)
 
     def _fork(self, parent: Parent) -> ResidentRequest | None:
@@ -197,12 +208,10 @@ class RunningRequests:
         if not added:
             computed -= 1
             added = [int(original.all_token_ids[computed])]
-        if (
-            len(self.by_name) >= self.places
-            or not computed
-            or self._manager is None
-            or self._pool.get_num_free_blocks() < 2
-        ):
+        if len(self.by_name) >= self.places or not computed or self.block_tokens is None:
+            return None
+        blocks = -(-(computed + len(added)) // self.block_tokens)
+        if blocks - computed // self.block_tokens > self._pool.get_num_free_blocks():
             return None
         tokens = [*original.all_token_ids[:computed], *added]
         share = functools.partial(self._share_blocks, original, computed)
@@ -236,6 +245,7 @@ class RunningRequests:
         else:
             prepare(request)
         self.by_name[request.request_id] = request
+        self._last_steps[request.request_id] = self.steps
         self._scheduler.add_request(request)
         return request
 
@@ -270,6 +280,8 @@ class RunningRequests:
         from vllm.v1.request import RequestStatus
 
         ended = [name for name in names if self.by_name.pop(name, None) is not None]
+        for name in ended:
+            del self._last_steps[name]
         if ended:
             self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
 
@@ -291,23 +303,79 @@ class RunningRequests:
         """Maximum number of requests in vLLM's batch."""
         return int(self._scheduler.max_num_active_reqs)
 
-    @property
-    def unused_places(self) -> int:
-        """Number of places without a request, of which some may wait for their admission."""
-        return self.places - len(self.by_name)
+    def free_room(self, computing: Iterable[str]) -> Room:
+        """Return the room that no request has or needs; negative if requests need more.
 
-    @property
-    def free_places(self) -> int:
-        """Number of further requests that vLLM would admit."""
-        scheduler = self._scheduler
-        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-        return int(scheduler.max_num_active_reqs - taken)
+        Args:
+            computing: Names of the requests that are not computed yet.
+        """
+        places = self.places - sum(self._scheduler.get_request_counts())
+        if self.block_tokens is None:
+            return np.array([places, 0])
+        missing, begun = 0, []
+        for name in computing:
+            request = self.by_name[name]
+            held = len(self._manager.req_to_blocks.get(name, ()))
+            full, rest = divmod(request.num_tokens, self.block_tokens)
+            if held:
+                missing += max(0, full + bool(rest) - held)
+            else:
+                missing += bool(rest)
+                begun.append((request, full))
+        missing += self.missing_blocks(begun)
+        return np.array([places, self._pool.get_num_free_blocks() - missing])
+
+    def count_to_end(self, names: Sequence[str], room: Room) -> int | None:
+        """Return how many of the first of some requests must end to free room.
+
+        Returns None if the end of all of them does not free it.
+        """
+        places, blocks = room.tolist()
+        uses: Counter[int] = Counter()
+        for count, name in enumerate(names):
+            if places <= 0 and blocks <= 0:
+                return count
+            places -= 1
+            if self.block_tokens is not None:
+                for block in self._manager.req_to_blocks.get(name, ()):
+                    uses[block.block_id] += 1
+                    blocks -= uses[block.block_id] == block.ref_cnt
+        return None if places > 0 or blocks > 0 else len(names)
+
+    def missing_blocks(self, prefixes: Iterable[tuple[Any, int]]) -> int:
+        """Return the number of KV blocks of prefixes that no request has.
+
+        Args:
+            prefixes: vLLM's requests without blocks, and the number of full blocks of their
+                prefixes. Equal blocks are counted once, except those of None, whose tokens are
+                not known.
+        """
+        missing, step = 0, self._manager.block_size // self._hash_block_size
+        hashes: set[Any] = set()
+        for request, count in prefixes:
+            if request is None or self._hasher is None:
+                missing += count
+            else:
+                hashes.update(request.block_hashes[step - 1 : count * step : step])
+        group = [self._manager.kv_cache_group_id]
+        for block_hash in hashes:
+            found = self._pool.get_cached_block(block_hash, group)
+            missing += not found or not found[0].ref_cnt
+        return missing
+
+    def unused(self, steps: int) -> list[str]:
+        """Return the requests that have not begun or received a token for some steps."""
+        last = self._last_steps
+        return [name for name in self.by_name if self.steps - last[name] >= steps]
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether the free blocks may not suffice for the first waiting request."""
+        """Whether the free blocks may not suffice for the first waiting request.
+
+        False if `free_room` has the number of blocks.
+        """
         queue = self._scheduler.kv_holding_waiting or self._scheduler.waiting
-        if not queue:
+        if self.block_tokens is not None or not queue:
             return False
         free = self._pool.get_num_free_blocks() * self._block_size
         return bool(free < 2 * queue.peek_request().num_tokens)

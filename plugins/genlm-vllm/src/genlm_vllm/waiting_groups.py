@@ -1,41 +1,44 @@
-"""`WaitingGroups`: group queries before vLLM has places for their sequences."""
+"""`WaitingGroups`: group queries before vLLM has room for their sequences."""
 
 from __future__ import annotations
 
-from genlm.plugin import GroupQuery, GroupTurns
-from genlm_vllm.running_requests import RunningRequests
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from genlm.plugin import GroupQuery, GroupTurns, Lineage
+from genlm_vllm.residents import Residents
+from genlm_vllm.running_requests import ResidentRequest, Room
 
 __all__ = ["WaitingGroups"]
+
+_UNUSED_STEPS = 16
+"""Number of steps after which an idle population, whose caller may keep it without further
+requests, loses its requests if room is scarce."""
 
 
 class WaitingGroups:
     """Group queries that are not computed yet.
 
-    If vLLM has too few places for the requests of all populations, those that continue their
-    requests are computed first: beginning a request ends an idle one, which is begun again at
-    the next step of its population.
+    If vLLM has too few places or KV blocks for the requests of all populations, the oldest
+    populations are computed first. For them, requests of the youngest ones end, which are begun
+    again when there is room.
 
     Args:
-        requests: The requests in vLLM.
+        residents: The requests in vLLM.
     """
 
-    def __init__(self, requests: RunningRequests) -> None:
-        self._requests = requests
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
         self._turns = GroupTurns()
         self._groups: dict[int, GroupQuery] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: GroupQuery) -> bool:
-        """Add a group, unless there are places for it; return whether it waits."""
-        cost = self._cost(group)
-        if cost:
-            self._requests.end_dropped()
-        waits = bool(cost) and (bool(self._groups) or cost > self._requests.unused_places)
-        if waits:
-            self._groups[group.query_id] = group
-        return waits
+    def add(self, group: GroupQuery) -> None:
+        """Add a group."""
+        self._groups[group.query_id] = group
 
     def drop(self, query_id: int) -> None:
         """Remove a group, if it waits."""
@@ -47,46 +50,124 @@ class WaitingGroups:
         self._groups.clear()
         return dropped
 
-    def take(self, *, is_idle: bool) -> list[GroupQuery]:
-        """Remove the groups that the next step computes.
+    def take(self) -> list[GroupQuery]:
+        """Remove and return the groups that the next step computes.
 
-        Args:
-            is_idle: Whether no other group is computed; at least one is then returned.
+        At least one group is returned if there is one and no other group is computed.
         """
         if not self._groups:
             return []
-        self._requests.end_dropped()
-        groups = list(self._groups.values())
+        chosen = groups = list(self._groups.values())
         costs = {group.query_id: self._cost(group) for group in groups}
-        available = self._requests.unused_places
-        is_short = sum(costs.values()) > available
+        total = sum(costs.values(), np.zeros(2, np.int64))
+        is_short = not _fits(total, self._residents.free_room)
         if is_short:
-            first, *others = self._turns.order(groups, costs, available)
-            begins = is_idle or not costs[first.query_id] or self._turns.is_overdue(first)
-            chosen = [first] if begins else []
-            available -= costs[first.query_id] if begins else 0
-            for group in others:
-                if costs[group.query_id] <= (available if is_idle else 0):
-                    available -= costs[group.query_id]
-                    chosen.append(group)
-        else:
-            chosen = groups
+            pending = {name for group in groups for name in _names(group)}
+            unused = self._residents.requests.unused(_UNUSED_STEPS)
+            self._residents.make_room(
+                total, [name for name in unused if name not in pending], partly=True
+            )
+            is_short = not _fits(total, self._residents.free_room)
+        if is_short:
+            chosen = self._choose(groups, costs)
         self._turns.record(groups, chosen, is_short=is_short)
         for group in chosen:
             del self._groups[group.query_id]
         return chosen
 
-    @property
-    def lacks_places(self) -> bool:
-        """Whether there are too few places for any of the groups."""
-        self._requests.end_dropped()
-        available = self._requests.unused_places
-        return all(self._cost(group) > available for group in self._groups.values())
+    def _choose(
+        self, groups: Sequence[GroupQuery], costs: Mapping[int, Room]
+    ) -> list[GroupQuery]:
+        """Choose groups if there is too little room for all, and end requests of others.
 
-    def _cost(self, group: GroupQuery) -> int:
-        """Return the number of places that a group needs beside those of its population."""
-        base = group.generation.with_state()
-        state = base.state if base is not None and isinstance(base.state, list) else []
-        names = self._requests.by_name
-        living = sum(resident is not None and resident.name in names for resident in state)
-        return max(0, len(group.wanted) - living)
+        The oldest populations are chosen, and the requests of the youngest ones end for them.
+        """
+        residents, names = self._residents, {g.query_id: _names(g) for g in groups}
+        younger = self._turns.order(groups)
+        first = younger[0]
+        is_overdue = self._turns.is_overdue(first)
+        chosen: list[GroupQuery] = []
+        kept: set[str] = set()
+        available, needed = residents.free_room, np.zeros(2, np.int64)
+        sequences, may_end = 0, True
+        while younger:
+            group, *younger = younger
+            cost = costs[group.query_id]
+            kept.update(names[group.query_id])
+            if may_end and not _fits(cost, available - needed):
+                others = [name for each in reversed(younger) for name in names[each.query_id]]
+                ended = residents.make_room(
+                    needed + cost, [name for name in others if name not in kept]
+                )
+                younger = [each for each in younger if ended.isdisjoint(names[each.query_id])]
+                available, may_end = residents.free_room, bool(ended)
+            # A population that begins would end again as soon as older ones need a block.
+            margin = np.array([0, sequences + len(group.wanted) if chosen and cost[0] else 0])
+            if _fits(cost, available - needed - margin):
+                chosen.append(group)
+                needed += cost
+                sequences += len(group.wanted)
+            elif is_overdue and group is first:
+                break
+        if not chosen and (is_overdue or not residents.computes_groups):
+            others = [
+                name for name in residents.requests.by_name if name not in names[first.query_id]
+            ]
+            residents.make_room(costs[first.query_id], others, partly=True)
+            chosen.append(first)
+        return chosen
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether there is too little room for any of the groups."""
+        available = self._residents.free_room
+        return not any(_fits(self._cost(group), available) for group in self._groups.values())
+
+    def _cost(self, group: GroupQuery) -> Room:
+        """Return the room that a group needs in addition to that of its population."""
+        requests, lineage, wanted = (
+            self._residents.requests,
+            group.generation.lineage,
+            group.wanted,
+        )
+        earlier, state = _computed(group)
+        names, size = requests.by_name, requests.block_tokens
+        living = [resident is not None and resident.name in names for resident in state]
+        is_living = np.array(living, bool)
+        places = max(0, len(wanted) - np.count_nonzero(is_living))
+        if size is None:
+            return np.array([places, 0])
+        parents = lineage.suffixes(wanted, earlier).places
+        full, rest = np.divmod(earlier.lengths, size)
+        # Sequences share the full blocks of their parents; a parent's last block is freed or
+        # continued.
+        blocks = int((-(-lineage.lengths[wanted] // size) - full[parents]).sum())
+        blocks -= int(np.count_nonzero(rest[is_living]))
+        ended = np.unique(parents[~is_living[parents]]).tolist()
+        if ended:
+            blocks += requests.missing_blocks(
+                (getattr(state[place], "request", None), int(full[place])) for place in ended
+            )
+        return np.array([places, max(0, blocks)])
+
+
+def _computed(group: GroupQuery) -> tuple[Lineage, list[ResidentRequest | None]]:
+    """Return the nearest lineage of a group that was computed, and its requests.
+
+    Returns the first lineage if none was computed.
+    """
+    base = group.generation.with_state()
+    if base is not None and isinstance(base.state, list):
+        return base.lineage, base.state
+    first = group.generation.lineage.first
+    return first, [None] * len(first)
+
+
+def _names(group: GroupQuery) -> list[str]:
+    """Return the names of the requests of a population."""
+    return [resident.name for resident in _computed(group)[1] if resident is not None]
+
+
+def _fits(cost: Room, available: Room) -> bool:
+    """Whether there is room; what needs no further room always fits."""
+    return bool((cost <= np.maximum(available, 0)).all())

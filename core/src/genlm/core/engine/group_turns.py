@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from genlm.core.queries.query import GroupQuery
 
@@ -24,7 +24,9 @@ class GroupTurns:
         self._deferrals: dict[int, int] = {}
 
     def order(
-        self, groups: Sequence[GroupQuery], costs: Mapping[int, int], available: int
+        self,
+        groups: Sequence[GroupQuery],
+        fits: Callable[[GroupQuery], bool] = lambda group: True,  # noqa: ARG005
     ) -> list[GroupQuery]:
         """Return groups in the order in which they should be chosen.
 
@@ -33,13 +35,12 @@ class GroupTurns:
 
         Args:
             groups: At least one group.
-            costs: What each group needs of the cache, by query id.
-            available: What the cache has without the eviction of populations, in the same unit.
+            fits: Returns whether the cache has room for a group without the eviction of
+                older populations; by default, it has.
         """
         by_age = oldest_first(groups)
         overdue = [group for group in by_age if self.is_overdue(group)]
-        fitting = [g for g in by_age if costs[g.query_id] <= available]
-        first = (overdue or fitting or by_age)[0]
+        first = next(iter(overdue or filter(fits, by_age)), by_age[0])
         return [first, *(group for group in by_age if group is not first)]
 
     def is_overdue(self, group: GroupQuery) -> bool:

@@ -216,6 +216,20 @@ def test_walking_children_from_the_root_meets_every_prefix_and_token(items):
 
 
 @given(vocabularies(other_items=True))
+def test_edges_are_in_the_order_in_which_the_published_trie_inserts_them(items):
+    edges = {}
+    for position, item in enumerate(items):
+        prefix = ()
+        for symbol in symbols_of(item):
+            edges.setdefault(prefix, {})[symbol] = None
+            prefix = (*prefix, symbol)
+        edges.setdefault(prefix, {})[None, position] = None
+    trie = trie_over(items)
+    for prefix, of_prefix in edges.items():
+        assert list(trie.children[trie.node_of(prefix)]) == list(of_prefix)
+
+
+@given(vocabularies(other_items=True))
 def test_every_mapping_is_consistent(items):
     trie = trie_over(items)
     for node, (children, jump) in enumerate(zip(trie.children, trie.jump, strict=True)):

@@ -81,7 +81,8 @@ class TrieViews(genlm.TokenCharacterTrie):
         """The children of every node by edge.
 
         An edge is a symbol (bytes are integers) or, to a leaf, `(None, leaf_label(leaf))`.
-        Edges to leaves come first, symbols in sorted order.
+        Edges are in the order of the first token below them in `decode`, as published, so that
+        seeded programs that draw an edge draw the same one.
         """
         return self._view("children", lambda: NodeSequence(len(self), self._edge_reader()))
 
@@ -156,6 +157,8 @@ class TrieViews(genlm.TokenCharacterTrie):
             code if code < _FIRST_OBJECT else objects[code - _FIRST_OBJECT]
             for code in layout.symbol.tolist()
         ]
+        first_token = (-self.weight_max(-np.arange(n))).astype(np.int64).tolist()
+        first_of = first_token.__getitem__
         no_edges: dict[Any, int] = {}
 
         def edges(node: int) -> dict[Any, int]:
@@ -165,11 +168,11 @@ class TrieViews(genlm.TokenCharacterTrie):
             begin, end = lo[node], lo[first] if first < last else hi[node]
             if begin == end and last - first == 1:  # most nodes: one symbol, no token
                 return {symbols[first - n]: first}
-            children: dict[Any, int] = {
-                (None, self.leaf_label(leaf)): leaf for leaf in order[begin:end]
+            children = sorted([*order[begin:end], *range(first, last)], key=first_of)
+            return {
+                (None, self.leaf_label(child)) if child < n else symbols[child - n]: child
+                for child in children
             }
-            children.update(zip(symbols[first - n : last - n], range(first, last), strict=True))
-            return children
 
         return edges
 

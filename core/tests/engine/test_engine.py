@@ -244,6 +244,35 @@ def test_what_is_not_chosen_stays_pending_beside_what_arrives() -> None:
     assert engine.batches == [[(0,), (2,)], [(1,), (4,)], [(3,)]]
 
 
+def test_a_later_request_does_not_wait_for_all_queries_of_an_earlier_one() -> None:
+    engine = ChoosyEngine(lambda pending: pending[:2])
+    for turn in range(8):
+        engine.submit(Query(turn, (turn,), turn=turn))
+    steps = [engine.step() for _ in range(2)]
+    engine.submit(Query(100, (8,)))
+    for turn in range(3):
+        engine.submit(Query(200 + turn, (9, turn), turn=turn))
+    engine.abort(7)
+    steps += [engine.step() for _ in range(4)]
+    assert [[completion.query_id for completion in step] for step in steps] == [
+        *([0, 1], [2, 3]),
+        *([100, 200], [201, 4], [202, 5], [6]),
+    ]
+    assert engine.step() == []
+
+
+def test_a_query_is_computed_although_later_requests_fill_every_step() -> None:
+    engine = ChoosyEngine(lambda pending: pending[:2])
+    for turn in range(6):
+        engine.submit(Query(turn, (turn,), turn=turn))
+    computed: list[int] = []
+    for step in range(12):
+        for number in range(2):
+            engine.submit(Query(100 + 2 * step + number, (6, step, number)))
+        computed += [completion.query_id for completion in engine.step()]
+    assert [query_id for query_id in computed if query_id < 100] == list(range(6))
+
+
 def test_a_query_aborted_before_it_is_chosen_is_never_evaluated() -> None:
     engine = ChoosyEngine(lambda pending: pending[:1])
     submitted(engine, [[0], [1], [2]])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedEngine
+from scripted import TIMEOUT_S, ScriptedEngine
 
-from genlm import AsyncLM, EvaluationError, GenlmError, OutputCache, TokenIdError
+from genlm import AsyncLM, EvaluationError, GenlmError, OutputCache, Query, TokenIdError
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -125,3 +125,28 @@ def test_a_batch_is_one_request_whose_equal_sequences_are_computed_once(
     assert torch.equal(rows[0], rows[2])
     assert rows[0].data_ptr() != rows[2].data_ptr()
     assert llm.statistics().joined == 2
+
+
+def test_a_request_does_not_wait_for_all_sequences_of_an_earlier_batch(
+    make_model: MakeModel,
+) -> None:
+    class PairEngine(ScriptedEngine):
+        def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+            return pending[:2]
+
+    engine = PairEngine(VOCAB_SIZE)
+    llm = make_model(engine, output_cache=OutputCache(0))
+
+    async def main() -> None:
+        engine.hold()
+        batch = asyncio.create_task(llm.batch_next_token_logprobs([[i] for i in range(6)]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        single = asyncio.create_task(llm.next_token_logprobs([9]))
+        async with asyncio.timeout(TIMEOUT_S):
+            while llm.statistics().pending < 7:
+                await asyncio.sleep(0)
+        engine.release()
+        await asyncio.gather(batch, single)
+
+    asyncio.run(main())
+    assert engine.batches == [[(0,), (1,)], [(9,), (2,)], [(3,), (4,)], [(5,)]]

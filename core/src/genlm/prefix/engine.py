@@ -160,7 +160,7 @@ class PrefixEngine(BatchEngine):
             self._cache.populations.move_to_tree(generation, adapter)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Select queries for about one forward pass: the oldest, and others of its adapter.
+        """Select queries for about one forward pass: the first, and others of its adapter.
 
         The selected queries request either rows or scores. A context that is longer than a
         pass, or exceeds the free slots, takes several passes.

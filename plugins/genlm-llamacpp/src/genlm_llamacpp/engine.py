@@ -157,7 +157,7 @@ class LlamaCppEngine(BatchEngine):
         super().submit(query)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Choose about one batch: the oldest query and others with its adapter and kind."""
+        """Choose about one batch: the first query and others with its adapter and kind."""
         first = pending[0]
         self._pending_of_adapter = [q for q in pending if q.adapter == first.adapter]
         has_targets = bool(first.targets)

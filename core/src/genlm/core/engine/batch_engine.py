@@ -6,6 +6,7 @@ import abc
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
@@ -49,7 +50,9 @@ class BatchEngine(abc.ABC):
     isolated; only those fail. If no query is at fault, as when memory is short, the error is
     logged. When the device has failed, or all parts of the batch raise the
     same error, all of its queries fail. Populations are computed in parts, between which steps
-    evaluate other queries.
+    evaluate other queries. The queries of a long batch of one caller take turns with those of
+    other callers: a query that arrives later precedes those of which a larger number of queries
+    of their request is computed first.
 
     Attributes:
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
@@ -68,6 +71,7 @@ class BatchEngine(abc.ABC):
     is_deferring: bool = False
 
     _pending: dict[int, Query]
+    _turn = 0  # of the first query of the last step, or larger
     _groups: dict[int, GroupWork]
     _group_is_next = False
     _has_logged = False
@@ -155,14 +159,15 @@ class BatchEngine(abc.ABC):
         """Choose the queries that the next step evaluates; all by default.
 
         The remaining queries stay pending and can be cancelled. The choice must not exceed what
-        the engine computes at once, and must include the oldest query, so that every query is
+        the engine computes at once, and must include the first query, so that every query is
         evaluated.
 
         Args:
-            pending: At least one query, oldest first.
+            pending: At least one query, in the order in which they should be computed: by turn,
+                then by age.
 
         Returns:
-            At least one of the pending queries, without repetition.
+            At least one of the pending queries, with the first one, without repetition.
         """
         return pending
 
@@ -238,6 +243,7 @@ class BatchEngine(abc.ABC):
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
         self._pending[query.query_id] = query
+        query.turn += self._turn
 
     def submit_group(self, group: GroupQuery) -> None:
         """Accept the query of a population, which one or several steps compute."""
@@ -250,7 +256,7 @@ class BatchEngine(abc.ABC):
 
         Raises:
             EvaluationError: `choose` returned a query that is not pending, or did not return
-                the oldest one.
+                the first one.
         """
         self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
         if self._group_is_next:
@@ -367,7 +373,9 @@ class BatchEngine(abc.ABC):
         return results
 
     def _take_batch(self) -> list[Query]:
-        pending = list(self._pending.values())
+        pending = sorted(self._pending.values(), key=attrgetter("turn"))  # then by age
+        # It grows in each step, so a query is preceded by later ones in finitely many steps.
+        self._turn = max(self._turn + 1, pending[0].turn)
         batch = list(self.choose(pending))
         for query in batch:
             if self._pending.pop(query.query_id, None) is None:
@@ -384,8 +392,7 @@ class BatchEngine(abc.ABC):
         if pending[0].query_id in self._pending:
             raise EvaluationError(
                 f"{type(self).__name__}.choose returned {len(batch)} of {len(pending)} pending "
-                f"queries without the first, which is the oldest and might never be evaluated; "
-                f"include pending[0]"
+                f"queries without the first, which might never be evaluated; include pending[0]"
             )
         return batch
 

@@ -273,6 +273,8 @@ class Requests:
         """
         entries = self.find_cached([(key, reduction) for _, key, reduction in items])
         misses = [item for item, entry in zip(items, entries, strict=True) if entry is None]
+        for turn, (query, _, _) in enumerate(misses):
+            query.turn = turn
         tokens, hits = sum(len(query) for query, _, _ in items), len(items) - len(misses)
         self.counters.count(tokens, requests=len(items), hits=hits)
         request = self.scheduler.submit(misses)

@@ -54,8 +54,8 @@ _MAX_PRINTED = 64
 class Query:
     """One request to an engine, validated against its vocabulary and context size.
 
-    Two queries are equal if all their attributes are equal. Attributes must not be changed;
-    `replace` returns a new query.
+    Two queries are equal if all their attributes but `turn` are equal. Other attributes must
+    not be changed; `replace` returns a new query.
 
     Attributes:
         query_id: Id of the query and of its completion, unique within the scheduler.
@@ -67,6 +67,8 @@ class Query:
             ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
             output may be a `GroupReduction`, whose members are the rows that predict the
             targets.
+        turn: Order in which a `BatchEngine` computes pending queries: the number of queries of
+            the same request before this one, to which `submit` adds the engine's turn.
         is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
 
     Args:
@@ -75,11 +77,12 @@ class Query:
         adapter: As above.
         outputs: As above.
         targets: As above.
+        turn: As above.
     """
 
     __slots__ = (
         *("_sequence", "_token_ids", "adapter", "is_checked", "outputs", "query_id"),
-        "targets",
+        *("targets", "turn"),
     )
 
     def __init__(
@@ -90,11 +93,13 @@ class Query:
         *,
         outputs: Outputs = ROW_ONLY,
         targets: tuple[int, ...] = (),
+        turn: int = 0,
     ) -> None:
         self.query_id = query_id
         self.adapter = adapter
         self.outputs = outputs
         self.targets = targets
+        self.turn = turn
         self.is_checked = type(token_ids) is TokenSequence
         self._sequence: TokenSequence | None = None
         self._token_ids: tuple[int, ...] | None = None
@@ -132,6 +137,7 @@ class Query:
             "adapter": self.adapter,
             "outputs": self.outputs,
             "targets": self.targets,
+            "turn": self.turn,
         }
         return type(self)(**(arguments | changes))
 

@@ -267,7 +267,9 @@ def test_a_threshold_is_a_share(llm, threshold):
 def test_a_byte_that_no_token_writes_is_an_error_and_changes_nothing(llm):
     async def read() -> genlm.ByteReader:
         reader = await reading(llm, b"a")
-        with pytest.raises(ValueError, match="continues with b'x'; use a width above 32"):
+        with pytest.raises(
+            ValueError, match=r"b'x', and no token .* begins with it; a width above 32"
+        ):
             await reader.read(b"bx")
         return reader
 

@@ -207,9 +207,11 @@ class ByteReader:
             if node is not None:
                 beam += self._advance(node, hypothesis)
         if probability == 0 or not beam:
+            begins = self._trie.child(self._trie.root, byte) is not None
             raise ValueError(
-                f"no tokenization in the beam continues with {bytes((byte,))!r}; "
-                f"use a width above {self.width}"
+                f"no tokenization in the beam continues with {bytes((byte,))!r}"
+                f"{'' if begins else ', and no token of the vocabulary begins with it'}; "
+                f"a width above {self.width} may contain one that does"
             )
         await self._prune(beam)
         self.logprob += float(np.log(probability))

@@ -382,18 +382,18 @@ class Residents:
     def evict_for_waiting(self) -> None:
         """After a step, end idle requests whose places or blocks waiting requests need."""
         requests = self.requests
-        if not (requests.waiting or self._unstarted):
+        waiting = requests.waiting + len(self._unstarted)
+        if waiting <= 0:
             return
         self._end([name for name in requests.preempted() if name not in self._busy])
-        room = np.array([len(self._unstarted), 0])
-        self.make_room(room, requests.by_name, partly=True)
-        has_run = requests.tokens_computed > self._computed_before
-        if has_run and not requests.lacks_blocks:
-            return
         idle = [name for name in requests.by_name if name not in self._busy]
+        count = max(0, len(self._unstarted) - requests.free_places)
+        has_run = requests.tokens_computed > self._computed_before
+        if not count and (requests.lacks_blocks or not has_run):
+            count = (len(idle) + 1) // 2 or 1
         if idle:
-            self._end(idle[: (len(idle) + 1) // 2])
-        elif not has_run:
+            self._end(idle[:count])
+        elif count and not has_run:
             self._restart_forks(requests.stuck())
 
     def _restart_forks(self, stuck: Sequence[str]) -> None:
@@ -408,9 +408,14 @@ class Residents:
 
     @property
     def free_room(self) -> Room:
-        """Room for further requests."""
+        """Room that no request has and no population in progress needs."""
         self.requests.end_dropped()
-        return self.requests.free_room(self._busy)
+        members = (
+            name
+            for name, uses in self._busy.items()
+            if any(isinstance(pending.query, GroupQuery) for pending, _ in uses)
+        )
+        return self.requests.free_room(members)
 
     def make_room(self, room: Room, names: Iterable[str], *, partly: bool = False) -> set[str]:
         """End the idle ones of some requests, in order, until there is room.

@@ -303,27 +303,37 @@ class RunningRequests:
         """Maximum number of requests in vLLM's batch."""
         return int(self._scheduler.max_num_active_reqs)
 
+    @property
+    def free_places(self) -> int:
+        """Number of places without a request, negative if more requests wait for one."""
+        return self.places - int(sum(self._scheduler.get_request_counts()))
+
     def free_room(self, computing: Iterable[str]) -> Room:
-        """Return the room that no request has or needs; negative if requests need more.
+        """Return the free room without the blocks that some requests have yet to allocate.
 
         Args:
-            computing: Names of the requests that are not computed yet.
+            computing: Names of these requests.
+
+        Returns:
+            Room; a number is negative if more requests wait for a place, or need blocks.
         """
-        places = self.places - sum(self._scheduler.get_request_counts())
         if self.block_tokens is None:
-            return np.array([places, 0])
-        missing, begun = 0, []
-        for name in computing:
-            request = self.by_name[name]
-            held = len(self._manager.req_to_blocks.get(name, ()))
-            full, rest = divmod(request.num_tokens, self.block_tokens)
+            return np.array([self.free_places, 0])
+        missing = self._unallocated_blocks([self.by_name[name] for name in computing])
+        return np.array([self.free_places, self._pool.get_num_free_blocks() - missing])
+
+    def _unallocated_blocks(self, requests: Iterable[Any]) -> int:
+        """Return the number of blocks that vLLM's requests have yet to allocate."""
+        missing, begun, size = 0, [], self._manager.block_size
+        for request in requests:
+            held = len(self._manager.req_to_blocks.get(request.request_id, ()))
+            full, rest = divmod(request.num_tokens, size)
             if held:
                 missing += max(0, full + bool(rest) - held)
             else:
                 missing += bool(rest)
                 begun.append((request, full))
-        missing += self.missing_blocks(begun)
-        return np.array([places, self._pool.get_num_free_blocks() - missing])
+        return missing + self.missing_blocks(begun)
 
     def count_to_end(self, names: Sequence[str], room: Room) -> int | None:
         """Return how many of the first of some requests must end to free room.
@@ -370,15 +380,17 @@ class RunningRequests:
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether the free blocks may not suffice for the first waiting request.
+        """Whether the free blocks do not suffice for the first waiting request.
 
-        False if `free_room` has the number of blocks.
+        If the number of its blocks is not known, twice its tokens must fit.
         """
         queue = self._scheduler.kv_holding_waiting or self._scheduler.waiting
-        if self.block_tokens is not None or not queue:
+        if not queue:
             return False
-        free = self._pool.get_num_free_blocks() * self._block_size
-        return bool(free < 2 * queue.peek_request().num_tokens)
+        first, free = queue.peek_request(), self._pool.get_num_free_blocks()
+        if self.block_tokens is not None:
+            return bool(self._unallocated_blocks([first]) > free)
+        return bool(free * self._block_size < 2 * first.num_tokens)
 
     def preempted(self) -> list[str]:
         """Return the requests that vLLM has preempted, which are first in its queue."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
-from genlm import BatchEngine, Query, Reduction, Token, Vocabulary
+from genlm import BatchEngine, Query, Reduction, Token, TopTokens, Vocabulary
 from genlm.core.base.errors import EvaluationError
 from genlm.core.model.lm import AsyncLM
 from genlm.core.rows import output_cache as cache
@@ -71,6 +71,18 @@ def test_a_repeated_request_comes_from_the_cache_until_it_is_cleared(
     assert llm.statistics().cache_entries == llm.statistics().cache_bytes == 0
     llm.next_token_logprobs_sync([1, 2])
     assert len(engine.batches) == 2
+
+
+def test_cached_results_of_several_tensors_belong_to_the_caller(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE), output_cache=OutputCache(100))
+    first = llm.batch_top_tokens_sync([[i] for i in range(9)], 5)
+    again = llm.batch_top_tokens_sync([[i] for i in range(9)], 5)
+    for computed, cached in zip(first, again, strict=True):
+        torch.testing.assert_close(cached, computed)
+        assert type(cached) is TopTokens
+        for tensor, other in zip(cached, computed, strict=True):
+            assert tensor.data_ptr() != other.data_ptr()
+    assert llm.statistics().cache_hits == 9
 
 
 def test_results_of_earlier_weights_are_computed_again(make_model: MakeModel) -> None:

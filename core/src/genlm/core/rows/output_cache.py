@@ -170,7 +170,10 @@ def entry_copy(entry: Entry) -> Any:
 def copy_result(value: Any) -> Any:
     """Return a copy of a result that shares no mutable memory with it."""
     clone = getattr(value, "clone", None)  # of a tensor
-    return copy.deepcopy(value) if clone is None else clone()
+    if clone is not None:
+        return clone()
+    make = getattr(value, "_make", None)  # of a named tuple: deepcopy takes 20 times as long
+    return copy.deepcopy(value) if make is None else make(map(copy_result, value))
 
 
 def _nbytes(value: Any) -> int:

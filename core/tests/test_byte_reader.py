@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -182,6 +184,25 @@ def test_a_reader_starts_at_a_context_and_again(llm):
     again, fresh = asyncio.run(read()), asyncio.run(reading(llm, b"ab"))
     np.testing.assert_array_equal(again.probabilities(), fresh.probabilities())
     assert again.logprob == fresh.logprob
+
+
+def test_readers_share_a_trie_until_the_vocabulary_is_freed(monkeypatch):
+    built = []
+
+    def trie_class(symbols):
+        trie = genlm.TokenCharacterTrie(symbols)
+        built.append(weakref.ref(trie))
+        return trie
+
+    monkeypatch.setattr("genlm.byte_reader.get_trie", lambda: trie_class)
+    with genlm.AsyncLM(RandomEngine) as llm:
+        readers = [genlm.ByteReader(llm), genlm.ByteReader(llm, 2, stop=EOS)]
+        assert len(built) == 1
+        readers.append(genlm.ByteReader(llm, stop=()))
+        assert len(built) == 2
+    del llm, readers
+    gc.collect()
+    assert [trie() for trie in built] == [None, None]
 
 
 def test_copies_go_on_independently(llm):

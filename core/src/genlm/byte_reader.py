@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.base.validation import Integers
+    from genlm.core.trie.trie import TokenCharacterTrie
+    from genlm.core.vocab import Vocabulary
 
 __all__ = ["ByteReader"]
 
@@ -101,18 +104,9 @@ class ByteReader:
         ends, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
         if stop_texts:
             raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
-        symbols: list[Any] = list(llm.byte_vocab)
-        without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
-        excluded = (llm.vocabulary.special_ids | without_bytes) - ends
-        self._excluded = sorted(excluded)
-        # A symbol that is unique by id, in place of no bytes or of the bytes of a name.
-        for token_id in excluded:
-            symbols[token_id] = (_EXCLUDED, token_id)
-        for token_id in ends:
-            symbols[token_id] = (self.STOP, token_id)
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self.prune_threshold = threshold
-        self._trie = get_trie()(symbols)
+        self._trie, self._excluded = _trie_of(llm.vocabulary, ends, get_trie())
         self._beam: tuple[_Hypothesis, ...] = ()
         self._is_busy = False
 
@@ -255,3 +249,26 @@ class ByteReader:
         row[self._excluded] = 0
         row /= row.sum() or 1
         return row
+
+
+_tries: WeakKeyDictionary[Vocabulary, dict[Any, tuple[TokenCharacterTrie, list[int]]]]
+_tries = WeakKeyDictionary()
+"""Tries of vocabularies, by ends and class; readers share them, and never change them."""
+
+
+def _trie_of(
+    vocabulary: Vocabulary, ends: frozenset[int], trie_class: Callable[..., TokenCharacterTrie]
+) -> tuple[TokenCharacterTrie, list[int]]:
+    """Return the trie of a vocabulary with the given ends, and its excluded tokens."""
+    tries = _tries.setdefault(vocabulary, {})
+    if (ends, trie_class) not in tries:
+        symbols: list[Any] = list(vocabulary.byte_vocab)
+        without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
+        excluded = (vocabulary.special_ids | without_bytes) - ends
+        # A symbol that is unique by id, in place of no bytes or of the bytes of a name.
+        for token_id in excluded:
+            symbols[token_id] = (_EXCLUDED, token_id)
+        for token_id in ends:
+            symbols[token_id] = (ByteReader.STOP, token_id)
+        tries[ends, trie_class] = trie_class(symbols), sorted(excluded)
+    return tries[ends, trie_class]

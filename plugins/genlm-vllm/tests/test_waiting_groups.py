@@ -10,7 +10,7 @@ import pytest
 from population_walks import check, figures
 
 import genlm
-from genlm.plugin import Generation, GroupQuery, Lineage, Rows, TokenSequence
+from genlm.plugin import Generation, GroupQuery, Lineage, Query, Rows, TokenSequence
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.waiting_groups import WaitingGroups
 
@@ -187,3 +187,19 @@ def test_a_population_that_its_caller_keeps_does_not_hold_up_others(
 
     assert 10 < llm._scheduler.run(steps_of_the_group) < 20
     check(tiny, kept, kept.next_token_logprobs_sync())
+
+
+def test_single_requests_that_wait_in_vllm_reserve_no_blocks(llm: genlm.AsyncLM) -> None:
+    llm.clear_kv_cache()
+    queries = [Query(-9 - i, ids) for i, ids in enumerate(prompts(200, 200, 200, 200, 200))]
+
+    def room_beside_queries(engine: Any) -> list[int]:
+        for query in queries:
+            engine.submit(query)
+        try:
+            return engine._residents.free_room.tolist()
+        finally:
+            for query in queries:
+                engine.abort(query.query_id)
+
+    assert llm._scheduler.run(room_beside_queries) == [64 - len(queries), BLOCKS]

@@ -337,7 +337,7 @@ def distinct_sequences(
     [wanted] = is_wanted.nonzero()
     if len(wanted) == len(lineage):
         return wanted, member_places
-    return wanted, np.searchsorted(wanted, member_places)
+    return wanted, (is_wanted.cumsum() - 1)[member_places]
 
 
 def is_ascending(places: Integers64) -> bool:

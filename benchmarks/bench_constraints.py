@@ -11,12 +11,14 @@ constraint at the same time, and none benefits from the caches that the same oth
 
 A step is a draw, the extension of the population and of the constraint, and reading the flags
 of the finished members. Without a constraint, the members that drew the stop token are marked
-as finished, so that all populations have finished members, which a draw leaves out. Figures are the CPU time of all threads in milliseconds, with the masks
-of the next draw. The ratio is the time without a constraint by a contestant's, the median over
-rounds. `caller_us` has microseconds of the caller's thread that the constraint adds, the
-difference of the means of the faster halves of the steps, and `loop_us` those of `advance` for
-tokens for which the draw has not prepared it, repeated in a loop, where instructions and arrays
-remain in the processor's caches.
+as finished, so that all populations have finished members, which a draw leaves out.
+
+Figures are the CPU time of all threads in milliseconds, with the masks of the next draw. The
+ratio is the time without a constraint by a contestant's, the median over rounds. `caller_us`
+has microseconds of the caller's thread that the constraint adds, the difference of the means
+of the faster halves of the steps, and `loop_us` those of `advance` for tokens for which the
+draw has not prepared it, repeated in a loop, where instructions and arrays remain in the
+processor's caches.
 
 The physical limits are `library_us`: the calls of xgrammar (an accepted token for each
 distinct history, and one call that fills all masks) and the calls of the function of
@@ -83,7 +85,7 @@ class Contestant:
         if self.constraint is None:
             drawn = await self.population.draw(seed=SEED)
             self.population = self.population.extend(drawn.token_ids)
-            has_ended = drawn.token_ids == STOP
+            has_ended = drawn.token_ids.numpy() == STOP
             if has_ended.any():
                 self.population = self.population.finish(has_ended)
         else:

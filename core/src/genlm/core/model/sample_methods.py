@@ -75,7 +75,7 @@ class SampleMethods:
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw a continuation of `prompt`; `stream` also returns log-probabilities.
+        """Draw a continuation; `stream` and `Population.sample` also return log-probabilities.
 
         Args:
             prompt: At least one token id.
@@ -125,8 +125,9 @@ class SampleMethods:
     ) -> list[list[int]]:
         """Draw the continuations of several prompts concurrently; see `sample`.
 
-        Every continuation has a separate random stream: continuations of equal prompts are
-        independent, and continuation i does not depend on the number of prompts.
+        `Population.sample` also returns their log-probabilities. Every continuation has a
+        separate random stream: continuations of equal prompts are independent, and continuation
+        i does not depend on the number of prompts.
         """
         prompts = list(checked_batch(prompts))
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)

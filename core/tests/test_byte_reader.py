@@ -189,12 +189,13 @@ def test_a_reader_starts_at_a_context_and_again(llm):
 def test_readers_share_a_trie_until_the_vocabulary_is_freed(monkeypatch):
     built = []
 
-    def trie_class(symbols):
-        trie = genlm.TokenCharacterTrie(symbols)
-        built.append(weakref.ref(trie))
-        return trie
+    class Trie(genlm.TokenCharacterTrie):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            assert options == {"compiled": False}, "readers reduce few nodes"
+            built.append(weakref.ref(self))
 
-    monkeypatch.setattr("genlm.byte_reader.get_trie", lambda: trie_class)
+    monkeypatch.setattr("genlm.byte_reader.TokenCharacterTrie", Trie)
     with genlm.AsyncLM(RandomEngine) as llm:
         readers = [genlm.ByteReader(llm), genlm.ByteReader(llm, 2, stop=EOS)]
         assert len(built) == 1

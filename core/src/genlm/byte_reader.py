@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -24,13 +24,12 @@ from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
-from genlm.core.plugins.lookup import get_trie
+from genlm.core.trie.trie import TokenCharacterTrie
 
 if TYPE_CHECKING:
     import torch
 
     from genlm.core.base.validation import Integers
-    from genlm.core.trie.trie import TokenCharacterTrie
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["ByteReader"]
@@ -106,7 +105,7 @@ class ByteReader:
             raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self.prune_threshold = threshold
-        self._trie, self._excluded = _trie_of(llm.vocabulary, ends, get_trie())
+        self._trie, self._excluded = _trie_of(llm.vocabulary, ends)
         self._beam: tuple[_Hypothesis, ...] = ()
         self._is_busy = False
 
@@ -251,17 +250,19 @@ class ByteReader:
         return row
 
 
-_tries: WeakKeyDictionary[Vocabulary, dict[Any, tuple[TokenCharacterTrie, list[int]]]]
+_tries: WeakKeyDictionary[
+    Vocabulary, dict[frozenset[int], tuple[TokenCharacterTrie, list[int]]]
+]
 _tries = WeakKeyDictionary()
-"""Tries of vocabularies, by ends and class; readers share them, and never change them."""
+"""Tries of vocabularies, by ends; readers share them, and never change them."""
 
 
 def _trie_of(
-    vocabulary: Vocabulary, ends: frozenset[int], trie_class: Callable[..., TokenCharacterTrie]
+    vocabulary: Vocabulary, ends: frozenset[int]
 ) -> tuple[TokenCharacterTrie, list[int]]:
     """Return the trie of a vocabulary with the given ends, and its excluded tokens."""
     tries = _tries.setdefault(vocabulary, {})
-    if (ends, trie_class) not in tries:
+    if ends not in tries:
         symbols: list[Any] = list(vocabulary.byte_vocab)
         without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
         excluded = (vocabulary.special_ids | without_bytes) - ends
@@ -270,5 +271,6 @@ def _trie_of(
             symbols[token_id] = (_EXCLUDED, token_id)
         for token_id in ends:
             symbols[token_id] = (ByteReader.STOP, token_id)
-        tries[ends, trie_class] = trie_class(symbols), sorted(excluded)
-    return tries[ends, trie_class]
+        # Compiled code would reduce all nodes; readers need the children of one.
+        tries[ends] = TokenCharacterTrie(symbols, compiled=False), sorted(excluded)
+    return tries[ends]

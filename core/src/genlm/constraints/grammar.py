@@ -143,7 +143,7 @@ class Grammar(Language):
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         thread = ThreadPoolExecutor(1, "genlm-grammar")
         step = thread.submit(_fill_masks, compiled, [first], states)
-        return _GrammarConstraint.after_step(compiled, thread, step, states)
+        return _GrammarConstraint(compiled, thread, step, _ended(compiled, step, states))
 
     def __reduce__(self) -> Any:
         return type(self), (self._library, self._form, self._source, self._options)
@@ -225,6 +225,13 @@ def _advance_matchers(
     return _fill_masks(compiled, matchers, state_of[LIVE:])
 
 
+def _ended(compiled: _CompiledGrammar, step: Future[_Step], states: States) -> States:
+    """Finish members whose text has no continuation, for models without stop tokens."""
+    if compiled.tokens.stop.size:
+        return states
+    return np.where(step.result().is_over, FINISHED, states)
+
+
 class _GrammarConstraint(StateConstraint):
     """Members with matchers, which members with equal histories share.
 
@@ -236,7 +243,7 @@ class _GrammarConstraint(StateConstraint):
         thread: The thread.
         step: Matchers and masks.
         states: State of each member.
-        row_masks: The mask of each member.
+        row_masks: The mask of each member, by default that of the step.
     """
 
     def __init__(
@@ -245,31 +252,15 @@ class _GrammarConstraint(StateConstraint):
         thread: ThreadPoolExecutor,
         step: Future[_Step],
         states: States,
-        row_masks: RowMasks,
+        row_masks: RowMasks | None = None,
     ) -> None:
         super().__init__(states, len(compiled.tokens.texts))
         self.compiled = compiled
         self.thread = thread
         self.step = step
-        self._row_masks = row_masks
-
-    @classmethod
-    def after_step(
-        cls,
-        compiled: _CompiledGrammar,
-        thread: ThreadPoolExecutor,
-        step: Future[_Step],
-        states: States,
-    ) -> _GrammarConstraint:
-        """Return the constraint of the members of a step.
-
-        For models without stop tokens, it waits for the step and finishes the members whose
-        text has no continuation.
-        """
-        if not compiled.tokens.stop.size:
-            states = np.where(step.result().is_over, FINISHED, states)
-        row_masks = RowMasks.deferred(lambda: step.result().row_masks, len(states))
-        return cls(compiled, thread, step, states, row_masks)
+        self._row_masks = row_masks or RowMasks.deferred(
+            lambda: step.result().row_masks, len(states)
+        )
 
     @property
     def state_of(self) -> Integers64:
@@ -294,7 +285,8 @@ class _GrammarConstraint(StateConstraint):
             is_wrong = (token_ids >= 0) & ~is_allowed & (self.states == LIVE)
             states = np.where(is_wrong, DEAD, states)
         step = self.thread.submit(_advance_matchers, self, token_ids, states)
-        return self.after_step(self.compiled, self.thread, step, states)
+        states = _ended(self.compiled, step, states)
+        return _GrammarConstraint(self.compiled, self.thread, step, states)
 
     def __getitem__(self, ancestors: Any) -> _GrammarConstraint:
         members = np.arange(len(self.states))[member_index(ancestors)]

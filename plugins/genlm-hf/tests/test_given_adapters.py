@@ -244,3 +244,21 @@ def test_a_failed_load_leaves_the_model_as_it_was(
             engine.add_adapter("green", green[0])
     with pytest.raises(UnknownAdapterError, match="Loaded: blue, green, red"):
         answers(engine, [(SEQUENCES[0], "bad")])
+
+
+def test_an_adapter_of_the_model_can_be_trained_beside_loaded_ones(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    peft_model(blue=lora(target_modules=["v_proj"])).save_pretrained(tmp_path)
+    model = peft_model()
+    engine = HFEngine.from_model(model, tokenizer)
+    engine.add_adapter("loaded", str(tmp_path / "blue"))
+    answers(engine, [(ids, adapter) for ids in SEQUENCES for adapter in (None, "loaded")])
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=1.0)
+    before = alone(model, SEQUENCES[0])
+    model(torch.tensor([SEQUENCES[0]])).logits.sum().backward()
+    optimizer.step()
+    expected = [alone(model, ids) for ids in SEQUENCES]
+    assert (expected[0] - before).abs().max() > 1e-3
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)

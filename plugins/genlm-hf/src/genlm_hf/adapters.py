@@ -143,6 +143,8 @@ class Adapters(prefix.Adapters[str]):
         for layer in adapter_layers(self.model):
             layer.enable_adapters(True)
         set_adapter(self.model, self.loaded[name], inference_mode=True)
+        if self._original is not None:  # the caller may train the model's own adapters
+            self._original.restore_trainable()
         return adapter_state(self.model)
 
     def _inject(self, peft_name: str, config: Any) -> Any:

@@ -111,7 +111,7 @@ def test_populations_that_exceed_the_places_together_are_computed_in_turn(
     asyncio.run(main())
     engine: Any = llm.engine
     places = engine.llm_engine.vllm_config.scheduler_config.max_num_seqs
-    if places in {6, 64}:  # with few blocks, vLLM preempts requests besides
+    if places in {6, 64}:  # with few blocks, requests end for these, too
         assert begun()[0] <= (6 if places == 64 else 6 * 3 * steps // 3)
 
 

@@ -94,7 +94,6 @@ class Residents:
         self._embedded_ids: int = config.model_config.get_vocab_size()
         # vLLM must generate one token.
         self.max_context: int = config.model_config.max_model_len - 1
-        self._block_tokens: int = config.cache_config.block_size
         self._queries: dict[int, PendingQuery] = {}
         # Queries and places of the sequences that a request computes now, by the request's id.
         self._busy: dict[str, list[tuple[PendingQuery, int]]] = {}
@@ -144,7 +143,7 @@ class Residents:
         if query.targets:
             # Otherwise the first block of the prefix cache could cover a scored position.
             first = len(query) - len(query.targets)
-            self._begin_scores(pending, reads_cache=first >= self._block_tokens)
+            self._begin_scores(pending, reads_cache=first >= self.requests.block_size)
         else:
             parent = self._contexts.parent(query)
             resident = None if parent is None else self._extend(parent, "contexts")

@@ -98,8 +98,9 @@ class RunningRequests:
 
     Attributes:
         by_name: vLLM's requests by id, least recently used first.
-        block_tokens: Tokens of a KV block; None if the number of blocks that requests need is
-            not known, as with sliding windows.
+        block_size: Tokens of a KV block in vLLM's configuration.
+        block_tokens: Tokens of a KV block of the requests; None if the number of blocks that
+            they need is not known, as with sliding windows.
         steps: Number of vLLM's steps.
         tokens_computed: Number of tokens that vLLM has scheduled.
     """
@@ -115,7 +116,7 @@ class RunningRequests:
         # None with sliding windows, for one: forks then begin from the prefix cache.
         self._manager: Any = _block_table(manager)
         self.block_tokens: int | None = self._manager and self._manager.block_size
-        self._block_size = engine.vllm_config.cache_config.block_size
+        self.block_size: int = engine.vllm_config.cache_config.block_size
         self._pool = manager.block_pool
         self._hasher = core.request_block_hasher
         self._hash_block_size = core.scheduler.hash_block_size
@@ -390,7 +391,7 @@ class RunningRequests:
         first, free = queue.peek_request(), self._pool.get_num_free_blocks()
         if self.block_tokens is not None:
             return bool(self._unallocated_blocks([first]) > free)
-        return bool(free * self._block_size < 2 * first.num_tokens)
+        return bool(free * self.block_size < 2 * first.num_tokens)
 
     def preempted(self) -> list[str]:
         """Return the requests that vLLM has preempted, which are first in its queue."""

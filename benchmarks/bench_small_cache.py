@@ -2,8 +2,8 @@
 
 Populations with draws on `genlm-hf` or `genlm-vllm`, resampled every fourth step: at once, with
 slots of tokens (hf) or KV blocks (vllm) for all of their tokens and for a part of them, and one
-after the other. The figure is the CPU time of
-the process per member and step; the ratio is that with enough slots by the contestant's.
+after the other. The figure is the CPU time of the process per member and step; the ratio is
+that with enough slots by the contestant's.
 Populations that do not fit together should cost about as much as one after the other, and a
 single population that does not fit as much as the computation of the tokens that were evicted.
 Model: a Llama of 31 million parameters with random weights.

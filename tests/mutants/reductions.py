@@ -158,7 +158,7 @@ def all_reductions_fail_together(computed):
 
 @core_fault(
     TextRequests,
-    "_find_cached",
+    "_find_entry",
     found_by="model/test_lm_reductions.py::test_reductions_are_cached_and_cached_rows_answer_them",
 )
 def output_cache_unread(cached):

@@ -45,7 +45,7 @@ async def main():
         torch.manual_seed(0)
         np.random.seed(0)
         sampler = make()
-        particles = await SMC(sampler)(n_particles=400, ess_threshold=0.5, max_tokens=10)
+        particles = await SMC(sampler)(n_particles=1600, ess_threshold=0.5, max_tokens=10)
         texts = [b"".join(t for t in c if isinstance(t, bytes)) for c in particles.contexts]
         found[name] = {
             "log_evidence": float(particles.log_ml),

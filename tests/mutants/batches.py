@@ -57,13 +57,8 @@ class LongestDecides(CachedEngine):
 class OneAStep(CachedEngine):
     """Never batches: evaluates one query a step."""
 
-    def step(self):
-        waiting = list(self._pending.items())
-        self._pending.clear()
-        self._pending.update(waiting[:1])
-        finished = super().step()
-        self._pending.update(waiting[1:])
-        return finished
+    def choose(self, pending):
+        return pending[:1]
 
 
 @engine_mutant(killed_by="concurrent-requests-share-steps")

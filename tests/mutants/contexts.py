@@ -108,7 +108,7 @@ class AbortedTokensStay(ResidentEngine):
         return pending[:1]
 
     def abort(self, query_id):
-        query = self._pending.get(query_id)
+        query = self._pending.drop(query_id)
         super().abort(query_id)
         if query is None:
             return

@@ -54,7 +54,7 @@ def test_a_group_that_has_waited_for_64_choices_is_the_first() -> None:
     def fits(group: GroupQuery) -> bool:
         return group is first
 
-    for _ in range(100):  # without a shortage, nobody waits for room
+    for _ in range(100):  # there is room for all groups
         turns.record([first, second], [first], is_short=False)
     for choice in range(64):
         pending = [first, second] if choice < 10 else [first, second, third]

@@ -31,35 +31,12 @@ from genlm.plugin import (
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
 from genlm_vllm.messages import ComputedPart, NewQuery
-from genlm_vllm.processes import Outputs, without_frames
+from genlm_vllm.pending_query import PendingQuery
+from genlm_vllm.processes import Outputs
 from genlm_vllm.running_requests import Parent, ResidentRequest, Room, RunningRequests
 from genlm_vllm.workers import Workers
 
 __all__ = ["Residents"]
-
-
-class PendingQuery:
-    """A query, the requests that compute its sequences, and its state.
-
-    Attributes:
-        query: The query. A `Query` has one sequence, a `GroupQuery` those of `wanted`.
-        residents: The request of each sequence, by place in `wanted`.
-        remaining: Number of sequences that are neither computed nor failed.
-        errors: Errors of the failed sequences, by place.
-    """
-
-    __slots__ = ("errors", "query", "remaining", "residents")
-
-    def __init__(self, query: Query | GroupQuery, count: int) -> None:
-        self.query = query
-        self.residents: list[ResidentRequest | None] = [None] * count
-        self.remaining = count
-        self.errors: dict[int, Exception] = {}
-
-    def fail(self, place: int, error: Exception) -> None:
-        """Record the error of a sequence."""
-        self.errors[place] = without_frames(error)
-        self.remaining -= 1
 
 
 class Residents:

@@ -6,12 +6,12 @@ import abc
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
 from genlm.core.engine.engine import Capability
 from genlm.core.engine.halving import Halving, completions_of
+from genlm.core.engine.query_queue import QueryQueue
 from genlm.core.queries.query import (
     ROW_ONLY,
     Completion,
@@ -70,8 +70,7 @@ class BatchEngine(abc.ABC):
     smallest_group: int = 8
     is_deferring: bool = False
 
-    _pending: dict[int, Query]
-    _turn = 0  # of the first query of the last step, or larger
+    _pending: QueryQueue
     _groups: dict[int, GroupWork]
     _group_is_next = False
     _has_logged = False
@@ -79,7 +78,7 @@ class BatchEngine(abc.ABC):
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """Initialise the pending queries, so that subclasses need not call `__init__`."""
         engine = super().__new__(cls)
-        engine._pending = {}
+        engine._pending = QueryQueue()
         engine._groups = {}
         return engine
 
@@ -242,8 +241,7 @@ class BatchEngine(abc.ABC):
 
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
-        self._pending[query.query_id] = query
-        query.turn += self._turn
+        self._pending.add(query)
 
     def submit_group(self, group: GroupQuery) -> None:
         """Accept the query of a population, which one or several steps compute."""
@@ -263,7 +261,7 @@ class BatchEngine(abc.ABC):
             return self._group_step()
         if not self._pending:
             return []
-        batch = self._take_batch()
+        batch = self._pending.take(self.choose, type(self).__name__)
         score_queries = [query for query in batch if query.targets]
         row_queries = [query for query in batch if not query.targets]
         completions: list[Completion] = []
@@ -278,7 +276,7 @@ class BatchEngine(abc.ABC):
 
     def abort(self, query_id: int) -> None:
         """Drop a query that no step has evaluated yet."""
-        self._pending.pop(query_id, None)
+        self._pending.drop(query_id)
         self._groups.pop(query_id, None)
 
     def close(self) -> None:  # noqa: B027 - optional for subclasses
@@ -371,30 +369,6 @@ class BatchEngine(abc.ABC):
                 len(batch),
             )
         return results
-
-    def _take_batch(self) -> list[Query]:
-        pending = sorted(self._pending.values(), key=attrgetter("turn"))  # then by age
-        # It grows in each step, so a query is preceded by later ones in finitely many steps.
-        self._turn = max(self._turn + 1, pending[0].turn)
-        batch = list(self.choose(pending))
-        for query in batch:
-            if self._pending.pop(query.query_id, None) is None:
-                raise EvaluationError(
-                    f"{type(self).__name__}.choose returned query {query.query_id}, which is "
-                    f"not pending, or returned it twice; return pending queries, without "
-                    f"repetition"
-                )
-        if not batch:
-            raise EvaluationError(
-                f"{type(self).__name__}.choose returned none of {len(pending)} pending "
-                f"queries; return at least one"
-            )
-        if pending[0].query_id in self._pending:
-            raise EvaluationError(
-                f"{type(self).__name__}.choose returned {len(batch)} of {len(pending)} pending "
-                f"queries without the first, which might never be evaluated; include pending[0]"
-            )
-        return batch
 
     def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
         plain = [query for query in queries if query.outputs == ROW_ONLY]

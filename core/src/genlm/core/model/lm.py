@@ -275,9 +275,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
         """Return a copy of the row if the output cache contains it, else None."""
         _, key = self._requests.build_query(token_ids, lora_name)
         [cached] = self._requests.find_cached([(key, None)])
-        if cached is None:
-            return None
-        row: torch.Tensor = entry_copy(cached[0])
+        row: torch.Tensor | None = None if cached is None else entry_copy(cached[0])
         return row
 
     # -- contexts ---------------------------------------------------------------------

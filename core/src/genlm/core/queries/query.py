@@ -54,8 +54,8 @@ _MAX_PRINTED = 64
 class Query:
     """One request to an engine, validated against its vocabulary and context size.
 
-    Two queries are equal if all their attributes but `turn` are equal. Other attributes must
-    not be changed; `replace` returns a new query.
+    Two queries are equal if all their attributes but `turn` are equal. Attributes must not be
+    changed after `submit`; `replace` returns a new query.
 
     Attributes:
         query_id: Id of the query and of its completion, unique within the scheduler.
@@ -67,8 +67,8 @@ class Query:
             ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
             output may be a `GroupReduction`, whose members are the rows that predict the
             targets.
-        turn: Order in which a `BatchEngine` computes pending queries: the number of queries of
-            the same request before this one, to which `submit` adds the engine's turn.
+        turn: Number of queries of the same request before this one, by which a `BatchEngine`
+            orders pending queries (`QueryQueue`).
         is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
 
     Args:

@@ -520,6 +520,14 @@ def test_samples_under_a_mask_have_the_distribution_of_enumeration(llm: genlm.As
             assert deviation <= 4.5 * np.sqrt(expected / count)
 
 
+@pytest.mark.parametrize("copies", [1, 20])
+def test_a_member_without_an_allowed_token_draws_once(llm: genlm.AsyncLM, copies: int) -> None:
+    population = llm.population([1], copies)
+    sampled = population.sample_sync(5, bias=np.full(SIZE, -np.inf), stop=(), seed=1)
+    assert sampled.token_ids.tolist() == [[-1]] * copies
+    assert members(sampled.population) == [(1,)] * copies
+
+
 def test_a_bias_that_is_no_number_fails_a_sample_as_it_fails_a_draw(llm: genlm.AsyncLM) -> None:
     bias = np.zeros((3, SIZE))
     bias[1] = np.nan

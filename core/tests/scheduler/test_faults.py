@@ -179,10 +179,10 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
         """Ignores outputs, so that the core reduces."""
 
         def step(self) -> list[Completion]:
-            pending, self._pending = self._pending, {}
+            pending = self._pending.take(lambda queries: queries, "Whole")
             return [
-                Completion(query_id, oracle_row(query.token_ids, None, 16))
-                for query_id, query in pending.items()
+                Completion(query.query_id, oracle_row(query.token_ids, None, 16))
+                for query in pending
             ]
 
     llm = make_model(Whole(), output_cache=OutputCache(10))
@@ -261,10 +261,10 @@ def test_a_stage_that_returns_nonsense_ends_the_requests_of_its_step(
 ) -> None:
     class Whole(ScriptedEngine):
         def step(self) -> list[Completion]:
-            pending, self._pending = self._pending, {}
+            pending = self._pending.take(lambda queries: queries, "Whole")
             return [
-                Completion(query_id, oracle_row(query.token_ids, None, 16))
-                for query_id, query in pending.items()
+                Completion(query.query_id, oracle_row(query.token_ids, None, 16))
+                for query in pending
             ]
 
     llm = make_model(Whole(), output_cache=OutputCache(0))

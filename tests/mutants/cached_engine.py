@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from genlm import AdapterError, BatchEngine, Capability, Query, rows_from_logits
 from genlm.plugin import TokenScores
+from genlm.prefix import PieceScores, ScoredText
 
 from .attention import ADAPTER_SEEDS, CONTEXT, EMPTY, Attention, Floats, State, base_model
 from .vocabulary import small_vocabulary
@@ -120,17 +122,29 @@ class CachedEngine(BatchEngine):
     def model(self, adapter: str | None) -> Attention:
         return self.models[adapter]
 
-    def score(self, queries: Sequence[Query]) -> list[TokenScores]:
-        return [self.scores(query) for query in queries]
+    def score(self, queries: Sequence[Query]) -> list[Any]:
+        return [
+            self.scores(query) if query.outputs == (None,) else self.reduced(query)
+            for query in queries
+        ]
 
     def scores(self, query: Query) -> TokenScores:
         """Score the targets of a query, each from the hidden vector before it."""
-        first = len(query) - len(query.targets) + 1
-        ends = [query.token_ids[: first + place] for place in range(len(query.targets))]
-        logits = np.stack([self.logits(end, query.adapter) for end in ends])
-        rows = self.rows(torch.from_numpy(logits))
+        rows = self.rows(self.text_logits(query))
         logprobs = rows.gather(1, torch.tensor(query.targets)[:, None])[:, 0]
         return TokenScores(logprobs, logprobs >= rows.amax(-1))
+
+    def reduced(self, query: Query) -> Any:
+        """Reduce the rows that predict the targets of a query."""
+        scores = PieceScores([ScoredText.of(query)], self.vocabulary)
+        scores.add(np.arange(len(query.targets)), self.text_logits(query))
+        return scores.results()[0]
+
+    def text_logits(self, query: Query) -> torch.Tensor:
+        """Return the logits that predict the targets of a query."""
+        first = len(query) - len(query.targets) + 1
+        ends = [query.token_ids[: first + place] for place in range(len(query.targets))]
+        return torch.from_numpy(np.stack([self.logits(end, query.adapter) for end in ends]))
 
     # -- adapters, prefixes, figures --------------------------------------------------
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 import genlm.core.model.reduction_methods
 import genlm.core.rows.draws
 import genlm.core.rows.outputs
-from genlm import Capability, TokenScores
+from genlm import TokenScores
+from genlm.core.engine.group_engine import GroupEngine
+from genlm.core.engine.text_groups import ScoreColumns
 from genlm.core.model.text_requests import TextRequests
-from genlm.core.rows.reductions import TargetScore, TokenLogprobs
+from genlm.core.rows.reductions import TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation
 
@@ -76,10 +76,10 @@ def joined_callers_get_the_first_output(add):
     return broken
 
 
-@core_mutant(TargetScore, "compute", killed_by="scores-equal-the-loop-over-rows")
+@core_mutant(ScoreColumns, "compute", killed_by="scores-equal-the-loop-over-rows")
 def scores_of_the_next_position(compute):
     """Scores each target in the row of the position before."""
-    return lambda rows, requests: compute(rows.roll(1, 0), requests)
+    return lambda self, rows, row_of, members: compute(self, rows.roll(1, 0), row_of, members)
 
 
 @engine_mutant(killed_by="scores-equal-the-loop-over-rows")
@@ -110,14 +110,13 @@ class NoTokenIsTop(CachedEngine):
         return super().scores(query)._replace(is_top=torch.zeros(len(query.targets)).bool())
 
 
-def with_capabilities(change):
-    """Score with other capabilities than those of the engine."""
+def scored_by(engine_scores):
+    """Send texts to the engine, or compute them as groups, whatever the engine declares."""
 
-    def mutate(scores):
-        def broken(self, token_ids, start, lora_name):
-            bound = copy.copy(self)
-            bound.capabilities = change(self.capabilities)
-            return scores(bound, token_ids, start, lora_name)
+    def mutate(submit):
+        def broken(self, query):
+            self._scores_texts = engine_scores
+            submit(self, query)
 
         return broken
 
@@ -125,23 +124,23 @@ def with_capabilities(change):
 
 
 @core_fault(
-    TextRequests,
-    "score_items",
+    GroupEngine,
+    "submit",
     found_by="model/test_lm_reductions.py::test_scores_are_shared_cached_and_of_their_adapter",
 )
-def never_scored_natively(scores):
+def never_scored_natively(submit):
     """Asks for every position of a text although the engine scores texts itself."""
-    return with_capabilities(lambda own: own - {Capability.SCORE})(scores)
+    return scored_by(False)(submit)
 
 
 @core_fault(
-    TextRequests,
-    "score_items",
+    GroupEngine,
+    "submit",
     found_by="model/test_lm_reductions.py::test_scores_are_those_of_the_rows",
 )
-def always_scored_natively(scores):
+def always_scored_natively(submit):
     """Sends texts to an engine that never said that it scores them."""
-    return with_capabilities(lambda own: own | {Capability.SCORE})(scores)
+    return scored_by(True)(submit)
 
 
 @core_mutant(genlm.core.rows.outputs, "_compute", killed_by="a-failing-reduction-fails-alone")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from genlm.core.model import text_requests
+from genlm.core.engine import text_groups
 from genlm.core.rows.text_scores import PieceScores
 
 from .baselines import cached_target
 from .mutant import core_mutant
 
 
-@core_mutant(text_requests, "_proper_prefixes", killed_by="scores-equal-the-loop-over-rows")
-def rows_after_the_token(beginnings):
+@core_mutant(text_groups, "_prefixes", killed_by="scores-equal-the-loop-over-rows")
+def rows_after_the_token(prefixes):
     """Reduces the row after each token, not the one that predicts it."""
 
-    def broken(packed, start):
-        found = list(beginnings(packed, start))
+    def broken(text):
+        found = list(prefixes(text))
         return iter([*found[1:], found[-1]])
 
     return broken

@@ -15,7 +15,7 @@ import torch
 
 from genlm import AsyncLM, Reduction
 from genlm.core.rows.masks import Mask
-from genlm.core.rows.reductions import Draw, LogMass, TargetScore, TokenLogprobs, TopK
+from genlm.core.rows.reductions import Draw, LogMass, TokenLogprobs, TopK
 from genlm.plugin import TokenScores, stream_uniform
 from genlm.testing import TINY_VOCABULARY, TinyModel
 
@@ -51,9 +51,8 @@ def outputs_of(number: int, entropy: Entropy) -> tuple[Any, ...]:
         TokenLogprobs((number, 299, 4)),
         Draw(stream_uniform(number, 4)),
         entropy,
-        TargetScore(number),
     )
-    return all_of_them if number % 3 == 0 else (all_of_them[number % 8],)
+    return all_of_them if number % 3 == 0 else (all_of_them[number % 7],)
 
 
 def drawn_token(row: torch.Tensor, draw: Draw) -> int:
@@ -83,9 +82,6 @@ def check_output(value: Any, output: Any, row: torch.Tensor) -> None:
             assert abs(value.logprob - float(row[value.token_id])) <= TOLERANCE
             allowed = row if output.mask is None else row[list(output.mask)]
             assert abs(value.log_mass - float(allowed.logsumexp(-1))) <= TOLERANCE
-        case TargetScore():
-            assert abs(value.logprob - float(row[output.token_id])) <= TOLERANCE
-            assert value.is_top == (int(row.argmax()) == output.token_id)
         case Entropy():
             assert abs(value - float(torch.special.entr(row.exp()).sum())) <= 1e-3
         case _:

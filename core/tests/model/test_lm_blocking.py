@@ -15,7 +15,7 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import AsyncLM, Capability, EngineClosedError, OutputCache, Query
 from genlm.core.base.blocking import blocking, run_blocking
-from genlm.core.scheduler import background
+from genlm.core.scheduler import Scheduler, background
 
 MakeModel = Callable[..., AsyncLM]
 
@@ -187,7 +187,7 @@ def test_both_forms_do_the_same(make_model: MakeModel) -> None:
     assert engine.closed
 
 
-def test_a_group_of_any_kind_is_answered_by_its_id(make_model: MakeModel) -> None:
+def test_a_group_of_any_kind_is_answered_by_its_id() -> None:
     """The scheduler takes whatever has an id, and returns what the engine says."""
 
     class Group:
@@ -206,10 +206,11 @@ def test_a_group_of_any_kind_is_answered_by_its_id(make_model: MakeModel) -> Non
                 return [Completion(self.group.query_id, {"of": self.group})]  # type: ignore[arg-type]
             return super().step()
 
-    llm, group = make_model(GroupEngine()), Group()
-    assert asyncio.run(llm._scheduler.answer(group)) == {"of": group}
-    assert run_blocking(llm._scheduler.answer(group)) == {"of": group}
-    assert run_blocking(llm._scheduler.answer(Query(7, (1,)))).shape == (16,)
+    scheduler, group = Scheduler(GroupEngine), Group()
+    assert asyncio.run(scheduler.answer(group)) == {"of": group}
+    assert run_blocking(scheduler.answer(group)) == {"of": group}
+    assert run_blocking(scheduler.answer(Query(7, (1,)))).shape == (16,)
+    scheduler.close()
 
 
 def test_the_thread_of_finalizers_starts_with_a_model_and_not_in_a_finalizer(

@@ -503,37 +503,27 @@ def test_longer_texts_are_scored_in_windows(
     assert whole.tolist() == loop_over_rows(texts[3], 1)
 
 
-def test_scores_by_rows_use_the_output_cache(make_model: MakeModel) -> None:
-    llm = make_model(ScriptedEngine(SIZE))
-    text = [1, 2, 3, 4]
-    llm.next_token_logprobs_sync(text[:2])
-    expected = loop_over_rows(text, 1)
-    for evaluations in (3, 3):
-        assert llm.score_sync(text).tolist() == expected
-        assert llm.statistics().answered == evaluations
-
-
-def test_positions_are_looked_up_and_counted_part_by_part(make_model: MakeModel) -> None:
-    engine = ScriptedEngine(SIZE)
-    llm = make_model(engine)
-    generator = np.random.default_rng(0)
-    text, other, last = (generator.integers(0, SIZE, 200).tolist() for _ in range(3))
-    scored = llm.batch_score_sync([text, text])  # the rest of the second after the first part
-    assert [scores.tolist() for scores in scored] == [loop_over_rows(text, 1)] * 2
-    counted = llm.statistics()
-    assert (counted.requests, counted.cache_hits, counted.answered) == (398, 142, 199)
-    assert counted.joined == 57
+@pytest.mark.parametrize("length", [5, SIZE])  # few positions are separate queries
+def test_the_rows_of_a_cancelled_text_are_dropped(length: int, make_model: MakeModel) -> None:
+    held = ScriptedEngine(SIZE)
+    llm = make_model(held)
 
     async def cancelled() -> None:
-        engine.hold()
-        scoring = asyncio.ensure_future(llm.batch_score([other, last]))
-        await asyncio.to_thread(engine.wait_until_entered, 2)
+        held.hold()
+        scoring = asyncio.ensure_future(llm.score(list(range(length))))
+        other = asyncio.ensure_future(llm.score([3, 2, 1]))
+        await asyncio.to_thread(held.wait_until_entered, 1)
         scoring.cancel()
         await asyncio.wait([scoring])
-        engine.release()
+        held.release()
+        assert (await other).tolist() == loop_over_rows([3, 2, 1], 1)
 
     asyncio.run(cancelled())
-    assert (llm.statistics() - counted).requests == 256
+    assert llm.statistics().abandoned == 1
+    groups: Any = llm._scheduler.engine
+    assert not groups._texts
+    assert not groups._row_requests
+    assert llm.score_sync(range(4)).tolist() == loop_over_rows(range(4), 1)
 
 
 @pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine])

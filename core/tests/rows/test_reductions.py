@@ -26,7 +26,6 @@ from genlm.core.rows.reductions import (
     Draw,
     DrawnToken,
     LogMass,
-    TargetScore,
     TokenLogprobs,
     TopK,
 )
@@ -82,14 +81,6 @@ def test_log_masses_equal_logsumexp_in_float64() -> None:
     for row, mask, mass in zip(rows, masks, masses, strict=True):
         expected = row.double()[list(mask)].logsumexp(-1) if mask else torch.tensor(-INF)
         assert mass == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_target_scores_say_whether_no_token_is_more_likely() -> None:
-    rows = some_rows(2)
-    best = int(rows[0].argmax())
-    first, second = reduced(rows, TargetScore(best), TargetScore(7))
-    assert first == (float(rows[0, best]), True)
-    assert second == (float(rows[1, 7]), int(rows[1].argmax()) == 7)
 
 
 # -- draws ----------------------------------------------------------------------------

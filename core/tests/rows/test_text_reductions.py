@@ -14,6 +14,7 @@ from scripted import ScriptedEngine, oracle_row
 from genlm import AsyncLM, Capability, EvaluationError, GroupReduction, Reduction, TokenScores
 from genlm.core.queries.query import Completion, Query
 from genlm.plugin import TokenIdError
+from genlm.prefix import PieceScores, ScoredText
 
 SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -24,17 +25,24 @@ def rows_of(ids: Sequence[int], start: int, adapter: str | None = None) -> torch
 
 
 class Scoring(ScriptedEngine):
-    """Declares scores, and leaves reductions of texts to the base class."""
+    """Computes all positions of texts."""
 
     capabilities = frozenset({Capability.LORA, Capability.SCORE})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(SIZE, **options)
-        self.largest = 0
 
-    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        self.largest = max(self.largest, len(queries))
-        return super().evaluate(queries)
+    def score(self, queries: Sequence[Query]) -> Any:
+        texts = [ScoredText.of(query) for query in queries]
+        scores = PieceScores(texts, self.vocabulary)
+        for query, text, end in zip(queries, texts, scores.ends, strict=False):
+            positions = range(len(text.targets))
+            prefixes = [
+                Query(0, query.token_ids[: text.first + 1 + i], query.adapter)
+                for i in positions
+            ]
+            scores.add(end + np.array(positions), self.evaluate(prefixes))
+        return scores.results()
 
 
 class Rows(ScriptedEngine):
@@ -128,14 +136,14 @@ def test_rows_are_computed_a_part_at_a_time(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genlm.core.engine.batch_engine._GROUP_VALUES", 5 * SIZE)
-    engine = Scoring()
+    engine = Rows()
     llm = make_model(engine)
     text = list(range(SIZE)) * 2
     torch.testing.assert_close(
         llm.reduce_text_sync(text, Entropy()),
         torch.special.entr(rows_of(text, 1).exp()).sum(-1),
     )
-    assert engine.largest == 5
+    assert max(map(len, engine.batches)) == 5
 
 
 @pytest.mark.parametrize("engine", [Scoring, Rows])

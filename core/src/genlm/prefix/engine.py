@@ -189,15 +189,8 @@ class PrefixEngine(BatchEngine):
             logits = self._choice.path.last_logits(adapter, sequences)
         return GroupValues(logits, are_logits=True)
 
-    def score(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Score the targets of queries with the same adapter."""
-        return self._text_results(queries)
-
-    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Reduce the rows that predict the targets of queries with the same adapter."""
-        return self._text_results(queries)
-
-    def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
+    def score(self, queries: Sequence[Query]) -> Sequence[TextResult]:
+        """Score or reduce texts with the same adapter; see `BatchEngine.score`."""
         adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):

@@ -186,8 +186,8 @@ class LlamaCppEngine(BatchEngine):
         logits = self._last_logits(queries[0].adapter, [query.sequence for query in queries])
         return GroupValues(logits, are_logits=True)
 
-    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Return the scores or reductions of the texts of queries of one adapter."""
+    def score(self, queries: Sequence[Query]) -> Sequence[Any]:
+        """Score or reduce texts of one adapter; see `BatchEngine.score`."""
         self._prepare(queries)
         texts = [ScoredText.of(query) for query in queries]
         scores = PieceScores(texts, self.vocabulary)
@@ -195,8 +195,6 @@ class LlamaCppEngine(BatchEngine):
         firsts = np.array([text.first for text in texts])
         self._compute(queries[0].adapter, sequences, firsts, scores, scores.ends[:-1])
         return scores.results()
-
-    score = reduce_texts
 
     def submit_group(self, group: GroupQuery) -> None:
         """Accept the query of a population.

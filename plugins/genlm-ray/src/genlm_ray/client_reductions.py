@@ -19,6 +19,7 @@ import torch
 
 from genlm.plugin import (
     BatchEngine,
+    Capability,
     Completion,
     Engine,
     GroupQuery,
@@ -63,11 +64,15 @@ def _is_client_code(output: Any) -> bool:
 class ClientEngine(BatchEngine):
     """Reduces rows that the replica's engine computes.
 
+    It has `Capability.SCORE` because it divides texts itself.
+
     Args:
         engine: The replica's engine.
         compute: Function that returns the engine's results or exceptions of queries.
         active: Ids of the queries that were not aborted.
     """
+
+    capabilities = frozenset({Capability.SCORE})
 
     def __init__(
         self,
@@ -122,7 +127,7 @@ class ClientEngine(BatchEngine):
             rows.append(columns[0])
         return GroupValues(torch.cat(rows), are_logits=False)
 
-    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
+    def score(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
         """Compute and reduce the rows of texts, one part of a text after the other."""
         return [self._reduce_text(query) for query in queries]
 

@@ -111,48 +111,20 @@ class BatchEngine(abc.ABC):
         """
         return GroupValues(self.evaluate(queries), are_logits=False)
 
-    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:  # noqa: ARG002
-        """Score the `targets` of queries; engines with `Capability.SCORE` implement this.
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores | Reduced | Exception]:  # noqa: ARG002
+        """Score texts, or reduce their rows; engines with `Capability.SCORE` implement this.
+
+        `genlm.prefix.PieceScores` computes the results from logits.
 
         Args:
-            queries: At least one query, all with targets and no other output.
+            queries: At least one query, all with targets.
 
         Returns:
-            Scores of the n targets of each query: target i is scored after the first
-            `len(query) - n + 1 + i` ids of the query.
+            For each query, the scores of its n targets, or, if its output is a
+            `GroupReduction`, a `Reduced` with the columns; or the error. The row of target i is
+            that after the first `len(query) - n + 1 + i` ids of the query.
         """
         raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
-
-    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
-        """Reduce the rows that predict the targets of queries, by default a few rows at a time.
-
-        Engines that compute all positions of a text in one pass override this method, and add
-        their logits to a `genlm.prefix.PieceScores`.
-
-        Args:
-            queries: At least one query, all with targets and a `GroupReduction`.
-
-        Returns:
-            The columns of the reduction, or the error, for each query.
-        """
-        import numpy as np
-
-        from genlm.core.rows.text_scores import PieceScores, ScoredText  # loads torch
-
-        texts = [ScoredText.of(query) for query in queries]
-        scores = PieceScores(texts, self.vocabulary)
-        step = max(1, _GROUP_VALUES // self.vocabulary.size)
-        for query, text, end in zip(queries, texts, scores.ends.tolist(), strict=False):
-            ids, count = query.token_ids, len(text.targets)
-            for begin in range(0, count, step):
-                positions = range(begin, min(begin + step, count))
-                prefixes = [
-                    Query(next(_query_ids), ids[: text.first + 1 + position], query.adapter)
-                    for position in positions
-                ]
-                values = self._evaluate_checked(prefixes).values
-                scores.add(end + np.array(positions), values)
-        return scores.results()  # type: ignore[return-value]  # all have reductions
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose the queries that the next step evaluates; all by default.
@@ -371,22 +343,15 @@ class BatchEngine(abc.ABC):
         return results
 
     def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
-        plain = [query for query in queries if query.outputs == ROW_ONLY]
-        reduced = [query for query in queries if query.outputs != ROW_ONLY]
-        results: dict[int, Any] = {}
-        for part, compute in ((plain, self.score), (reduced, self.reduce_texts)):
-            values: Any = compute(part) if part else []
-            if not isinstance(values, Sequence) or len(values) != len(part):
-                is_list = isinstance(values, Sequence)
-                description = f"{len(values)} results" if is_list else repr(values)
-                raise EvaluationError(
-                    f"{type(self).__name__}.{compute.__name__} returned {description} for "
-                    f"{len(part)} queries; expected a list with one result for each query"
-                )
-            results |= {
-                query.query_id: value for query, value in zip(part, values, strict=True)
-            }
-        return [results[query.query_id] for query in queries]
+        results: Any = self.score(queries)
+        if not isinstance(results, Sequence) or len(results) != len(queries):
+            is_list = isinstance(results, Sequence)
+            description = f"{len(results)} results" if is_list else repr(results)
+            raise EvaluationError(
+                f"{type(self).__name__}.score returned {description} for {len(queries)} "
+                f"queries; expected a list with one result for each query"
+            )
+        return results
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate queries and return their rows, or their requested outputs."""

@@ -1,10 +1,11 @@
-"""Conversion of group queries into queries that an engine accepts.
+"""Conversion of queries for groups and texts into queries that an engine accepts.
 
 A group query for continuations becomes one group query per token. Each of them is submitted
 when the previous one is complete, without passing through the scheduler or an event loop. A
 group query of few members, or for an engine that accepts no group queries, becomes one query
 per distinct sequence, which requests the entries of the group's columns for the members that
-have this sequence.
+have this sequence. A query for scores or reductions of a text, for an engine without
+`Capability.SCORE`, becomes the group query of its prefixes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from genlm.core.engine.engine import call_each
+from genlm.core.engine.engine import Capability, call_each
 from genlm.core.engine.group_sampling import (
     MemberRuns,
     RowRequest,
@@ -25,6 +26,7 @@ from genlm.core.engine.group_sampling import (
     result_error,
 )
 from genlm.core.engine.joined_sampling import JoinedRun, joining_key
+from genlm.core.engine.text_groups import text_completion, text_group
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import (
     Completion,
@@ -135,7 +137,7 @@ class _DividedGroup(GroupWork):
 
 
 class GroupEngine:
-    """Adds support for all group queries to an engine; other attributes are the engine's.
+    """Adds support for all queries to an engine; other attributes are the engine's.
 
     Engines compute queries of different callers in one pass, but most of them compute groups
     one after the other. Groups with fewer members than the engine's `smallest_group` are
@@ -151,6 +153,8 @@ class GroupEngine:
         if getattr(engine, "submit_group", None) is not None:
             self._smallest_group = getattr(engine, "smallest_group", _SMALLEST_GROUP)
         self._keep_sequences = getattr(engine, "keep_sequences", None)
+        self._scores_texts = Capability.SCORE in engine.capabilities
+        self._texts: dict[int, Query] = {}  # that are computed as groups, by query id
         self._waiting: dict[int, GroupQuery] = {}  # continuations that the next step begins
         self._runs: dict[int, SamplingRun] = {}  # by query id
         self._divided: dict[int, _DividedGroup | MemberRuns] = {}  # by query id
@@ -165,7 +169,11 @@ class GroupEngine:
         """Submit a query, which shares its passes with continuations that are being drawn."""
         if self._runs:
             self._separate_joined()
-        self.engine.submit(query)
+        if not query.targets or self._scores_texts:
+            self.engine.submit(query)
+        else:
+            self._submit(text_group(query))
+            self._texts[query.query_id] = query
 
     def submit_group(self, group: GroupQuery) -> None:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
@@ -187,7 +195,7 @@ class GroupEngine:
             self._rejected = []
         else:
             step_completions = self.engine.step()
-        if not self._runs and not self._divided:
+        if not self._runs and not self._divided and not self._texts:
             return step_completions
         completions: list[Completion] = []
         group_ids: dict[int, None] = {}  # groups with completed queries, in order
@@ -221,6 +229,7 @@ class GroupEngine:
                 query_id = run_id
                 break
         self._runs.pop(query_id, None)
+        self._texts.pop(query_id, None)
         self._abort_query(query_id)
 
     def _abort_query(self, query_id: int) -> None:
@@ -347,14 +356,15 @@ class GroupEngine:
         call_each(self.engine.abort, ((query_id,) for query_id in group.pending_ids))
 
     def _advance(self, completion: Completion) -> list[Completion]:
-        """Submit the next query of a run; return completions of the caller's queries.
+        """Submit the next query of a run; return completions of callers' queries.
 
         If a joined run fails, its queries are computed separately, so that an error fails only
         the queries that cause it.
         """
         run = self._runs.get(completion.query_id)
         if run is None:
-            return [completion]
+            text = self._texts.pop(completion.query_id, None)
+            return [completion if text is None else text_completion(text, completion)]
         completions: list[Completion] = []
         error = completion.error
         if error is None and not isinstance(completion.result, GroupResult):

@@ -1,7 +1,6 @@
 """Scores of texts: the log-probability of each token given the tokens before it.
 
-Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`), or
-reduce all of its rows. For other engines, every position is a request for a reduction.
+A text, or a window of it, is one query (`Query.targets`).
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreMethods"]
 
-_REQUESTS_AT_ONCE = 256
-"""Maximum number of requests that are computed at once, to show progress and, if every position
-is a request, to limit the rows in memory."""
+_SHOWN_AFTER = 256
+"""Number of requests after which a progress bar shows their progress."""
 
 
 class ScoreMethods:
@@ -182,11 +180,10 @@ class ScoreMethods:
         *,
         progress: bool = False,
     ) -> list[TokenScores]:
-        """Return the scores of texts, which have one request each, or one per position."""
+        """Return the scores of texts, which have a request for each of their windows."""
         items = list(itertools.chain(*items_by_text))
         ends = list(itertools.accumulate(map(len, items_by_text)))
-        is_divided = progress or len(items) > len(items_by_text)
-        step = _REQUESTS_AT_ONCE if is_divided else max(1, len(items))
+        step = _SHOWN_AFTER if progress else max(1, len(items))
         results: list[Any] = []
         with tqdm(total=len(ends), desc="scoring", unit="text", disable=not progress) as bar:
             for begin in range(0, max(1, len(items)), step):
@@ -201,12 +198,10 @@ class ScoreMethods:
         ]
 
 
-def _combine_scores(results: list[Any]) -> TokenScores:
-    """Combine the results of the requests for one text: windows or tokens."""
-    if results and isinstance(results[0], TokenScores):
-        if len(results) == 1:
-            return results[0]
-        return TokenScores(*(torch.cat(parts) for parts in zip(*results, strict=True)))
-    logprobs = torch.tensor([token.logprob for token in results], dtype=torch.float32)
-    is_top = torch.tensor([token.is_top for token in results], dtype=torch.bool)
-    return TokenScores(logprobs, is_top)
+def _combine_scores(windows: list[TokenScores]) -> TokenScores:
+    """Combine the scores of the windows of a text; none if no token is scored."""
+    if len(windows) == 1:
+        return windows[0]
+    if not windows:
+        return TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
+    return TokenScores(*(torch.cat(parts) for parts in zip(*windows, strict=True)))

@@ -1,26 +1,16 @@
-"""`TextRequests`: the requests of a model, with those for scores and reductions of texts.
-
-An engine with `Capability.SCORE` computes all positions of a text in one query. For other
-engines, every position is a request for the row after a prefix of the text.
-"""
+"""`TextRequests`: the requests of a model, with those for scores and reductions of texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from genlm.core.base.error_handling import as_genlm_error
 from genlm.core.base.errors import ContextLengthError
 from genlm.core.base.validation import checked_integer, checked_token_ids
-from genlm.core.engine.engine import Capability
 from genlm.core.model.context import Context
 from genlm.core.model.requests import Item, Requests
-from genlm.core.queries.generations import Generation, Lineage
-from genlm.core.queries.query import GroupResult, Query
+from genlm.core.queries.query import Query
 from genlm.core.queries.sequence import TokenSequence
-from genlm.core.rows.reductions import TargetScore
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +30,7 @@ class TextRequests(Requests):
         """Check a text, and build the requests that score it from a position on.
 
         Returns:
-            One request for the `TokenScores` of each window of the text, or one request per
-            position for a `ScoredToken`.
+            One request for the `TokenScores` of each window of the text.
         """
         if stride is not None:
             stride = checked_integer("stride", stride, 1)
@@ -54,9 +43,11 @@ class TextRequests(Requests):
         )
         items: list[Item] = []
         for window, first in self._windows(len(ids), start, stride):
-            items += self._window_items(
-                ids[window], packed[4 * window.start : 4 * window.stop], first, adapter
-            )
+            targets = ids[window][first:]
+            sequence = TokenSequence(packed[4 * window.start : 4 * (window.stop - 1)])
+            query = Query(next(self._query_ids), sequence, adapter, targets=targets)
+            key = (self._model, adapter, sequence.key, ("score", first, targets[-1]))
+            items.append((query, key, None))
         return items
 
     async def reduce_text(
@@ -70,8 +61,6 @@ class TextRequests(Requests):
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if start == len(ids):
             return self.reduce_no_rows(reduction)
-        if Capability.SCORE not in self.capabilities:
-            return await self._reduce_by_position(packed, start, reduction, adapter)
         query = Query(
             next(self._query_ids),
             TokenSequence(packed[:-4]),
@@ -123,44 +112,3 @@ class TextRequests(Requests):
             begin = max(end - limit, 0)
             yield slice(begin, end), start - begin
             start = end
-
-    def _window_items(
-        self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
-    ) -> list[Item]:
-        if Capability.SCORE not in self.capabilities:
-            return self._position_items(ids, packed, start, adapter)
-        query = Query(
-            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
-        )
-        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
-        return [(query, key, None)]
-
-    def _position_items(
-        self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
-    ) -> list[Item]:
-        pairs = zip(_proper_prefixes(packed, start), ids[start:], strict=False)
-        return [
-            (*self.sequence_query(sequence, adapter), TargetScore(target))
-            for sequence, target in pairs
-        ]
-
-    async def _reduce_by_position(
-        self, packed: bytes, start: int, reduction: GroupReduction, adapter: str | None
-    ) -> tuple[torch.Tensor, ...]:
-        """Reduce the rows of a text's prefixes as the rows of a population."""
-        lineage = Lineage.of_sequences(list(_proper_prefixes(packed, start)))
-        places = np.arange(len(lineage))
-        query = self.group_query(Generation(lineage), places, reduction, adapter)
-        result: GroupResult = await self.group(query)
-        if result.errors:
-            raise as_genlm_error(result.errors[min(result.errors)])
-        return result.columns
-
-
-def _proper_prefixes(packed: bytes, start: int) -> Iterator[TokenSequence]:
-    """Yield the proper prefixes, of at least `start` tokens, of a packed text."""
-    sequence = TokenSequence(packed[: 4 * start])
-    yield sequence
-    for offset in range(4 * start, len(packed) - 4, 4):
-        sequence = TokenSequence(packed[offset : offset + 4], sequence)
-        yield sequence

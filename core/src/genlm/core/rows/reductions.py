@@ -32,8 +32,6 @@ __all__ = [
     "Draw",
     "DrawnToken",
     "LogMass",
-    "ScoredToken",
-    "TargetScore",
     "TokenLogprobs",
     "TopK",
     "TopTokens",
@@ -204,27 +202,3 @@ def _drawn_tokens(columns: tuple[torch.Tensor, ...]) -> list[DrawnToken]:
     token_ids, *logs = columns
     numbers = torch.stack([token_ids.float(), *logs]).cpu()
     return [DrawnToken(int(token_id), *logs) for token_id, *logs in numbers.T.tolist()]
-
-
-class ScoredToken(NamedTuple):
-    """The log-probability of a token, and whether no token is more likely."""
-
-    logprob: float
-    is_top: bool
-
-
-@dataclass(frozen=True)
-class TargetScore(Reduction):
-    """The score of one token: `ScoredToken`."""
-
-    token_id: int
-
-    @classmethod
-    def compute(
-        cls, rows: torch.Tensor, requests: Sequence[TargetScore]
-    ) -> Sequence[ScoredToken]:
-        """Gather the tokens, and compare them with the largest entries."""
-        ids = torch.tensor([request.token_id for request in requests])
-        logprobs = rows.gather(1, moved(ids, rows.device)[:, None])[:, 0]
-        is_top = logprobs >= rows.amax(-1)
-        return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))

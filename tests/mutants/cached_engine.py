@@ -123,8 +123,9 @@ class CachedEngine(BatchEngine):
         return self.models[adapter]
 
     def score(self, queries: Sequence[Query]) -> list[Any]:
+        reduced = iter(self.reduced([query for query in queries if query.outputs != (None,)]))
         return [
-            self.scores(query) if query.outputs == (None,) else self.reduced(query)
+            self.scores(query) if query.outputs == (None,) else next(reduced)
             for query in queries
         ]
 
@@ -134,11 +135,12 @@ class CachedEngine(BatchEngine):
         logprobs = rows.gather(1, torch.tensor(query.targets)[:, None])[:, 0]
         return TokenScores(logprobs, logprobs >= rows.amax(-1))
 
-    def reduced(self, query: Query) -> Any:
-        """Reduce the rows that predict the targets of a query."""
-        scores = PieceScores([ScoredText.of(query)], self.vocabulary)
-        scores.add(np.arange(len(query.targets)), self.text_logits(query))
-        return scores.results()[0]
+    def reduced(self, queries: Sequence[Query]) -> list[Any]:
+        """Reduce the rows that predict the targets of queries."""
+        scores = PieceScores(list(map(ScoredText.of, queries)), self.vocabulary)
+        for query, end in zip(queries, scores.ends, strict=False):
+            scores.add(end + np.arange(len(query.targets)), self.text_logits(query))
+        return scores.results()
 
     def text_logits(self, query: Query) -> torch.Tensor:
         """Return the logits that predict the targets of a query."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from genlm.core.rows import logits as rows_module
 from genlm.core.rows import selection
-from genlm.core.rows.selection import batch_token_logprobs, batch_top_k, truncate
+from genlm.core.rows.selection import batch_top_k, truncate
 
 INF = math.inf
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 700, 1300])
@@ -63,15 +63,6 @@ def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
 
 
 # -- given tokens ---------------------------------------------------------------------
-
-
-def test_entries_of_given_ids_are_gathered_and_no_token_has_minus_infinity() -> None:
-    rows = coarse_rows(2, 9, 1, 5)
-    logprobs = batch_token_logprobs(rows, torch.tensor([[3, -1, 3], [8, 0, -1]]))
-    assert logprobs.tolist() == [
-        [float(rows[0, 3]), -INF, float(rows[0, 3])],
-        [float(rows[1, 8]), float(rows[1, 0]), -INF],
-    ]
 
 
 # -- top-k and top-p ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Selection of entries of rows: by id, the largest, and by top-k and top-p.
+"""Selection of entries of rows: the largest, and by top-k and top-p.
 
 All rows are computed at once by array operations. Only `truncate` waits for a device, once.
 """
@@ -13,7 +13,6 @@ from genlm.core.rows.logits import moved, row_parts
 
 __all__ = [
     "SUM_BLOCK",
-    "batch_token_logprobs",
     "batch_top_k",
     "block_sums",
     "to_float64",
@@ -31,17 +30,6 @@ _CANDIDATES = (256, 8192)
 """Numbers of largest weights that are tried for top-p, before all weights are sorted."""
 
 _LARGEST_ID = 2**31 - 1
-
-
-def batch_token_logprobs(rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of some tokens in each row.
-
-    Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32.
-        token_ids: Shape `(n, k)`, int64, on any device; -1 for no token, which gives `-inf`.
-    """
-    ids = moved(token_ids, rows.device)
-    return rows.gather(1, ids.clamp(min=0)).masked_fill_(ids < 0, float("-inf"))
 
 
 def batch_top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -378,22 +378,3 @@ def test_draws_are_neither_stored_nor_do_they_evict_rows(make_model: MakeModel) 
     computed = len(engine.batches)
     llm.log_mass_sync([5], [2, 3])
     assert len(engine.batches) == computed
-
-
-def test_rows_that_later_rows_of_their_step_evict_are_not_copied(
-    make_model: Callable[..., AsyncLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put: list[Any] = []
-    original = OutputCache.put
-
-    def recorded(self: OutputCache, key: Any, row: Any) -> None:
-        put.append(key[2])
-        original(self, key, row)
-
-    monkeypatch.setattr(OutputCache, "put", recorded)
-    llm = make_model(ScriptedEngine(), output_cache=OutputCache(3))
-    contexts = [llm.context([1, i]) for i in range(8)]
-    llm.batch_next_token_logprobs_sync(contexts)
-    assert put == [context.sequence.key for context in contexts[5:]]
-    cached = [llm.cached_logprobs(context) is not None for context in contexts]
-    assert cached == [False] * 5 + [True] * 3

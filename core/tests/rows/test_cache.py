@@ -141,27 +141,6 @@ def test_a_larger_row_replaces_its_older_one_before_anybody_is_evicted() -> None
     assert "b" in cache
 
 
-@given(
-    max_entries=st.integers(1, 6),
-    max_bytes=st.none() | st.integers(0, 60),
-    lengths=st.lists(st.integers(1, 6), max_size=12),
-)
-def test_the_first_row_that_remains_is_that_of_putting_all_rows(
-    max_entries: int, max_bytes: int | None, lengths: list[int]
-) -> None:
-    cache = OutputCache(max_entries, max_bytes=max_bytes)
-    results = [(key, row_of(key, length)) for key, length in enumerate(lengths)]
-    first = cache.first_kept(results)
-    for key, row in results:
-        cache.put(key, row)
-    remaining = [key for key in range(len(lengths)) if key in cache]
-    assert set(remaining) <= set(range(first, len(lengths)))
-    stored = [key for key, length in enumerate(lengths) if key >= first]
-    if max_bytes is not None:
-        stored = [key for key in stored if 4 * lengths[key] <= max_bytes]
-    assert remaining == stored
-
-
 def test_a_row_above_the_byte_bound_is_left_out_and_evicts_nobody() -> None:
     cache = OutputCache(9, max_bytes=2 * ROW_BYTES)
     cache.put("a", row_of(1))

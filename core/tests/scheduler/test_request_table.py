@@ -40,43 +40,15 @@ def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None
     assert consumers_of(evaluation) == [(second, 0)]
 
 
-def test_what_only_callers_wanted_who_left_is_not_asked_for() -> None:
-    table = RequestTable(max_pending=None)
-    outputs = ["draw", None, "mass", "draw", "top"]
-    requests = [enqueued(table, i, output) for i, output in enumerate(outputs)]
-    [evaluation] = requests[0].values
-    for place in (0, 1, 4):
-        assert table.leave(requests[place]) == []
-    table.take(None, 0.0)
-    assert evaluation.outputs == {"draw": 0, "mass": 1}
-    assert not evaluation.is_whole
-    # The engine works on it: what it was asked for is fixed, and can be joined.
-    assert table.leave(requests[2]) == []
-    assert evaluation.outputs == {"draw": 0, "mass": 1}
-    late = enqueued(table, 9, "mass")
-    assert late.values == [evaluation]
-    assert table.finish(evaluation, failed=False) == [requests[3], late]
-
-
-def test_a_request_becomes_one_for_a_row_when_nobody_else_waits() -> None:
-    table = RequestTable(max_pending=None)
-    first, second = enqueued(table, 0, "draw"), enqueued(table, 1)
-    table.leave(first)
-    table.take(None, 0.0)
-    [evaluation] = second.values
-    assert evaluation.is_whole
-    assert table.finish(evaluation, failed=False) == [second]
-
-
 def test_a_request_ends_with_the_last_of_its_evaluations() -> None:
     table = RequestTable(max_pending=None)
     request = Request(concurrent.futures.Future(), 3)
     for place, key in enumerate(["a", "b", "a"]):  # the third one joins the first
         table.enqueue(request, place, Query(place, (1,)), key, None, 0.0)
     first, second = table.take(None, 0.0)
-    assert table.finish(first, failed=False) == []
-    assert table.finish(first, failed=False) == []  # a completion that comes twice
-    assert table.finish(second, failed=False) == [request]
+    assert table.finish(first) == []
+    assert table.finish(first) == []  # a completion that comes twice
+    assert table.finish(second) == [request]
 
 
 def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_ended() -> None:
@@ -85,7 +57,7 @@ def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_
     for place in range(2):
         table.enqueue(request, place, Query(place, (place,)), str(place), None, 0.0)
     first, _ = table.take(None, 0.0)
-    table.finish(first, failed=False)
+    table.finish(first)
     assert table.leave(request) == [1]
     assert table.leave(request) == []
     assert table.statistics().abandoned == 1

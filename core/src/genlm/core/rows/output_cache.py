@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -95,25 +95,6 @@ class OutputCache:
             self._entries[key] = (stored, device, nbytes)
             while len(self._entries) > self.max_entries:
                 self._entries.popitem()
-
-    def first_kept(self, results: Sequence[tuple[Hashable, Any]]) -> int:
-        """Return the place of the first result that remains if `put` is called with all.
-
-        Those before it would be evicted by those after them.
-
-        Args:
-            results: Pairs of the arguments of `put`.
-        """
-        bound = float("inf") if self.max_bytes is None else self.max_bytes
-        entries = nbytes = 0
-        for place in range(len(results) - 1, -1, -1):
-            key, row = results[place]
-            size = _nbytes(row) + _key_nbytes(key)
-            if size <= bound:  # larger rows are not stored
-                entries, nbytes = entries + 1, nbytes + size
-                if entries > self.max_entries or nbytes > bound:
-                    return place + 1
-        return 0
 
     def clear(self, which: Callable[[Hashable], bool] = lambda _key: True) -> None:
         """Drop the rows whose keys satisfy `which`; by default all rows."""

@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from genlm.core.base.error_handling import as_genlm_error
@@ -17,14 +17,11 @@ from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.rows.output_cache import copy_result
 from genlm.core.scheduler.request_table import Evaluation, Request
 
-__all__ = ["Delivery", "Outcome", "distribute"]
-
-Outcome = Sequence[Any] | Exception
-"""Results or exceptions of an evaluation, indexed by the place of the output; or its error."""
+__all__ = ["Delivery", "distribute"]
 
 
-def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
-    """Write the results of an evaluation into its requests.
+def distribute(evaluation: Evaluation) -> None:
+    """Write the values of an evaluation into its requests.
 
     The first consumer of a result receives the result itself, further consumers receive copies.
     Every consumer receives its own exception object. If copying raises, the consumer receives
@@ -34,7 +31,7 @@ def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
     for request, place, output in evaluation.consumers:
         if request.is_abandoned:
             continue
-        value = outcome if isinstance(outcome, Exception) else outcome[output]
+        value = evaluation.values[output]
         try:
             if isinstance(value, Exception):
                 value = _copy_error(value)

@@ -14,18 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from genlm.core.scheduler.delivery import Outcome
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["SLOW_STEP_S", "Finished", "StepObserver"]
+__all__ = ["SLOW_STEP_S", "StepObserver"]
 
 logger = logging.getLogger("genlm.batches")
-
-Finished = list[tuple[Evaluation, Outcome]]
-"""Finished evaluations with their outcomes."""
-
-Step = Callable[[Any], Finished]
-"""Function that performs one step of an engine."""
 
 SLOW_STEP_S = 10.0
 """Steps that take longer are logged as warnings: users of interactive programs notice them, and
@@ -44,8 +37,14 @@ class StepObserver:
         self._warned_s: float | None = None
         self._unreported = 0
 
-    def observe(self, step: Step, engine: Any, queries: int) -> float:
-        """Call `step(engine)` with `queries` queries, report it, and return its seconds."""
+    def observe(
+        self, step: Callable[[Any], list[Evaluation]], engine: Any, queries: int
+    ) -> float:
+        """Call a function that steps an engine with `queries` queries, and report the step.
+
+        Returns:
+            The seconds of the step.
+        """
         if self._tracer is None and "opentelemetry.trace" in sys.modules:
             self._tracer = _configured_tracer()
         span_context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -59,7 +58,7 @@ class StepObserver:
             finished = step(engine)
             step_s = time.perf_counter() - start_s
             if is_reported:
-                failed = sum(isinstance(outcome, Exception) for _, outcome in finished)
+                failed = sum(evaluation.has_failed for evaluation in finished)
                 counts = {"queries": queries, "finished": len(finished), "failed": failed}
                 tokens_after = _tokens_computed(engine)
                 if tokens_before is not None and tokens_after is not None:

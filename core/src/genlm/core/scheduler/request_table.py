@@ -69,10 +69,16 @@ class Evaluation:
             place of the requested output.
         waiting: Number of consumers that are not abandoned; 0 after the evaluation has ended.
         outputs: Places of the requested outputs; None stands for the whole result.
+        values: Results or exceptions by place of the output; empty until they are known. Only
+            the engine's thread uses them.
+        has_failed: Whether the values are the error of the query.
         arrived_s: `time.perf_counter()` at arrival.
     """
 
-    __slots__ = ("arrived_s", "consumers", "key", "outputs", "query", "waiting")
+    __slots__ = (
+        *("arrived_s", "consumers", "has_failed", "key", "outputs", "query", "values"),
+        "waiting",
+    )
 
     def __init__(self, query: Any, key: Hashable, output: Hashable, arrived_s: float) -> None:
         self.query = query
@@ -80,6 +86,8 @@ class Evaluation:
         self.consumers: list[tuple[Request, int, int]] = []
         self.waiting = 0
         self.outputs: dict[Hashable, int] = _ROW_ONLY if output is None else {output: 0}
+        self.values: list[Any] = []
+        self.has_failed = False
         self.arrived_s = arrived_s
 
     def add(self, request: Request, place: int, output: Hashable) -> None:
@@ -92,19 +100,10 @@ class Evaluation:
         self.waiting += 1
         request.values[place] = self
 
-    def drop_abandoned_outputs(self) -> None:
-        """Remove the outputs of abandoned requests."""
-        if len(self.outputs) == 1:
-            return
-        consumers = [consumer for consumer in self.consumers if not consumer[0].is_abandoned]
-        used_places = {output_place for _, _, output_place in consumers}
-        outputs = [output for output, place in self.outputs.items() if place in used_places]
-        if len(outputs) < len(self.outputs):
-            new_places = {self.outputs[output]: place for place, output in enumerate(outputs)}
-            self.outputs = {output: place for place, output in enumerate(outputs)}
-            if outputs == [None]:
-                self.outputs = _ROW_ONLY
-            self.consumers = [(r, place, new_places[old]) for r, place, old in consumers]
+    def fail(self, error: Exception) -> None:
+        """Set an error of the query as the value of all outputs."""
+        self.values = [error] * len(self.outputs)
+        self.has_failed = True
 
     def end(self) -> None:
         """Remove the consumers, whose requests refer to this evaluation."""
@@ -207,7 +206,6 @@ class RequestTable:
             evaluations = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
         self.needs_flush = self.needs_flush and bool(self.inbox)
         for evaluation in evaluations:
-            evaluation.drop_abandoned_outputs()
             self.in_engine[evaluation.query.query_id] = evaluation
             self._queue_seconds += now_s - evaluation.arrived_s
         self._dispatched += len(evaluations)
@@ -218,7 +216,7 @@ class RequestTable:
         if evaluation.key is not None and self._joinable.get(evaluation.key) is evaluation:
             del self._joinable[evaluation.key]
 
-    def finish(self, evaluation: Evaluation, *, failed: bool) -> list[Request]:
+    def finish(self, evaluation: Evaluation) -> list[Request]:
         """Remove an evaluation whose results have been written into its requests.
 
         An evaluation that has ended is ignored.
@@ -229,7 +227,7 @@ class RequestTable:
         if not evaluation.waiting:
             return []
         self._remove(evaluation)
-        if failed:
+        if evaluation.has_failed:
             self._failed += 1
         else:
             self._answered += 1

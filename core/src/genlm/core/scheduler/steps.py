@@ -7,15 +7,14 @@ from typing import Any
 
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import Completion, GroupQuery
-from genlm.core.scheduler.observation import Finished
 from genlm.core.scheduler.request_table import Evaluation
 
 __all__ = ["step_engine", "submit_evaluations"]
 
 
-def submit_evaluations(engine: Any, evaluations: Iterable[Evaluation]) -> Finished:
-    """Submit the queries of evaluations; return the rejected evaluations with their errors."""
-    rejected: Finished = []
+def submit_evaluations(engine: Any, evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Submit the queries of evaluations; return the evaluations that the engine rejected."""
+    rejected: list[Evaluation] = []
     for evaluation in evaluations:
         try:
             query = evaluation.query
@@ -26,7 +25,8 @@ def submit_evaluations(engine: Any, evaluations: Iterable[Evaluation]) -> Finish
                 query = query.replace(outputs=tuple(evaluation.outputs))
             engine.submit(query)
         except Exception as error:  # noqa: BLE001 - it fails this query alone
-            rejected.append((evaluation, error))
+            evaluation.fail(error)
+            rejected.append(evaluation)
     return rejected
 
 

@@ -29,14 +29,14 @@ from genlm.core.base.errors import (
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.statistics import SchedulerStatistics
 from genlm.core.engine.engine import call_each
-from genlm.core.queries.query import Completion, GroupQuery
+from genlm.core.queries.query import GroupQuery
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
 from genlm.core.scheduler.calls import Call, ReleaseQueue
 from genlm.core.scheduler.delivery import Delivery, distribute
-from genlm.core.scheduler.observation import Finished, StepObserver
+from genlm.core.scheduler.observation import StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
-from genlm.core.scheduler.results import outcomes_of, store_outcomes
+from genlm.core.scheduler.results import check_results, store_results
 from genlm.core.scheduler.steps import step_engine, submit_evaluations
 
 __all__ = ["Submission", "Worker"]
@@ -309,11 +309,10 @@ class Worker:
         call_each(engine.abort, ((query_id,) for query_id in query_ids))
 
     def _step_once(self, engine: Any) -> None:
-        finished: Finished = []
+        finished: list[Evaluation] = []
 
-        def step(engine: Any) -> Finished:
-            completed = self._step(engine)
-            finished.extend(outcomes_of(engine, completed))
+        def step(engine: Any) -> list[Evaluation]:
+            finished.extend(self._step(engine))
             return finished
 
         step_s = 0.0
@@ -371,34 +370,35 @@ class Worker:
             self._policy.hold()
         return evaluations
 
-    def _step(self, engine: Any) -> list[tuple[Evaluation, Completion]]:
+    def _step(self, engine: Any) -> list[Evaluation]:
         """Step the engine; return the finished evaluations, all of them if the step raises."""
         try:
-            return step_engine(engine, self._table.in_engine)
+            completed = step_engine(engine, self._table.in_engine)
         except Exception as error:  # noqa: BLE001 - fails every query in the engine
             with self._lock:
                 evaluations = list(self._table.in_engine.values())
             self._abort(engine, [evaluation.query.query_id for evaluation in evaluations])
-            return [
-                (evaluation, Completion(evaluation.query.query_id, error=error))
-                for evaluation in evaluations
-            ]
+            for evaluation in evaluations:
+                evaluation.fail(error)
+            return evaluations
+        check_results(engine, completed)
+        return [evaluation for evaluation, _ in completed]
 
     def _hand_over(
-        self, finished: Finished, *, step_s: float = 0.0, is_step: bool = False
+        self, finished: list[Evaluation], *, step_s: float = 0.0, is_step: bool = False
     ) -> None:
         """Store the results, write them into their requests, and wake the callers."""
         requests: list[Request] = []  # all requests of the evaluations, which must finish here
         try:
             # Results are stored before the evaluations end. Otherwise an equal request that
             # arrives in between would be evaluated again.
-            finished = store_outcomes(self._cache, finished)
+            store_results(self._cache, finished)
             with self._lock:
-                for evaluation, _ in finished:
+                for evaluation in finished:
                     self._table.close_to_joiners(evaluation)
                     requests += [request for request, _, _ in evaluation.consumers]
-            for evaluation, outcome in finished:
-                distribute(evaluation, outcome)
+            for evaluation in finished:
+                distribute(evaluation)
             delivery = Delivery()
             with self._lock:
                 self._finish(finished, delivery, is_step=is_step)
@@ -420,23 +420,24 @@ class Worker:
             return True
         return False
 
-    def _finish(self, finished: Finished, delivery: Delivery, *, is_step: bool) -> None:
+    def _finish(self, finished: list[Evaluation], delivery: Delivery, *, is_step: bool) -> None:
         size = 0
-        for evaluation, outcome in finished:
+        for evaluation in finished:
             if evaluation.waiting:
                 size += _sequence_count(evaluation.query)
-            failed = isinstance(outcome, Exception)
-            for request in self._table.finish(evaluation, failed=failed):
+            for request in self._table.finish(evaluation):
                 delivery.add(request)
         if is_step and size:
             self._table.count_batch(size)
 
-    def _fail(self, finished: Finished, requests: list[Request], error: BaseException) -> None:
+    def _fail(
+        self, finished: list[Evaluation], requests: list[Request], error: BaseException
+    ) -> None:
         """Fail the requests of evaluations whose results could not be delivered."""
         logger.error("results of the engine could not be delivered", exc_info=error)
         delivery = Delivery()
         with self._lock:
-            for evaluation, _ in finished:
+            for evaluation in finished:
                 requests += [request for request, _, _ in evaluation.consumers]
                 self._table.drop(evaluation)
             for request in dict.fromkeys(requests):

@@ -10,7 +10,7 @@ import genlm.core.rows.outputs
 from genlm import TokenScores
 from genlm.core.engine.group_engine import GroupEngine
 from genlm.core.engine.text_groups import ScoreColumns
-from genlm.core.model.text_requests import TextRequests
+from genlm.core.model.requests import Requests
 from genlm.core.rows.reductions import TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation
@@ -156,7 +156,7 @@ def all_reductions_fail_together(computed):
 
 
 @core_fault(
-    TextRequests,
+    Requests,
     "_find_entry",
     found_by="model/test_lm_reductions.py::test_reductions_are_cached_and_cached_rows_answer_them",
 )

@@ -10,7 +10,7 @@ from genlm.core.base.blocking import blocking, off_loop
 
 if TYPE_CHECKING:
     from genlm.core.model.adapters import Adapters
-    from genlm.core.model.text_requests import TextRequests
+    from genlm.core.model.requests import Requests
 
 __all__ = ["AdapterMethods"]
 
@@ -19,7 +19,7 @@ class AdapterMethods:
     """The methods of `AsyncLM` that load, unload and select LoRA adapters."""
 
     _adapters: Adapters
-    _requests: TextRequests
+    _requests: Requests
 
     async def aload_lora(
         self,

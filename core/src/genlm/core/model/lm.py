@@ -33,11 +33,10 @@ from genlm.core.model.loading import engine_builder
 from genlm.core.model.members import initial_members
 from genlm.core.model.population import Population
 from genlm.core.model.reduction_methods import ReductionMethods
-from genlm.core.model.requests import COPIED_ON_LOOP, drop_results
+from genlm.core.model.requests import COPIED_ON_LOOP, Requests, drop_results
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
 from genlm.core.model.text_methods import TextMethods
-from genlm.core.model.text_requests import TextRequests
 from genlm.core.rows.output_cache import OutputCache, entry_copy
 from genlm.core.scheduler import Scheduler
 from genlm.core.vocab import Vocabulary
@@ -129,7 +128,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
         )
         leases.on_drop = self._scheduler.release
         self._counters = RequestCounters()
-        self._requests = TextRequests(
+        self._requests = Requests(
             self._scheduler,
             model=self._model,
             cache=output_cache,

@@ -13,7 +13,7 @@ from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_count
 from genlm.core.model.members import ArrayLike, Members
 from genlm.core.queries.generations import Integers64, raise_member_errors
-from genlm.core.queries.query import GroupReduction, GroupResult, Reduction
+from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.group_reductions import Rows, TokenColumns, TopColumns, checked_reduction
 from genlm.core.rows.reductions import TopTokens
 
@@ -129,11 +129,15 @@ class MemberReductions(Members):
         query = requests.group_query(
             self._generation, self._places, reduction, self._adapter, members, sampling
         )
-        if then is None:
-            return await requests.group(query)
 
-        def finish(result: GroupResult) -> Any:
+        def finish(results: list[Any]) -> Any:
+            [result] = results
+            if isinstance(result, Exception):
+                raise result
+            if then is None:
+                return result
             raise_member_errors(result.errors, query.row_of, members, len(self))
             return then(result.columns)
 
-        return await requests.group(query, finish)
+        [result] = await requests.groups([query], finish)
+        return result

@@ -39,7 +39,7 @@ from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.text_requests import TextRequests
+    from genlm.core.model.requests import Requests
     from genlm.core.rows.masks import MaskLike
     from genlm.core.vocab import Vocabulary
 
@@ -57,7 +57,7 @@ class ReductionMethods:
     """
 
     vocabulary: Vocabulary
-    _requests: TextRequests
+    _requests: Requests
 
     # -- any reduction ----------------------------------------------------------------
 

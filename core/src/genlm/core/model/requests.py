@@ -107,12 +107,12 @@ class Requests:
         return self.sequence_query(sequence, adapter)
 
     def sequence_query(
-        self, sequence: TokenSequence, adapter: str | None
+        self, sequence: TokenSequence, adapter: str | None, targets: tuple[int, ...] = ()
     ) -> tuple[Query, RowKey]:
         """Build the query of a checked sequence; `adapter` is the engine's adapter name."""
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
-        query = Query(next(self._query_ids), sequence, adapter)
+        query = Query(next(self._query_ids), sequence, adapter, targets=targets)
         return query, (self._model, adapter, sequence.key)
 
     def group_query(  # noqa: PLR0917
@@ -134,31 +134,19 @@ class Requests:
             *(reduction, adapter, lease, sampling),
         )
 
-    async def groups(self, queries: Sequence[GroupQuery]) -> list[Any]:
-        """Return the `GroupResult`, `SampledGroup` or exception of each query."""
-        for query in queries:
-            self.counters.count(len(query), requests=len(query.wanted))
-        request = self.scheduler.submit([(query, None, None) for query in queries])
-        return await self.scheduler.results(request)
-
-    async def group(self, query: GroupQuery, then: Callable[[Any], Any] | None = None) -> Any:
-        """Return the `GroupResult` or `SampledGroup` of one query, or the result of `then`.
+    async def groups(
+        self, queries: Sequence[GroupQuery], then: Callable[[list[Any]], Any] | None = None
+    ) -> list[Any]:
+        """Return the `GroupResult`, `SampledGroup` or exception of each query.
 
         Args:
-            query: The query.
-            then: Function of the result; see `Scheduler.submit`.
+            queries: The queries.
+            then: Function of the results; see `Scheduler.submit`.
         """
-
-        def finish(results: list[Any]) -> Any:
-            [result] = results
-            if isinstance(result, Exception):
-                raise result
-            return result if then is None else then(result)
-
-        self.counters.count(len(query), requests=len(query.wanted))
-        request = self.scheduler.submit([(query, None, None)], finish)
-        [result] = await self.scheduler.results(request)
-        return result
+        for query in queries:
+            self.counters.count(len(query), requests=len(query.wanted))
+        request = self.scheduler.submit([(query, None, None) for query in queries], then)
+        return await self.scheduler.results(request)
 
     def reduce_no_rows(self, reduction: GroupReduction) -> tuple[torch.Tensor, ...]:
         """Return the columns of a reduction of no rows."""
@@ -173,13 +161,14 @@ class Requests:
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             return token_ids.sequence, token_ids.lora_name, adapter
-        name, adapter = self._adapter(lora_name)
+        name, adapter = self.adapter(lora_name)
         sequence = self._sequence(token_ids)
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
         return sequence, name, adapter
 
-    def _adapter(self, lora_name: str | None) -> tuple[str | None, str | None]:
+    def adapter(self, lora_name: str | None) -> tuple[str | None, str | None]:
+        """Return the name of the adapter of a request, and the engine's name of it."""
         name = self.default_lora if lora_name is None else lora_name
         return name, None if name is None else self._adapters.engine_name(name)
 

@@ -34,7 +34,7 @@ from genlm.core.vocab.text import search_stop
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
     from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.text_requests import TextRequests
+    from genlm.core.model.requests import Requests
     from genlm.core.queries.generations import Integers64
     from genlm.core.queries.query import GroupQuery, Query
     from genlm.core.vocab import Vocabulary
@@ -61,7 +61,7 @@ class SampleMethods:
     vocabulary: Vocabulary
     max_context: int | None
 
-    _requests: TextRequests
+    _requests: Requests
 
     async def sample(
         self,

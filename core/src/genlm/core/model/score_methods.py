@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +15,22 @@ from tqdm.auto import tqdm
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.error_handling import map_batch
-from genlm.core.base.validation import checked_batch, is_sequence_like
+from genlm.core.base.errors import ContextLengthError
+from genlm.core.base.validation import (
+    checked_batch,
+    checked_integer,
+    checked_token_ids,
+    is_sequence_like,
+)
+from genlm.core.model.context import Context
 from genlm.core.queries.query import TokenScores
+from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import checked_reduction
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.requests import Item
-    from genlm.core.model.text_requests import TextRequests
+    from genlm.core.model.requests import Item, Requests
     from genlm.core.queries.query import GroupReduction, Reduction
 
 __all__ = ["ScoreMethods"]
@@ -35,7 +42,9 @@ _SHOWN_AFTER = 256
 class ScoreMethods:
     """The methods of `AsyncLM` that score texts."""
 
-    _requests: TextRequests
+    max_context: int | None
+
+    _requests: Requests
 
     async def score(
         self,
@@ -68,7 +77,7 @@ class ScoreMethods:
                 or above `max_context`.
             GenlmError: As `next_token_logprobs`.
         """
-        items = self._requests.score_items(token_ids, start, stride, lora_name)
+        items = self._score_items(token_ids, start, stride, lora_name)
         [scores] = await self._score([items])
         return scores.logprobs
 
@@ -129,7 +138,7 @@ class ScoreMethods:
         if len(starts) != count:
             raise ValueError(f"{len(starts)} starts for {count} texts; pass one for each")
         items_by_text = map_batch(
-            lambda text: self._requests.score_items(*text, stride, lora_name),
+            lambda text: self._score_items(*text, stride, lora_name),
             zip(text_list, starts, strict=True),
         )
         places = [place for place, items in enumerate(items_by_text) for _ in items]
@@ -168,7 +177,15 @@ class ScoreMethods:
             GenlmError: As `next_token_logprobs`.
         """
         group = checked_reduction(reduction)
-        columns = await self._requests.reduce_text(token_ids, group, start, lora_name)
+        ids, packed, start, adapter = self._checked_text(token_ids, start, lora_name)
+        if start == len(ids):
+            columns = self._requests.reduce_no_rows(group)
+        else:
+            sequence = TokenSequence(packed[:-4])
+            query, _ = self._requests.sequence_query(sequence, adapter, ids[start:])
+            self._requests.counters.count(len(query))
+            query = query.replace(outputs=(group,))
+            columns = await self._requests.scheduler.answer(query)
         return columns[0] if len(columns) == 1 else columns
 
     reduce_text_sync = blocking(reduce_text)
@@ -196,6 +213,68 @@ class ScoreMethods:
             _combine_scores(list(itertools.islice(remaining, len(items))))
             for items in items_by_text
         ]
+
+    def _score_items(
+        self, token_ids: TokenIds, start: int, stride: int | None, lora_name: str | None
+    ) -> list[Item]:
+        """Check a text, and build the request for the scores of each of its windows."""
+        if stride is not None:
+            stride = checked_integer("stride", stride, 1)
+            if self.max_context is not None and stride > self.max_context:
+                raise ValueError(
+                    f"stride={stride}; the context of the model is {self.max_context} tokens"
+                )
+        ids, packed, start, adapter = self._checked_text(
+            token_ids, start, lora_name, has_windows=stride is not None
+        )
+        items: list[Item] = []
+        for window, first in self._windows(len(ids), start, stride):
+            targets = ids[window][first:]
+            sequence = TokenSequence(packed[4 * window.start : 4 * (window.stop - 1)])
+            query, key = self._requests.sequence_query(sequence, adapter, targets)
+            items.append((query, (*key, ("score", first, targets[-1])), None))
+        return items
+
+    def _checked_text(
+        self,
+        token_ids: TokenIds,
+        start: int,
+        lora_name: str | None,
+        *,
+        has_windows: bool = False,
+    ) -> tuple[tuple[int, ...], bytes, int, str | None]:
+        """Check a text; return its ids, packed ids, `start`, and the engine's adapter name."""
+        if isinstance(token_ids, Context):
+            adapter = self._requests.adapter_of(token_ids, lora_name)
+            token_ids = token_ids.token_ids
+        else:
+            _, adapter = self._requests.adapter(lora_name)
+        size, max_context = self._requests.vocab_size, self.max_context
+        ids, packed = checked_token_ids(token_ids, vocab_size=size, max_context=None)
+        if max_context is not None and len(ids) > max_context + 1 and not has_windows:
+            raise ContextLengthError(len(ids), max_context, is_text=True)
+        first = checked_integer("start", start, 1)
+        if first > len(ids):
+            raise ValueError(
+                f"start={first} of a text of {len(ids)} tokens; it must be {len(ids)} or less"
+            )
+        return ids, packed, first, adapter
+
+    def _windows(
+        self, count: int, start: int, stride: int | None
+    ) -> Iterator[tuple[slice, int]]:
+        """Yield windows of a text that the model can score, and the first scored place of each.
+
+        Together they score each token from `start` on once. The first window scores as many
+        tokens as possible, each further one `stride` tokens.
+        """
+        limit = count if self.max_context is None else self.max_context + 1
+        while start < count:
+            end = limit if start < limit or stride is None else start + stride
+            end = min(end, count)
+            begin = max(end - limit, 0)
+            yield slice(begin, end), start - begin
+            start = end
 
 
 def _combine_scores(windows: list[TokenScores]) -> TokenScores:

@@ -15,7 +15,7 @@ import torch
 
 from genlm import AdapterError, BatchEngine, Capability, Query, rows_from_logits
 from genlm.plugin import TokenScores
-from genlm.prefix import PieceScores, ScoredText
+from genlm.prefix import PieceScores
 
 from .attention import ADAPTER_SEEDS, CONTEXT, EMPTY, Attention, Floats, State, base_model
 from .vocabulary import small_vocabulary
@@ -137,14 +137,14 @@ class CachedEngine(BatchEngine):
 
     def reduced(self, queries: Sequence[Query]) -> list[Any]:
         """Reduce the rows that predict the targets of queries."""
-        scores = PieceScores(list(map(ScoredText.of, queries)), self.vocabulary)
+        scores = PieceScores(queries, self.vocabulary)
         for query, end in zip(queries, scores.ends, strict=False):
             scores.add(end + np.arange(len(query.targets)), self.text_logits(query))
         return scores.results()
 
     def text_logits(self, query: Query) -> torch.Tensor:
         """Return the logits that predict the targets of a query."""
-        first = len(query) - len(query.targets) + 1
+        first = query.first_target + 1
         ends = [query.token_ids[: first + place] for place in range(len(query.targets))]
         return torch.from_numpy(np.stack([self.logits(end, query.adapter) for end in ends]))
 

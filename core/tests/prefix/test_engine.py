@@ -23,7 +23,6 @@ from genlm import (
 from genlm.prefix import (
     PrefixEngine,
     PrefixRows,
-    ScoredText,
     SelfTest,
     ServeOptions,
     UnsupportedModelError,
@@ -199,7 +198,7 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
         for completion in completions:
             query = queries[completion.query_id]
             if query.targets:
-                wanted = right_scores(query.adapter, ScoredText(query.sequence, query.targets))
+                wanted = right_scores(query.adapter, query)
                 torch.testing.assert_close(completion.result.logprobs, wanted.logprobs)
                 assert torch.equal(completion.result.is_top, wanted.is_top)
             else:

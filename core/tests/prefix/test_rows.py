@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from genlm import EvaluationError, Token, Vocabulary
+from genlm import EvaluationError, Query, Token, Vocabulary
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
     BatchLimits,
     ForwardResult,
     Integers64,
     PrefixRows,
-    ScoredText,
     TextResult,
     TreeBatch,
     UncachedPath,
@@ -107,7 +106,7 @@ class Alone(UncachedPath):
         self.adapter = adapter
         return super().last_logits(adapter, sequences)
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+    def scores(self, adapter: str | None, texts: Sequence[Query]) -> list[TextResult]:
         self.adapter = adapter
         return super().scores(adapter, texts)
 

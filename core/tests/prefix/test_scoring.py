@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from genlm import EvaluationError, GroupReduction, Token, TokenScores, Vocabulary
-from genlm.plugin import Reduced, TokenSequence
-from genlm.prefix import PieceScores, PrefixRows, ScoredText
+from genlm.plugin import Query, Reduced, TokenSequence
+from genlm.prefix import PieceScores, PrefixRows
 from genlm.prefix.forward import ForwardResult, TreeBatch
 
 from .test_rows import SIZE, Model, expected, packed, text
@@ -25,19 +25,19 @@ def serve(capacity: int, **limits: int) -> tuple[PrefixRows, Model]:
     return serve_rows(capacity, **{"max_rows": 64} | limits)
 
 
-def next_pass(rows: PrefixRows, texts: list[ScoredText]) -> list[int]:
+def next_pass(rows: PrefixRows, texts: list[Query]) -> list[int]:
     sequences = [text.sequence for text in texts]
-    return list(rows.next_pass(None, sequences, [text.first for text in texts]))
+    return list(rows.next_pass(None, sequences, [text.first_target for text in texts]))
 
 
-def scored(ids: Ids, start: int = 1) -> ScoredText:
-    return ScoredText(TokenSequence.of(ids[:-1]), ids[start:])
+def scored(ids: Ids, start: int = 1) -> Query:
+    return Query(0, TokenSequence.of(ids[:-1]), targets=ids[start:])
 
 
-def right_scores(adapter: str | None, text: ScoredText) -> TokenScores:
+def right_scores(adapter: str | None, text: Query) -> TokenScores:
     """The oracle: each target by the row before it."""
     ids = text.sequence.token_ids
-    rows = [expected(adapter, ids[:end]) for end in range(text.first + 1, len(ids) + 1)]
+    rows = [expected(adapter, ids[:end]) for end in range(text.first_target + 1, len(ids) + 1)]
     pairs = list(zip(rows, text.targets, strict=True))
     return TokenScores(
         torch.stack([row[target] for row, target in pairs]),
@@ -45,7 +45,7 @@ def right_scores(adapter: str | None, text: ScoredText) -> TokenScores:
     )
 
 
-def assert_right(rows: PrefixRows, texts: list[ScoredText], adapter: str | None = None) -> None:
+def assert_right(rows: PrefixRows, texts: list[Query], adapter: str | None = None) -> None:
     for result, scored_text in zip(rows.scores(adapter, texts), texts, strict=True):
         wanted = right_scores(adapter, scored_text)
         assert isinstance(result, TokenScores), result
@@ -245,7 +245,7 @@ def vocabulary(size: int, missing: tuple[int, ...] = ()) -> Vocabulary:
 def pieces(keys: np.ndarray, targets: np.ndarray, vocab: Vocabulary) -> PieceScores:
     """The scores of one text whose targets follow positions of these keys."""
     sequence = TokenSequence.of([0] * len(targets))
-    scores = PieceScores([ScoredText(sequence, tuple(targets.tolist()))], vocab)
+    scores = PieceScores([Query(0, sequence, targets=tuple(targets.tolist()))], vocab)
     scores.expect(keys, np.arange(len(targets)))
     return scores
 
@@ -339,8 +339,8 @@ class Columns(GroupReduction):
         return members, logprobs, rows[row_of]
 
 
-def reduced(ids: Ids, start: int = 1) -> ScoredText:
-    return scored(ids, start)._replace(reduction=Columns(ids[start:]))
+def reduced(ids: Ids, start: int = 1) -> Query:
+    return scored(ids, start).replace(outputs=(Columns(ids[start:]),))
 
 
 @pytest.mark.parametrize("capacity", [0, 25, 200])
@@ -360,7 +360,7 @@ def test_reductions_of_texts_have_the_rows_before_their_tokens(
     ]
     for result, query, start in zip(rows.scores(None, queries), queries, starts, strict=True):
         right = right_scores(None, query)
-        if query.reduction is None:
+        if query.outputs == (None,):
             assert isinstance(result, TokenScores)
             torch.testing.assert_close(result.logprobs, right.logprobs, rtol=0, atol=1e-6)
             continue
@@ -384,7 +384,7 @@ def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.Monkey
 
     rows, _ = serve(500)
     ids = text(30, 0)
-    [results] = rows.scores(None, [scored(ids)._replace(reduction=Counted(ids[1:]))])
+    [results] = rows.scores(None, [scored(ids).replace(outputs=(Counted(ids[1:]),))])
     assert isinstance(results, Reduced)
     assert sum(sizes) == 29
     assert max(sizes) == 1
@@ -409,7 +409,7 @@ def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() ->
     ):
         broken = Broken(ids[1:])
         broken.answer = answer
-        queries = [scored(ids)._replace(reduction=broken), reduced(text(9, 1))]
+        queries = [scored(ids).replace(outputs=(broken,)), reduced(text(9, 1))]
         failed, fine = rows.scores(None, queries)
         assert isinstance(failed, EvaluationError)
         assert message in str(failed)

@@ -14,7 +14,7 @@ from scripted import ScriptedEngine, oracle_row
 from genlm import AsyncLM, Capability, EvaluationError, GroupReduction, Reduction, TokenScores
 from genlm.core.queries.query import Completion, Query
 from genlm.plugin import TokenIdError
-from genlm.prefix import PieceScores, ScoredText
+from genlm.prefix import PieceScores
 
 SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -33,12 +33,11 @@ class Scoring(ScriptedEngine):
         super().__init__(SIZE, **options)
 
     def score(self, queries: Sequence[Query]) -> Any:
-        texts = [ScoredText.of(query) for query in queries]
-        scores = PieceScores(texts, self.vocabulary)
-        for query, text, end in zip(queries, texts, scores.ends, strict=False):
-            positions = range(len(text.targets))
+        scores = PieceScores(queries, self.vocabulary)
+        for query, end in zip(queries, scores.ends, strict=False):
+            positions = range(len(query.targets))
             prefixes = [
-                Query(0, query.token_ids[: text.first + 1 + i], query.adapter)
+                Query(0, query.token_ids[: query.first_target + 1 + i], query.adapter)
                 for i in positions
             ]
             scores.add(end + np.array(positions), self.evaluate(prefixes))

@@ -14,7 +14,6 @@ from genlm.lazy_exports import lazy_exports
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.generations import Integers64 as Integers64
     from genlm.core.rows.text_scores import PieceScores as PieceScores
-    from genlm.core.rows.text_scores import ScoredText as ScoredText
     from genlm.core.rows.text_scores import TextResult as TextResult
     from genlm.prefix.engine import Adapters as Adapters
     from genlm.prefix.engine import PrefixEngine as PrefixEngine

@@ -14,7 +14,6 @@ from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
 from genlm.core.rows.logits import rows_from_logits
-from genlm.core.rows.text_scores import ScoredText
 from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.rows import PrefixRows
@@ -172,7 +171,7 @@ class PrefixEngine(BatchEngine):
             for query in pending
             if query.adapter == adapter and bool(query.targets) == scored
         ]
-        firsts = [len(query) - len(query.targets) for query in candidates] if scored else None
+        firsts = [query.first_target for query in candidates] if scored else None
         indices = path.next_pass(adapter, [query.sequence for query in candidates], firsts)
         return [candidates[index] for index in indices]
 
@@ -194,7 +193,7 @@ class PrefixEngine(BatchEngine):
         adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
-            return self._choice.path.scores(adapter, list(map(ScoredText.of, queries)))
+            return self._choice.path.scores(adapter, queries)
 
     def activate(self, adapter: str | None) -> AbstractContextManager[None]:
         """Prepare the model for forward passes with an adapter, or with None."""

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.queries.generations import Integers64
-    from genlm.core.queries.query import GroupQuery
-    from genlm.core.rows.text_scores import ScoredText, TextResult
+    from genlm.core.queries.query import GroupQuery, Query
+    from genlm.core.rows.text_scores import TextResult
 
 __all__ = ["PrefixRows"]
 
@@ -209,7 +209,7 @@ class PrefixRows:
                 break
         return indices
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+    def scores(self, adapter: str | None, texts: Sequence[Query]) -> list[TextResult]:
         """Score texts in few passes, with one computation per uncached position.
 
         After an exception, the tree contains only computed tokens.
@@ -223,7 +223,8 @@ class PrefixRows:
         """
         self.populations.tables.collect()
         scores = PieceScores(texts, self._vocabulary)
-        sequences, firsts = [text.sequence for text in texts], [text.first for text in texts]
+        sequences = [text.sequence for text in texts]
+        firsts = [text.first_target for text in texts]
         passes = self._passes(adapter, sequences, firsts, self._score_limit, scored=True)
         with self._rolled_back_on_error():
             for result in passes:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from genlm.core.queries.generations import Integers64
+from genlm.core.queries.query import Query
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
-from genlm.core.rows.text_scores import PieceScores, ScoredText, TextResult
+from genlm.core.rows.text_scores import PieceScores, TextResult
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.padding import BatchLimits, plan_batches
 
@@ -94,7 +95,7 @@ class UncachedPath(abc.ABC):
         batches = plan_batches([len(sequence) for sequence in sequences], limits)
         return next(batch for batch in batches if 0 in batch)
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+    def scores(self, adapter: str | None, texts: Sequence[Query]) -> list[TextResult]:
         """Score texts in few batches, or one by one by the rows of all their positions."""
         scores = PieceScores(texts, self._vocabulary)
         if self.scores_by_rows:
@@ -102,7 +103,7 @@ class UncachedPath(abc.ABC):
                 self._score_by_rows(adapter, text, first, scores)
             return scores.results()
         for batch in plan_batches([len(text.sequence) for text in texts], self.score_limits):
-            firsts = np.array([texts[i].first for i in batch])
+            firsts = np.array([texts[i].first_target for i in batch])
             sequences = [texts[i].sequence.token_ids for i in batch]
             for (rows, positions), logits in self.run(sequences, firsts):
                 scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
@@ -120,12 +121,12 @@ class UncachedPath(abc.ABC):
         return dataclasses.replace(self.limits, max_tokens=max_tokens)
 
     def _score_by_rows(
-        self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
+        self, adapter: str | None, text: Query, first_key: int, scores: PieceScores
     ) -> None:
         ids, max_rows = text.sequence.token_ids, self.limits.max_rows
         for begin in range(0, len(text.targets), max_rows):
             end = min(begin + max_rows, len(text.targets))
-            lengths = range(text.first + 1 + begin, text.first + 1 + end)
+            lengths = range(text.first_target + 1 + begin, text.first_target + 1 + end)
             prefixes = [TokenSequence.of(ids[:length]) for length in lengths]
             logits = self.last_logits(adapter, prefixes)
             scores.add(first_key + np.arange(begin, end), logits)

@@ -20,7 +20,7 @@ from genlm.plugin import (
     check_query,
     rows_from_logits,
 )
-from genlm.prefix import PieceScores, ScoredText
+from genlm.prefix import PieceScores
 from genlm_llamacpp.adapters import Adapters
 from genlm_llamacpp.batch import (
     Extensions,
@@ -189,10 +189,9 @@ class LlamaCppEngine(BatchEngine):
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score or reduce texts of one adapter; see `BatchEngine.score`."""
         self._prepare(queries)
-        texts = [ScoredText.of(query) for query in queries]
-        scores = PieceScores(texts, self.vocabulary)
-        sequences = [text.sequence for text in texts]
-        firsts = np.array([text.first for text in texts])
+        scores = PieceScores(queries, self.vocabulary)
+        sequences = [query.sequence for query in queries]
+        firsts = np.array([query.first_target for query in queries])
         self._compute(queries[0].adapter, sequences, firsts, scores, scores.ends[:-1])
         return scores.results()
 

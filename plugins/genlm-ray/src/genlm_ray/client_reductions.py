@@ -134,7 +134,7 @@ class ClientEngine(BatchEngine):
     def _reduce_text(self, query: Query) -> Reduced | Exception:
         [output] = query.outputs
         assert isinstance(output, GroupReduction)  # noqa: S101 - the output of a text
-        count, first = len(query.targets), len(query) - len(query.targets)
+        count, first = len(query.targets), query.first_target
         columns = ReducedText(output, count)
         for begin in range(0, count, self._text_rows):
             places = np.arange(begin, min(count, begin + self._text_rows))

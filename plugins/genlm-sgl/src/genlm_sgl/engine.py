@@ -30,7 +30,6 @@ from genlm.prefix import (
     PathChoice,
     PrefixEngine,
     PrefixRows,
-    ScoredText,
     UncachedPath,
 )
 from genlm_sgl.adapters import Adapters
@@ -223,7 +222,7 @@ class SGLEngine(PrefixEngine):
         # In other dtypes rounding differs between the two matrix products.
         bound = 1e-3 if self._served.dtype == torch.float32 else 0.25
         for targets in (ids, (token_id,)):
-            [scores] = path.scores(None, [ScoredText.of(Query(0, ids, targets=targets))])
+            [scores] = path.scores(None, [Query(0, ids, targets=targets)])
             if not isinstance(scores, TokenScores):
                 raise EvaluationError(f"a score is {scores!r}")
             logprob = float(scores.logprobs[-1])

@@ -119,7 +119,7 @@ class Residents:
         pending = PendingQuery(query, 1)
         if query.targets:
             # Otherwise the first block of the prefix cache could cover a scored position.
-            first = len(query) - len(query.targets)
+            first = query.first_target
             self._begin_scores(pending, reads_cache=first >= self.requests.block_size)
         else:
             parent = self._contexts.parent(query)
@@ -178,7 +178,7 @@ class Residents:
     def _begin_scores(self, pending: PendingQuery, *, reads_cache: bool) -> None:
         query = pending.query
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
-        first = len(query) - len(query.targets)
+        first = query.first_target
         resident = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
         self._workers.inputs.add(
             NewQuery(

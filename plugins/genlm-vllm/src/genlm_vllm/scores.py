@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from genlm.plugin import EvaluationError, TokenSequence, describe_error, device_index
-from genlm.prefix import PieceScores, ScoredText, TextResult
+from genlm.plugin import EvaluationError, Query, describe_error, device_index
+from genlm.prefix import PieceScores, TextResult
 from genlm_vllm.messages import NewQuery
 from genlm_vllm.processes import without_frames
 
 if TYPE_CHECKING:
-    from genlm.plugin import GroupReduction, Vocabulary
+    from genlm.plugin import Vocabulary
 
 __all__ = ["ScoreStore", "Span", "start_scores"]
 
@@ -87,10 +87,9 @@ class ScoreStore:
 
     def begin(self, text: NewQuery) -> None:
         """Score a text from the next step on, until `take` is called."""
-        [reduction] = cast("tuple[GroupReduction | None]", text.outputs)
-        scored = ScoredText(TokenSequence(b""), text.targets, reduction)
+        query = Query(text.query_id, (), outputs=text.outputs, targets=text.targets)
         self.texts[text.query_id] = text
-        self._results[text.query_id] = PieceScores([scored], self.vocabulary)
+        self._results[text.query_id] = PieceScores([query], self.vocabulary)
 
     def add(self, text: NewQuery, wanted: range, logits: torch.Tensor) -> None:
         """Score some targets of a text, or reduce the rows that predict them.

@@ -9,6 +9,7 @@ import torch
 
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.query import (
+    ROW_ONLY,
     Completion,
     GroupQuery,
     GroupReduction,
@@ -19,7 +20,6 @@ from genlm.core.queries.query import (
 )
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import moved
-from genlm.core.rows.text_scores import ScoredText
 
 __all__ = ["ScoreColumns", "text_completion", "text_group"]
 
@@ -45,12 +45,17 @@ class ScoreColumns(GroupReduction):
 
 def text_group(query: Query) -> GroupQuery:
     """Return the group query for the rows that predict the targets of a query."""
-    text = ScoredText.of(query)
-    reduction = text.reduction or ScoreColumns(torch.tensor(text.targets))
-    lineage = Lineage.of_sequences(list(_prefixes(text)))
+    [output] = query.outputs
+    reduction = output if isinstance(output, GroupReduction) else None
+    lineage = Lineage.of_sequences(list(_prefixes(query)))
     places = np.arange(len(lineage))
     return GroupQuery(
-        query.query_id, Generation(lineage), places, places, reduction, query.adapter
+        query.query_id,
+        Generation(lineage),
+        places,
+        places,
+        reduction or ScoreColumns(torch.tensor(query.targets)),
+        query.adapter,
     )
 
 
@@ -64,18 +69,18 @@ def text_completion(query: Query, completion: Completion) -> Completion:
         return completion
     if result.errors:
         return Completion(query.query_id, error=result.errors[min(result.errors)])
-    is_reduced = ScoredText.of(query).reduction is not None
     columns = result.columns
+    is_scored = query.outputs == ROW_ONLY
     return Completion(
-        query.query_id, Reduced((columns,)) if is_reduced else TokenScores(*columns)
+        query.query_id, TokenScores(*columns) if is_scored else Reduced((columns,))
     )
 
 
-def _prefixes(text: ScoredText) -> Iterator[TokenSequence]:
+def _prefixes(query: Query) -> Iterator[TokenSequence]:
     """Yield the prefixes of a text after which its targets follow."""
-    token_ids = text.sequence.token_ids
-    sequence = TokenSequence.of(token_ids[: text.first + 1])
+    token_ids, length = query.token_ids, query.first_target + 1
+    sequence = TokenSequence.of(token_ids[:length])
     yield sequence
-    for token_id in token_ids[text.first + 1 :]:
+    for token_id in token_ids[length:]:
         sequence = TokenSequence.of([token_id], sequence)
         yield sequence

@@ -128,6 +128,11 @@ class Query:
         """Number of token ids."""
         return len(self.sequence if self._token_ids is None else self._token_ids)
 
+    @property
+    def first_target(self) -> int:
+        """Position of the token after which the first of the targets follows."""
+        return len(self) - len(self.targets)
+
     def replace(self, **changes: Any) -> Query:
         """Return a copy with changed arguments."""
         tokens = self._token_ids if self._sequence is None else self._sequence

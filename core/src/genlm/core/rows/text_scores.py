@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ import torch
 from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError, GenlmError
 from genlm.core.queries.generations import Integers64
-from genlm.core.queries.query import GroupReduction, Query, Reduced, TokenScores
-from genlm.core.queries.sequence import TokenSequence
+from genlm.core.queries.query import ROW_ONLY, GroupReduction, Query, Reduced, TokenScores
 from genlm.core.rows.device_rows import has_kernels, log_sums_on_device
 from genlm.core.rows.groups import Columns
 from genlm.core.rows.logits import (
@@ -30,38 +29,13 @@ from genlm.core.rows.logits import (
 )
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["PieceScores", "ReducedText", "ScoredText", "TextResult"]
+__all__ = ["PieceScores", "ReducedText", "TextResult"]
 
 # Number of logits that are normalised at once on a CPU: 1 MiB in float32, for its caches.
 _VALUES_AT_ONCE = 2**18
 
 TextResult = TokenScores | Reduced | GenlmError
 """Result of a text: scores, columns or an error."""
-
-
-class ScoredText(NamedTuple):
-    """A text whose last tokens are scored, or the rows that predict them reduced.
-
-    Attributes:
-        sequence: The text without its last token.
-        targets: The last tokens; `sequence` has all of them except the last one.
-        reduction: Reduction of the rows that predict the targets; None for scores.
-    """
-
-    sequence: TokenSequence
-    targets: tuple[int, ...]
-    reduction: GroupReduction | None = None
-
-    @classmethod
-    def of(cls, query: Query) -> ScoredText:
-        """Return the text of a query with targets."""
-        [reduction] = cast("tuple[GroupReduction | None]", query.outputs)
-        return cls(query.sequence, query.targets, reduction)
-
-    @property
-    def first(self) -> int:
-        """Position of the token after which the first target follows."""
-        return len(self.sequence) - len(self.targets)
 
 
 class PieceScores:
@@ -72,7 +46,7 @@ class PieceScores:
     them to `expect`.
 
     Args:
-        texts: The texts.
+        texts: Queries with targets.
         vocabulary: Vocabulary of the rows.
 
     Attributes:
@@ -80,17 +54,16 @@ class PieceScores:
         ends: Number of targets of the texts before each, and of all, shape `(texts + 1,)`.
     """
 
-    def __init__(self, texts: Sequence[ScoredText], vocabulary: Vocabulary) -> None:
+    def __init__(self, texts: Sequence[Query], vocabulary: Vocabulary) -> None:
         self.targets = np.array([i for text in texts for i in text.targets], np.int64)
         self.ends = np.cumsum([0, *(len(text.targets) for text in texts)])
         self._vocabulary = vocabulary
-        self._scored = np.repeat(
-            [text.reduction is None for text in texts], np.diff(self.ends)
-        ).astype(bool)
+        are_scored = [text.outputs == ROW_ONLY for text in texts]
+        self._scored = np.repeat(are_scored, np.diff(self.ends)).astype(bool)
         self._reduced = {
-            index: ReducedText(text.reduction, len(text.targets))
+            index: ReducedText(cast("GroupReduction", text.outputs[0]), len(text.targets))
             for index, text in enumerate(texts)
-            if text.reduction is not None
+            if not are_scored[index]
         }
         self._is_added = np.zeros(len(self.targets), bool)
         self._parts: list[tuple[Integers64, torch.Tensor]] = []

@@ -134,7 +134,7 @@ async def measure() -> dict[str, list[float]]:
 
 async def with_collections() -> dict[str, list[float]]:
     """CPU time of requests in microseconds, with the garbage collections that they cause."""
-    import transformers  # noqa: PLC0415 - its objects are those of a program that loads a model
+    import transformers
 
     _ = transformers.LlamaForCausalLM
     contexts = [[i % 32, i // 32 % 32, *range(14)] for i in range(CONCURRENT)]

@@ -118,6 +118,34 @@ def test_a_text_may_have_begun(llm, grammar):
         grammar.start(llm, 1, text=b"b")
 
 
+LACKING = {  # "z" and "w" are bytes that no token has
+    "xgrammar": 'root ::= "a" | "az" | "bz" | "bwa"',
+    "llguidance": 'start: "a" | "az" | "bz" | "bwa"',
+}
+
+
+@pytest.mark.parametrize("library", LACKING)
+def test_a_text_that_needs_a_byte_without_token_is_not_complete(llm, library):
+    source = LACKING[library]
+    language = Grammar.ebnf(source) if library == "xgrammar" else Grammar.lark(source)
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    assert not {b"z", b"w"} & set(TOKENS)
+    first = language.start(llm, 2)
+    constraint = first.advance([a, b])
+    assert unpacked(constraint, 0) == {END}  # "a" is a text
+    assert unpacked(constraint, 1) == set()  # "b" is not
+    assert constraint.advance([END, END]).log_potential.tolist() == [0, -np.inf]
+    assert unpacked(first.advance([b, a]), 1) == {END}  # the first state can be continued
+    assert unpacked(language.start(llm, 1, text=b"bw")) == {a}
+    with pytest.raises(ValueError, match="begins with b'zz'"):
+        language.start(llm, 1, text=b"zz")
+
+
+def test_a_grammar_of_llguidance_without_text_allows_no_token(llm):
+    constraint = Grammar.lark("start: T\nT: /a/ & /b/").start(llm, 1)
+    assert unpacked(constraint) == set()
+
+
 def test_texts_end_with_the_given_tokens(llm, grammar):
     a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
     constraint = grammar.start(llm, 1, stop=[b]).advance([a])

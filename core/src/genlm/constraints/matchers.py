@@ -188,7 +188,9 @@ class LLGuidance(MatcherLibrary):
 
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
         self._library = library = _import_library(self.name)
-        self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_ByteTokenizer(texts)))
+        tokenizer = _ByteTokenizer(texts)
+        self._words = -(-len(tokenizer.tokens) // 32)
+        self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(tokenizer))
         grammar = _guidance_grammar(form, source, options)
         self._matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._matcher.is_error():
@@ -221,7 +223,17 @@ class LLGuidance(MatcherLibrary):
 
     def _fill(self, matchers: Sequence[Any], words: Words) -> None:
         pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._fill_rows(self._executor, pairs, words)
+        is_wider = words.shape[1] < self._words
+        filled = np.zeros((len(words), self._words), np.int32) if is_wider else words
+        self._fill_rows(self._executor, pairs, filled)
+        for matcher, row in pairs:
+            # If nothing can follow an incomplete text, the library allows the end.
+            if matcher.is_error():
+                if not (message := matcher.get_error()).startswith("NoExtension"):
+                    raise RuntimeError(f"llguidance cannot compute a mask: {message}")
+                filled[row] = 0
+        if is_wider:
+            words[:] = filled[:, : words.shape[1]]
 
 
 def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str:
@@ -235,13 +247,19 @@ def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str
 
 
 class _ByteTokenizer:
-    """The tokenizer interface of llguidance."""
+    """The tokenizer interface of llguidance.
+
+    The tokens are those of the vocabulary, the end, and the bytes that the vocabulary lacks.
+    Without these, the library ignores such bytes of a text and ends texts that need them.
+    """
 
     bos_token_id = None
 
     def __init__(self, texts: list[bytes]) -> None:
         self.eos_token_id = len(texts)
-        self.tokens = [*texts, b"</s>"]
+        single_bytes = [bytes([byte]) for byte in range(256)]
+        lacking = sorted({*single_bytes}.difference(texts))
+        self.tokens = [*texts, b"</s>", *lacking]
         self.special_token_ids = [self.eos_token_id]
 
     def __call__(self, text: bytes) -> list[int]:

@@ -482,6 +482,58 @@ def test_without_replacement_a_row_runs_out_of_tokens_and_tiny_ones_are_drawn_to
         assert sequences.log_mass.tolist() == [0.0, -INF]
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.5}, {"bias": np.sin(np.arange(140))}]
+)
+def test_many_draws_without_replacement_have_the_ordered_distribution(
+    settings: dict[str, Any],
+) -> None:
+    """Draw three tokens after the 130 others of a mask, which are almost certain."""
+    count, last, allowed = 20_000, [3, 70, 139], np.ones(140, np.bool_)
+    allowed[[0, 40, 100, 101, 102, 103, 104]] = False
+    row = torch.full((140,), 40.0)
+    row[last] = torch.tensor([0.5, 0.3, 0.2]).log()
+    rows = row.log_softmax(0).expand(count, -1)
+    numbers = uniforms(5, np.arange(count), 0, 135)
+    drawn = batch_draw_without_replacement(rows, numbers, allowed[None], **settings)
+    first, then = drawn.token_ids.tensor_split([130], 1)
+    others = np.setdiff1d(np.flatnonzero(allowed), last)
+    assert (first.sort(1).values == torch.from_numpy(others)).all()
+    assert (then[:, 3:] == -1).all()
+    scores = (row.double().numpy() + settings.get("bias", 0.0))[last]
+    weights = dict(zip(last, np.exp(scores / settings.get("temperature", 1.0)), strict=True))
+    expected, counts = [], []
+    for ordered in itertools.permutations(last):
+        shares = [weights[ordered[i]] / sum(weights[j] for j in ordered[i:]) for i in range(3)]
+        is_drawn = (then[:, :3] == torch.tensor(ordered)).all(1)
+        logprobs = drawn.draw_logprob[is_drawn, 130:133]
+        assert np.allclose(logprobs, np.log(shares), atol=1e-5)
+        expected.append(count * math.prod(shares))
+        counts.append(int(is_drawn.sum()))
+    assert sum(counts) == count
+    assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("size", [300, SIZE])
+def test_more_draws_without_replacement_begin_with_fewer(size: int) -> None:
+    rows, allowed = some_rows()[:, :size].log_softmax(-1), sets_of_tokens()[:, :size]
+    numbers = uniforms(4, np.arange(COUNT), 0, size)
+    most = batch_draw_without_replacement(rows, numbers, allowed)
+    for row, ids in zip(allowed, most.token_ids.tolist(), strict=True):
+        assert sorted(ids) == sorted(np.flatnonzero(row).tolist() + [-1] * (~row).sum())
+    for k in (1, 127, 128, 129, 200):
+        fewer = batch_draw_without_replacement(rows, numbers[:, :k], allowed)
+        assert torch.equal(fewer.token_ids, most.token_ids[:, :k])
+        torch.testing.assert_close(fewer.draw_logprob, most.draw_logprob[:, :k])
+    # Against sums of what remains, in float64.
+    columns = rows.double(), most.token_ids, most.draw_logprob.double()
+    for row, ids, logprobs in zip(*columns, strict=True):
+        drawn = row[ids[ids >= 0]]
+        expected = drawn - drawn.flip(0).logcumsumexp(0).flip(0)
+        near = {"atol": 2e-4, "rtol": 1e-4}
+        torch.testing.assert_close(logprobs[: len(drawn)], expected, **near)
+
+
 def test_draws_without_replacement_need_a_temperature() -> None:
     with pytest.raises(ValueError, match="at temperature 0 are those of batch_top_k"):
         batch_draw_without_replacement(some_rows(), np.ones((COUNT, 2)) / 2, temperature=0.0)

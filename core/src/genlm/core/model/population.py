@@ -170,9 +170,10 @@ class Population(MemberReductions):
     ) -> DrawnTokens:
         """Draw `k` different next tokens of each member, one after the other.
 
-        Every token is drawn as by `draw` from the remaining tokens; the first is the token that
-        `draw` returns for the same seed. The Gumbel-top-k trick of Kool, van Hoof, Welling:
-        "Stochastic beams and where to find them", 2019, has the same distribution.
+        Every token is drawn from the remaining tokens, with the distribution of the
+        Gumbel-top-k trick of Kool, van Hoof, Welling: "Stochastic beams and where to find
+        them", 2019. The first is the token that `draw` returns for the same seed, and draws of
+        fewer tokens are the first of those of more tokens.
 
         Args:
             k: Number of tokens, at least 1 and at most the size of the vocabulary.

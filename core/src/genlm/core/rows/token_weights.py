@@ -22,6 +22,7 @@ __all__ = [
     "compute_weights",
     "masked_scores",
     "masked_sums",
+    "relative_scores",
     "reweight",
 ]
 
@@ -67,7 +68,7 @@ def compute_weights(part: RowPart) -> TokenWeights:
                 shares.masked_fill_(part.unrestricted, 0.0)
             log_mass += shares
     if is_tempered:
-        tempered_scores = _divide_by_temperature(scores, part.temperatures)
+        tempered_scores = relative_scores(scores, part.temperatures)
         weights = torch.softmax(tempered_scores, -1, out=part.memory)
         sums = masked_sums(weights, part.factors)
         tempered_totals = sums.sum(-1)
@@ -93,7 +94,7 @@ def reweight(
     rows: torch.Tensor,
 ) -> None:
     """Compute the weights of some rows in place, relative to the largest of their scores."""
-    shifted = _divide_by_temperature(scores, temperatures[rows.cpu().numpy()])
+    shifted = relative_scores(scores, temperatures[rows.cpu().numpy()])
     row_weights = shifted.exp_()
     weights[rows.to(weights.device)] = row_weights
     sums[rows] = block_sums(row_weights)
@@ -116,7 +117,7 @@ def masked_scores(
     return scores[places].masked_fill_(row_factors == 0, -_INF)
 
 
-def _divide_by_temperature(
+def relative_scores(
     scores: torch.Tensor, temperatures: npt.NDArray[np.float64]
 ) -> torch.Tensor:
     """Return scores minus the largest, divided by temperatures; 0 counts as 1."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from genlm.core.vocab import decode_vocab
+from genlm.core.vocab import Vocabulary, decode_vocab
 
 KINDS = sentencepiece_model_pb2.ModelProto.SentencePiece
 
@@ -50,3 +50,17 @@ def test_a_user_defined_symbol_that_looks_like_a_byte_piece_is_its_text(tmp_path
     processor = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
     byte_vocab, _ = decode_vocab(processor)
     assert byte_vocab[processor.piece_to_id("<0x41>")].byte_string == b"<0x41>"
+
+
+def test_the_ids_of_begin_and_end_are_those_of_the_processor(sentencepiece_file):
+    model = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_file.read_bytes())
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file))
+    vocabulary = Vocabulary.from_tokenizer(processor)
+    assert model.pieces[vocabulary.bos_token_id].piece == "<s>"
+    assert model.pieces[vocabulary.eos_token_id].piece == "</s>"
+    model.trainer_spec.eos_id, model.trainer_spec.bos_id = -1, -1
+    del model.pieces[1:3]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    vocabulary = Vocabulary.from_tokenizer(processor)
+    assert vocabulary.bos_token_id is None
+    assert vocabulary.eos_token_id is None

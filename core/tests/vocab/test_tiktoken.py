@@ -43,3 +43,14 @@ def test_an_encoding_without_special_tokens_is_decoded():
     ranks = {bytes([byte]): byte for byte in range(256)}
     encoding = tiktoken.Encoding("bytes", pat_str=".", mergeable_ranks=ranks, special_tokens={})
     assert [bytes(token) for token in decode_vocab(encoding)[0]] == list(ranks)
+
+
+@pytest.mark.parametrize("specials", [{"<|endoftext|>": 260, "<|x|>": 256}, {"<|x|>": 256}])
+def test_the_end_of_text_is_that_of_the_encoding(specials):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=specials
+    )
+    vocabulary = Vocabulary.from_tokenizer(encoding)
+    assert vocabulary.eos_token_id == specials.get("<|endoftext|>")
+    assert vocabulary.bos_token_id is None

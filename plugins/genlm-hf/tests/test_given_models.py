@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiktoken
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
 from genlm import VocabularyError
 from genlm_hf.engine import HFEngine
 
-from .tiny import WIDTH, alone, answers, build_model, ids_of_lengths
+from .tiny import WIDTH, alone, answers, build_model, ids_of_lengths, llama_settings
 
 SEQUENCES = ids_of_lengths(9, 1, 9, 4)
 
@@ -30,6 +31,21 @@ def test_weights_that_change_in_place_are_used(llama: Any, tokenizer: Any) -> No
         llama.lm_head.weight.mul_(0.5)
     expected = [alone(llama, ids) for ids in SEQUENCES]
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+
+
+def test_tokenizers_of_other_libraries_are_served(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer.backend_tokenizer)
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={}
+    )
+    model = build_model("llama", **llama_settings(vocab_size=256))
+    engine = HFEngine.from_model(model, encoding)
+    [row] = answers(engine, [encoding.encode("é 日")])
+    expected = [alone(model, encoding.encode("é 日"), 256)]
+    torch.testing.assert_close([row], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])

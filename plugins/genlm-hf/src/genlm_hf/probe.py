@@ -30,7 +30,8 @@ _COARSE_TOLERANCE = 0.1
 def sample_ids(tokenizer: object, limit: int, max_ids: int | None) -> list[int]:
     """Return a few ids of ordinary text (no images' placeholders), all below `limit`."""
     encode = getattr(tokenizer, "encode")  # noqa: B009 - tokenizers share no base class
-    ids = [i for i in encode(_TEXT, add_special_tokens=False) if i < limit]
+    encoded = encode(_TEXT)
+    ids = [i for i in getattr(encoded, "ids", encoded) if i < limit]
     if len(set(ids)) < 4:
         ids = [i % limit for i in range(_MAX_IDS)]
     return ids[: min(_MAX_IDS, max_ids or _MAX_IDS)]

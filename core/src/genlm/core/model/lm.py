@@ -157,7 +157,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
 
         Args:
             model: Model id or path: a hub id, a folder or `"demo"`; or a model object of the
-                engine's library, with `tokenizer=`.
+                engine's library, with `tokenizer=`, which `genlm.decode_vocab` takes.
             backend: Engine name, see `genlm plugins`; by default the engine chosen with
                 `use_backend` or `GENLM_BACKEND`, or the only installed engine.
             output_cache: Cache of results; see `AsyncLM`.

@@ -25,7 +25,8 @@ class Tokenizer(Protocol):
     The tokenizer may be any object, or None: rows, samples, `llm.decode` and the commands of
     genlm work without it. These members of a tokenizer with `encode` are used if it has them:
 
-    - `bos_token_id`, `eos_token_id`: BOS and EOS ids, or None.
+    - `bos_token_id`, `eos_token_id`: BOS and EOS ids, or None. Those of sentencepiece and
+      tiktoken (`eot_token`) are used, too.
     - `encode(text, add_special_tokens=False)`: the ids of the text without special tokens.
     - `all_special_ids`: ids that are not text; by default the BOS and EOS ids.
     - `apply_chat_template(messages, ...)`, as in transformers, for `llm.encode_chat`.

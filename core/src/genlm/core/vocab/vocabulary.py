@@ -111,12 +111,12 @@ class Vocabulary:
     @property
     def bos_token_id(self) -> int | None:
         """BOS id of the tokenizer, None if it is not defined or not in this vocabulary."""
-        return self._token_id("bos_token_id")
+        return self._token_id("bos")
 
     @property
     def eos_token_id(self) -> int | None:
         """EOS id of the tokenizer, None if it is not defined or not in this vocabulary."""
-        return self._token_id("eos_token_id")
+        return self._token_id("eos")
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
@@ -191,8 +191,14 @@ class Vocabulary:
             if token.token_id not in without_text
         ]
 
-    def _token_id(self, name: str) -> int | None:
-        token_id = getattr(self.tokenizer, name, None)
+    def _token_id(self, role: str) -> int | None:
+        token_id = getattr(self.tokenizer, f"{role}_token_id", None)
+        if hasattr(self.tokenizer, "get_piece_size"):  # sentencepiece
+            token_id = getattr(self.tokenizer, f"{role}_id")()  # -1 for none
+        elif role == "eos" and "<|endoftext|>" in getattr(
+            self.tokenizer, "special_tokens_set", ()
+        ):
+            token_id = self.tokenizer.eot_token  # tiktoken
         is_valid = isinstance(token_id, int) and 0 <= token_id < self.size
         return token_id if is_valid else None
 
@@ -204,9 +210,9 @@ def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
     first token: a SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`. A WordPiece token
     that begins a word has a leading space; `##ing`, and punctuation before which the decoder's
     `cleanup` removes the space, have none. The concatenated bytes of a sequence are its decoded
-    text, except for a space that some tokenizers drop at the start of a text. The bytes of
-    added and special tokens are their content in UTF-8. All derived bytes are compared with the
-    tokenizer's decoding.
+    text, except for a space that some tokenizers drop at the start of a text, or at the end if
+    they mark the ends of words. The bytes of added and special tokens are their content in
+    UTF-8. All derived bytes are compared with the tokenizer's decoding.
 
     Args:
         tokenizer: A tokenizer of transformers (fast or Python), `tokenizers`,

@@ -46,6 +46,7 @@ _WITHOUT = {
     Capability.LORA: "refused",
     Capability.PREFIX_CACHE: "refused",
     Capability.SCORE: "by the core",
+    Capability.WEIGHTS: "refused",
 }
 
 ELSEWHERE = {"sgl": ".venv-sgl"}

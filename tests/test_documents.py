@@ -88,7 +88,8 @@ def test_the_readme_runs(demo, adapter, capsys):
         assert capsys.readouterr().out == printed
     source = methods.replace("path/to/model", str(demo))
     source = source.replace("path/to/adapter", str(adapter))
-    names = asyncio.run(run(source, {"genlm": genlm, "ids": [1, 2, 3]}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo)
+    names = asyncio.run(run(source, {"genlm": genlm, "ids": [1, 2, 3], "model": model}))
     assert names["drawn"].token_id in (7, 8)
     assert names["many"].lengths.tolist() == [4] * 100
     assert len(names["continuation"]) <= 50

@@ -102,9 +102,9 @@ def _low_rank(draw: Callable[..., Floats], width: int) -> Floats:
 
 
 @functools.cache
-def base_model() -> Attention:
-    """The weights without an adapter."""
-    draw = np.random.default_rng(0).normal
+def base_model(seed: int = 0) -> Attention:
+    """The weights without an adapter; another seed stands for a trained model."""
+    draw = np.random.default_rng(seed).normal
     layers = tuple(
         Layer(*(draw(size=(HIDDEN, HIDDEN)) for _ in range(4))) for _ in range(LAYERS)
     )
@@ -120,14 +120,24 @@ ADAPTER_SEEDS = {"red": 1, "blue": 2}
 """The adapters that exist, by the path from which they are loaded."""
 
 
+TRAINED = 9
+"""The seed of other weights."""
+
+
 @functools.cache
-def _model(adapter: str | None) -> Attention:
-    return base_model() if adapter is None else base_model().adapted(ADAPTER_SEEDS[adapter])
+def _model(adapter: str | None, seed: int) -> Attention:
+    base = base_model(seed)
+    return base if adapter is None else base.adapted(ADAPTER_SEEDS[adapter])
 
 
-def dense_row(token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+def trained_row(token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+    """The true row with the other weights."""
+    return dense_row(token_ids, adapter, TRAINED)
+
+
+def dense_row(token_ids: Sequence[int], adapter: str | None, seed: int = 0) -> torch.Tensor:
     """The true row of a sequence: every position at once, under a causal mask."""
-    model = _model(adapter)
+    model = _model(adapter, seed)
     hidden = torch.from_numpy(
         model.embedding[list(token_ids)] + model.position[: len(token_ids)]
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from genlm import Engine
 from genlm.testing import EngineTarget
 from genlm.testing.core_targets import numpy_targets
 from genlm.testing.target import Target
 
-from .attention import ADAPTER_SEEDS, CONTEXT, dense_row
+from .attention import ADAPTER_SEEDS, CONTEXT, TRAINED, dense_row, trained_row
 from .cached_engine import CachedEngine, PlainEngine
 from .resident_engine import ResidentEngine
 from .vocabulary import TEXTS
@@ -38,6 +40,10 @@ def cached_target(
         model="cached",
         build=build,
         oracle=dense_row,
+        weights=[
+            (lambda: {"seed": torch.tensor(0)}, dense_row),
+            (lambda: {"seed": torch.tensor(TRAINED)}, trained_row),
+        ],
         adapters={name: name for name in ADAPTER_SEEDS},
         max_length=CONTEXT,
         tight_options=[{"kv_budget": 3}],

@@ -91,6 +91,7 @@ class CachedEngine(BatchEngine):
         self.vocabulary = small_vocabulary()
         self.prefixes = self.Store(kv_budget)
         self.models: dict[str | None, Attention] = {None: base_model()}
+        self.adapter_seeds: dict[str, int] = {}
         self.tokens_computed = 0
 
     # -- rows -------------------------------------------------------------------------
@@ -153,10 +154,22 @@ class CachedEngine(BatchEngine):
     def add_adapter(self, name: str, path: str) -> None:
         if path not in ADAPTER_SEEDS:
             raise AdapterError(f"no adapter in {path!r}")
-        self.models[name] = base_model().adapted(ADAPTER_SEEDS[path])
+        self.adapter_seeds[name] = ADAPTER_SEEDS[path]
+        self.adapt()
+
+    def adapt(self) -> None:
+        """Merge the adapters into the current weights."""
+        for name, seed in self.adapter_seeds.items():
+            self.models[name] = self.models[None].adapted(seed)
+
+    def update_weights(self, weights: Mapping[str, Any] | None) -> None:
+        if weights is not None:
+            self.models[None] = base_model(int(weights["seed"]))
+            self.adapt()
+        self.prefixes.clear()
 
     def remove_adapter(self, name: str) -> None:
-        del self.models[name]
+        del self.models[name], self.adapter_seeds[name]
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         prefix = tuple(token_ids)

@@ -49,6 +49,7 @@ _MODULES = (
     "batches",
     "sampling",
     "adapters",
+    "weights",
     "vocabularies",
     "output_caches",
     "requests",

@@ -56,6 +56,10 @@ class ResidentEngine(CachedEngine):
     def release_context(self, adapter, key):
         self.residents.pop((adapter, key), None)
 
+    def update_weights(self, weights):
+        super().update_weights(weights)
+        self.residents.clear()
+
     def remove_adapter(self, name):
         super().remove_adapter(name)
         for key in [key for key in self.residents if key[0] == name]:

@@ -2,8 +2,8 @@
 
 - the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
-- engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
-  `Capability`, `Query`, `TokenSequence`, `Completion`, `check_query`,
+- engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`,
+  `WeightsEngine`; `Capability`, `Query`, `TokenSequence`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`,
   `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.engine import Engine as Engine
     from genlm.core.engine.engine import LoraEngine as LoraEngine
     from genlm.core.engine.engine import PrefixCacheEngine as PrefixCacheEngine
+    from genlm.core.engine.engine import WeightsEngine as WeightsEngine
     from genlm.core.engine.engine import call_each as call_each
     from genlm.core.engine.group_engine import with_groups as with_groups
     from genlm.core.engine.group_sampling import GroupSampling as GroupSampling

@@ -21,6 +21,7 @@ MakeModel = Callable[..., AsyncLM]
 
 ASYNC_OF = {
     **{name: f"a{name}" for name in ("load_lora", "pin_prefix", "clear_kv_cache", "close")},
+    "update_weights": "aupdate_weights",
     **{name: name.removesuffix("_sync") for name in dir(AsyncLM) if name.endswith("_sync")},
 }
 

@@ -68,7 +68,7 @@ def test_passes_are_smaller_on_a_cpu_unless_each_loads_weights(
     assert [bool(engine.step()) for _ in range(3)] == [i < steps for i in range(3)]
 
 
-def test_a_model_with_offloaded_layers_takes_no_adapters(
+def test_a_model_with_offloaded_layers_takes_no_adapters_or_weights(
     folder: Path, tmp_path: Path, llama: Any
 ) -> None:
     options = {"device_map": MAPS["half on disk"], "offload_folder": str(tmp_path)}
@@ -76,6 +76,10 @@ def test_a_model_with_offloaded_layers_takes_no_adapters(
     assert engine.capabilities == {Capability.PREFIX_CACHE, Capability.SCORE}
     with pytest.raises(UnsupportedCapabilityError, match="device_map offloads layers"):
         engine.add_adapter("red", str(tmp_path))
+    with pytest.raises(
+        UnsupportedCapabilityError, match="load the new weights with load_model"
+    ):
+        engine.update_weights(llama.state_dict())
     sequences = ids_of_lengths(9, 1, 23)
     assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-5
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch.optim import SGD, AdamW
@@ -112,6 +113,53 @@ def test_weights_are_prepacked_again(tokenizer: Any) -> None:
         step(wide_llama, AdamW, fused=True)
         assert_rows_are_current(llm, wide_llama, population)
         assert llm.statistics().engine["prepacked_bytes"] > 0
+
+
+def shift_memory(model: Any) -> None:
+    """Change parameters and a buffer in a way that torch does not count."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+    model.model.rotary_emb.inv_freq.detach().numpy()[:] *= 0.5
+
+
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
+def test_changes_that_torch_does_not_count_are_used_after_an_update(
+    path: str, llama: Any, tokenizer: Any
+) -> None:
+    options = {"tokenizer": tokenizer, "execution_path": path}
+    with genlm.load_model(llama, "hf", **options) as llm:
+        population = started_population(llm)
+        assert_rows_are_current(llm, llama, population)
+        shift_memory(llama)
+        llm.update_weights()
+        assert_rows_are_current(llm, llama, population)
+        llm.update_weights(lambda _: shift_memory(llama))
+        assert_rows_are_current(llm, llama, population)
+
+
+def test_an_update_prepacks_weights_again(tokenizer: Any) -> None:
+    settings = llama_settings(hidden_size=256, intermediate_size=512)
+    wide_llama = build_model("llama", **settings)
+    with genlm.load_model(wide_llama, "hf", tokenizer=tokenizer, prepack=True) as llm:
+        assert llm.statistics().engine["prepacked_bytes"] > 0
+        population = started_population(llm)
+        shift_memory(wide_llama)
+        llm.update_weights()
+        assert_rows_are_current(llm, wide_llama, population)
+        assert llm.statistics().engine["prepacked_bytes"] > 0
+
+
+def test_layers_of_peft_that_were_inserted_later_are_followed_after_an_update(
+    llama: Any, tokenizer: Any
+) -> None:
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        population = started_population(llm)
+        config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(llama, config)
+        llm.update_weights()
+        assert_rows_are_current(llm, llama, population)
+        step(llama, SGD)
+        assert_rows_are_current(llm, llama, population)
 
 
 def test_a_prefix_is_pinned_with_the_current_weights(llama: Any, tokenizer: Any) -> None:

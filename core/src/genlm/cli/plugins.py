@@ -31,6 +31,7 @@ _CAPABILITIES = {
     "lora": "LoRA adapters per request: llm.load_lora(folder, name), lora_name=name",
     "score": "scores all tokens of a text in one pass: llm.score, llm.batch_score",
     "prefix_cache": "caches computed prefixes: llm.pin_prefix, llm.clear_kv_cache",
+    "weights": "accepts new weights of the base model: llm.update_weights(state_dict)",
 }
 
 

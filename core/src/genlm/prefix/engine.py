@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -41,7 +41,8 @@ class PrefixEngine(BatchEngine):
     """Base class of engines that run a model through an execution path.
 
     A subclass loads its model and calls `serve` once. It may extend `activate`,
-    `model_statistics`, `add_adapter`, `remove_adapter`, `clear_prefix_cache` and `close`.
+    `model_statistics`, `update_weights`, `add_adapter`, `remove_adapter`, `clear_prefix_cache`
+    and `close`.
 
     Attributes:
         backend: Name of the engine in messages.
@@ -54,6 +55,7 @@ class PrefixEngine(BatchEngine):
     _choice: PathChoice
     _adapters: Adapters[Any]
     _embedding_rows: int
+    _load_weights: Callable[[Mapping[str, Any]], None] | None
     _tokens_evaluated = 0
     _final_statistics: Mapping[str, int | float | str] | None = None
 
@@ -64,6 +66,7 @@ class PrefixEngine(BatchEngine):
         *,
         embedding_rows: int,
         hints: Mapping[Capability, str] | None = None,
+        load_weights: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         """Set the attributes that serve queries except `vocabulary` and `max_context`.
 
@@ -72,14 +75,19 @@ class PrefixEngine(BatchEngine):
             adapters: Adapters of the model.
             embedding_rows: Number of ids that the model can embed.
             hints: Advice for each capability that the model lacks.
+            load_weights: Function that copies new weights into the model; it raises an error
+                of `update_weights`. None if the engine cannot replace weights.
         """
         self._choice, self._adapters = choice, adapters
+        self._load_weights = load_weights
         self._embedding_rows = embedding_rows
         hints = dict(hints or {})
         if self._cache is None:
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
         capabilities = {Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE}
+        if load_weights is not None:
+            capabilities.add(Capability.WEIGHTS)
         self.capabilities = frozenset(capabilities - hints.keys())
 
     @property
@@ -222,6 +230,25 @@ class PrefixEngine(BatchEngine):
         """Free all cached tokens, including pinned prefixes. Rows do not change."""
         self._prefix_cache().clear()
 
+    def update_weights(self, weights: Mapping[str, Any] | None) -> None:
+        """Replace the weights of the base model, and free all cached tokens.
+
+        Args:
+            weights: All weights by name; None if they have been changed in the model.
+
+        Raises:
+            UnsupportedCapabilityError: The weights of the model cannot be replaced.
+            ValueError: The weights do not fit the model, which is unchanged.
+        """
+        if self._load_weights is None or Capability.WEIGHTS not in self.capabilities:
+            raise self._unsupported(Capability.WEIGHTS)
+        try:
+            if weights is not None:
+                self._load_weights(weights)
+        finally:
+            if self._cache is not None:
+                self.clear_prefix_cache()
+
     def add_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in folder `path` under the name `name`.
 
@@ -272,7 +299,7 @@ class PrefixEngine(BatchEngine):
     def close(self) -> None:
         """Free the execution path and the adapters; `statistics` stays available."""
         self._final_statistics = self.statistics()
-        del self._choice, self._adapters
+        del self._choice, self._adapters, self._load_weights
 
     def _check(self, query: Query) -> None:
         embeds_all = self.vocabulary.size <= self._embedding_rows

@@ -170,6 +170,11 @@ class EngineFixture(Fixture):
         """The oracle's row: shape `(vocab_size,)`, float64, on the CPU; do not modify."""
         return self._expected(tuple(token_ids), adapter)
 
+    def use_weights(self, number: int) -> None:
+        """Compare later rows with the oracle of one of the target's sets of weights."""
+        oracle = self.target.weights[number][1]
+        self._expected = functools.partial(_oracle_row, oracle)
+
     def expected_rows(
         self, token_ids: Sequence[int], start: int = 1, adapter: str | None = None
     ) -> torch.Tensor:

@@ -44,6 +44,9 @@ class EngineTarget:
             engine's rows of single requests; checks of correctness are then skipped.
         adapters: Folder of each adapter, by name; at least two if the engine declares
             `Capability.LORA`. Their rows must differ.
+        weights: Two sets of weights, each as a function that returns all tensors by name, with
+            the oracle of its rows; needed if the engine declares `Capability.WEIGHTS`. The
+            first are those of the model, and the rows of the second differ.
         dtype: Dtype in which the engine computes; sets the tolerance.
         tolerance: Maximum difference of a log-probability from the oracle's; at most, and by
             default, the cap for `dtype`.
@@ -65,6 +68,7 @@ class EngineTarget:
     build: Callable[..., Engine]
     oracle: Oracle | None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    weights: Sequence[tuple[Callable[[], Mapping[str, Any]], Oracle]] = ()
     dtype: str = "float32"
     tolerance: float | None = None
     token_ids: Sequence[int] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +19,7 @@ import torch
 from genlm import ModelFacts
 
 if TYPE_CHECKING:
+    from genlm.testing.target import Oracle
     from genlm.testing.tiny_families import Family
 
 __all__ = [
@@ -145,6 +146,30 @@ class TinyModel:
         """Compute the rows after each token of one sequence, as `logprobs` does."""
         return self._logits(token_ids, adapter).double().log_softmax(-1)
 
+    @property
+    def weights(self) -> list[tuple[Callable[[], Mapping[str, torch.Tensor]], Oracle]]:
+        """The tensors of the model, then other ones, both with the oracle of their rows."""
+
+        def changed_row(token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+            return self._changed.logprobs(token_ids, adapter)
+
+        return [
+            (lambda: _tensors(self.path), self.logprobs),
+            (lambda: _tensors(self._changed.path), changed_row),
+        ]
+
+    @functools.cached_property
+    def _changed(self) -> TinyModel:
+        """The model with other weights and the same adapters."""
+        changed = copy.copy(self)
+        changed.path = self.path / "changed"
+        changed._last_pass = {}  # noqa: SLF001
+        with _hidden_progress_bars():
+            model = random_model(self._model_type, self._settings, scale=self._scale, seed=2)
+            model.save_pretrained(changed.path)
+        tiny_tokenizer().save_pretrained(changed.path)
+        return changed
+
     def _logits(self, token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
         sequence = tuple(token_ids)
         if adapter in self._last_pass:
@@ -186,8 +211,10 @@ class TinyModel:
         return peft.PeftModel.from_pretrained(model, self.adapters[adapter]).eval()
 
 
-def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float = _SCALE) -> Any:
-    """Build a transformers model with random weights from a fixed seed.
+def random_model(
+    model_type: str, settings: Mapping[str, Any], *, scale: float = _SCALE, seed: int = 1
+) -> Any:
+    """Build a transformers model with random weights from a seed.
 
     The weights are so large that every token and every parameter affects every row: biases,
     norm weights and attention sinks are random too.
@@ -196,6 +223,7 @@ def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float =
         model_type: transformers' name of the architecture.
         settings: All settings of the config.
         scale: Standard deviation of matrices.
+        seed: Random seed.
 
     Returns:
         The model, float32, in evaluation mode.
@@ -204,7 +232,7 @@ def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float =
 
     config = transformers.AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=()), torch.no_grad():
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         build = transformers.AutoModelForCausalLM.from_config
         model = build(config, attn_implementation=_attention(config)).eval()
         for name, parameter in model.named_parameters():
@@ -234,6 +262,13 @@ def tiny_tokenizer() -> Any:
     )
     bpe.train_from_iterator([_TEXT * 3], trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **_SPECIAL_TOKENS)
+
+
+def _tensors(folder: Path) -> Mapping[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: Mapping[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
 
 
 def _load_model(folder: Path) -> Any:

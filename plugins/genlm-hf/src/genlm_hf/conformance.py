@@ -44,6 +44,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             build=functools.partial(_engine, model),
             oracle=model.logprobs,
             adapters=model.adapters,
+            weights=model.weights,
             tight_options=[{"kv_budget_bytes": budget} for budget in _TIGHT_BUDGETS],
             timeout_s=240.0,  # the first call imports transformers
         )

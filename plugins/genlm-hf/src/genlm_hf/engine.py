@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from genlm_hf.served_model import (
     padding_id,
 )
 from genlm_hf.weight_versions import WeightVersion, WeightVersions
+from genlm_hf.weights import load_weights
 
 __all__ = ["HFEngine"]
 
@@ -158,8 +160,8 @@ class HFEngine(PrefixEngine):
         after `model.train()`. The next request uses the new weights: results, keys and values
         of earlier weights are dropped, pinned prefixes included, and weights are prepacked
         again. Changes that torch does not count, such as `parameter.data.add_(1)`, are not
-        detected; call `clear_kv_cache` and `clear_output_cache` after them. Hooks of the model
-        run in the engine's passes too.
+        detected; call `update_weights` after them. Hooks of the model run in the engine's
+        passes too.
 
         A model with peft adapters, or a `peft.PeftModel`, is served with its current state:
         rows of queries without an adapter have its active adapters applied, and queries can
@@ -230,7 +232,13 @@ class HFEngine(PrefixEngine):
         with current_device(device):
             choice = choose_execution_path(self._served, options)
             self._kernels = use_kernels(choice, graphs=cuda_graphs)
-        self.serve(choice, adapters, embedding_rows=rows, hints=_hints(model))
+        self.serve(
+            choice,
+            adapters,
+            embedding_rows=rows,
+            hints=_hints(model),
+            load_weights=functools.partial(load_weights, model),
+        )
 
     def step(self) -> list[Completion]:
         """Compute a batch with the current weights; see `BatchEngine.step`."""
@@ -246,6 +254,21 @@ class HFEngine(PrefixEngine):
         """Return the version of the weights, which changes only for model objects."""
         weights = self._weights
         return WeightVersion() if weights is None else weights.current()
+
+    def update_weights(self, weights: Mapping[str, Any] | None) -> None:
+        """Replace the weights of the base model; see `PrefixEngine.update_weights`.
+
+        Args:
+            weights: All weights by their names in `state_dict()` of the model without
+                adapters; None if they have been changed in the model, in any way.
+        """
+        super().update_weights(weights)
+        if self._kernels is not None:
+            self._kernels.clear()
+        self._prepack_again()
+        if self._weights is not None:
+            self._weights = WeightVersions(self._served.model)
+            self._weight_version = self._weights.current()
 
     @contextmanager
     def activate(self, adapter: str | None) -> Iterator[None]:
@@ -317,11 +340,14 @@ class HFEngine(PrefixEngine):
         self._weight_version = version
         if self._kernels is not None and version.addresses != earlier.addresses:
             self._kernels.clear()
+        self._prepack_again()
+        if Capability.PREFIX_CACHE in self.capabilities:
+            self.clear_prefix_cache()
+
+    def _prepack_again(self) -> None:
         if self._prepacked.nbytes:
             self._prepacked = PrepackedWeights(())  # frees the copies before others are made
             self._prepacked = PrepackedWeights(self._served.model.modules())
-        if Capability.PREFIX_CACHE in self.capabilities:
-            self.clear_prefix_cache()
 
 
 @contextmanager
@@ -348,8 +374,10 @@ def _hints(model: Any) -> dict[Capability, str]:
     """Return why a model lacks capabilities, by capability."""
     if is_offloaded(model):
         return {
+            Capability.WEIGHTS: "its device_map offloads layers; load the new weights with "
+            "load_model",
             Capability.LORA: "its device_map offloads layers, which cannot have adapters; load "
-            "all of the model onto devices, for example in 8 or 4 bit"
+            "all of the model onto devices, for example in 8 or 4 bit",
         }
     if importlib.util.find_spec("peft") is None:
         return {Capability.LORA: "pip install 'genlm-hf[lora]', then load the model again"}

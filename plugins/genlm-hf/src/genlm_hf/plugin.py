@@ -15,7 +15,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         kind="engine",
         target="genlm_hf.engine:HFEngine",
         summary="Any decoder-only Hugging Face transformers model, batched across prefixes",
-        capabilities=("lora", "prefix_cache", "score"),
+        capabilities=("lora", "prefix_cache", "score", "weights"),
         requires=("transformers",),
         conformance="genlm_hf.conformance:targets",
         tested={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -28,6 +29,7 @@ from genlm_mlx.loading import (
     check_model,
     embedding_rows,
     load_model,
+    load_weights,
     unwrap_tokenizer,
 )
 from genlm_mlx.published import read_config
@@ -181,7 +183,12 @@ class MLXEngine(PrefixEngine):
             max_context=self.max_context,
             embedding_rows=rows,
         )
-        self.serve(choice, Adapters(model), embedding_rows=rows)
+        self.serve(
+            choice,
+            Adapters(model),
+            embedding_rows=rows,
+            load_weights=functools.partial(load_weights, model),
+        )
         self._model_type = type(model).__module__.rpartition(".")[2]
 
     def clear_prefix_cache(self) -> None:

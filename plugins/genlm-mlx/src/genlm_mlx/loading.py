@@ -8,6 +8,9 @@ from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
+import torch
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
 from genlm.plugin import ModelLoadError, dtype_name, loading_stage, model_source
 from genlm_mlx.published import mlx_settings, published_config
@@ -17,6 +20,7 @@ __all__ = [
     "check_model",
     "embedding_rows",
     "load_model",
+    "load_weights",
     "unwrap_tokenizer",
 ]
 
@@ -129,3 +133,52 @@ def embedding_rows(config: Mapping[str, Any], default: int) -> int:
     """Return the number of ids that a model can embed."""
     size = (config.get("text_config") or config).get("vocab_size")
     return size if isinstance(size, int) else default
+
+
+def load_weights(model: Any, weights: Mapping[str, Any]) -> None:
+    """Copy weights into a model, whose parameters keep their dtypes.
+
+    Args:
+        model: A model of mlx-lm.
+        weights: Arrays of MLX or tensors of torch by their names in the checkpoint.
+
+    Raises:
+        ValueError: The names or shapes differ from the model's, or it is quantised.
+    """
+    arrays = _sanitized(model, {name: _as_array(value) for name, value in weights.items()})
+    parameters: Any = tree_flatten(model.parameters())
+    dtypes = {name: array.dtype for name, array in parameters}
+    arrays = {
+        name: array.astype(dtypes[name]) if name in dtypes else array
+        for name, array in arrays.items()
+    }
+    mx.eval(arrays)
+    model.load_weights(list(arrays.items()))  # compares names and shapes first
+
+
+def _sanitized(model: Any, arrays: Mapping[str, mx.array]) -> Mapping[str, mx.array]:
+    """Return the arrays of a checkpoint by mlx-lm's names."""
+    if not hasattr(model, "sanitize"):
+        return arrays
+    # Some models remove their output embedding when they read a checkpoint without one.
+    lacks_head = "lm_head" not in model
+    if lacks_head:
+        model.lm_head = Module()
+    try:
+        sanitized: Mapping[str, mx.array] = model.sanitize(dict(arrays))
+    except Exception as error:
+        raise ValueError(
+            f"mlx-lm cannot read the weights of a {type(model).__name__}: "
+            f"{type(error).__name__}: {error}; pass all tensors of the checkpoint by name"
+        ) from error
+    finally:
+        if lacks_head:
+            model.pop("lm_head", None)
+    return sanitized
+
+
+def _as_array(value: Any) -> mx.array:
+    if isinstance(value, torch.Tensor):
+        is_rounded = value.dtype == torch.bfloat16  # numpy has no such dtype
+        value = (value.float() if is_rounded else value).cpu().numpy()
+    return mx.array(value)

@@ -15,7 +15,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         kind="engine",
         target="genlm_mlx.engine:MLXEngine",
         summary="MLX models on Apple silicon, every prefix computed once",
-        capabilities=("lora", "prefix_cache", "score"),
+        capabilities=("lora", "prefix_cache", "score", "weights"),
         requires=("mlx", "mlx_lm"),
         install="pip install mlx-lm (on Linux 'mlx-lm[cpu]' or 'mlx-lm[cuda13]')",
         conformance="genlm_mlx.conformance:targets",

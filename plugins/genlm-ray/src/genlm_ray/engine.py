@@ -149,8 +149,14 @@ class RayEngine:
                 f"{error}; install the library of its tokenizer in the replicas' version"
             ) from error
         self.max_context: int | None = description["max_context"]
-        self.capabilities: frozenset[Capability] = description["capabilities"]
-        self.capability_hints: dict[Capability, str] = description["capability_hints"]
+        self.capabilities: frozenset[Capability] = description["capabilities"] - {
+            Capability.WEIGHTS
+        }
+        self.capability_hints: dict[Capability, str] = {
+            **description["capability_hints"],
+            Capability.WEIGHTS: "replicas load their weights from a folder: save the new ones, "
+            "close this model and load the folder",
+        }
         self.adapters: tuple[str, ...] = description["adapters"]
 
     # -- the protocol of engines ------------------------------------------------------

@@ -50,6 +50,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             build=functools.partial(model.engine, options),
             oracle=model.logprobs,
             adapters=model.adapters,
+            weights=model.weights,
             timeout_s=240.0,  # the first engine imports SGLang
             tight_options=_TIGHT,
             shared=True,

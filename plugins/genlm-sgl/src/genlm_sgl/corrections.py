@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
+from genlm.plugin import (
+    EvaluationError,
+    ModelFacts,
+    ModelLoadError,
+    VerifiedFamilies,
+    check_verified,
+    describe_error,
+)
 from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointBiases
 from genlm_sgl.model_checks import BuiltModel, check_model, correct_model, rope_overrides
 from genlm_sgl.served_model import ServedModel
@@ -92,6 +99,28 @@ class ModelCorrections:
             facts = dataclasses.replace(facts, architecture=name)
         verified = VerifiedFamilies.of_package("genlm_sgl")
         check_verified(f"SGLang {installed_version()}", facts, verified, unverified=unverified)
+
+    def replace_weights(self, served: ServedModel, weights: Mapping[str, Any]) -> None:
+        """Replace the weights of a loaded model.
+
+        Args:
+            served: The loaded model; receives the output bias that SGLang omits.
+            weights: All weights of the checkpoint by name.
+
+        Raises:
+            ValueError: The model is quantised; it is unchanged.
+            EvaluationError: The weights do not fit the model, or contain NaN, or rows would be
+                wrong; the model has no valid weights.
+        """
+        served.require_loadable()
+        self._biases = CheckpointBiases()
+        config = served.text_config if self._config is None else self._config
+        try:
+            served.load_weights(self._biases.record(weights.items()))
+            served.output_bias = None
+            self._check_biases(served, config, ModelFacts.of(config))
+        except ValueError as error:
+            raise EvaluationError(describe_error(error)) from error
 
     def _check_biases(self, served: ServedModel, config: Any, facts: ModelFacts) -> None:
         layers = getattr(config, "num_hidden_layers", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -172,6 +173,7 @@ class SGLEngine(PrefixEngine):
             adapters,
             embedding_rows=served.embedding_rows,
             hints=hints,
+            load_weights=functools.partial(corrections.replace_weights, served),
         )
 
     def _build_path(self, adapters: Adapters, width: int, *, reads_states: bool) -> PrefixRows:

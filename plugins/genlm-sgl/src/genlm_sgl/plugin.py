@@ -20,7 +20,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         kind="engine",
         target="genlm_sgl.engine:SGLEngine",
         summary="SGLang's models and kernels in this process",
-        capabilities=("lora", "prefix_cache", "score"),
+        capabilities=("lora", "prefix_cache", "score", "weights"),
         requires=("sglang",),
         install=INSTALL,
         conformance="genlm_sgl.conformance:targets",

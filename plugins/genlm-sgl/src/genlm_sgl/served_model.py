@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -369,6 +370,45 @@ class ServedModel:
             self._logits.append(self._add_output_bias(logits))
 
         processor.register_forward_pre_hook(compute_logits, with_kwargs=True)
+
+    # -- weights ----------------------------------------------------------------------
+
+    def require_loadable(self) -> None:
+        """Raise `ValueError` for a quantised model, whose weights cannot be replaced."""
+        if self._runner.model_config.quantization is not None:
+            raise ValueError("the weights of a quantised model cannot be replaced")
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace the weights of the model.
+
+        SGLang ignores tensors whose names it does not know. Therefore, an entry of each row of
+        the parameters is NaN until the row is loaded.
+
+        Args:
+            weights: All tensors of the checkpoint by name.
+
+        Raises:
+            EvaluationError: Parameters received no weights, or NaN.
+            Exception: Any error of SGLang; the model has no valid weights then.
+        """
+        with torch.inference_mode():
+            marks = {
+                name: parameter.data[..., :1] if parameter.ndim else parameter.data
+                for name, parameter in self.model.named_parameters()
+                if parameter.is_floating_point()
+            }
+            for mark in marks.values():
+                mark.fill_(math.nan)
+            updater = self._runner.weight_updater
+            is_loaded, message = updater.update_weights_from_tensor(list(weights))
+            absent = [name for name, mark in marks.items() if mark.isnan().any()]
+        if not is_loaded:
+            raise EvaluationError(f"SGLang did not load the weights: {message}")
+        if absent:
+            raise EvaluationError(
+                f"{len(absent)} parameters of SGLang's model received no weights, or NaN, such "
+                f"as {absent[0]!r}; pass all tensors of the checkpoint by name"
+            )
 
     # -- adapters ---------------------------------------------------------------------
 

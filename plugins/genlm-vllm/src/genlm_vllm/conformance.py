@@ -45,6 +45,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             build=functools.partial(build, dtype=dtype),
             oracle=model.logprobs,
             adapters=model.adapters if lora else {},
+            weights=model.weights,
             dtype=dtype,
             max_length=40,  # more than a KV block
             tight_options=[{"kv_cache_memory_bytes": TINY_KV_BYTES}],

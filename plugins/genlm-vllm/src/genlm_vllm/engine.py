@@ -132,6 +132,7 @@ class VLLMEngine:
             Capability.LORA: capacity,
             Capability.PREFIX_CACHE: caches_prefixes,
             Capability.SCORE: self._workers.have_scores,
+            Capability.WEIGHTS: True,
         }
         self.capabilities = frozenset(name for name, has_it in supported.items() if has_it)
         self._ready: list[Completion] = []
@@ -325,6 +326,25 @@ class VLLMEngine:
         with self._guarding():
             self._residents.end_idle()
             self._vllm.reset_prefix_cache()
+
+    def update_weights(self, weights: Mapping[str, Any] | None) -> None:
+        """Replace the weights of the base model; end idle requests and free cached prefixes.
+
+        Args:
+            weights: All tensors of the checkpoint by name; None if vLLM has other weights
+                already.
+
+        Raises:
+            EvaluationError: vLLM cannot load the weights, or some of its parameters received
+                none; the model has no valid weights.
+            EngineDiedError: A process of vLLM has ended, or vLLM did not free its cache.
+        """
+        self._residents.end_idle()
+        with preserve_process_state(), self._guarding():
+            if weights is not None:
+                self._workers.load_weights(weights)
+            if not self._vllm.reset_prefix_cache(reset_connector=True):
+                raise EngineDiedError("vLLM did not reset its prefix cache")
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in folder `path` as `name`.

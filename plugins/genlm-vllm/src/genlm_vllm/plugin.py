@@ -16,7 +16,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         kind="engine",
         target="genlm_vllm.engine:VLLMEngine",
         summary="Models that vLLM serves, with continuous batching, in one process or several",
-        capabilities=("lora", "prefix_cache", "score"),
+        capabilities=("lora", "prefix_cache", "score", "weights"),
         requires=("vllm",),
         install=INSTALL,
         conformance="genlm_vllm.conformance:targets",

@@ -25,6 +25,11 @@ _SAMPLE = "vllm.v1.worker.gpu.sample"
 
 _NAMES: Mapping[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine.step": "self",
+    "vllm.v1.engine.llm_engine.LLMEngine.reset_prefix_cache": "self reset_running_requests "
+    "reset_connector",
+    "vllm.model_executor.model_loader.reload.initialize_layerwise_reload": "model",
+    "vllm.model_executor.model_loader.reload.finalize_layerwise_processing": "model "
+    "model_config",
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": "self throttle_prefills",
     "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts": "self",
     "vllm.v1.core.sched.scheduler.Scheduler.add_request": "self request",

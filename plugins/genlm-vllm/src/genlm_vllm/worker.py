@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -224,3 +224,29 @@ class RowWorker:
         """Remove an adapter; it may be loaded on some workers only."""
         if number in self.list_loras():
             self.remove_lora(number)
+
+    @_returns_errors
+    def genlm_load_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """Replace the weights of the model; loaded adapters remain.
+
+        Args:
+            weights: All weights of the checkpoint by name.
+
+        Returns:
+            Names of parameters of the model that received no weights; empty for a quantised
+            model, whose parameters have other names.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_processing,
+            initialize_layerwise_reload,
+        )
+
+        model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(weights.items())
+            finalize_layerwise_processing(model, config)
+        is_comparable = config.quantization is None and loaded is not None
+        return sorted(names - loaded) if is_comparable else []

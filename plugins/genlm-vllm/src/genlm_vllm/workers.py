@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
-from genlm.plugin import Completion, PackedCompletions, Vocabulary
+from genlm.plugin import Completion, EvaluationError, PackedCompletions, Vocabulary
 from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.worker import Reply, call_workers
@@ -30,6 +32,7 @@ class Workers:
 
     def __init__(self, engine: Any, vocabulary: Vocabulary, *, multiprocess: bool) -> None:
         self._engine = engine
+        self._multiprocess = multiprocess
         self.inputs = StepInputs()
         self.computed: list[ComputedPart] = []
         scores = call_workers(
@@ -62,3 +65,22 @@ class Workers:
                 results |= {completion.query_id: completion for completion in completions}
             parts, has_more = [], any(has_more for _, has_more in replies)
         return results
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Replace the weights of the model; workers in other processes receive copies.
+
+        Raises:
+            EvaluationError: The weights do not fit the model, which has no valid weights.
+        """
+        if self._multiprocess:
+            weights = {name: tensor.cpu() for name, tensor in weights.items()}
+        try:
+            replies = call_workers(self._engine, "genlm_load_weights", weights)
+        except EvaluationError as error:  # vLLM lists all parameters of the model
+            raise EvaluationError(shorten(str(error), 400)) from error
+        names = sorted({name for reply in replies for name in reply})
+        if names:
+            raise EvaluationError(
+                f"{len(names)} parameters of vLLM's model received no weights, such as "
+                f"{names[0]!r}; pass all tensors of the checkpoint by name"
+            )

@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "LoraEngine",
     "PrefixCacheEngine",
+    "WeightsEngine",
     "call_each",
     "checked_engine",
     "require_capability",
@@ -41,6 +42,9 @@ class Capability(enum.StrEnum):
     SCORE = "score"
     """Computes queries with `targets`, all positions of a sequence at once."""
 
+    WEIGHTS = "weights"
+    """Accepts new weights of the base model; the engine is a `WeightsEngine`."""
+
 
 @runtime_checkable
 class Engine(Protocol):
@@ -53,9 +57,10 @@ class Engine(Protocol):
     thread calls when there are new queries, aborts or calls for the engine. It must not block.
     `step` should then return soon, with the completions that are ready, if any.
 
-    An engine whose weights can change has a method `weights_version()`, which returns a value
-    that is equal as long as they are unchanged, in any thread. Results of earlier weights are
-    then not returned from the output cache. The engine drops its own caches in its next step.
+    An engine that detects changes of its weights has a method `weights_version()`, which
+    returns a value that is equal as long as they are unchanged, in any thread. Results of
+    earlier weights are then not returned from the output cache. The engine drops its own caches
+    in its next step.
 
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
@@ -176,4 +181,25 @@ class PrefixCacheEngine(Engine, Protocol):
 
     def clear_prefix_cache(self) -> None:
         """Free all cached prefixes. Results do not change."""
+        ...
+
+
+@runtime_checkable
+class WeightsEngine(Engine, Protocol):
+    """Additional method of an engine with `Capability.WEIGHTS`."""
+
+    def update_weights(self, weights: Mapping[str, Any] | None) -> None:
+        """Replace the weights of the base model, and drop all state computed from earlier ones.
+
+        The method is called while no query is unfinished. Contexts, generations and adapters
+        remain valid.
+
+        Args:
+            weights: All weights by name, which the engine copies; None if the weights have been
+                changed and only the state is to be dropped.
+
+        Raises:
+            ValueError: The weights do not fit the model; the engine is unchanged.
+            Exception: The weights may be partly replaced; the core ends the engine.
+        """
         ...

@@ -2,9 +2,9 @@
 
 `Requests` checks arguments, reads the output cache and submits queries to the scheduler, which
 runs the engine. The modules `text_methods`, `reduction_methods`, `score_methods`,
-`sample_methods` and `adapter_methods` contain the other public methods. Every method that waits
-is a coroutine method with a blocking twin, derived by `blocking`: `..._sync`, or the name
-without `a`.
+`sample_methods`, `adapter_methods` and `weight_methods` contain the other public methods. Every
+method that waits is a coroutine method with a blocking twin, derived by `blocking`:
+`..._sync`, or the name without `a`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from genlm.core.model.requests import COPIED_ON_LOOP, Requests, drop_results
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
 from genlm.core.model.text_methods import TextMethods
+from genlm.core.model.weight_methods import WeightMethods
 from genlm.core.rows.output_cache import OutputCache, entry_copy
 from genlm.core.scheduler import Scheduler
 from genlm.core.vocab import Vocabulary
@@ -54,7 +55,14 @@ DEFAULT_CACHE_BYTES = 256 * 2**20
 DEFAULT_CACHE_ENTRIES = 65_536
 
 
-class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, AdapterMethods):
+class AsyncLM(
+    TextMethods,
+    ReductionMethods,
+    ScoreMethods,
+    SampleMethods,
+    AdapterMethods,
+    WeightMethods,
+):
     """A language model that computes next-token log-probabilities of many sequences at once.
 
     Concurrent calls may share one forward pass. Every method may be called from any thread and
@@ -439,7 +447,7 @@ class AsyncLM(TextMethods, ReductionMethods, ScoreMethods, SampleMethods, Adapte
         require_capability(self._scheduler.engine, capability, self.name)
 
 
-for _methods in (TextMethods, ReductionMethods, ScoreMethods, SampleMethods, AdapterMethods):
+for _methods in AsyncLM.__bases__:
     for _name, _method in vars(_methods).items():
         if isinstance(_method, FunctionType):  # Python's error messages name the public class
             _method.__qualname__ = f"AsyncLM.{_name}"

@@ -25,11 +25,12 @@ class Call:
     """A function to run on the engine's thread and the future of its result.
 
     A call with `wait_for` runs when no unfinished query satisfies `wait_for` and the engine has
-    received all aborts.
+    received all aborts. With `is_exclusive`, the engine receives no other queries before.
     """
 
     function: Callable[[Any], Any]
     wait_for: Callable[[Any], bool] | None = None
+    is_exclusive: bool = False
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
     def run(self, engine: Any) -> None:

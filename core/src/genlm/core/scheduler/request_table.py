@@ -1,7 +1,7 @@
 """The request table: unfinished evaluations in their queues, and the requests for them.
 
 This module uses no threads, event loops or engines; the worker guards the table with its lock.
-All operations except `has_query` and `clear` take O(1) time per evaluation.
+All operations that read no whole queue take O(1) time per evaluation.
 """
 
 from __future__ import annotations
@@ -215,6 +215,15 @@ class RequestTable:
         """Prevent further requests from joining an evaluation."""
         if evaluation.key is not None and self._joinable.get(evaluation.key) is evaluation:
             del self._joinable[evaluation.key]
+
+    def separate_later_requests(self) -> set[int]:
+        """Prevent further requests from joining any evaluation; return their query ids."""
+        self._joinable.clear()
+        return {*self.in_engine, *self.inbox, *self._backlog}
+
+    def count_in_inbox(self, matches: Callable[[Any], bool]) -> int:
+        """Return the number of queries in the inbox for which `matches` is true."""
+        return sum(matches(evaluation.query) for evaluation in self.inbox.values())
 
     def finish(self, evaluation: Evaluation) -> list[Request]:
         """Remove an evaluation whose results have been written into its requests.

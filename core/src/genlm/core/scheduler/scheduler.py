@@ -223,6 +223,25 @@ class Scheduler(Generic[EngineT]):
         result: T = self._worker.call(function).result()
         return result
 
+    def run_exclusively(self, function: Callable[[EngineT], T]) -> T:
+        """Call `function(engine)` as `run` does, after all earlier queries have ended.
+
+        The engine receives later queries after the call, and they share no evaluation with
+        earlier ones.
+
+        Raises:
+            EngineClosedError: The engine was closed before the call.
+            RuntimeError: This method was called on the engine's thread.
+            Exception: The error that the function raised.
+        """
+        self.reject_engine_thread()
+        result: T = self._worker.call_exclusively(function).result()
+        return result
+
+    def end(self, error: EngineError) -> None:
+        """Fail all unfinished and later requests with an error, and close the engine."""
+        self._worker.stop(error)
+
     def has_query(self, matches: Callable[[Any], bool]) -> bool:
         """Whether an unfinished query satisfies a predicate, which is called under a lock."""
         return self._worker.has_query(matches)

@@ -166,6 +166,19 @@ class Worker:
             self._notify()
         return call.future
 
+    def call_exclusively(
+        self, function: Callable[[Any], Any]
+    ) -> concurrent.futures.Future[Any]:
+        """Run `function(engine)` after all earlier queries and before all later ones."""
+        with self._lock:
+            self.check_open()
+            earlier = self._table.separate_later_requests()
+            call = Call(function, lambda query: query.query_id in earlier, is_exclusive=True)
+            self._calls.append(call)
+            self._policy.flush(self._table)  # the event loop may be blocked by the caller
+            self._notify()
+        return call.future
+
     def has_query(self, matches: Callable[[Any], bool]) -> bool:
         """Whether `matches` is true for an unfinished query; called under the lock."""
         with self._lock:
@@ -365,6 +378,10 @@ class Worker:
         limit = None
         if self._max_batch_size is not None:
             limit = self._max_batch_size - len(self._table.in_engine)
+        for call in self._calls:
+            if call.is_exclusive and call.wait_for is not None:
+                earlier = self._table.count_in_inbox(call.wait_for)
+                limit = earlier if limit is None else min(limit, earlier)
         evaluations = self._table.take(limit, time.perf_counter())
         if not self._table.inbox:
             self._policy.hold()

@@ -19,6 +19,7 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
         "engine_endings",
         "engine_sampling",
         "engine_adapters",
+        "engine_weights",
         "engine_vocabulary",
         "engine_programs",
     ),

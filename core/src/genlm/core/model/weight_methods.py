@@ -1,0 +1,121 @@
+"""The method of `AsyncLM` that replaces the weights of the base model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from genlm.core.base.blocking import blocking, off_loop
+from genlm.core.base.errors import EngineDiedError, describe_error
+from genlm.core.engine.engine import Capability, Engine
+from genlm.core.model.requests import drop_results
+
+if TYPE_CHECKING:
+    from genlm.core.engine.engine import WeightsEngine
+    from genlm.core.rows.output_cache import OutputCache
+    from genlm.core.scheduler import Scheduler
+
+__all__ = ["WeightMethods", "Weights"]
+
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[Any], object]
+"""Weights by name, or a function of the engine that changes them."""
+
+
+class WeightMethods:
+    """The method of `AsyncLM` that replaces the weights of the base model."""
+
+    _scheduler: Scheduler[Engine]
+    _cache: OutputCache
+    _model: object
+    _require: Callable[[Capability], None]
+
+    async def aupdate_weights(self, weights: Weights | None = None) -> None:
+        """Replace the weights of the base model, for example after a step of an optimizer.
+
+        Earlier requests complete with the earlier weights. Requests that are sent after the
+        call use the new ones; those sent during the call use either, each of them one. Results,
+        keys and values of the earlier weights are dropped, pinned prefixes included. Contexts,
+        populations and adapters remain valid; their tokens are computed again.
+
+        Args:
+            weights: All weights by name, as a mapping or as pairs: `model.state_dict()` of a
+                transformers model, or the tensors of a checkpoint. They are copied, and must
+                not change during the call. Or a function that changes the weights, which is
+                called with the engine on the engine's thread. None if the weights have been
+                changed already and no request was pending.
+
+        Raises:
+            UnsupportedCapabilityError: The engine cannot replace weights.
+            ValueError: The weights do not fit the model, which is unchanged.
+            TypeError: `weights` is of another type.
+            EngineDiedError: The engine raised while it replaced the weights, and was closed.
+            Exception: The error of a function that changes the weights.
+        """
+        self._require(Capability.WEIGHTS)
+        change = _checked_weights(weights)
+
+        def update(engine: Engine) -> None:
+            try:
+                _update(cast("WeightsEngine", engine), change)
+            except EngineDiedError as error:
+                self._scheduler.end(error)
+                raise
+            finally:
+                drop_results(self._cache, self._model)
+
+        await off_loop(self._scheduler.run_exclusively, update)
+
+    update_weights = blocking(aupdate_weights, "update_weights")
+
+
+def _update(
+    engine: WeightsEngine, weights: Mapping[str, Any] | Callable[[Any], object] | None
+) -> None:
+    change = weights if callable(weights) else None
+    try:
+        if change is not None:
+            change(engine)
+    finally:
+        try:
+            engine.update_weights(None if change is not None else cast("Any", weights))
+        except ValueError:
+            raise
+        except Exception as error:
+            raise EngineDiedError(
+                f"the engine raised while its weights were replaced: {describe_error(error)}. "
+                f"Load the model again"
+            ) from error
+
+
+def _checked_weights(
+    weights: object,
+) -> dict[str, Any] | Callable[[Any], object] | None:
+    if isinstance(weights, torch.nn.Module):
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; pass its weights, model.state_dict()"
+        )
+    if isinstance(weights, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"weights={weights!r}; pass the tensors, such as safetensors.torch.load_file(path)"
+        )
+    if weights is None or callable(weights):
+        return weights
+    try:
+        by_name = dict(cast("Any", weights))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; expected a mapping from names to tensors, "
+            f"pairs of names and tensors, or a function of the engine"
+        ) from error
+    wrong = next((name for name in by_name if not isinstance(name, str)), None)
+    if wrong is not None or not by_name:
+        raise TypeError(
+            "weights is empty" if wrong is None else f"the name of a weight is {wrong!r}"
+        )
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in by_name.items()
+    }

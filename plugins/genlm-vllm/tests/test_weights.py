@@ -1,0 +1,82 @@
+"""New weights on vLLM: adapters stay, names are compared, and a failed update ends the engine.
+
+The conformance suite tests rows after an update.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import AsyncLM, EngineDiedError
+from genlm_vllm.conformance import TinyLlama
+
+IDS = [5, 9, 250, 17, 80]
+
+
+@pytest.fixture
+def llm(tiny: TinyLlama) -> Iterator[AsyncLM]:
+    with AsyncLM(lambda: tiny.engine(max_num_seqs=4), name="vllm") as llm:
+        yield llm
+
+
+def tensors(tiny: TinyLlama, number: int) -> dict[str, torch.Tensor]:
+    return dict(tiny.weights[number][0]())
+
+
+def test_adapters_are_not_read_again(llm: AsyncLM, tiny: TinyLlama, tmp_path: Path) -> None:
+    if not tiny.adapters:  # on a GPU
+        return
+    folder = shutil.copytree(tiny.adapters["red"], tmp_path / "red")
+    llm.load_lora(folder, "red")
+    llm.next_token_logprobs_sync(IDS, lora_name="red")
+    shutil.rmtree(folder)
+    llm.update_weights(tensors(tiny, 1))
+    row = llm.next_token_logprobs_sync(IDS, lora_name="red")
+    torch.testing.assert_close(
+        row.double(), tiny.weights[1][1](tuple(IDS), "red"), atol=1e-4, rtol=0
+    )
+
+
+def test_vllm_can_be_used_on_the_thread_of_the_engine(llm: AsyncLM, tiny: TinyLlama) -> None:
+    population = llm.population(IDS, 3)
+    population.next_token_logprobs_sync()
+    assert llm.statistics().engine["members_living"]
+
+    folder = str(tiny._changed.path)
+
+    def reload(engine: Any) -> None:
+        engine.llm_engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    llm.update_weights(reload)
+    assert not llm.statistics().engine["members_living"]
+    expected = tiny.weights[1][1](tuple(IDS), None)
+    for row in population.next_token_logprobs_sync():
+        torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: {f"module.{name}": value for name, value in weights.items()},
+            "no module or parameter named 'module'",
+        ),
+        (
+            lambda weights: {name: weights[name] for name in list(weights)[:-2]},
+            "parameters of vLLM's model received no weights, such as",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_end_the_engine(
+    llm: AsyncLM, tiny: TinyLlama, change: Any, message: str
+) -> None:
+    with pytest.raises(EngineDiedError, match=message):
+        llm.update_weights(change(tensors(tiny, 1)))
+    with pytest.raises(EngineDiedError, match=message):
+        llm.next_token_logprobs_sync(IDS)

@@ -291,26 +291,23 @@ class BatchEngine(abc.ABC):
         return [self._groups.pop(works[0].query.query_id)]
 
     def _evaluate_together(self, works: Sequence[GroupWork]) -> None:
-        """Compute all sequences of several groups; if that raises, one group at a time."""
+        """Compute all sequences of several groups; groups that fail are computed one by one."""
         from genlm.core.rows.joined_groups import divide_groups, reduce_groups  # loads torch
 
         parts = {work: work.next_part(len(work.query.wanted)) for work in works}
-        sets = divide_groups(works)
-        failed: list[GroupWork] = []
+        remaining = divide_groups(works)
         try:
             values, are_logits = self.evaluate_groups(
-                [(work.query, parts[work]) for joined in sets for work in joined]
+                [(work.query, parts[work]) for joined in remaining for work in joined]
             )
-            begin = 0
-            for joined in sets:
-                end = begin + sum(len(parts[work]) for work in joined)
-                computed = GroupValues(values[begin:end], are_logits)
-                failed += reduce_groups(joined, computed, self.vocabulary)
-                begin = end
+            while remaining:
+                count = sum(len(parts[work]) for work in remaining[0])
+                computed, values = GroupValues(values[:count], are_logits), values[count:]
+                reduce_groups(remaining[0], computed, self.vocabulary)
+                del remaining[0]
         except Exception:  # noqa: BLE001 - raised again by the group that causes it
-            failed = list(works)
-        for work in failed:
-            self._evaluate_part(work, parts[work])
+            for work in itertools.chain(*remaining):
+                self._evaluate_part(work, parts[work])
 
     def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
         """Compute a part of a group, and record the errors of its sequences."""

@@ -53,34 +53,18 @@ def divide_groups(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
 
 def reduce_groups(
     works: Sequence[GroupWork], computed: GroupValues, vocabulary: Vocabulary
-) -> list[GroupWork]:
+) -> None:
     """Reduce the values of all sequences of a set of groups from `divide_groups`.
 
     Args:
         works: The groups, of which nothing was computed yet.
         computed: Rows or logits of their sequences, one group after the other.
         vocabulary: Vocabulary of the rows.
-
-    Returns:
-        The groups whose reduction raised.
     """
-    if len(works) > 1:
-        try:
-            _reduce_joined(works, computed, vocabulary)
-        except Exception:  # noqa: BLE001, S110 - raised again by the group that causes it
-            pass
-        else:
-            return []
-    failed = []
-    ends = np.cumsum([len(work.query.wanted) for work in works]).tolist()
-    for work, end in zip(works, ends, strict=True):
-        count = len(work.query.wanted)
-        values = computed.values[end - count : end]
-        try:
-            work.reduce(np.arange(count), GroupValues(values, computed.are_logits))
-        except Exception:  # noqa: BLE001 - the caller computes the group again
-            failed.append(work)
-    return failed
+    if len(works) == 1:
+        works[0].reduce(np.arange(len(works[0].query.wanted)), computed)
+    else:
+        _reduce_joined(works, computed, vocabulary)
 
 
 def _reduce_joined(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from genlm.core.queries.generations import Integers64
     from genlm.core.queries.query import GroupQuery
-    from genlm.core.queries.sequence import TokenSequence
     from genlm.core.rows.groups import GroupWork
 
 __all__ = ["BatchEngine"]
@@ -197,19 +196,13 @@ class BatchEngine(abc.ABC):
         Returns:
             Logits or rows, one for each index of the first part, then of the second, and so on.
         """
-        indices: dict[TokenSequence, int] = {}
-        rows = [
-            indices.setdefault(group.generation.lineage.sequence(place), len(indices))
-            for group, places in parts
-            for place in group.wanted[places].tolist()
-        ]
-        first, _ = parts[0]
-        computed = self._evaluate_checked(
-            [Query(next(_query_ids), sequence, first.adapter) for sequence in indices]
+        return self._evaluate_distinct(
+            [
+                Query(next(_query_ids), group.generation.lineage.sequence(place), group.adapter)
+                for group, places in parts
+                for place in group.wanted[places].tolist()
+            ]
         )
-        if len(indices) == len(rows):
-            return computed
-        return GroupValues(computed.values[rows], computed.are_logits)
 
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
@@ -354,40 +347,35 @@ class BatchEngine(abc.ABC):
         """Evaluate queries and return their rows, or their requested outputs."""
         from genlm.core.rows.outputs import reduce_logits, reduce_rows  # loads torch
 
-        # A batch can contain several queries of one sequence, which request different outputs
-        # or were submitted when the first one could no longer be joined.
-        by_key: dict[tuple[str | None, bytes], list[Query]] = {}
-        for query in queries:
-            by_key.setdefault((query.adapter, query.sequence.key), []).append(query)
-        equal_queries = list(by_key.values())
-        values, are_logits = self._evaluate_checked([equal[0] for equal in equal_queries])
-        outputs = [
-            equal[0].outputs
-            if len(equal) == 1
-            else tuple(output for query in equal for output in query.outputs)
-            for equal in equal_queries
-        ]
-        reduced = (
+        values, are_logits = self._evaluate_distinct(queries)
+        outputs = [query.outputs for query in queries]
+        results = (
             reduce_logits(values, self.vocabulary, outputs)
             if are_logits
             else reduce_rows(values, outputs)
         )
-        results: dict[int, Any] = {}
-        for equal, result in zip(equal_queries, reduced, strict=True):
-            begin = 0
-            for query in equal:
-                if isinstance(result, Exception):
-                    results[query.query_id] = result
-                    continue
-                part = result.values[begin : begin + len(query.outputs)]
-                begin += len(query.outputs)
-                is_row = query.outputs == ROW_ONLY
-                results[query.query_id] = part[0] if is_row else Reduced(part)
-        return [results[query.query_id] for query in queries]
+        return [
+            result.values[0] if isinstance(result, Reduced) and wanted == ROW_ONLY else result
+            for result, wanted in zip(results, outputs, strict=True)
+        ]
 
-    def _evaluate_checked(self, queries: list[Query]) -> GroupValues:
-        """Evaluate distinct queries and check the shape and dtype of the rows or logits."""
-        from genlm.core.rows.logits import checked_values  # loads torch
+    def _evaluate_distinct(self, queries: Sequence[Query]) -> GroupValues:
+        """Evaluate each sequence once; return checked rows or logits, one for each query.
 
+        Queries of one sequence request different outputs, belong to different groups, or were
+        submitted when the first one could no longer be joined.
+        """
+        from genlm.core.rows.logits import checked_values, device_index  # loads torch
+
+        distinct: dict[tuple[str | None, bytes], Query] = {}
+        for query in queries:
+            distinct.setdefault((query.adapter, query.sequence.key), query)
         size, method = self.vocabulary.size, f"{type(self).__name__}.evaluate"
-        return checked_values(self.evaluate_queries(queries), len(queries), size, method)
+        computed = self.evaluate_queries(list(distinct.values()))
+        computed = checked_values(computed, len(distinct), size, method)
+        if len(distinct) == len(queries):
+            return computed
+        row_of = {key: row for row, key in enumerate(distinct)}
+        rows = [row_of[query.adapter, query.sequence.key] for query in queries]
+        values, are_logits = computed
+        return GroupValues(values[device_index(rows, values.device)], are_logits)

@@ -326,23 +326,17 @@ class Requests:
 
 
 def _compute_cached_values(cached: list[_Cached]) -> list[Any]:
-    """Copy cached results, and compute reductions of cached rows, once per row."""
+    """Copy cached results, and compute reductions of cached rows, some rows at a time."""
     values = [entry_copy(entry) if reduction is None else None for entry, reduction in cached]
-    places_by_row: dict[int, list[int]] = {}
-    for place, (entry, reduction) in enumerate(cached):
-        if reduction is not None:
-            places_by_row.setdefault(id(entry), []).append(place)
-    remaining = list(places_by_row.values())
+    remaining = [place for place, (_, reduction) in enumerate(cached) if reduction is not None]
     while remaining:
-        first_row = entry_value(cached[remaining[0][0]][0])
+        first_row = entry_value(cached[remaining[0]][0])
         step = max(1, _REDUCED_AT_ONCE // len(first_row))
         part, remaining = remaining[:step], remaining[step:]
-        rows = [entry_value(cached[places[0]][0]) for places in part]
-        outputs = [tuple(cached[place][1] for place in places) for places in part]
-        results = reduce_rows(torch.stack(rows), outputs)
-        for places, result in zip(part, results, strict=True):
-            for i, place in enumerate(places):
-                values[place] = result if isinstance(result, Exception) else result.values[i]
+        rows = torch.stack([entry_value(cached[place][0]) for place in part])
+        results = reduce_rows(rows, [(cached[place][1],) for place in part])
+        for place, result in zip(part, results, strict=True):
+            values[place] = result if isinstance(result, Exception) else result.values[0]
     return values
 
 

@@ -108,12 +108,9 @@ def _reduce_part(
             results[row][place] = value
 
     def copy(places: list[_Place], rows: torch.Tensor) -> None:
-        distinct = list(dict.fromkeys(row for row, _ in places))
-        copies = dict(zip(distinct, _copies(_select_rows(rows, distinct)), strict=True))
-        unused = set(distinct)
-        for row, place in places:
-            results[row][place] = copies[row] if row in unused else copies[row].clone()
-            unused.discard(row)
+        copies = _copies(_select_rows(rows, [row for row, _ in places]))
+        for (row, place), row_copy in zip(places, copies, strict=True):
+            results[row][place] = row_copy
 
     if vocabulary is not None:
         for kind, places in logits_places.items():

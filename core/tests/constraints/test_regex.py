@@ -100,6 +100,26 @@ def test_an_anchor_of_the_end_matches_only_at_the_end(pattern, words):
 
 
 @pytest.mark.parametrize(
+    "pattern",
+    [
+        "^ab*$",
+        r"\Aab?|^b{1,2}|é",
+        "((?i)^A|^(^b|(a|é)))b{0,1}",
+        r"(?m)^a|\Ab",
+        "(?x) ^ a # ^\n{2}",
+        "^",
+        "^^$|^[^a]|\\^",
+        "(^)ab",
+    ],
+)
+def test_an_anchor_of_the_beginning_matches_there(pattern):
+    python = pattern.replace("((?i)^A|^(", "(^[aA]|^(")
+    matches = [word for word in WORDS if re.fullmatch(python, word)]
+    assert sorted(set(texts(Automaton.regex(pattern))) & {*WORDS}) == sorted(matches)
+    assert matches
+
+
+@pytest.mark.parametrize(
     ("pattern", "states"),
     [
         (".{0,30}", 241),
@@ -177,8 +197,12 @@ def test_an_automaton_that_cannot_be_small_is_refused(monkeypatch):
         (r"a{2}\1", "cannot compile"),
         (r"a\q{2}", "cannot compile"),
         ("a{2", "cannot compile"),
-        ("^a", "remove it"),
-        (r"[\]^]\^(\Aa)", "remove it"),
+        ("a^b{2}", "it has \\^ after other parts; remove it"),
+        (r"[\]^]\^(\Aa)", r"it has \\A after other parts; remove it"),
+        ("(^a|b)*", "it repeats an anchor of the beginning; remove it"),
+        ("(^a){2}", "it repeats an anchor of the beginning; remove it"),
+        ("[a&&b]", r"it has a part that no text matches, such as the class \[a&&b\]"),
+        (r"b[^\x00-\U0010ffff]|a{2}", "it has a part that no text matches"),
         (r"a\b{start}b{2}", r"it has \\b, which depends on the character that follows"),
         ("(?m)a$\nb{2}", r"it has \$, which"),
     ],

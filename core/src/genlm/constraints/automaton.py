@@ -93,7 +93,8 @@ class Automaton(Language):
         Args:
             pattern: Expression in the syntax of Rust's `regex`: Python's `re` without
                 look-around and backreferences. Classes such as `\w` and `\d` are those of
-                Unicode; `.` is any character except a newline.
+                Unicode; `.` is any character except a newline. `^` and `$` are not needed;
+                `^` is accepted at the beginning only.
 
         Raises:
             ValueError: The syntax of the pattern is invalid, its counted repetitions have more

@@ -35,6 +35,8 @@ _MAX_STATES = 100_000
 _IGNORED = re.compile(r"(?:[^\S\x1c-\x1f]|#[^\n]*)*")  # in verbose mode
 _GROUP = re.compile(r"\((?:\?P?<[^>]*>|\?(?P<on>[a-zA-Z]*)-?(?P<off>[a-zA-Z]*)(?P<end>[:)]))?")
 _COUNTED = re.compile(r"\{\s*(?P<least>\d+)\s*(?P<comma>,?)\s*(?P<most>\d*)\s*\}")
+_BEGINNING = Sequence([])
+"""The anchor `^` at the beginning of a text."""
 _CHARACTER = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x..|u.{4}|U.{8}|[pP].|.)|.", re.DOTALL)
 
 
@@ -97,6 +99,7 @@ class _Parser:
 
     def __init__(self, pattern: str) -> None:
         self._pattern, self._place = pattern, 0
+        self._anchor = -1  # place of the last anchor of the beginning
 
     def expression(self) -> Part:
         """Read the pattern.
@@ -104,7 +107,7 @@ class _Parser:
         Raises:
             ValueError: The pattern is not supported. Invalid patterns may raise no error.
         """
-        part = self._choice({})
+        part = self._choice({}, is_first=True)
         if self._place < len(self._pattern):
             raise ValueError("a closing parenthesis has no opening parenthesis")
         return self._part(part)
@@ -116,27 +119,40 @@ class _Parser:
             self._place = ignored.end() if ignored else self._place
         return self._pattern[self._place : self._place + 1]
 
-    def _choice(self, flags: dict[str, bool]) -> _Plain | Part:
-        """Read alternatives up to a closing parenthesis or the end."""
+    def _choice(self, flags: dict[str, bool], *, is_first: bool) -> _Plain | Part:
+        """Read alternatives up to a closing parenthesis or the end.
+
+        Args:
+            flags: The flags at their beginning.
+            is_first: Whether nothing of the pattern precedes them in a text.
+        """
         begin, flags_before = self._place, flags
+        last = begin  # place of the last item
         choices: list[list[_Plain | Part]] = [[]]
         while (character := self._next(flags)) not in ("", ")"):
             if character == "|":
                 self._place += 1
                 choices.append([])
-            elif character in "*+?" or _COUNTED.match(self._pattern, self._place):
+                continue
+            if character in "*+?" or _COUNTED.match(self._pattern, self._place):
                 if not choices[-1]:
                     raise ValueError(f"{character} has no expression to repeat")
+                if self._anchor >= last:
+                    raise ValueError("it repeats an anchor of the beginning; remove it")
                 choices[-1].append(self._repetition(choices[-1].pop(), flags))
-            elif group := _GROUP.match(self._pattern, self._place):
+                continue
+            last = self._place
+            precedes = is_first and all(item is _BEGINNING for item in choices[-1])
+            if group := _GROUP.match(self._pattern, self._place):
                 on, off = group["on"] or "", group["off"] or ""
                 inside = {**flags, **dict.fromkeys(on, True), **dict.fromkeys(off, False)}
                 if group["end"] == ")":
                     flags, self._place = inside, group.end()
                 else:
-                    choices[-1].append(self._group(group.end(), inside, flags))
+                    item = self._group(group.end(), inside, flags, is_first=precedes)
+                    choices[-1].append(item)
             else:
-                choices[-1].append(self._character(flags))
+                choices[-1].append(self._character(flags, is_first=precedes))
         if all(isinstance(item, _Plain) for item in chain(*choices)):
             return _Plain(begin, self._place, flags_before)
         return Choice([self._sequence(items) for items in choices])
@@ -164,11 +180,11 @@ class _Parser:
         return Element.compiled(f"(?{on}{'-' if off else ''}{off}:{text}(?x)\n)")
 
     def _group(
-        self, begin: int, inside: dict[str, bool], flags: dict[str, bool]
+        self, begin: int, inside: dict[str, bool], flags: dict[str, bool], *, is_first: bool
     ) -> _Plain | Part:
-        """Read a group, whose content begins at `begin`."""
+        """Read a group, whose content begins at `begin`; `is_first` as for `_choice`."""
         outside, self._place = self._place, begin
-        item = self._choice(inside)
+        item = self._choice(inside, is_first=is_first)
         if self._place == len(self._pattern):
             raise ValueError("a group is not closed")
         self._place += 1
@@ -188,8 +204,8 @@ class _Parser:
             return item._replace(end=self._place)
         return Repetition(item, operation == "+", 1 if operation == "?" else None)
 
-    def _character(self, flags: dict[str, bool]) -> _Plain | Part:
-        """Read a character, an escape, a class or an anchor.
+    def _character(self, flags: dict[str, bool], *, is_first: bool) -> _Plain | Part:
+        """Read a character, an escape, a class or an anchor; `is_first` as for `_choice`.
 
         Raises:
             ValueError: An anchor is not supported, or a class is not closed.
@@ -211,10 +227,10 @@ class _Parser:
                 self._next(flags)
         text = self._pattern[begin : self._place]
         if text in ("^", r"\A"):
-            raise ValueError(
-                r"it has an anchor of the beginning, ^ or \A; remove it, because the whole "
-                r"text is matched"
-            )
+            if not is_first:
+                raise ValueError(f"it has {text} after other parts; remove it")
+            self._anchor = begin
+            return _BEGINNING
         if text == r"\z" or (text == "$" and not flags.get("m")):
             return Element.end()
         if text == "$" or text[:2] in (r"\b", r"\B", r"\<", r"\>"):

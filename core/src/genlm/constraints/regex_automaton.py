@@ -59,6 +59,10 @@ def compile_index(pattern: str) -> Any:
     try:
         return outlines.Index(pattern, letters)
     except Exception as error:
+        # A state after which no byte leads to a match.
+        if "Found no transitions" in str(error):
+            message = "it has a part that no text matches, such as the class [a&&b]"
+            raise ValueError(message) from error
         raise ValueError(str(error)) from error
 
 

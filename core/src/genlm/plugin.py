@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.group_sampling import SamplingRun as SamplingRun
     from genlm.core.engine.group_turns import GroupTurns as GroupTurns
     from genlm.core.engine.group_turns import oldest_first as oldest_first
+    from genlm.core.engine.query_queue import Turns as Turns
     from genlm.core.model.leases import ContextLease as ContextLease
     from genlm.core.plugins.lookup import find_backend as find_backend
     from genlm.core.plugins.lookup import get_backend as get_backend

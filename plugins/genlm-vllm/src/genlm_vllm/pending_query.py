@@ -14,15 +14,17 @@ class PendingQuery:
 
     Attributes:
         query: The query. A `Query` has one sequence, a `GroupQuery` those of `wanted`.
+        turn: Turn of its first sequence (`Turns`); the others of a group follow in order.
         residents: The request of each sequence, by place in `wanted`.
         remaining: Number of sequences that are neither computed nor failed.
         errors: Errors of the failed sequences, by place.
     """
 
-    __slots__ = ("errors", "query", "remaining", "residents")
+    __slots__ = ("errors", "query", "remaining", "residents", "turn")
 
-    def __init__(self, query: Query | GroupQuery, count: int) -> None:
+    def __init__(self, query: Query | GroupQuery, count: int, turn: int) -> None:
         self.query = query
+        self.turn = turn
         self.residents: list[ResidentRequest | None] = [None] * count
         self.remaining = count
         self.errors: dict[int, Exception] = {}

@@ -41,8 +41,9 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "self block_hash kv_cache_group_ids",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "ref_cnt",
     "vllm.v1.core.sched.request_queue.RequestQueue.peek_request": "self",
+    "vllm.v1.core.sched.request_queue.PriorityRequestQueue.__init__": "self",
     "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
-    "pooling_params arrival_time lora_request block_hasher",
+    "pooling_params arrival_time lora_request priority block_hasher",
     "vllm.v1.request.Request.append_output_token_ids": "self token_ids",
     "vllm.v1.request.Request.update_block_hashes": "self",
     "vllm.v1.sample.sampler.Sampler.forward": "self logits sampling_metadata",

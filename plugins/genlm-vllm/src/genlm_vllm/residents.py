@@ -116,7 +116,7 @@ class Residents:
         """
         self._check(query)
         self.requests.end_dropped()
-        pending = PendingQuery(query, 1)
+        pending = PendingQuery(query, 1, self.requests.turns.current + query.turn)
         if query.targets:
             # Otherwise the first block of the prefix cache could cover a scored position.
             first = query.first_target
@@ -127,7 +127,7 @@ class Residents:
             if resident is None and parent is not None and self._evict_for_fork(parent):
                 resident = self._extend(parent, "contexts")
             if resident is None:
-                resident = self.requests.begin(query.token_ids, query.adapter)
+                resident = self.requests.begin(query.token_ids, query.adapter, pending.turn)
             self._wait_for(resident, pending)
             self._contexts.put(query, resident)
             self._workers.inputs.add(NewQuery(query.query_id, Outputs(query.outputs)))
@@ -179,7 +179,9 @@ class Residents:
         query = pending.query
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = query.first_target
-        resident = self.requests.begin(query.token_ids, query.adapter, reads_cache=reads_cache)
+        resident = self.requests.begin(
+            query.token_ids, query.adapter, pending.turn, reads_cache=reads_cache
+        )
         self._workers.inputs.add(
             NewQuery(
                 query.query_id,
@@ -201,7 +203,7 @@ class Residents:
 
     def submit_group(self, query: GroupQuery) -> None:
         """Continue, fork or begin the requests of the wanted sequences."""
-        pending = PendingQuery(query, len(query.wanted))
+        pending = PendingQuery(query, len(query.wanted), self.requests.turns.current)
         self._queries[query.query_id] = pending
         reduction = Outputs((query.reduction,))
         self._workers.inputs.add(
@@ -260,7 +262,8 @@ class Residents:
             except Exception as error:  # noqa: BLE001 - the error of this sequence only
                 pending.fail(place, error)
                 continue
-            resident = self.requests.begin(sequence.token_ids, query.adapter)
+            turn = pending.turn + place
+            resident = self.requests.begin(sequence.token_ids, query.adapter, turn)
             generation.state[index] = resident
             self._wait_for(resident, pending, place)
             self._counts["members_begun"] += 1
@@ -286,9 +289,11 @@ class Residents:
     # -- steps ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before a step of vLLM, end unreferenced requests and begin waiting ones."""
+        """Before a step of vLLM, begin waiting members, and end idle requests for new ones."""
         self.requests.end_dropped()
         self._begin_members()
+        if (missing := -self.requests.free_places) > 0:
+            self._end(self._idle[:missing])
         self._computed_before = self.requests.tokens_computed
 
     def collect(self) -> None:
@@ -356,13 +361,16 @@ class Residents:
         return completions
 
     def evict_for_waiting(self) -> None:
-        """After a step, end idle requests whose places or blocks waiting requests need."""
+        """After a step, end idle requests whose places or blocks waiting requests need.
+
+        Otherwise, their callers could continue them before each step.
+        """
         requests = self.requests
         waiting = requests.waiting + len(self._unstarted)
         if waiting <= 0:
             return
         self._end([name for name in requests.preempted() if name not in self._busy])
-        idle = [name for name in requests.by_name if name not in self._busy]
+        idle = self._idle
         count = max(0, len(self._unstarted) - requests.free_places)
         has_run = requests.tokens_computed > self._computed_before
         if not count and (requests.lacks_blocks or not has_run):
@@ -371,6 +379,11 @@ class Residents:
             self._end(idle[:count])
         elif count and not has_run:
             self._restart_forks(requests.stuck())
+
+    @property
+    def _idle(self) -> list[str]:
+        """Names of the requests that no query needs, least recently used first."""
+        return [name for name in self.requests.by_name if name not in self._busy]
 
     def _restart_forks(self, stuck: Sequence[str]) -> None:
         """Restart the younger half of the forks that wait for blocks, which frees theirs."""

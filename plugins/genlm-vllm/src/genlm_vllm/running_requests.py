@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from genlm.plugin import Turns
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
@@ -26,7 +27,7 @@ __all__ = ["Parent", "ResidentRequest", "Room", "RunningRequests", "why_not_resi
 Room = npt.NDArray[np.int64]
 """Number of places in vLLM's batch and of KV blocks, shape `(2,)`."""
 
-_NAMES = itertools.count()
+_NUMBERS = itertools.count()
 
 
 def why_not_resident(config: Any) -> str | None:
@@ -101,12 +102,14 @@ class RunningRequests:
         block_size: Tokens of a KV block in vLLM's configuration.
         block_tokens: Tokens of a KV block of the requests; None if the number of blocks that
             they need is not known, as with sliding windows.
+        turns: Turns of the requests that wait in vLLM for their first step.
         steps: Number of vLLM's steps.
         tokens_computed: Number of tokens that vLLM has scheduled.
     """
 
     def __init__(self, engine: Any, adapters: Adapters, workers: Workers) -> None:
         from vllm import SamplingParams
+        from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 
         core = engine.engine_core.engine_core
         self._workers = workers
@@ -127,6 +130,8 @@ class RunningRequests:
             detokenize=False,
             skip_clone=True,
         )
+        self.turns = Turns()
+        core.scheduler.waiting = PriorityRequestQueue()  # by turn, then by age
         self._schedule, core.scheduler.schedule = core.scheduler.schedule, self._recorded
         self.steps = self.tokens_computed = 0
         lora = engine.vllm_config.lora_config
@@ -136,6 +141,9 @@ class RunningRequests:
         self._last_steps: dict[str, int] = {}  # in which requests received their last token
 
     def _recorded(self, *arguments: Any) -> Any:
+        if self._scheduler.waiting:
+            first = self._scheduler.waiting.peek_request()
+            self.turns.begin_step(first.request_id, first.priority)
         output = self._schedule(*arguments)
         self.steps += 1
         self.tokens_computed += output.total_num_scheduled_tokens
@@ -170,23 +178,29 @@ class RunningRequests:
     # -- tokens -----------------------------------------------------------------------
 
     def begin(
-        self, token_ids: Iterable[int], adapter: str | None, *, reads_cache: bool = True
+        self,
+        token_ids: Iterable[int],
+        adapter: str | None,
+        turn: int,
+        *,
+        reads_cache: bool = True,
     ) -> ResidentRequest:
         """Add a request.
 
         Args:
             token_ids: Tokens of the request.
             adapter: Name of its adapter.
+            turn: Its turn.
             reads_cache: Whether the request may begin from the prefix cache.
         """
-        request = self._add(list(token_ids), adapter, reads_cache=reads_cache)
+        request = self._add(list(token_ids), adapter, turn, reads_cache=reads_cache)
         return ResidentRequest(request, adapter, self._dropped)
 
     def restart(self, resident: ResidentRequest) -> None:
         """Replace a request by a new one with the same id and tokens and without blocks."""
-        token_ids = list(resident.request.all_token_ids)
+        token_ids, turn = list(resident.request.all_token_ids), resident.request.priority
         self.end([resident.name])
-        resident.request = self._add(token_ids, resident.adapter, name=resident.name)
+        resident.request = self._add(token_ids, resident.adapter, turn, name=resident.name)
 
     def _feed(self, resident: ResidentRequest, token_id: int) -> None:
         """Append a token to a computed request."""
@@ -216,13 +230,14 @@ class RunningRequests:
             return None
         tokens = [*original.all_token_ids[:computed], *added]
         share = functools.partial(self._share_blocks, original, computed)
-        request = self._add(tokens, resident.adapter, share)
+        request = self._add(tokens, resident.adapter, self.turns.current, share)
         return ResidentRequest(request, resident.adapter, self._dropped)
 
     def _add(
         self,
         token_ids: list[int],
         adapter: str | None,
+        turn: int,
         prepare: Callable[[Any], None] | None = None,
         *,
         name: str | None = None,
@@ -230,12 +245,14 @@ class RunningRequests:
     ) -> Any:
         from vllm.v1.request import Request
 
+        number = next(_NUMBERS)
         request = Request(
-            name or f"{REQUEST_PREFIX}{next(_NAMES)}",
+            name or f"{REQUEST_PREFIX}{number}",
             token_ids,
             self._params,
             None,
-            arrival_time=0.0,
+            arrival_time=float(number),
+            priority=turn,
             lora_request=self._adapters.request(adapter),
             block_hasher=self._hasher if prepare is None else None,
         )
@@ -394,13 +411,11 @@ class RunningRequests:
         return bool(free * self.block_size < 2 * first.num_tokens)
 
     def preempted(self) -> list[str]:
-        """Return the requests that vLLM has preempted, which are first in its queue."""
+        """Return the requests that vLLM has preempted."""
         from vllm.v1.request import RequestStatus
 
-        first = itertools.takewhile(
-            lambda request: request.status == RequestStatus.PREEMPTED, self._scheduler.waiting
-        )
-        return [request.request_id for request in first if request.request_id in self.by_name]
+        preempted = RequestStatus.PREEMPTED
+        return [name for name, request in self.by_name.items() if request.status == preempted]
 
     def stuck(self) -> list[str]:
         """Return the forks that have blocks and wait for more."""

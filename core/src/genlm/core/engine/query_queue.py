@@ -1,4 +1,8 @@
-"""`QueryQueue`: the pending queries of an engine, in the order of their turns."""
+"""The order of pending queries: those of a long request take turns with those of later ones.
+
+`Turns` numbers the turns. `QueryQueue` has the pending queries of a `BatchEngine`; engines that
+keep their queries in other queues order these by the numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,44 @@ from collections.abc import Callable, Sequence
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import Query
 
-__all__ = ["QueryQueue"]
+__all__ = ["QueryQueue", "Turns"]
 
 
-class QueryQueue:
-    """Pending queries; those of a long request take turns with those of later requests.
+class Turns:
+    """Numbers the turns of pending queries, which are computed by turn, then by age.
 
     The turn of a query is the number of queries of its request before it (`Query.turn`), plus
-    the turn of the first pending query when it was submitted. Queries are ordered by turn, then
-    by age.
+    the current turn when it was submitted: that of the first pending query, or larger.
+
+    Attributes:
+        current: The current turn.
     """
 
     def __init__(self) -> None:
+        self.current = 0
+        self._first_id: object = None
+
+    def begin_step(self, first_id: object, turn: int) -> None:
+        """Update the current turn before a step computes pending queries.
+
+        Args:
+            first_id: Id of the first pending query.
+            turn: Its turn.
+        """
+        if first_id != self._first_id:
+            self._first_id = first_id
+            # It grows with each first query, so a query is preceded by later ones in finitely
+            # many steps.
+            self.current = max(self.current + 1, turn)
+
+
+class QueryQueue:
+    """The pending queries of an engine that evaluates some of them in each step."""
+
+    def __init__(self) -> None:
         self._queries: dict[int, Query] = {}
-        self._turns: dict[int, int] = {}
-        self._turn = 0  # of the first query of the last batch, or larger
+        self._turn_of: dict[int, int] = {}
+        self._turns = Turns()
 
     def __len__(self) -> int:
         return len(self._queries)
@@ -29,11 +56,11 @@ class QueryQueue:
     def add(self, query: Query) -> None:
         """Add a query."""
         self._queries[query.query_id] = query
-        self._turns[query.query_id] = self._turn + query.turn
+        self._turn_of[query.query_id] = self._turns.current + query.turn
 
     def drop(self, query_id: int) -> Query | None:
         """Remove and return a query; None if it is not pending."""
-        self._turns.pop(query_id, None)
+        self._turn_of.pop(query_id, None)
         return self._queries.pop(query_id, None)
 
     def take(
@@ -49,10 +76,9 @@ class QueryQueue:
             EvaluationError: The choice contains a query that is not pending, or does not
                 contain the first one.
         """
-        pending = sorted(self._queries.values(), key=lambda q: self._turns[q.query_id])
+        pending = sorted(self._queries.values(), key=lambda q: self._turn_of[q.query_id])
         first = pending[0].query_id
-        # It grows in each step, so a query is preceded by later ones in finitely many steps.
-        self._turn = max(self._turn + 1, self._turns[first])
+        self._turns.begin_step(first, self._turn_of[first])
         batch = list(choose(pending))
         for query in batch:
             if self.drop(query.query_id) is None:

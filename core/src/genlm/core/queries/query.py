@@ -67,8 +67,8 @@ class Query:
             ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
             output may be a `GroupReduction`, whose members are the rows that predict the
             targets.
-        turn: Number of queries of the same request before this one, by which a `BatchEngine`
-            orders pending queries (`QueryQueue`).
+        turn: Number of queries of the same request before this one, by which engines order
+            pending queries (`Turns`).
         is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
 
     Args:

@@ -1,0 +1,106 @@
+"""A later request does not wait for all sequences of a long one, which it does not delay either.
+
+A step has 64 tokens and 4 places, so that a sequence of 30 tokens takes half of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genlm import Query
+from genlm.plugin import Generation, GroupQuery, Lineage, Rows, TokenSequence
+from genlm_vllm.conformance import TinyLlama
+
+from .interpreted_triton import SECOND_RUNNER
+from .traffic import Ids, largest_error, prompts, submit
+
+COUNT = 8 if SECOND_RUNNER else 40
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: TinyLlama) -> Iterator[Any]:
+    engine = tiny.engine(lora=False, max_num_seqs=4, max_num_batched_tokens=64)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: Any) -> None:
+    engine.clear_prefix_cache()
+
+
+def batch(engine: Any, sequences: Sequence[Ids], **options: Any) -> list[int]:
+    """Submit the queries of one request."""
+    return [
+        submit(engine, ids, turn=turn, **options).query_id for turn, ids in enumerate(sequences)
+    ]
+
+
+def finished_in(engine: Any, count: int) -> dict[int, int]:
+    """Step until some queries are complete; return the numbers of their steps."""
+    steps: dict[int, int] = {}
+    for step in range(500):
+        for completion in engine.step():
+            assert completion.error is None
+            steps[completion.query_id] = step
+        if len(steps) == count:
+            break
+    return steps
+
+
+@pytest.mark.parametrize("scored", [0, 20])
+def test_a_row_does_not_wait_for_a_batch(engine: Any, scored: int) -> None:
+    sequences = prompts(*[30] * COUNT)
+    for turn, ids in enumerate(sequences):
+        submit(engine, ids, turn=turn, targets=ids[-scored:] if scored else ())
+    assert len(engine.step()) == 2
+    lone = submit(engine, prompts(20, seed=1)[0]).query_id
+    steps = finished_in(engine, COUNT - 1)
+    assert steps[lone] <= 1  # the third sequence of the batch has begun
+    assert max(steps.values()) <= COUNT // 2
+
+
+def test_two_batches_take_turns_and_keep_their_order(engine: Any) -> None:
+    first = batch(engine, prompts(*[30] * COUNT))
+    engine.step()
+    second = batch(engine, prompts(*[30] * 4, seed=1))
+    steps = finished_in(engine, COUNT + 2)
+    assert steps[second[3]] <= 5
+    assert sorted(first[2:], key=steps.__getitem__) == first[2:]
+    assert sorted(second, key=steps.__getitem__) == second
+
+
+def test_a_batch_is_computed_although_later_requests_fill_every_step(engine: Any) -> None:
+    first = batch(engine, prompts(*[30] * 6))
+    unfinished = set(first)
+    for step in range(20):
+        unfinished |= {submit(engine, ids).query_id for ids in prompts(30, 31, seed=step + 1)}
+        unfinished -= {completion.query_id for completion in engine.step()}
+    assert unfinished.isdisjoint(first)
+    assert len(finished_in(engine, len(unfinished))) == len(unfinished)
+
+
+def test_a_row_does_not_wait_for_all_members_that_begin(engine: Any, tiny: TinyLlama) -> None:
+    places = np.arange(COUNT)
+    sequences = [TokenSequence.of(ids) for ids in prompts(*[60] * COUNT, seed=2)]
+    generation = Generation(Lineage.of_sequences(sequences))
+    engine.submit_group(GroupQuery(10**6, generation, places, places, Rows()))
+    assert engine.step() == []
+    [ids] = prompts(20, seed=3)
+    lone = submit(engine, ids)
+    completions = [completion for _ in range(3) for completion in engine.step()]
+    assert [completion.query_id for completion in completions] == [lone.query_id]
+    assert largest_error(tiny, [completions[0].result], [ids]) <= 1e-4
+    assert 10**6 in finished_in(engine, 1)
+
+
+def test_idle_requests_make_place_for_a_request_before_its_step(engine: Any) -> None:
+    batch(engine, prompts(*[5] * 4))
+    assert len(finished_in(engine, 4)) == 4
+    assert engine.statistics()["contexts_resident"] == 4
+    engine.submit(Query(10**7, prompts(9, seed=4)[0]))
+    assert [completion.query_id for completion in engine.step()] == [10**7]

@@ -256,7 +256,7 @@ def test_a_later_request_does_not_wait_for_all_queries_of_an_earlier_one() -> No
     steps += [engine.step() for _ in range(4)]
     assert [[completion.query_id for completion in step] for step in steps] == [
         *([0, 1], [2, 3]),
-        *([100, 200], [201, 4], [202, 5], [6]),
+        *([100, 200], [4, 201], [5, 202], [6]),
     ]
     assert engine.step() == []
 
@@ -266,11 +266,23 @@ def test_a_query_is_computed_although_later_requests_fill_every_step() -> None:
     for turn in range(6):
         engine.submit(Query(turn, (turn,), turn=turn))
     computed: list[int] = []
-    for step in range(12):
+    for step in range(14):
         for number in range(2):
             engine.submit(Query(100 + 2 * step + number, (6, step, number)))
         computed += [completion.query_id for completion in engine.step()]
     assert [query_id for query_id in computed if query_id < 100] == list(range(6))
+
+
+def test_a_request_waits_for_two_turns_of_each_earlier_request() -> None:
+    engine = ChoosyEngine(lambda pending: pending[:1])
+    for turn in range(40):
+        for request in range(4):
+            engine.submit(Query(100 * request + turn, (request, turn), turn=turn))
+    for _ in range(80):
+        engine.step()
+    engine.submit(Query(1000, (9,)))
+    computed = [completion.query_id for _ in range(8) for completion in engine.step()]
+    assert 1000 in computed
 
 
 def test_a_query_aborted_before_it_is_chosen_is_never_evaluated() -> None:

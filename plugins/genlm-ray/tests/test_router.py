@@ -135,6 +135,52 @@ def test_an_idle_replica_takes_what_waits_for_another():
     assert {routed.replica for routed in taken[1]} == {1}
 
 
+def batch(client: Client, first: int, count: int) -> list[Query]:
+    """Return the queries of one request, whose sequences have nothing in common."""
+    return [
+        Query(next(client.ids), TokenSequence.of([first + i]), turn=i) for i in range(count)
+    ]
+
+
+def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request():
+    client = Client(1)
+    router = client.router
+    queries = batch(client, 0, 30)
+    router.submit(queries)
+    assert [routed.later for routed in router.take({0: 10})[0]] == [0, *range(9)]
+    later = batch(client, 100, 2)
+    router.submit(later)
+    sent = router.take({0: 4})[0]
+    assert [routed.query for routed in sent] == [*later, *queries[10:12]]
+    assert [routed.later for routed in sent] == [0, 1, 9, 10]
+    for query in queries[:10]:  # the replica computes the turns of what it has
+        assert router.finish(query.query_id, 0)
+    [routed] = router.take({0: 1})[0]
+    assert (routed.query, routed.later) == (queries[12], 10)
+    assert router.finish(later[0].query_id, 0)
+    assert router.finish(later[1].query_id, 0)
+    [routed] = router.take({0: 1})[0]
+    assert (routed.query, routed.later) == (queries[13], 2)
+
+
+def test_queries_are_sent_although_later_requests_fill_a_replica():
+    client = Client(1)
+    router = client.router
+    queries = batch(client, 0, 10)
+    router.submit(queries)
+    places = np.arange(3)
+    lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in places.tolist()])
+    router.submit([GroupQuery(10**6, Generation(lineage), places, places, None)])
+    sent = []
+    for step in range(80):
+        router.submit(batch(client, 100 + step, 1))
+        [routed] = router.take({0: 1})[0]
+        if isinstance(routed.query, Query):  # the population is never finished
+            assert router.finish(routed.query.query_id, 0)
+        sent.append(routed.query)
+    assert [query for query in sent if query in queries] == queries
+
+
 def test_what_a_lost_replica_had_goes_to_the_others_in_the_same_order():
     client = Client(2)
     router = client.router

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from genlm.plugin import (
 from genlm_ray import client_reductions
 from genlm_ray.client_reductions import SHARED_ROWS
 from genlm_ray.session import Session, SharedEngine
+from genlm_ray.wire import pack_queries, unpack_queries
 
 TIMEOUT_S = 60
 
@@ -116,6 +118,39 @@ def test_a_driver_with_few_queries_does_not_wait_for_one_with_many():
         assert max(map(len, batches)) > SHARED_ROWS  # one driver alone fills the engine
 
     _run(main, is_open=False)
+
+
+@pytest.mark.parametrize("has_company", [False, True])
+def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request(has_company):
+    """The session of another driver has queries or none, so that few or all are submitted."""
+    gate, entered = threading.Event(), threading.Event()
+    batches: list[list[tuple[int, ...]]] = []
+
+    def choose(pending):
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+        batches.append([query.token_ids for query in pending[:2]])
+        return pending[:2]
+
+    engine = get_backend("reference")("demo")
+    engine.choose = choose
+
+    async def main(shared, engine):
+        session, other = _session(shared), _session(shared)
+        if has_company:
+            other.submit([Query(0, (9,))])
+        batch = [Query(i, (1, i % 250), turn=i) for i in range(200)]
+        session.submit(unpack_queries(pack_queries(batch)))
+        await _entered(SimpleNamespace(entered=entered))
+        session.submit([Query(1000, (2,)), Query(1001, (3,))])
+        session.abort([100, 1001])
+        gate.set()
+        await _completions(session, 200)
+        [step] = [step for step, chosen in enumerate(batches) if (2,) in chosen]
+        assert step <= (SHARED_ROWS // 2 + 2 if has_company else 2)
+        assert not session.unanswered
+
+    _run(main, engine)
 
 
 def test_a_driver_that_leaves_takes_its_queries_with_it():

@@ -1,4 +1,4 @@
-"""A later request does not wait for all sequences of a long one, which it does not delay either.
+"""A later request does not wait for all sequences of a long one, and does not delay it forever.
 
 A step has 64 tokens and 4 places, so that a sequence of 30 tokens takes half of a step.
 """

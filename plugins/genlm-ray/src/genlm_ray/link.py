@@ -94,7 +94,10 @@ class ReplicaLink:
     def pack_request(self, queries: Sequence[RoutedQuery]) -> ReplicaRequest:
         """Pack queries, aborts, dropped generations and released contexts into a message."""
         request = ReplicaRequest(
-            pack_queries([item.query for item in queries if isinstance(item.query, Query)]),
+            pack_queries(
+                [item.query for item in queries if isinstance(item.query, Query)],
+                [item.later for item in queries if isinstance(item.query, Query)],
+            ),
             [self._pack_group(item) for item in queries if isinstance(item.query, GroupQuery)],
             self.aborted,
             [self.dropped.popleft() for _ in range(len(self.dropped))],

@@ -1,6 +1,7 @@
 """`Router`: assignment of queries to replicas, without Ray and without clocks.
 
-Queries wait in the router until a replica accepts them, so a faster replica receives more. The
+Queries wait in the router until a replica accepts them, so a faster replica receives more.
+Those of a long request take turns with those of later requests (`genlm.plugin.Turns`). The
 work of a replica is counted in rows: its unanswered queries, and the tokens of their contexts
 that it has not computed. A query is assigned to the replica that has most of its context,
 unless another replica has so much less work that recomputing the missing tokens saves time. A
@@ -21,7 +22,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from genlm.plugin import GroupQuery, Query, TokenSequence
+from genlm.plugin import GroupQuery, Query, TokenSequence, Turns
 from genlm_ray.wire import PlacedGeneration
 
 __all__ = ["AnyQuery", "Context", "RoutedQuery", "Router", "row_count"]
@@ -87,21 +88,25 @@ class RoutedQuery:
 
     Attributes:
         query: The query.
+        turn: Turn of the query in this program.
         order: Number of earlier queries.
         context: The query's context; None for a population.
         parent: The longest known prefix of the context; None if there is none.
         replica: The assigned replica, -1 while the query waits.
         cost: The query's share of the replica's work.
+        later: Number of turns after which the replica should compute the query.
         placed: State of the population's generation after the query.
         sampled: State of the generation of the result.
     """
 
     query: AnyQuery
+    turn: int
     order: int
     context: Context | None
     parent: Context | None
     replica: int = -1
     cost: float = 0.0
+    later: int = 0
     placed: PlacedGeneration | None = None
     sampled: PlacedGeneration | None = None
 
@@ -131,7 +136,8 @@ class Router:
         self._max_contexts = max_contexts
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
         self._order = itertools.count()
-        self._waiting: dict[int, RoutedQuery] = {}  # by query id, oldest first
+        self._turns = Turns()
+        self._waiting: dict[int, RoutedQuery] = {}  # by query id, in the order of their turns
         self._sent: dict[int, RoutedQuery] = {}
         self.in_flight: Counter[int] = Counter()
         self.work: dict[int, float] = {}
@@ -146,36 +152,56 @@ class Router:
         self._set_work(replica, 0.0)
 
     def reassign_from(self, replica: int) -> None:
-        """Remove a replica; its queries wait again, in the order of submission."""
+        """Remove a replica; its queries wait again, in the order of their turns."""
         del self.work[replica], self.in_flight[replica]
         requeued = [routed for routed in self._sent.values() if routed.replica == replica]
         for routed in requeued:
             routed.replica, routed.placed, routed.sampled = -1, None, None
             del self._sent[routed.query.query_id]
-        waiting = sorted([*requeued, *self._waiting.values()], key=attrgetter("order"))
-        self._waiting = {routed.query.query_id: routed for routed in waiting}
+        self._enqueue(requeued)
 
     # -- queries ----------------------------------------------------------------------
 
     def submit(self, queries: Iterable[AnyQuery]) -> None:
         """Accept queries, which wait until `take` assigns them."""
+        self._update_turn()
+        added = []
         for query in queries:
             context = parent = None
+            turn = self._turns.current
             if isinstance(query, Query):
+                turn += query.turn
                 key = (query.adapter, query.sequence.key)
                 parent = self._find_parent(query, key)
                 context = self._get_or_add_context(query.adapter, query.sequence, key, parent)
                 known = 0 if parent is None else parent.length
                 self.tokens_requested += max(1, context.length - known)
-            routed = RoutedQuery(query, next(self._order), context, parent)
-            self._waiting[query.query_id] = routed
+            added.append(RoutedQuery(query, turn, next(self._order), context, parent))
+        self._enqueue(added)
+
+    def _enqueue(self, added: Iterable[RoutedQuery]) -> None:
+        waiting = sorted([*self._waiting.values(), *added], key=attrgetter("turn", "order"))
+        self._waiting = {routed.query.query_id: routed for routed in waiting}
+
+    def _update_turn(self) -> None:
+        """Set the current turn to that of the first unanswered query of a single sequence."""
+        turns = (
+            routed.turn
+            for unanswered in (self._sent, self._waiting)
+            for routed in unanswered.values()
+            if isinstance(routed.query, Query)
+        )
+        first = min(turns, default=None)
+        if first is not None:
+            self._turns.begin_step(first)
 
     def take(self, room: Mapping[int, int]) -> dict[int, list[RoutedQuery]]:
-        """Assign waiting queries, oldest first, to replicas with room for further queries."""
+        """Assign waiting queries, by turn, to replicas with room for further queries."""
         remaining = {replica: count for replica, count in room.items() if count > 0}
         taken: dict[int, list[RoutedQuery]] = {}
         if not remaining or not self._waiting:
             return taken
+        self._update_turn()
         sibling_counts = Counter(routed.parent for routed in self._waiting.values())
         for routed in list(self._waiting.values()):
             replica = self._choose(routed, sibling_counts[routed.parent], remaining)
@@ -332,6 +358,7 @@ class Router:
     def _assign(self, routed: RoutedQuery, replica: int) -> None:
         parent, context = routed.parent, routed.context
         routed.replica = replica
+        routed.later = max(0, routed.turn - self._turns.current)
         while context is not None and replica not in context.replicas:
             context.replicas[replica] = None
             context = context.fork

@@ -2,8 +2,8 @@
 
 `SharedEngine` is the replica's engine on the core's scheduler. Sessions share it by requested
 rows: while several sessions have queries, few queries are in the engine at a time, and the
-next query is that of the session with the fewest rows so far. Sessions run on the replica's
-event loop.
+next query is that of the session with the fewest rows so far. Queries of a session are ordered
+by turn, in the session and in the engine. Sessions run on the replica's event loop.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import faulthandler
 import functools
+import heapq
 import itertools
 import math
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from genlm.plugin import (
     Query,
     Reduced,
     Scheduler,
+    Turns,
     call_each,
     with_groups,
 )
@@ -96,6 +98,9 @@ class SharedEngine:
         if len(self._busy) > 1:
             room = SHARED_ROWS - sum(len(other.running) for other in self._busy)
         waiting_sessions = [other for other in self._busy if other.waiting]
+        if room > 0:
+            for other in waiting_sessions:
+                other.begin_step()
         while waiting_sessions and room > 0:
             first = min(waiting_sessions, key=lambda other: other.rows)
             first.submit_next()
@@ -136,6 +141,10 @@ class Session:
         self.waiting: dict[int, AnyQuery] = {}
         self.running: Running = {}
         self.rows = 0
+        self._turns = Turns()
+        # Turns and ids of waiting queries, also of some that were aborted; a heap.
+        self._order: list[tuple[int, int, int]] = []
+        self._numbers = itertools.count()
         self._aborted_early: OrderedDict[int, None] = OrderedDict()
         self._shared = shared
         self._reduction_s = reduction_s
@@ -154,6 +163,9 @@ class Session:
             if has_client_code(query):
                 self._reduce(query)
             else:
+                turn = query.turn if isinstance(query, Query) else 0
+                item = self._turns.current + turn, next(self._numbers), query.query_id
+                heapq.heappush(self._order, item)
                 self.waiting[query.query_id] = query
         self._shared.submit_waiting(self)
 
@@ -183,9 +195,20 @@ class Session:
             self._timeout_task.cancel()
         self._reducer = None  # ends its thread
 
+    def begin_step(self) -> None:
+        """Update the current turn before waiting queries, at least one, are submitted."""
+        while self._order[0][2] not in self.waiting:
+            heapq.heappop(self._order)
+        self._turns.begin_step(self._order[0][0])
+
     def submit_next(self) -> None:
         """Submit the first waiting query to the scheduler."""
-        query = self.waiting.pop(next(iter(self.waiting)))
+        query = None
+        while query is None:
+            turn, _, query_id = heapq.heappop(self._order)
+            query = self.waiting.pop(query_id, None)
+        if isinstance(query, Query):
+            query.turn = max(0, turn - self._turns.current)
         self._start(query, self._shared.scheduler, self._shared.next_id(), self.running)
 
     def _start(

@@ -58,6 +58,7 @@ class PackedQueries(NamedTuple):
         sequences: Their sequences.
         adapters: `Query.adapter`.
         targets: `Query.targets`.
+        turns: `Query.turn`.
         counts: Number of outputs of each query.
         outputs: The packed outputs of all queries.
     """
@@ -66,18 +67,20 @@ class PackedQueries(NamedTuple):
     sequences: PackedSequences
     adapters: list[str | None]
     targets: list[tuple[int, ...]]
+    turns: list[int]
     counts: list[int]
     outputs: bytes
 
 
-def pack_queries(queries: Sequence[Query]) -> PackedQueries:
-    """Pack queries for single sequences."""
+def pack_queries(queries: Sequence[Query], turns: list[int] | None = None) -> PackedQueries:
+    """Pack queries for single sequences, with other turns if they are given."""
     outputs = [query.outputs for query in queries]
     return PackedQueries(
         [query.query_id for query in queries],
         pack_sequences(query.sequence for query in queries),
         [query.adapter for query in queries],
         [query.targets for query in queries],
+        [query.turn for query in queries] if turns is None else turns,
         list(map(len, outputs)),
         TRANSPORT.pack_outputs(list(itertools.chain(*outputs))),
     )
@@ -85,7 +88,7 @@ def pack_queries(queries: Sequence[Query]) -> PackedQueries:
 
 def unpack_queries(packed: PackedQueries) -> list[Query]:
     """Unpack queries for single sequences."""
-    query_ids, sequences, adapters, targets, counts, outputs = packed
+    query_ids, sequences, adapters, targets, turns, counts, outputs = packed
     unpacked = iter(TRANSPORT.unpack_outputs(outputs))
     return [
         Query(
@@ -94,9 +97,10 @@ def unpack_queries(packed: PackedQueries) -> list[Query]:
             adapter,
             outputs=tuple(itertools.islice(unpacked, count)),
             targets=query_targets,
+            turn=turn,
         )
-        for query_id, sequence, adapter, query_targets, count in zip(
-            query_ids, sequences.unpack(), adapters, targets, counts, strict=True
+        for query_id, sequence, adapter, query_targets, turn, count in zip(
+            query_ids, sequences.unpack(), adapters, targets, turns, counts, strict=True
         )
     ]
 

@@ -142,8 +142,7 @@ class RunningRequests:
 
     def _recorded(self, *arguments: Any) -> Any:
         if self._scheduler.waiting:
-            first = self._scheduler.waiting.peek_request()
-            self.turns.begin_step(first.request_id, first.priority)
+            self.turns.begin_step(self._scheduler.waiting.peek_request().priority)
         output = self._schedule(*arguments)
         self.steps += 1
         self.tokens_computed += output.total_num_scheduled_tokens

@@ -18,7 +18,9 @@ class Turns:
     """Numbers the turns of pending queries, which are computed by turn, then by age.
 
     The turn of a query is the number of queries of its request before it (`Query.turn`), plus
-    the current turn when it was submitted: that of the first pending query, or larger.
+    the current turn when it was submitted, which follows that of the first query of the last
+    step. Later queries are therefore never of the same turn as that first query, and only
+    finitely many of them precede a pending query.
 
     Attributes:
         current: The current turn.
@@ -26,20 +28,10 @@ class Turns:
 
     def __init__(self) -> None:
         self.current = 0
-        self._first_id: object = None
 
-    def begin_step(self, first_id: object, turn: int) -> None:
-        """Update the current turn before a step computes pending queries.
-
-        Args:
-            first_id: Id of the first pending query.
-            turn: Its turn.
-        """
-        if first_id != self._first_id:
-            self._first_id = first_id
-            # It grows with each first query, so a query is preceded by later ones in finitely
-            # many steps.
-            self.current = max(self.current + 1, turn)
+    def begin_step(self, first: int) -> None:
+        """Update the current turn before a step, for the turn of the first pending query."""
+        self.current = max(self.current, first + 1)
 
 
 class QueryQueue:
@@ -78,7 +70,7 @@ class QueryQueue:
         """
         pending = sorted(self._queries.values(), key=lambda q: self._turn_of[q.query_id])
         first = pending[0].query_id
-        self._turns.begin_step(first, self._turn_of[first])
+        self._turns.begin_step(self._turn_of[first])
         batch = list(choose(pending))
         for query in batch:
             if self.drop(query.query_id) is None:

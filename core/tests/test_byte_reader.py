@@ -241,6 +241,24 @@ def test_a_full_beam_keeps_the_likeliest_and_goes_on(llm):
     reader = asyncio.run(reading(llm, b"abab" * 20, width=2))
     assert reader.probabilities().sum() == pytest.approx(1)
     assert -160 < reader.logprob < 0
+    with pytest.raises(ValueError, match="begins with it; a width above 2 may contain one"):
+        reader.read_sync(b"x")
+
+
+@pytest.mark.parametrize("options", [{"width": 4}, {"prune_threshold": 0.5}])
+def test_a_reader_is_exact_until_a_hypothesis_is_removed(llm, options):
+    """The text "ab" has five hypotheses, of which two are within a token."""
+    exact = asyncio.run(reading(llm, b"ab", width=5))
+    assert exact.is_exact
+    reader = asyncio.run(reading(llm, b"a", **options))
+    assert reader.is_exact
+    before = reader.copy()
+    reader.read_sync(b"b")
+    assert not reader.is_exact
+    assert before.is_exact
+    assert reader.logprob == exact.logprob
+    reader.start_sync([1, 2])
+    assert reader.is_exact
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
@@ -290,7 +308,7 @@ def test_a_byte_that_no_token_writes_is_an_error_and_changes_nothing(llm):
     async def read() -> genlm.ByteReader:
         reader = await reading(llm, b"a")
         with pytest.raises(
-            ValueError, match=r"b'x', and no token .* begins with it; a width above 32"
+            ValueError, match=r"b'x', and no token .* begins with it; the model cannot write"
         ):
             await reader.read(b"bx")
         return reader

@@ -77,6 +77,8 @@ class ByteReader:
 
     Attributes:
         logprob: Natural-log probability of all bytes read since `start`.
+        is_exact: Whether no hypothesis was removed from the beam since `start`. Otherwise the
+            probabilities are estimates: those given the text of the remaining hypotheses.
 
     Raises:
         TypeError: `width` is not an integer, `prune_threshold` is not a number, or `stop` has
@@ -104,6 +106,7 @@ class ByteReader:
         if stop_texts:
             raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
         self.llm, self.width, self.logprob = llm, width, -math.inf
+        self.is_exact = True
         self.prune_threshold = threshold
         self._trie, self._excluded = _trie_of(llm.vocabulary, ends)
         self._beam: tuple[_Hypothesis, ...] = ()
@@ -120,7 +123,7 @@ class ByteReader:
             token_ids = self.llm.context(token_ids)
         with self._exclusive():
             await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
-            self.logprob = 0.0
+            self.logprob, self.is_exact = 0.0, True
 
     start_sync = blocking(start)
 
@@ -179,8 +182,8 @@ class ByteReader:
         Raises:
             TypeError: `text` is not `bytes`.
             ValueError: No hypothesis continues with one of the bytes, which begins no token or
-                has probability 0; the reader has read the bytes before it. A wider beam may
-                contain such a hypothesis.
+                has probability 0; the reader has read the bytes before it. Unless the reader
+                is exact, a wider beam may contain such a hypothesis.
             QueryError: The context of a hypothesis is full; as for a ValueError.
             RuntimeError: `start` was not awaited, or another method of the reader is running.
         """
@@ -204,7 +207,11 @@ class ByteReader:
             raise ValueError(
                 f"no tokenization in the beam continues with {bytes((byte,))!r}"
                 f"{'' if begins else ', and no token of the vocabulary begins with it'}; "
-                f"a width above {self.width} may contain one that does"
+                + (
+                    "the model cannot write this text"
+                    if self.is_exact
+                    else f"a width above {self.width} may contain one that does"
+                )
             )
         await self._prune(beam)
         self.logprob += float(np.log(probability))
@@ -224,6 +231,7 @@ class ByteReader:
     async def _prune(self, beam: list[_Hypothesis]) -> None:
         """Keep the likeliest hypotheses, and the likeliest one without a partial token."""
         beam = [hypothesis for hypothesis in beam if hypothesis.mass > 0]
+        count = len(beam)
         least = self.prune_threshold * max((hypothesis.mass for hypothesis in beam), default=0)
         likely = [hypothesis for hypothesis in beam if hypothesis.mass >= least]
         best = heapq.nlargest(self.width, likely, key=attrgetter("mass"))
@@ -241,6 +249,7 @@ class ByteReader:
             replace(hypothesis, weight=hypothesis.weight / total, mass=hypothesis.mass / total)
             for hypothesis in best
         )
+        self.is_exact &= len(best) == count
 
     def _probabilities(self, logprobs: torch.Tensor) -> Floats:
         """Return the probabilities of a row without the excluded tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import transformers
 from packaging.version import Version
 
-from genlm import AdapterError, ModelLoadError, UnknownAdapterError
+import genlm
+from genlm import AdapterError, EvaluationError, ModelLoadError, UnknownAdapterError
 from genlm_hf.engine import HFEngine
+from genlm_hf.peft_layers import adapter_layers
 
 from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
 
@@ -262,3 +265,95 @@ def test_an_adapter_of_the_model_can_be_trained_beside_loaded_ones(
     expected = [alone(model, ids) for ids in SEQUENCES]
     assert (expected[0] - before).abs().max() > 1e-3
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+
+
+def scale(model: Any) -> None:
+    for layer in adapter_layers(model):
+        layer.set_scale("red", 3.0)
+
+
+def unmerge(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already unmerged")  # of layers without both
+        model.unmerge_adapter()
+
+
+SWITCHES: dict[str, Callable[[Any], Any]] = {
+    "another adapter": lambda model: model.set_adapter("blue"),
+    "both adapters": lambda model: model.base_model.set_adapter(["red", "blue"]),
+    "no adapter": lambda model: model.base_model.disable_adapter_layers(),
+    "an adapter again": lambda model: model.base_model.enable_adapter_layers(),
+    "another scale": scale,
+    "merged": lambda model: model.merge_adapter(),
+    "merged no more": unmerge,
+}
+
+
+@pytest.mark.parametrize("has_loaded", [False, True])
+def test_requests_follow_what_the_caller_switches(
+    tokenizer: Any, green: tuple[str, Any], has_loaded: bool
+) -> None:
+    model, (ids, other, *_) = two_adapters(), SEQUENCES
+    model.set_adapter("red")
+    with genlm.load_model(model, "hf", tokenizer=tokenizer) as llm:
+        population = llm.population([ids, other])
+        if has_loaded:
+            llm.load_lora(green[0], "green")
+            llm.next_token_logprobs_sync(ids, lora_name="green")
+            llm.next_token_logprobs_sync(ids, lora_name="blue")
+
+        def assert_current() -> torch.Tensor:
+            size = llm.vocab_size
+            expected = [alone(model, ids, size), alone(model, other, size)]
+            rows = llm.batch_next_token_logprobs_sync([ids, other])
+            torch.testing.assert_close(list(rows), expected, atol=1e-4, rtol=0)
+            rows = population.next_token_logprobs_sync()
+            torch.testing.assert_close(list(rows), expected, atol=1e-4, rtol=0)
+            return expected[0]
+
+        before = assert_current()
+        for name, switch in SWITCHES.items():
+            trainable = {p: p.requires_grad for p in model.parameters()}
+            switch(model)
+            row = assert_current()
+            assert name.startswith("merged") or (row - before).abs().max() > 1e-2, name
+            before = row
+            if has_loaded and name != "merged":
+                trainable = {p: p.requires_grad for p in model.parameters()}
+                state = [layer.active_adapters for layer in adapter_layers(model)]
+                llm.next_token_logprobs_sync([*ids, 3], lora_name="green")
+                llm.next_token_logprobs_sync([*ids, 3], lora_name="red")
+                llm.load_lora(green[0], "green again")
+                llm.next_token_logprobs_sync([*ids, 3], lora_name="green again")
+                llm.unload_lora("green again")
+                assert_current()
+                assert trainable == {p: p.requires_grad for p in trainable}
+                assert state == [layer.active_adapters for layer in adapter_layers(model)]
+
+
+def test_an_adapter_cannot_be_used_while_others_are_merged(
+    tokenizer: Any, green: tuple[str, Any]
+) -> None:
+    model = two_adapters()
+    with genlm.load_model(model, "hf", tokenizer=tokenizer) as llm:
+        llm.load_lora(green[0], "green")
+        model.merge_adapter()
+        for name in ("green", "blue"):
+            with pytest.raises(EvaluationError, match=r"are merged .* call unmerge_adapter"):
+                llm.next_token_logprobs_sync(SEQUENCES[0], lora_name=name)
+        unmerge(model)
+        row = llm.next_token_logprobs_sync(SEQUENCES[0], lora_name="green")
+        expected = alone(green[1], SEQUENCES[0], len(row))
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+def test_steps_of_adapters_keep_cached_results(tokenizer: Any, green: tuple[str, Any]) -> None:
+    with genlm.load_model(two_adapters(), "hf", tokenizer=tokenizer) as llm:
+        llm.next_token_logprobs_sync(SEQUENCES[0])
+        before = llm.statistics()
+        llm.load_lora(green[0], "green")
+        for name in ("green", "blue", None):
+            llm.next_token_logprobs_sync(SEQUENCES[0], lora_name=name)
+        llm.unload_lora("green")
+        llm.next_token_logprobs_sync(SEQUENCES[0])
+        assert (llm.statistics() - before).cache_hits == 2

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim import optimizer as torch_optimizer
 
 import genlm
+from genlm import EvaluationError
 from genlm_hf.weight_versions import WeightVersions
 
 from .test_adapters import make_adapter
@@ -159,6 +160,25 @@ def test_layers_of_peft_that_were_inserted_later_are_followed_after_an_update(
         llm.update_weights()
         assert_rows_are_current(llm, llama, population)
         step(llama, SGD)
+        assert_rows_are_current(llm, llama, population)
+
+
+def test_a_model_in_another_dtype_is_refused_until_it_is_changed_back(
+    llama: Any, tokenizer: Any
+) -> None:
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        population = started_population(llm)
+        assert_rows_are_current(llm, llama, population)
+        llama.half()
+        message = r"loaded in float32 on cpu and is in float16 on cpu now; close it and load"
+        for _ in range(2):
+            with pytest.raises(EvaluationError, match=message):
+                llm.next_token_logprobs_sync(IDS)
+            with pytest.raises(EvaluationError, match=message):
+                population.draw_sync(seed=1)
+            with pytest.raises(ValueError, match=message):
+                llm.update_weights()
+        llama.float()
         assert_rows_are_current(llm, llama, population)
 
 

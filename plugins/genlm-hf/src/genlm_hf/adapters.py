@@ -8,7 +8,7 @@ layers that a model came with stay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ import torch
 from genlm import prefix
 from genlm.plugin import (
     AdapterError,
+    EvaluationError,
     ModelLoadError,
     UnknownAdapterError,
     read_lora_config,
 )
 from genlm_hf.peft_layers import (
     AdapterState,
+    active_adapters,
     adapter_layers,
     adapter_state,
     move_to_base_devices,
@@ -38,8 +40,8 @@ _LAYER_ADAPTER_TYPES = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 class Adapters(prefix.Adapters[str]):
     """The adapters of one model: preloaded ones and those loaded later.
 
-    Outside of `activate` the model is in its original state: the adapters that were active
-    in it are applied, and loaded ones are not.
+    Outside of `activate` the model is in the state in which its owner left it, who may switch,
+    merge and train the model's own adapters between passes. Loaded adapters are not applied.
 
     Args:
         model: A transformers model, or a `peft.PeftModel` of one.
@@ -61,7 +63,18 @@ class Adapters(prefix.Adapters[str]):
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
         self._original = _Snapshot(self.model) if preloaded else None
-        self._states: dict[str | None, AdapterState] = {}
+        self._states: dict[str, AdapterState] = {}  # in which one adapter is active
+        self._has_own = bool(preloaded)
+        self._layers: list[Any] | None = None
+        self._version: Hashable = None  # outside of `activate`, within which it is set
+
+    def version(self) -> Hashable:
+        """Return a value that changes with the active adapters outside of `activate`.
+
+        Adapters of the model itself are compared: their names, scales, and whether they are
+        merged into its weights. May be called in any thread.
+        """
+        return self._current_version() if self._version is None else self._version
 
     def _load(self, name: str, path: Path) -> str:
         folder = str(path)
@@ -88,9 +101,9 @@ class Adapters(prefix.Adapters[str]):
             ) from error
         self._original = self._original or before
         self._peft_model = peft_model
-        self._original.restore_active_adapters()
-        self._original.restore_trainable()
-        self._states.clear()
+        before.restore_active_adapters()
+        before.restore_trainable()
+        self._forget_layers()
         return peft_name
 
     def _unload(self, name: str, adapter: str) -> None:
@@ -98,26 +111,34 @@ class Adapters(prefix.Adapters[str]):
         if name == adapter:
             removable = (key for key, peft_name in self.loaded.items() if key != peft_name)
             raise UnknownAdapterError(name, removable)
+        before = _Snapshot(self.model)
         self._delete(adapter)
-        self._states.clear()
+        self._forget_layers()
         if self._original is not None:
-            self._original.restore_active_adapters()
+            before.restore_active_adapters()
             if not self._peft_model.peft_config:  # an empty PeftModel accepts no new adapter
                 self._original.restore()
                 self._peft_model = None
-            self._original.restore_trainable()
+            before.restore_trainable()
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
-        """Apply adapter `name` alone in forward passes within the context."""
-        self._switch(name)
+        """Apply adapter `name` alone in forward passes within the context.
+
+        Raises:
+            EvaluationError: Adapters are merged into the model's weights.
+        """
+        outside = adapter_state(self._peft_layers())
+        self._version = self._current_version()
         try:
+            self._switch(name)
             yield
         finally:
-            self._switch(None)
+            _restore(outside)
+            self._version = None
 
     def unload(self) -> None:
-        """Remove every loaded adapter; the model is in its original state again."""
+        """Remove every loaded adapter."""
         if self._peft_model is not None:
             for peft_name in self._peft_model.peft_config.copy():
                 self._delete(peft_name)
@@ -125,27 +146,47 @@ class Adapters(prefix.Adapters[str]):
             self._original.restore()
         self._peft_model = self._original = None
         self.loaded.clear()
-        self._states.clear()
+        self._forget_layers()
 
-    def _switch(self, name: str | None) -> None:
-        if not self._states:
-            self._states[None] = adapter_state(self.model)
+    def _switch(self, name: str) -> None:
+        if any(getattr(layer, "merged", False) for layer in self._peft_layers()):
+            raise EvaluationError(
+                "adapters are merged into the model's weights, so adapter "
+                f"{name!r} cannot be used; call unmerge_adapter first"
+            )
         if name not in self._states:
             self._states[name] = self._activate_by_peft(name)
-        for attributes, state in self._states[name]:
-            attributes.update(state)
+        _restore(self._states[name])
 
-    def _activate_by_peft(self, name: str | None) -> AdapterState:
+    def _activate_by_peft(self, name: str) -> AdapterState:
         """Return the state that peft sets to activate an adapter."""
         from peft.functional import set_adapter
 
-        assert name is not None  # noqa: S101 - our own mistake
-        for layer in adapter_layers(self.model):
+        trainable = [(p, p.requires_grad) for p in self.model.parameters()]
+        for layer in self._peft_layers():
             layer.enable_adapters(True)
         set_adapter(self.model, self.loaded[name], inference_mode=True)
-        if self._original is not None:  # the caller may train the model's own adapters
-            self._original.restore_trainable()
-        return adapter_state(self.model)
+        for parameter, requires_grad in trainable:  # the caller may train own adapters
+            parameter.requires_grad_(requires_grad)
+        return adapter_state(self._peft_layers())
+
+    def _peft_layers(self) -> list[Any]:
+        if self._layers is None:
+            self._layers = adapter_layers(self.model)
+        return self._layers
+
+    def _forget_layers(self) -> None:
+        self._layers = None
+        self._states.clear()
+
+    def _current_version(self) -> Hashable:
+        if not self._has_own:
+            return ()
+        return tuple(
+            (id(layer), *state)
+            for layer in self._peft_layers()
+            if (state := active_adapters(layer)) is not None
+        )
 
     def _inject(self, peft_name: str, config: Any) -> Any:
         import peft
@@ -166,6 +207,11 @@ class Adapters(prefix.Adapters[str]):
             self._peft_model.peft_config.pop(peft_name, None)
             # peft reads the settings of the tuner's active adapters when it adds another one.
             self._peft_model.base_model.active_adapter = list(self._peft_model.peft_config)[:1]
+
+
+def _restore(state: AdapterState) -> None:
+    for attributes, values in state:
+        attributes.update(values)
 
 
 class _Snapshot:

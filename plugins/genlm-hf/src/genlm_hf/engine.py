@@ -164,8 +164,8 @@ class HFEngine(PrefixEngine):
         passes too.
 
         A model with peft adapters, or a `peft.PeftModel`, is served with its current state:
-        rows of queries without an adapter have its active adapters applied, and queries can
-        name any of its adapters.
+        rows of queries without an adapter have the adapters applied that are active or merged
+        at that time, and queries can name any of its adapters unless some are merged.
 
         Raises:
             ModelLoadError: The model is an encoder-decoder or not a causal language model, or
@@ -194,8 +194,7 @@ class HFEngine(PrefixEngine):
             for module in training_modules:
                 module.training = True
             raise
-        engine._weights = WeightVersions(engine._served.model)  # noqa: SLF001
-        engine._weight_version = engine._weights.current()  # noqa: SLF001
+        engine._watch_weights()  # noqa: SLF001
         return engine
 
     def _serve(
@@ -228,6 +227,7 @@ class HFEngine(PrefixEngine):
             max_tokens=options.max_tokens_per_batch or default_tokens,
             max_rows=max(1, max_logits // max(rows, self.vocabulary.size)),
         )
+        self._loaded_format = _format(model)
         self._prepacked = PrepackedWeights(model.modules() if prepack else ())
         with current_device(device):
             choice = choose_execution_path(self._served, options)
@@ -262,13 +262,13 @@ class HFEngine(PrefixEngine):
             weights: All weights by their names in `state_dict()` of the model without
                 adapters; None if they have been changed in the model, in any way.
         """
+        self._check_format()
         super().update_weights(weights)
         if self._kernels is not None:
             self._kernels.clear()
         self._prepack_again()
         if self._weights is not None:
-            self._weights = WeightVersions(self._served.model)
-            self._weight_version = self._weights.current()
+            self._watch_weights()
 
     @contextmanager
     def activate(self, adapter: str | None) -> Iterator[None]:
@@ -330,6 +330,10 @@ class HFEngine(PrefixEngine):
         if on_cuda:
             torch.cuda.empty_cache()
 
+    def _watch_weights(self) -> None:
+        self._weights = WeightVersions(self._served.model, self._adapters.version)
+        self._weight_version = self._weights.current()
+
     def _follow_weights(self) -> None:
         """Drop what was computed from earlier weights of a model object."""
         if self._weights is None:
@@ -337,12 +341,22 @@ class HFEngine(PrefixEngine):
         version, earlier = self._weights.current(), self._weight_version
         if version == earlier:
             return
+        self._check_format()
         self._weight_version = version
         if self._kernels is not None and version.addresses != earlier.addresses:
             self._kernels.clear()
         self._prepack_again()
         if Capability.PREFIX_CACHE in self.capabilities:
             self.clear_prefix_cache()
+
+    def _check_format(self) -> None:
+        """Refuse a model whose dtype or device has changed, for which the cache has no room."""
+        found = _format(self._served.model)
+        if found != self._loaded_format:
+            raise ValueError(
+                f"the model was loaded in {self._loaded_format} and is in {found} now; close "
+                f"it and load the model object again, or change it back"
+            )
 
     def _prepack_again(self) -> None:
         if self._prepacked.nbytes:
@@ -363,6 +377,14 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
     finally:
         for module in modules:
             module.training = True
+
+
+def _format(model: Any) -> str:
+    """Describe the dtype and device of a model by its first parameter."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return "no parameters"
+    return f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
 
 
 def _max_logits(device: torch.device) -> int:

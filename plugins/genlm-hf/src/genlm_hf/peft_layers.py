@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["AdapterState", "adapter_layers", "adapter_state", "move_to_base_devices"]
+__all__ = [
+    "AdapterState",
+    "active_adapters",
+    "adapter_layers",
+    "adapter_state",
+    "move_to_base_devices",
+]
 
 # Attributes of peft's layers that say which adapters are active. peft's methods set them too,
 # but visit every parameter, which takes longer than a forward pass of a small model.
@@ -25,12 +32,22 @@ def adapter_layers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def adapter_state(model: torch.nn.Module) -> AdapterState:
-    """Return which adapters are active in each layer of a model."""
-    return [
-        (vars(layer), {name: getattr(layer, name) for name in _STATE})
-        for layer in adapter_layers(model)
-    ]
+def adapter_state(layers: Iterable[Any]) -> AdapterState:
+    """Return which adapters are active in each of the peft layers."""
+    return [(vars(layer), {name: getattr(layer, name) for name in _STATE}) for layer in layers]
+
+
+def active_adapters(layer: Any) -> tuple[Hashable, ...] | None:
+    """Return the active adapters of a peft layer, their scales, and the merged adapters.
+
+    None if the layer computes what it would without adapters.
+    """
+    merged = tuple(getattr(layer, "merged_adapters", ()))
+    names = () if layer.disable_adapters else tuple(layer.active_adapters)
+    scales = getattr(layer, "scaling", {})
+    if not names and not merged:
+        return None
+    return names, tuple(scales.get(name) for name in names), merged
 
 
 def move_to_base_devices(model: torch.nn.Module, adapter: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ class WeightVersion(NamedTuple):
     Attributes:
         optimizer_steps: Number of steps of optimizers that have one of the parameters.
         parameters: Number of changes in place, and address in memory, of each parameter.
+        adapters: State of the adapters that the model came with; see `Adapters.version`.
     """
 
     optimizer_steps: int = 0
     parameters: tuple[tuple[int, int], ...] = ()
+    adapters: Hashable = ()
 
     @property
     def addresses(self) -> list[int]:
@@ -37,9 +40,15 @@ class WeightVersions:
 
     Fused optimizers do not count their changes as versions of the parameters; a hook of torch
     counts the steps of all optimizers that have one of these parameters.
+
+    Args:
+        model: The model.
+        adapters: Returns the state of the adapters that the model came with, in any thread.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(
+        self, model: torch.nn.Module, adapters: Callable[[], Hashable] = tuple
+    ) -> None:
         # By module and name, because a parameter may be replaced.
         self._places = [
             (module._parameters, name)  # noqa: SLF001 - `parameters` takes 20 times as long
@@ -47,6 +56,7 @@ class WeightVersions:
             for name, parameter in module._parameters.items()  # noqa: SLF001
             if parameter is not None
         ]
+        self._adapters = adapters
         self._optimizer_steps = 0
         reference = weakref.ref(self)
 
@@ -62,7 +72,7 @@ class WeightVersions:
         """Return the version of the weights; 0.2 microseconds per parameter, in any thread."""
         places = self._places
         states = tuple([_state(parameters.get(name)) for parameters, name in places])
-        return WeightVersion(self._optimizer_steps, states)
+        return WeightVersion(self._optimizer_steps, states, self._adapters())
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

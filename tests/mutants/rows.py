@@ -146,14 +146,16 @@ def views_of_the_rows_of_a_part(_copies):
 
 @core_fault(
     outputs,
-    "_compute_from_logits",
+    "_compute",
     found_by="rows/test_reductions.py::test_draws_from_logits_depend_on_their_query_alone",
 )
-def draws_need_rows_if_one_of_them_does(compute_from_logits):
+def draws_need_rows_if_one_of_them_does(results_of):
     """Computes all draws of a part from rows if one of them needs its row."""
 
-    def broken(kind, logits, requests):
-        values = compute_from_logits(kind, logits, requests)
-        return [None] * len(values) if None in values else values
+    def broken(compute, values, requests):
+        results = results_of(compute, values, requests)
+        need_rows = any(result is None or isinstance(result, Exception) for result in results)
+        from_logits = compute.__name__ == "compute_from_logits"
+        return [None] * len(results) if from_logits and need_rows else results
 
     return broken

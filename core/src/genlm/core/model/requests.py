@@ -87,7 +87,6 @@ class Requests:
         self.default_lora: str | None = None
         self.vocab_size = engine.vocabulary.size
         self.max_context = engine.max_context
-        self.capabilities = engine.capabilities
         self.sampled_together: int | None = getattr(engine, "samples_groups", None)
         self.counters = counters
         self.scheduler = scheduler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +11,7 @@ import torch
 
 from genlm.core.base.error_handling import errors_of, result_count_error
 from genlm.core.base.errors import GenlmError
-from genlm.core.queries.query import Reduced, Reduction
+from genlm.core.queries.query import Reduced
 from genlm.core.rows.logits import (
     copied_rows,
     invalid_rows,
@@ -34,7 +33,8 @@ _NUMBERS = frozenset({int, float, bool})
 _NO_REDUCTION = type(None)
 """Type of the output that stands for the row."""
 
-_Compute: TypeAlias = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
+_Compute: TypeAlias = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any] | None]
+"""`Reduction.compute` or `compute_from_logits` of a class."""
 
 _Place: TypeAlias = tuple[int, int]
 """Index of a query, and place of an output among those of the query."""
@@ -103,7 +103,7 @@ def _reduce_part(
 
     def reduce(compute: _Compute, places: list[_Place], rows: torch.Tensor) -> None:
         requests = [outputs[row][place] for row, place in places]
-        reduced = compute(_select_rows(rows, [row for row, _ in places]), requests)
+        reduced = _compute(compute, _select_rows(rows, [row for row, _ in places]), requests)
         for (row, place), value in zip(places, reduced, strict=True):
             results[row][place] = value
 
@@ -116,8 +116,13 @@ def _reduce_part(
         for kind, places in logits_places.items():
             logits = known_logits(values, vocabulary)
             if logits.shape[1] == vocabulary.size:
-                reduce(functools.partial(_compute_from_logits, kind), places, logits)
-            missing = [(row, place) for row, place in places if results[row][place] is None]
+                reduce(kind.compute_from_logits, places, logits)  # type: ignore[attr-defined]
+            # Whether a request needs its row depends on this request alone.
+            missing = [
+                (row, place)
+                for row, place in places
+                if results[row][place] is None or isinstance(results[row][place], Exception)
+            ]
             if missing:
                 places_of.setdefault(kind, []).extend(missing)
     invalid: dict[int, Exception] = {}
@@ -133,7 +138,7 @@ def _reduce_part(
             if valid and kind is _NO_REDUCTION:
                 copy(valid, rows)
             elif valid:
-                reduce(functools.partial(_compute, kind.compute), valid, rows)  # type: ignore[attr-defined]
+                reduce(kind.compute, valid, rows)  # type: ignore[attr-defined]
     return [
         invalid.get(row) or Reduced(tuple(row_results))
         for row, row_results in enumerate(results)
@@ -190,47 +195,25 @@ def _is_view(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
     return is_part or storage.data_ptr() == rows.untyped_storage().data_ptr()
 
 
-def _compute_from_logits(
-    kind: type[Reduction], logits: torch.Tensor, requests: Sequence[Any]
-) -> list[Any]:
-    """Return the results of `compute_from_logits`, None for requests that need rows.
+def _compute(compute: _Compute, values: torch.Tensor, requests: Sequence[Any]) -> list[Any]:
+    """Return the results of requests of one class, computed one by one if that fails.
 
-    Whether a request needs its row depends on this request alone.
+    The result of a request that also fails alone is its error.
     """
+    kind, name = type(requests[0]), getattr(compute, "__name__", "compute")
     try:
-        with errors_of(f"{kind.__name__}.compute_from_logits"):
-            values = kind.compute_from_logits(logits, requests)
-    except GenlmError:
-        values = None  # `compute` finds the requests that cause it
-    if values is not None and len(values) == len(requests):
-        return [_own_copy(value, logits) for value in values]
-    if len(requests) == 1:
-        return [None]
-    return [
-        value
-        for index, request in enumerate(requests)
-        for value in _compute_from_logits(kind, logits[index : index + 1], [request])
-    ]
-
-
-def _compute(
-    compute: Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]],
-    rows: torch.Tensor,
-    requests: Sequence[Any],
-) -> Sequence[Any]:
-    kind = type(requests[0])
-    try:
-        with errors_of(f"{kind.__name__}.compute"):
-            values = compute(rows, requests)
-            if len(values) == len(requests):
-                return [_own_copy(value, rows) for value in values]
-        problem: GenlmError = result_count_error(kind, len(values), len(requests))
+        with errors_of(f"{kind.__name__}.{name}"):
+            results = compute(values, requests)
+            if results is not None and len(results) == len(requests):
+                return [_own_copy(result, values) for result in results]
+        count = 0 if results is None else len(results)
+        problem: GenlmError = result_count_error(kind, count, len(requests))
     except GenlmError as error:
         problem = error
     if len(requests) == 1:
         return [problem]
     return [
-        value
+        result
         for index, request in enumerate(requests)
-        for value in _compute(compute, rows[index : index + 1], [request])
+        for result in _compute(compute, values[index : index + 1], [request])
     ]

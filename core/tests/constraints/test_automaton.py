@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genlm
-from genlm.constraints import Automaton
+from genlm.constraints import Automaton, byte_automata
 from genlm.constraints.byte_automata import utf8_table
 
 PATTERNS = [
@@ -117,6 +117,62 @@ def test_tables_are_reduced_without_a_change_of_the_language(states, data):
             assert (bytes(b"abc"[letter] for letter in word) in language) == expected
             numbers |= {state} if expected else set()
     assert len(language._table.accepting) <= max(1, states)
+
+
+def number_of_languages(table: np.ndarray, accepting: np.ndarray) -> int:
+    """Count the distinct languages, except the empty one, of the states that can be reached."""
+    rows = np.vstack([table[:, list(b"ab")], [[-1, -1]]])  # state -1 is the last one
+    texts = [word for length in range(8) for word in itertools.product((0, 1), repeat=length)]
+    reachable, flags = [0], np.append(accepting, [False])
+    for state in reachable:
+        reachable += [after for after in {*rows[state].tolist()} if after not in reachable]
+    languages = set()
+    for state in reachable:
+        accepted = []
+        for word in texts:
+            after = state
+            for letter in word:
+                after = rows[after, letter]
+            accepted.append(bool(flags[after]))
+        languages.add(tuple(accepted))
+    return max(1, len(languages - {(False,) * len(texts)}))
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"_MAX_ROUNDS": 0}, {"_FACTORS": np.zeros(257, np.int64)}]
+)
+def test_automata_are_minimal(monkeypatch, change):
+    """By Moore's algorithm, by Hopcroft's, and where all hashes are equal."""
+    for name, value in change.items():
+        monkeypatch.setattr(byte_automata, name, value)
+    rng, sizes = np.random.default_rng(0), set()
+    for _ in range(60):
+        states = int(rng.integers(1, 9))
+        table, accepting = np.full((states, 256), -1), rng.random(states) < 0.4
+        table[:, list(b"ab")] = rng.integers(-1, states, (states, 2))
+        size = len(Automaton(table, accepting)._table.accepting)
+        assert size == number_of_languages(table, accepting)
+        sizes.add(size)
+    assert len(sizes) > 4
+
+
+def test_a_long_text_may_distinguish_two_states():
+    """The chains "a" * 100 and "b" + "a" * 99 + "c" differ in their last letters only."""
+    table = np.full((202, 256), -1)
+    chain = np.arange(200)
+    table[chain, ord("a")] = chain + 2
+    table[0, [ord("a"), ord("b")]] = 2, 3
+    table[[200, 201], [ord("a"), ord("c")]] = [200, 201]
+    accepting = np.arange(202) == 200
+    language = Automaton(table, accepting)
+    assert b"a" * 100 in language
+    assert b"b" + b"a" * 99 not in language
+    accepting[201] = True
+    language = Automaton(table, accepting)
+    assert len(language._table.accepting) == 201
+    assert b"b" + b"a" * 98 not in language
+    assert b"b" + b"a" * 99 + b"c" in language
+    assert b"b" + b"a" * 99 + b"a" not in language
 
 
 def test_equal_languages_have_automata_of_equal_size():

@@ -29,6 +29,11 @@ States: TypeAlias = npt.NDArray[np.int64]
 NO_STATE = -1
 _BLOCK = 2**22
 """Number of successors that `live_states` sorts at a time."""
+_MAX_ROUNDS = 32
+"""Maximum number of rounds of Moore's algorithm, which together take less than the time of
+Hopcroft's algorithm."""
+_FACTORS: States = np.random.default_rng(0).integers(2**62, size=257) * 2 + 1
+"""Factors of classes in hashes of 64 bits."""
 
 
 class ByteTable(NamedTuple):
@@ -113,7 +118,11 @@ def product(
 
 
 def minimise(table: ByteTable) -> ByteTable:
-    """Return the smallest automaton of the same language, by Hopcroft's algorithm.
+    """Return the smallest automaton of the same language.
+
+    Moore's algorithm takes array operations on the table for each letter of the longest text
+    that is needed to distinguish two states. If 32 do not suffice, Hopcroft's algorithm is
+    used, whose time is proportional to `n log n` for any automaton.
 
     States from which no accepting state can be reached become -1; state 0 always remains.
     """
@@ -123,16 +132,46 @@ def minimise(table: ByteTable) -> ByteTable:
     successors[successors == NO_STATE] = dead
     is_live = live_states(successors, accepting)
     successors[~is_live[successors]] = dead
-    classes = _equivalent_states(successors, accepting, is_live)
+    # Bytes with equal successors have one column.
+    distinct = {column.tobytes(): column for column in successors.T.copy()}
+    columns = np.stack(list(distinct.values()))
+    classes = _moore(columns, accepting, is_live)
+    if classes is None:
+        classes = _hopcroft(columns, accepting, is_live)
     return _merge_states(successors, accepting, classes)
 
 
-def _equivalent_states(successors: States, accepting: Flags, is_live: Flags) -> States:
-    """Return the class of each state; all states that are not live are in class 0."""
-    # Bytes with equal successors have one column.
-    columns = {column.tobytes(): column for column in successors.T.copy()}
+def _moore(columns: States, accepting: Flags, is_live: Flags) -> States | None:
+    """Return the class of each state; None if more than 32 rounds are needed.
+
+    Args:
+        columns: Successors of all states, shape `(letters, states)`.
+        accepting: Whether each state accepts.
+        is_live: Whether an accepting state can be reached from each state.
+    """
+    classes: States = np.where(accepting, 2, is_live)
+    count = len(np.unique(classes))
+    for _ in range(_MAX_ROUNDS):
+        # Hashes of a state's class and of the classes of its successors; the sums wrap.
+        hashes = classes * _FACTORS[-1]
+        for column, factor in zip(columns, _FACTORS):
+            hashes += classes[column] * factor
+        _, first, refined = np.unique(hashes, return_index=True, return_inverse=True)
+        if len(first) == count:
+            # If states have equal hashes by chance, the states of some class differ.
+            same = first[refined]
+            is_exact = (accepting == accepting[same]).all() and all(
+                (classes[column] == classes[column[same]]).all() for column in columns
+            )
+            return classes if is_exact else None
+        classes, count = refined, len(first)
+    return None
+
+
+def _hopcroft(columns: States, accepting: Flags, is_live: Flags) -> States:
+    """Return the class of each state; arguments as for `_moore`."""
     sources: list[dict[int, list[int]]] = []  # of each live state, by column
-    for column in columns.values():
+    for column in columns:
         sources.append({})
         for source in np.flatnonzero(is_live[column]).tolist():
             sources[-1].setdefault(int(column[source]), []).append(source)

@@ -116,11 +116,15 @@ def test_slow_steps_are_warnings_that_do_not_come_with_every_step(start, caplog,
         ask(llm, [token_id])
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "a step of 1 queries took" in record.getMessage()
+    assert "a step of 1 query took" in record.getMessage()
     assert "more" not in record.getMessage()
+    assert "max_batch_size" not in record.getMessage()
     monkeypatch.setattr(observation, "WARNING_INTERVAL_S", 0.0)
     ask(llm, [4])
     assert "; 3 more since the last warning" in caplog.records[1].getMessage()
+    ask(llm, [5, 6], [7])
+    assert "a step of 2 queries took" in caplog.records[2].getMessage()
+    assert "A smaller max_batch_size" in caplog.records[2].getMessage()
 
 
 def test_each_batch_is_a_span_with_attributes_and_a_parent_of_the_engines_spans(start, spans):

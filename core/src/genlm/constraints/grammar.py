@@ -77,6 +77,11 @@ class Grammar(Language):
     ) -> Grammar:
         """Return the language of the JSON documents that are valid under a schema.
 
+        The language is the one that the library derives. In strings whose length is limited by
+        `minLength` or `maxLength`, xgrammar 0.2 accepts control characters, which parsers of
+        JSON reject, and no escapes such as a backslash before a quotation mark. llguidance
+        rejects the former and accepts the latter.
+
         Args:
             schema: The schema as text or as a mapping.
             library: `"xgrammar"` or `"llguidance"`.

@@ -86,10 +86,11 @@ class StepObserver:
             return
         suffix = f"; {self._unreported} more since the last warning" if self._unreported else ""
         self._warned_s, self._unreported = now_s, 0
+        if queries > 1:
+            suffix += ". A smaller max_batch_size makes steps shorter"
+        kind = "query" if queries == 1 else "queries"
         logger.warning(
-            "%s: a step of %d queries took %.1f s%s. A smaller max_batch_size makes "
-            "steps shorter",
-            *(self._name, queries, step_s, suffix),
+            "%s: a step of %d %s took %.1f s%s", self._name, queries, kind, step_s, suffix
         )
 
 

@@ -9,8 +9,8 @@ import genlm.core.rows.draws
 import genlm.core.rows.outputs
 from genlm import TokenScores
 from genlm.core.engine.group_engine import GroupEngine
-from genlm.core.engine.text_groups import ScoreColumns
 from genlm.core.model.requests import Requests
+from genlm.core.rows.group_reductions import ScoreColumns
 from genlm.core.rows.reductions import TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.scheduler.request_table import Evaluation

@@ -15,7 +15,7 @@ from scripted import ScriptedEngine, oracle_row
 
 from genlm.core.engine.group_engine import MemberColumns
 from genlm.core.rows import joined_groups
-from genlm.core.rows.group_reductions import DrawColumns, TopColumns
+from genlm.core.rows.group_reductions import DrawColumns, ScoreColumns, TopColumns
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.plugin import (
@@ -212,6 +212,19 @@ def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list
     together = results(Joint(SIZE), queries)
     assert len(together) == len(queries)
     assert joined_sizes == [4, 4, 4, 4]
+
+
+def test_scores_of_several_texts_are_computed_as_one_group(joined_sizes: list[int]) -> None:
+    targets = np.random.default_rng(0).integers(0, SIZE, (3, 4))
+    queries = [group(i, range(4), ScoreColumns(torch.tensor(targets[i]))) for i in range(3)]
+    together = results(Joint(SIZE), queries)
+    assert joined_sizes == [3]
+    for i in range(3):
+        rows = torch.stack([oracle_row((i, place), None, SIZE) for place in range(4)])
+        logprobs, is_top = together[i].columns
+        expected = rows.gather(1, torch.tensor(targets[i])[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+        assert is_top.tolist() == (rows.argmax(1).numpy() == targets[i]).tolist()
 
 
 def test_one_mask_of_all_groups_is_stored_once() -> None:

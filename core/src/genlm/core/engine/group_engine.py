@@ -172,13 +172,13 @@ class GroupEngine:
         if not query.targets or self._scores_texts:
             self.engine.submit(query)
         else:
-            self._submit(text_group(query))
+            self._submit(text_group(query), is_divided=self._smallest_group == math.inf)
             self._texts[query.query_id] = query
 
     def submit_group(self, group: GroupQuery) -> None:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
         if group.sampling is None:
-            self._submit(group)
+            self._submit(group, is_divided=self._is_divided(group))
         elif group.sampling.weights.has_masks_or_biases or not self._is_divided(group):
             self._run(SamplingRun(group, self.engine.vocabulary, self.engine.max_context))
         elif group.sampling.returns_generation or self._keep_sequences is None:
@@ -246,8 +246,12 @@ class GroupEngine:
 
     def _run(self, run: SamplingRun) -> None:
         """Submit the query for the first tokens of continuations."""
-        self._submit(run.next_query())
+        self._submit_next(run)
         self._runs[run.query.query_id] = run
+
+    def _submit_next(self, run: SamplingRun) -> None:
+        query = run.next_query()
+        self._submit(query, is_divided=self._is_divided(query))
 
     def _begin_waiting(self) -> None:
         """Submit the queries for the first tokens of the continuations that are pending.
@@ -298,9 +302,9 @@ class GroupEngine:
     def _divide_members(self, group: GroupQuery) -> None:
         self._divide(MemberRuns(group, self.engine.vocabulary, self.engine.max_context))
 
-    def _submit(self, group: GroupQuery) -> None:
+    def _submit(self, group: GroupQuery, *, is_divided: bool) -> None:
         """Submit a group query, or a query for each of its distinct sequences."""
-        if self._is_divided(group):
+        if is_divided:
             self._divide(_DividedGroup(group, self.engine.vocabulary))
         else:
             engine: Any = self.engine
@@ -374,7 +378,7 @@ class GroupEngine:
                 run.add(completion.result)  # type: ignore[arg-type]
                 completions = run.completed()
                 if not run.is_complete:
-                    self._submit(run.next_query())
+                    self._submit_next(run)
                     return completions
             except Exception as raised:  # noqa: BLE001 - it fails the queries of this run alone
                 error = raised

@@ -19,28 +19,9 @@ from genlm.core.queries.query import (
     TokenScores,
 )
 from genlm.core.queries.sequence import TokenSequence
-from genlm.core.rows.logits import moved
+from genlm.core.rows.group_reductions import ScoreColumns
 
-__all__ = ["ScoreColumns", "text_completion", "text_group"]
-
-
-class ScoreColumns(GroupReduction):
-    """The score of one token of each member: the columns of `TokenScores`.
-
-    Args:
-        token_ids: Shape `(n,)`, int64, in main memory.
-    """
-
-    def __init__(self, token_ids: torch.Tensor) -> None:
-        self.token_ids = token_ids
-
-    def compute(
-        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Gather the tokens, and compare them with the largest entries."""
-        places = moved(row_of, rows.device)
-        logprobs = rows[places, moved(self.token_ids[members], rows.device)]
-        return logprobs, logprobs >= rows.amax(-1)[places]
+__all__ = ["text_completion", "text_group"]
 
 
 def text_group(query: Query) -> GroupQuery:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,10 @@ from genlm.core.rows.selection import batch_top_k
 
 __all__ = [
     "DrawColumns",
+    "JoinableReduction",
     "MassColumns",
     "Rows",
+    "ScoreColumns",
     "SharedReduction",
     "TokenColumns",
     "TopColumns",
@@ -50,6 +53,56 @@ class Rows(GroupReduction):
         if _is_identity(row_of, len(rows)):
             return (rows,)
         return (rows[moved(row_of, rows.device)],)
+
+
+class JoinableReduction(GroupReduction):
+    """A reduction of which one object can have the members of several groups."""
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """Number of members."""
+
+    @property
+    @abc.abstractmethod
+    def joining_key(self) -> Hashable:
+        """Equal for objects that `joined` combines; None for those that it does not."""
+
+    @classmethod
+    @abc.abstractmethod
+    def joined(cls, reductions: Sequence[Self]) -> Self:
+        """Return the reduction of the members of several groups with equal `joining_key`."""
+
+
+class ScoreColumns(JoinableReduction):
+    """The score of one token of each member: the columns of `TokenScores`.
+
+    Args:
+        token_ids: Shape `(n,)`, int64, in main memory.
+    """
+
+    joining_key = "scores"
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self.token_ids = token_ids
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return len(self.token_ids)
+
+    @classmethod
+    def joined(cls, reductions: Sequence[ScoreColumns]) -> ScoreColumns:
+        """Return the scores of the members of several groups."""
+        return cls(torch.cat([each.token_ids for each in reductions]))
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Gather the tokens, and compare them with the largest entries."""
+        places = moved(row_of, rows.device)
+        logprobs = rows[places, moved(self.token_ids[members], rows.device)]
+        return logprobs, logprobs >= rows.amax(-1)[places]
 
 
 class TokenColumns(GroupReduction):
@@ -227,7 +280,7 @@ class MassColumns(_WeightedReduction):
         return None if drawn is None else (drawn.log_mass,)
 
 
-class DrawColumns(_WeightedReduction):
+class DrawColumns(_WeightedReduction, JoinableReduction):
     """A token for each member, or several different ones: the columns of `DrawnTokens`.
 
     Args:
@@ -252,16 +305,21 @@ class DrawColumns(_WeightedReduction):
         return torch.from_numpy(numbers() if callable(numbers) else numbers)
 
     @property
+    def count(self) -> int:
+        """Number of members."""
+        return self.weights.count
+
+    @property
     def joining_key(self) -> Hashable:
         """Equal for draws that `joined` combines; None for those that it does not."""
         key = self.weights.joining_key
         return None if key is None else (self.uniforms.shape[1:], key)
 
     @classmethod
-    def joined(cls, draws: Sequence[DrawColumns]) -> DrawColumns:
+    def joined(cls, reductions: Sequence[DrawColumns]) -> DrawColumns:
         """Return the draws of the members of several groups, which have equal `joining_key`."""
-        weights = RowWeights.joined([each.weights for each in draws])
-        return cls(weights, np.concatenate([each.uniforms.numpy() for each in draws]))
+        weights = RowWeights.joined([each.weights for each in reductions])
+        return cls(weights, np.concatenate([each.uniforms.numpy() for each in reductions]))
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor

@@ -1,7 +1,7 @@
 """Reduction of several groups whose rows or logits were computed together.
 
-The draws of these groups are computed as those of one group: for small groups, a few operations
-on all rows take much less time than the same operations on each group.
+The draws of these groups are computed as those of one group, and so are scores of texts: for
+small groups, a few operations on all rows take much less time than the same operations on each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from genlm.core.queries.query import GroupReduction, GroupValues
-from genlm.core.rows.group_reductions import DrawColumns
+from genlm.core.rows.group_reductions import JoinableReduction
 from genlm.core.rows.groups import GroupWork
 from genlm.core.vocab import Vocabulary
 
@@ -25,8 +25,9 @@ def divide_reductions(reductions: Sequence[GroupReduction]) -> list[list[int]]:
     """Divide the indices of reductions into sets for `joined_reduction`."""
     by_key: dict[Hashable, list[int]] = {}
     for index, reduction in enumerate(reductions):
-        key = reduction.joining_key if isinstance(reduction, DrawColumns) else None
-        by_key.setdefault(("alone", index) if key is None else key, []).append(index)
+        key = reduction.joining_key if isinstance(reduction, JoinableReduction) else None
+        kind: Hashable = index if key is None else (type(reduction), key)
+        by_key.setdefault(kind, []).append(index)
     return list(by_key.values())
 
 
@@ -40,9 +41,9 @@ def joined_reduction(
     """
     if len(reductions) == 1:
         return reductions[0], [0]
-    draws = [cast("DrawColumns", reduction) for reduction in reductions]
-    ends = np.cumsum([each.weights.count for each in draws]).tolist()
-    return DrawColumns.joined(draws), [0, *ends[:-1]]
+    joinable = [cast("JoinableReduction", reduction) for reduction in reductions]
+    ends = np.cumsum([each.count for each in joinable]).tolist()
+    return type(joinable[0]).joined(joinable), [0, *ends[:-1]]
 
 
 def divide_groups(works: Sequence[GroupWork]) -> list[list[GroupWork]]:

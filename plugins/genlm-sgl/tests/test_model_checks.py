@@ -283,3 +283,13 @@ def test_a_model_that_fails_its_first_row_is_closed_and_the_next_is_served(
             genlm.load_model(model.path, "sgl", engine_opts=options)
     engine, model = serve("llama")
     assert error_of(engine, model, 9) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode"])
+def test_a_separate_output_embedding_that_sglang_ignores_is_refused(
+    serve: Serve, name: str
+) -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"uses the input embedding of GPT.* rows would be"
+    ):
+        serve(name, tie_word_embeddings=False)

@@ -230,7 +230,27 @@ def _check_activation(built: BuiltModel) -> str | None:
     )
 
 
-_CHECKS = (_check_fallback, _check_softcap, _check_windows, _check_rope, _check_activation)
+def _check_output_embedding(built: BuiltModel) -> str | None:
+    head = getattr(getattr(built.module, "lm_head", None), "weight", None)
+    if built.config.tie_word_embeddings or head is None:
+        return None
+    is_tied = any(
+        getattr(child, "weight", None) is head
+        for name, child in built.module.named_modules(remove_duplicate=False)
+        if name.partition(".")[0] != "lm_head"
+    )
+    if not is_tied:
+        return None
+    return (
+        f"uses the input embedding of {built.facts.architecture} as output embedding, where "
+        f"the config has tie_word_embeddings=False: rows would be wrong"
+    )
+
+
+_CHECKS = (
+    *(_check_fallback, _check_softcap, _check_windows, _check_rope),
+    *(_check_activation, _check_output_embedding),
+)
 
 
 # -- the built model ------------------------------------------------------------------

@@ -138,6 +138,20 @@ def test_changes_that_torch_does_not_count_are_used_after_an_update(
         assert_rows_are_current(llm, llama, population)
 
 
+def test_changed_buffers_of_the_state_dict_are_used(llama: Any, tokenizer: Any) -> None:
+    """Routers of mixtures of experts have such buffers, which training changes."""
+    norm = llama.model.norm
+    norm.register_buffer("shift", torch.zeros(norm.weight.shape[0]))
+    norm.register_forward_hook(lambda module, _, states: states + module.shift)
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        population = started_population(llm)
+        assert_rows_are_current(llm, llama, population)
+        norm.shift[::2] += 0.5
+        assert_rows_are_current(llm, llama, population)
+        norm.shift = torch.linspace(-1, 1, len(norm.shift))
+        assert_rows_are_current(llm, llama, population)
+
+
 def test_an_update_prepacks_weights_again(tokenizer: Any) -> None:
     settings = llama_settings(hidden_size=256, intermediate_size=512)
     wide_llama = build_model("llama", **settings)

@@ -17,7 +17,8 @@ class WeightVersion(NamedTuple):
 
     Attributes:
         optimizer_steps: Number of steps of optimizers that have one of the parameters.
-        parameters: Number of changes in place, and address in memory, of each parameter.
+        parameters: Number of changes in place, and address in memory, of each parameter and
+            of each buffer in `state_dict()`.
         adapters: State of the adapters that the model came with; see `Adapters.version`.
     """
 
@@ -49,12 +50,17 @@ class WeightVersions:
     def __init__(
         self, model: torch.nn.Module, adapters: Callable[[], Hashable] = tuple
     ) -> None:
-        # By module and name, because a parameter may be replaced.
-        self._places = [
-            (module._parameters, name)  # noqa: SLF001 - `parameters` takes 20 times as long
+        # By module and name, because tensors may be replaced. Buffers that `state_dict()` lacks
+        # are omitted: some, such as rotary frequencies, change in passes.
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (tensors, name)
             for module in model.modules()
-            for name, parameter in module._parameters.items()  # noqa: SLF001
-            if parameter is not None
+            for tensors, omitted in (
+                (module._parameters, ()),  # noqa: SLF001 - `parameters` takes 20 times as long
+                (module._buffers, module._non_persistent_buffers_set),  # noqa: SLF001
+            )
+            for name, tensor in tensors.items()
+            if tensor is not None and name not in omitted
         ]
         self._adapters = adapters
         self._optimizer_steps = 0

@@ -245,6 +245,19 @@ def test_a_wrong_grammar_is_refused_where_it_is_made(make):
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grammar.ebnf('a ::= "b"'), "EBNF parser error at line 1"),
+        (lambda: Grammar.json_schema({"type": "nothing"}), 'Unsupported type "nothing"'),
+        (lambda: Grammar.json_schema("{nothing"), "Failed to parse JSON"),
+    ],
+)
+def test_errors_of_xgrammar_do_not_name_lines_of_its_source(make, message):
+    with pytest.raises(ValueError, match=f"^xgrammar does not accept the grammar: {message}"):
+        make()
+
+
 @pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
 def test_a_missing_library_is_named(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)

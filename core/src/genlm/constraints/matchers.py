@@ -7,6 +7,7 @@ id in a mask shows whether the text is complete, independently of the model's st
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from genlm.core.base.error_handling import import_required
 __all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "MatcherState", "XGrammar"]
 
 Words: TypeAlias = npt.NDArray[np.int32]
+
+_PLACE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: \(.*?\) is false: )?")
+"""The time and the line of xgrammar's source with which its errors begin."""
 
 
 class _Matcher:
@@ -126,9 +130,8 @@ def _rejections() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"xgrammar does not accept the grammar: {str(error).strip()}"
-        ) from error
+        message = _PLACE.sub("", str(error)).strip()
+        raise ValueError(f"xgrammar does not accept the grammar: {message}") from error
 
 
 class XGrammar(MatcherLibrary):

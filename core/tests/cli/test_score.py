@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from typer.testing import CliRunner, Result
 
 import genlm
 from genlm import AsyncLM, Token, Vocabulary
 from genlm.cli import app
+from genlm.cli.score import _encode_text
+from genlm.cli.text_file import LineOfText
 from genlm.core.model import lm
 
 TEXTS = ["The cat sat.", "Ünicode, too ", "x"]
@@ -68,6 +71,33 @@ def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
     assert "".join(texts) == " cat sat."
     assert math.fsum(logprobs) == result["logprob"]
     assert result["token_ids"] == ids[len(encode("The")) :]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ta", [b"ta"]),  # the tokenizer adds a token for a space
+        ("ab", [b"a", b"b"]),  # its first token is " a"
+        (" ab", [b" a", b"b"]),  # it adds no space
+        ("bt", [b" bt"]),  # no token is "bt"
+    ],
+)
+def test_a_text_after_a_prompt_has_no_space_that_the_tokenizer_adds(
+    text: str, expected: list[bytes]
+) -> None:
+    merges = ["xt", "xa", "xb", "x▁", "▁a", "ta", "▁b"]
+    pairs = [*map(tuple, merges), ("▁b", "t")]
+    pieces = ["<unk>", *"▁abtx", *merges, "▁bt"]
+    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    # The prompt and the text have a token in common, so they are encoded separately.
+    encoded = _encode_text(vocabulary, [0], LineOfText(1, text, "x", {}))
+    tokens = [vocabulary.byte_vocab[i].byte_string for i in encoded.ids]
+    assert tokens == [b"<unk>", b" ", b"x", *expected]
+    assert encoded.start == 3
 
 
 def test_other_fields_of_a_line_are_copied_but_replace_no_result() -> None:

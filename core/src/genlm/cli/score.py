@@ -249,8 +249,19 @@ def _encode_text(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> 
     prompt_ids = encode_with_begin(text.prompt)
     ids = encode_with_begin(text.prompt + text.text)
     if ids[: len(prompt_ids)] != prompt_ids:
-        ids = [*prompt_ids, *text_ids(vocabulary, text.text, begin=False)]
+        text_alone = text_ids(vocabulary, text.text, begin=False)
+        ids = [*prompt_ids, *_without_added_space(vocabulary, text_alone, text.text)]
     return _EncodedText(ids, len(prompt_ids), size)
+
+
+def _without_added_space(vocabulary: Vocabulary, ids: list[int], text: str) -> list[int]:
+    """Remove the space that many SentencePiece tokenizers add at the start of every text."""
+    tokens = [vocabulary.byte_vocab[i].byte_string for i in ids]
+    if b"".join(tokens) != b" " + text.encode():
+        return ids
+    rest = tokens[0][1:]
+    first = vocabulary.ids_of(rest)[:1] if rest else ()
+    return [*first, *ids[1:]] if first or not rest else ids
 
 
 def _score_text(

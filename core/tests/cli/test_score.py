@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from typer.testing import CliRunner, Result
 
 import genlm
@@ -299,6 +300,36 @@ def test_engines_without_a_tokenizer_score_what_follows_the_first_token() -> Non
     assert "line 2: 'b' has no token that can be scored" in " ".join(wrong.output.split())
     wrong = score("-", stdin="abc\nbd\n")
     assert "line 2: the engine has no tokenizer" in " ".join(wrong.output.split())
+
+
+class Lowercasing(genlm.BatchEngine):
+    """Every token has the same probability; the tokenizer changes upper case, and drops "x"."""
+
+    def __init__(self, _: str) -> None:
+        ids = {letter: i for i, letter in enumerate(["<unk>", *"abc "])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="<unk>"))
+        tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+        tokenizer.decoder = tokenizers.decoders.Fuse()
+        tokenizer.add_special_tokens(["<unk>"])
+        self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
+
+    def evaluate(self, queries: Any) -> Any:
+        size = self.vocabulary.size
+        return torch.full((len(queries), size), -math.log(size))
+
+
+def test_texts_that_the_tokenizer_changes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm, "load_model", lambda *_, **__: AsyncLM(lambda: Lowercasing("")))
+    result = score("-", "--output", "-", stdin="abc\nab C\nbxa\n")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) == 3
+    assert (
+        "warning: the tokenizer changes 2 of 3 texts, such as that of line 2, 'ab C', to "
+        "'ab c'. Their log-probabilities are those of the changed texts"
+    ) in result.stderr
+    result = score("-", stdin='{"prompt": "ab", "text": " ca"}\n')
+    assert result.exit_code == 0, result.output
+    assert "warning" not in result.stderr
 
 
 @pytest.mark.parametrize("command", ["score", "bench"])

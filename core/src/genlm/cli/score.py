@@ -153,6 +153,7 @@ def score(
     with load(model, backend, load_options) as llm:
         encoded = _encode_texts(llm, texts)
         _check_lengths(encoded, texts, llm.max_context, stride)
+        _warn_of_changed_texts(llm, encoded, texts)
         rows = llm.batch_score_sync(
             [item.ids for item in encoded],
             [item.start for item in encoded],
@@ -193,6 +194,30 @@ def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedTex
             )
         encoded.append(item)
     return encoded
+
+
+def _warn_of_changed_texts(
+    llm: AsyncLM, encoded: Sequence[_EncodedText], texts: Sequence[LineOfText]
+) -> None:
+    """Print a warning if the tokens of texts have other texts, as after a normalisation."""
+    changed = []
+    for text, item in zip(texts, encoded, strict=True):
+        whole, decoded = (text.prompt or "") + text.text, llm.decode(item.ids)
+        if decoded.strip(" ") != whole.strip(" "):  # marks of words are spaces at both ends
+            changed.append((text.line, whole, decoded))
+    if not changed:
+        return
+    line, whole, decoded = changed[0]
+    typer.echo(
+        f"warning: the tokenizer changes {len(changed):,} of {len(texts):,} texts, such as "
+        f"that of line {line}, {_shortened(whole)}, to {_shortened(decoded)}. Their "
+        f"log-probabilities are those of the changed texts",
+        err=True,
+    )
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 def _check_lengths(

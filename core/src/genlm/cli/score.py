@@ -284,9 +284,15 @@ def _without_added_space(vocabulary: Vocabulary, ids: list[int], text: str) -> l
     tokens = [vocabulary.byte_vocab[i].byte_string for i in ids]
     if b"".join(tokens) != b" " + text.encode():
         return ids
-    rest = tokens[0][1:]
-    first = vocabulary.ids_of(rest)[:1] if rest else ()
-    return [*first, *ids[1:]] if first or not rest else ids
+    rest, first = tokens[0][1:], list[int]()
+    while rest:  # by its longest beginning that is a token
+        ends = range(len(rest), 0, -1)
+        end = next((end for end in ends if vocabulary.ids_of(rest[:end])), None)
+        if end is None:
+            return ids
+        first.append(vocabulary.ids_of(rest[:end])[0])
+        rest = rest[end:]
+    return [*first, *ids[1:]]
 
 
 def _score_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_changed_weights_are_used(
             change(llama)
             assert (alone(llama, IDS) - before).abs().max() > 1e-2
         assert_rows_are_current(llm, llama, population)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_can_be_changed_between_pending_requests(
+    change: Callable[[Any], None], llama: Any, tokenizer: Any
+) -> None:
+    before = alone(llama, IDS)
+
+    async def main(llm: genlm.AsyncLM) -> torch.Tensor:
+        pending = asyncio.ensure_future(llm.next_token_logprobs(IDS))
+        await asyncio.sleep(0)
+        await llm.aupdate_weights(lambda _: change(llama))
+        return await pending
+
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        population = started_population(llm)
+        row = asyncio.run(main(llm))
+        torch.testing.assert_close(row, before[: len(row)].log_softmax(0), atol=1e-4, rtol=0)
+        assert_rows_are_current(llm, llama, population)
+        assert (alone(llama, IDS) - before).abs().max() > 1e-2
 
 
 def test_weights_are_prepacked_again(tokenizer: Any) -> None:

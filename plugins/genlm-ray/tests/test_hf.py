@@ -41,7 +41,9 @@ class Spread(genlm.Reduction):
 
 def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch):
     llm = load("hf", str(model.path), replicas=1, engine_opts=OPTIONS)
-    assert {"lora", "prefix_cache", "score"} <= set(llm.capabilities)
+    assert {"lora", "prefix_cache", "score"} == set(llm.capabilities)
+    with pytest.raises(genlm.UnsupportedCapabilityError, match="close this model and load the"):
+        llm.update_weights({})
     for name, path in model.adapters.items():
         llm.load_lora(path, name)
     prompts = [[3 + i, 5, 7 + i % 3, 9] for i in range(12)]

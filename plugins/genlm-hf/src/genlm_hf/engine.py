@@ -264,7 +264,7 @@ class HFEngine(PrefixEngine):
         """
         self._check_format()
         super().update_weights(weights)
-        if self._kernels is not None:
+        if weights is None and self._kernels is not None:  # addresses may have changed
             self._kernels.clear()
         self._prepack_again()
         if self._weights is not None:

@@ -222,10 +222,13 @@ class Requests:
         [cached] = self.find_cached([(key, reduction)]) if use_cache else [None]
         self.counters.count(len(query), hits=int(cached is not None))
         if cached is None:
-            value = await self.scheduler.answer(query, key, reduction)
+            # Not `answer`: the garbage collector visits every coroutine of a pending request.
+            request = self.scheduler.submit([(query, key, reduction)])
+            [value] = await self.scheduler.results(request)
         else:
             [value] = await self._cached_values([cached])
-            _raise_first([value], None)
+        if isinstance(value, Exception):
+            raise value
         self._update_lease(token_ids, is_computed=cached is None)
         return value
 

@@ -24,6 +24,10 @@ _ROW_ONLY: dict[Hashable, int] = {None: 0}
 """`Evaluation.outputs` for the row only; shared, so it must not be changed."""
 
 
+_NO_VALUES: list[Any] = []
+"""`Evaluation.values` before the results are known; shared, so it must not be changed."""
+
+
 class Identified(Protocol):
     """A query that can be scheduled."""
 
@@ -86,7 +90,7 @@ class Evaluation:
         self.consumers: list[tuple[Request, int, int]] = []
         self.waiting = 0
         self.outputs: dict[Hashable, int] = _ROW_ONLY if output is None else {output: 0}
-        self.values: list[Any] = []
+        self.values = _NO_VALUES
         self.has_failed = False
         self.arrived_s = arrived_s
 

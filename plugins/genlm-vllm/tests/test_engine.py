@@ -143,6 +143,7 @@ def test_aborted_requests_leave_nothing_and_do_not_affect_others(
     for query in queries[::2]:
         engine.abort(query.query_id)
     assert largest_error(tiny, finish(engine, queries[1::2]), sequences[1::2]) <= 1e-4
+    sequences = prompts(250, 40, 200, 70, 230, 150)
     queries = [submit(engine, ids) for ids in sequences]
     engine.step()
     engine.step()  # some are half computed
@@ -205,7 +206,7 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """VLLM has counted tokens as computed, and cached their blocks, before it computes."""
-    sequences = prompts(100, 5, 30)
+    sequences = prompts(100, 50, 40)
     rows(engine, [sequences[0][:33]])  # stays
     queries = [submit(engine, ids) for ids in sequences]
     engine.step()

@@ -1,6 +1,6 @@
 """A later request does not wait for all sequences of a long one, and does not delay it forever.
 
-A step has 64 tokens and 4 places, so that a sequence of 30 tokens takes half of a step.
+A step has 64 tokens and 8 places, so that a sequence of 30 tokens takes half of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT = 8 if SECOND_RUNNER else 40
 
 @pytest.fixture(scope="module")
 def engine(tiny: TinyLlama) -> Iterator[Any]:
-    engine = tiny.engine(lora=False, max_num_seqs=4, max_num_batched_tokens=64)
+    engine = tiny.engine(lora=False, max_num_seqs=8, max_num_batched_tokens=64)
     yield engine
     engine.close()
 
@@ -99,8 +99,39 @@ def test_a_row_does_not_wait_for_all_members_that_begin(engine: Any, tiny: TinyL
 
 
 def test_idle_requests_make_place_for_a_request_before_its_step(engine: Any) -> None:
-    batch(engine, prompts(*[5] * 4))
-    assert len(finished_in(engine, 4)) == 4
-    assert engine.statistics()["contexts_resident"] == 4
+    batch(engine, prompts(*[5] * 8))
+    assert len(finished_in(engine, 8)) == 8
+    assert engine.statistics()["contexts_resident"] == 8
     engine.submit(Query(10**7, prompts(9, seed=4)[0]))
     assert [completion.query_id for completion in engine.step()] == [10**7]
+
+
+def test_contexts_and_new_rows_do_not_wait_for_long_prompts(
+    engine: Any, tiny: TinyLlama
+) -> None:
+    """A prompt of 250 tokens is computed in four steps if it is alone."""
+    sequences = prompts(250, 250, 250, 250, seed=5)
+    long = batch(engine, sequences)
+    [context] = prompts(8, seed=6)
+    requests = engine._residents.requests.by_name
+    steps: dict[int, int] = {}
+    results: dict[int, Any] = {}
+    short: list[int] = []
+    for step in range(1000 // 64 + 6):
+        context = (*context, 9 + step)
+        ids = context if step % 3 else (5, *context)  # extends a context, or does not
+        short.append(submit(engine, ids).query_id)
+        for completion in engine.step():
+            steps[completion.query_id] = step
+            results[completion.query_id] = completion.result
+        begun = [request for request in requests.values() if request.num_computed_tokens]
+        assert sum(request.num_computed_tokens < request.num_tokens for request in begun) <= 3
+    assert largest_error(tiny, [results[query_id] for query_id in long], sequences) <= 1e-4
+    assert all(steps[query_id] - step <= 1 for step, query_id in enumerate(short))
+
+
+def test_a_prompt_has_the_whole_step_if_no_other_request_needs_it(engine: Any) -> None:
+    for ids in prompts(250, 250, seed=7):
+        submit(engine, ids)
+    steps = finished_in(engine, 2)
+    assert sorted(steps.values()) == [3, 7]

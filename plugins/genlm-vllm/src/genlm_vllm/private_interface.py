@@ -42,6 +42,10 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "ref_cnt",
     "vllm.v1.core.sched.request_queue.RequestQueue.peek_request": "self",
     "vllm.v1.core.sched.request_queue.PriorityRequestQueue.__init__": "self",
+    "vllm.v1.core.sched.request_queue.PriorityRequestQueue.add_request": "self request",
+    "vllm.v1.core.sched.request_queue.PriorityRequestQueue.remove_requests": "self requests",
+    "vllm.config.SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens "
+    "enable_chunked_prefill",
     "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
     "pooling_params arrival_time lora_request priority block_hasher",
     "vllm.v1.request.Request.append_output_token_ids": "self token_ids",
@@ -65,6 +69,7 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.engine.core_client.InprocClient": "engine_core shutdown _finalizer",
     "vllm.v1.engine.core.EngineCore": "scheduler request_block_hasher model_executor",
     "vllm.v1.core.sched.scheduler.Scheduler": "running waiting kv_holding_waiting "
+    "scheduler_config "
     "kv_cache_manager max_num_active_reqs num_waiting_for_streaming_input hash_block_size "
     "needs_kv_cache_zeroing",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "coordinator block_pool",

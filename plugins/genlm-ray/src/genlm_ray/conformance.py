@@ -1,19 +1,21 @@
-"""The targets of `genlm check ray`: two replicas of the reference engine, private and served.
+"""The targets of `genlm check ray`: two replicas of an engine.
 
-The models and oracles are those of the core's targets. Replicas start slowly, so all checks of
-a target use the same two replicas.
+Private and served replicas of the reference engine have the models and oracles of the core's
+targets. Replicas of `hf`, if it is installed, cache prefixes. Replicas start slowly, so all
+checks of a target use the same two replicas.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.testing import EngineTarget
+from genlm.testing import EngineTarget, TinyModel, families
 from genlm.testing.core_targets import reference_targets
 
 __all__ = ["CLUSTER", "RESOURCES", "targets"]
@@ -26,12 +28,15 @@ RESOURCES = {"num_cpus": 0.1}
 
 _MAX_CONTEXTS = 200
 
+_TIMEOUT_S = 300.0
+"""Time limit of a request; processes start slowly on a busy machine."""
+
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield two private and two served replicas of the reference engine.
+    """Yield two private and two served replicas of the reference engine, and two of `hf`.
 
     Args:
-        folder: Folder for the adapters' texts.
+        folder: Folder for models and adapters.
     """
     for name, build in {"private": _private, "served": _served}.items():
         [target] = reference_targets(folder / name)
@@ -41,7 +46,23 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             model=name,
             build=functools.partial(build, engine_build.keywords),
             shared=True,
-            timeout_s=300.0,  # processes start slowly on a busy machine
+            timeout_s=_TIMEOUT_S,
+        )
+    if importlib.util.find_spec("genlm_hf") is not None:
+        model = TinyModel.of(
+            folder / "hf",
+            families(head_dim=8)["llama"],
+            adapters=("red", "blue"),
+            lora={"target_modules": ["q_proj", "down_proj"]},
+        )
+        yield EngineTarget(
+            model="hf",
+            build=functools.partial(_of_hf, model),
+            oracle=model.logprobs,
+            adapters=model.adapters,
+            tight_options=[{"kv_budget_bytes": 2048}],
+            shared=True,
+            timeout_s=_TIMEOUT_S,
         )
 
 
@@ -59,6 +80,19 @@ def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
         engine="reference",
         replicas=2,
         engine_opts={**engine_opts, **options},
+        resources=RESOURCES,
+        ray_opts=CLUSTER,
+    )
+
+
+def _of_hf(model: TinyModel, **options: Any) -> Any:
+    from genlm_ray.engine import RayEngine
+
+    return RayEngine(
+        str(model.path),
+        engine="hf",
+        replicas=2,
+        engine_opts={"dtype": "float32", "self_test": False, **options},
         resources=RESOURCES,
         ray_opts=CLUSTER,
     )

@@ -153,6 +153,22 @@ def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request(has_company
     _run(main, engine)
 
 
+def test_queries_are_submitted_although_later_requests_arrive():
+    async def main(shared, engine):
+        session, other = _session(shared), _session(shared)
+        other.submit([Query(0, (9,))])  # two drivers, so that few queries are submitted
+        session.submit([Query(i, (1, i), turn=i) for i in range(SHARED_ROWS + 10)])
+        waiting = set(session.waiting)
+        assert len(waiting) >= 10
+        for later in range(200):
+            session.submit([Query(1000 + later, (2,))])
+            session.begin_step()
+            session.submit_next()
+        assert not waiting & session.waiting.keys()
+
+    _run(main, is_open=False)
+
+
 def test_a_driver_that_leaves_takes_its_queries_with_it():
     async def main(shared, engine):
         gone, stays = _session(shared), _session(shared)

@@ -350,7 +350,7 @@ class HFEngine(PrefixEngine):
             self.clear_prefix_cache()
 
     def _check_format(self) -> None:
-        """Refuse a model whose dtype or device has changed, for which the cache has no room."""
+        """Raise `ValueError` if the model has another dtype or device than the cache."""
         found = _format(self._served.model)
         if found != self._loaded_format:
             raise ValueError(

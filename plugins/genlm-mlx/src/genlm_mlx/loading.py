@@ -179,6 +179,6 @@ def _sanitized(model: Any, arrays: Mapping[str, mx.array]) -> Mapping[str, mx.ar
 
 def _as_array(value: Any) -> mx.array:
     if isinstance(value, torch.Tensor):
-        is_rounded = value.dtype == torch.bfloat16  # numpy has no such dtype
-        value = (value.float() if is_rounded else value).cpu().numpy()
+        is_bfloat16 = value.dtype == torch.bfloat16  # a dtype that numpy lacks
+        value = (value.float() if is_bfloat16 else value).cpu().numpy()
     return mx.array(value)

@@ -110,7 +110,7 @@ class ModelCorrections:
         Raises:
             ValueError: The model is quantised; it is unchanged.
             EvaluationError: The weights do not fit the model, or contain NaN, or rows would be
-                wrong; the model has no valid weights.
+                wrong. The model cannot be used afterwards.
         """
         served.require_loadable()
         self._biases = CheckpointBiases()

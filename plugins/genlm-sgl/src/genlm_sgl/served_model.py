@@ -389,7 +389,7 @@ class ServedModel:
 
         Raises:
             EvaluationError: Parameters received no weights, or NaN.
-            Exception: Any error of SGLang; the model has no valid weights then.
+            Exception: Any error of SGLang. The model cannot be used after an error.
         """
         with torch.inference_mode():
             marks = {

@@ -336,7 +336,7 @@ class VLLMEngine:
 
         Raises:
             EvaluationError: vLLM cannot load the weights, or some of its parameters received
-                none; the model has no valid weights.
+                none. The model cannot be used afterwards.
             EngineDiedError: A process of vLLM has ended, or vLLM did not free its cache.
         """
         self._residents.end_idle()

@@ -70,7 +70,7 @@ class Workers:
         """Replace the weights of the model; workers in other processes receive copies.
 
         Raises:
-            EvaluationError: The weights do not fit the model, which has no valid weights.
+            EvaluationError: The weights do not fit the model, which can no longer be used.
         """
         if self._multiprocess:
             weights = {name: tensor.cpu() for name, tensor in weights.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -66,7 +67,7 @@ class WeightMethods:
             finally:
                 drop_results(self._cache, self._model)
 
-        await off_loop(self._scheduler.run_exclusively, update)
+        await off_loop(functools.partial(self._scheduler.run, update, exclusively=True))
 
     update_weights = blocking(aupdate_weights, "update_weights")
 

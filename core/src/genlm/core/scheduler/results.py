@@ -33,7 +33,7 @@ Completed = Sequence[tuple[Evaluation, Completion]]
 def check_results(engine: Any, completed: Completed) -> None:
     """Set the values of completed evaluations: check results, and reduce rows if necessary.
 
-    An error fails the evaluations that have no values yet; it is not raised.
+    If that raises, the error is the result of the evaluations that have no values yet.
     """
     try:
         _check_results(engine, completed)

@@ -211,23 +211,14 @@ class Scheduler(Generic[EngineT]):
         else:
             future.cancel()
 
-    def run(self, function: Callable[[EngineT], T]) -> T:
+    def run(self, function: Callable[[EngineT], T], *, exclusively: bool = False) -> T:
         """Call `function(engine)` on the engine's thread between two steps, and wait.
 
-        Raises:
-            EngineClosedError: The engine was closed before the call.
-            RuntimeError: This method was called on the engine's thread.
-            Exception: The error that the function raised.
-        """
-        self.reject_engine_thread()
-        result: T = self._worker.call(function).result()
-        return result
-
-    def run_exclusively(self, function: Callable[[EngineT], T]) -> T:
-        """Call `function(engine)` as `run` does, after all earlier queries have ended.
-
-        The engine receives later queries after the call, and they share no evaluation with
-        earlier ones.
+        Args:
+            function: The function.
+            exclusively: Whether to call it after all earlier queries have ended. The engine
+                then receives later queries after the call, and these share no evaluation with
+                earlier ones.
 
         Raises:
             EngineClosedError: The engine was closed before the call.
@@ -235,7 +226,8 @@ class Scheduler(Generic[EngineT]):
             Exception: The error that the function raised.
         """
         self.reject_engine_thread()
-        result: T = self._worker.call_exclusively(function).result()
+        call = self._worker.call_exclusively if exclusively else self._worker.call
+        result: T = call(function).result()
         return result
 
     def end(self, error: EngineError) -> None:

@@ -19,7 +19,7 @@ from genlm.testing.strategies import TokenTuple
 def new_weights_are_used(fixture: EngineFixture) -> None:
     """After `update_weights`, rows are those of the new weights, with and without adapters."""
     if len(fixture.target.weights) < 2:
-        raise Skipped("the target has no second set of weights")
+        raise Skipped("the target provides fewer than two sets of weights")
     lm, probe = fixture.load_probed(adapters=True)
     sequences = fixture.some_sequences(3)
     context, population = lm.context(sequences[0]), lm.population(sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -331,6 +331,33 @@ def test_a_name_that_is_given_again_is_another_adapter_of_the_engine(removing: A
     row = removing.next_token_logprobs_sync([1], lora_name="a")
     assert torch.equal(row, expected([1], "a@2"))
     assert removing.lora_names == ("b", "a")
+
+
+@pytest.mark.parametrize("name", ["a", "a@{}", "step {}"])
+def test_engine_names_of_removed_adapters_differ_without_being_stored(
+    make_model: MakeModel, name: str
+) -> None:
+    names = []
+
+    class Recording(RemovingEngine):
+        def add_adapter(self, name: str, path: str) -> None:
+            super().add_adapter(name, path)
+            names.append(name)
+
+    llm = make_model(Recording(VOCAB_SIZE))
+    llm.load_lora("folder/a", "a")
+
+    def stored() -> int:
+        values = vars(llm._adapters).values()
+        return sum(len(value) for value in values if isinstance(value, Sized))
+
+    sizes = []
+    for step in range(20):
+        llm.load_lora(f"folder/{step}", name.format(step), replace=True)
+        llm.unload_lora(name.format(step))
+        sizes.append(stored())
+    assert len(names) == len(set(names)) == 21
+    assert max(sizes) == sizes[1]
 
 
 def test_an_adapter_that_is_removed_while_it_is_replaced_is_freed_once(

@@ -65,7 +65,9 @@ class Adapters:
         self._backend = backend
         self._drop_rows = drop_rows
         self._by_name = {name: _Adapter(name, _PRELOADED) for name in preloaded}
-        self._engine_names = {*self._by_name}
+        self._plain_names = {*self._by_name}  # engine names without a number
+        self._numbers = itertools.count(2)
+        self._uses_numbers = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,7 +122,8 @@ class Adapters:
                     raise
                 self._remove_from(engine, loaded)
                 lora_engine.add_adapter(engine_name, path)
-            self._engine_names.add(engine_name)
+            if not self._uses_numbers:
+                self._plain_names.add(engine_name)
             replaced = self._by_name.get(name)  # it may have been removed in the meantime
             self._by_name[name] = _Adapter(engine_name, folder, files)
             if replaced is not None:
@@ -152,12 +155,16 @@ class Adapters:
         require_capability(self._scheduler.engine, Capability.LORA, self._backend)
 
     def _unused_engine_name(self, name: str) -> str:
-        """Return an engine name that no adapter of this engine has had."""
-        numbered = (f"{name}@{number}" for number in itertools.count(2))
-        candidates = itertools.chain([name], numbered)
-        return next(
-            candidate for candidate in candidates if candidate not in self._engine_names
-        )
+        """Return an engine name that no adapter of this engine has had.
+
+        After the first removal, every name has a number, and no number is used twice. Names of
+        earlier adapters need not be stored then: a program may load adapters without end.
+        """
+        if not self._uses_numbers and name not in self._plain_names:
+            return name
+        self._uses_numbers = True
+        numbered = (f"{name}@{number}" for number in self._numbers)
+        return next(candidate for candidate in numbered if candidate not in self._plain_names)
 
     def _free(self, adapter: _Adapter) -> None:
         """Free a removed adapter once the requests that use it have ended."""
@@ -176,6 +183,7 @@ class Adapters:
 
     def _remove_from(self, engine: Engine, adapter: _Adapter) -> None:
         """Remove an adapter from the engine, and its rows from the output cache."""
+        self._uses_numbers = True
         self._drop_rows(adapter.engine_name)
         if hasattr(engine, "remove_adapter"):
             engine.remove_adapter(adapter.engine_name)

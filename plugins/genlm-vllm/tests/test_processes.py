@@ -202,6 +202,25 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
         engine.close()
 
 
+def test_closed_workers_leave_no_files(tiny: Any) -> None:
+    engine = tiny.engine(multiprocess=None, lora=False, tensor_parallel_size=2)
+    init_method, _ = call_workers(engine.llm_engine, "genlm_init_method")
+    file = Path(init_method.removeprefix("file://"))
+    workers = psutil.Process().children(recursive=True)
+    memory = {
+        Path(mapped.path)
+        for worker in workers
+        for mapped in worker.memory_maps()
+        if file.name in mapped.path and mapped.path.startswith("/dev/shm/")
+    }
+    try:
+        assert file.is_file()
+        assert len(memory) == 2  # of two ranks
+    finally:
+        engine.close()
+    assert not [path for path in (file, *memory) if path.exists()]
+
+
 PROGRAM = """
 import logging
 import os

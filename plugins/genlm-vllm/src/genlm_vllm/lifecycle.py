@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from genlm.plugin import (
@@ -28,6 +30,7 @@ from genlm_vllm.private_interface import check_private_interface
 from genlm_vllm.process_state import keep_transformers_classes, log_variables
 from genlm_vllm.processes import VARIABLE, FailureLog, ends_while_starting
 from genlm_vllm.versions import check_version
+from genlm_vllm.worker import call_workers
 
 __all__ = ["load_vllm", "shut_down"]
 
@@ -142,12 +145,28 @@ def _build_engine(
     if multiprocess:
         _sleep_while_waiting(engine.model_executor)
         # vLLM's shutdown also destroys the process groups of an engine in this process.
-        client = engine.engine_core
+        client, init_method = engine.engine_core, call_workers(engine, "genlm_init_method")[0]
         client._finalizer.detach()  # noqa: SLF001
         client._finalizer = weakref.finalize(  # noqa: SLF001
-            client, client.engine_core.model_executor.shutdown
+            client, _shut_down_workers, client.engine_core.model_executor, init_method
         )
     return engine, facts
+
+
+def _shut_down_workers(executor: Any, init_method: str) -> None:
+    """End the workers, and remove their files on this machine.
+
+    vLLM removes the files when a worker finalises its modules, which it skips
+    (`skip_finalization`): the file by which the workers connected, and on a CPU the memory
+    through which they exchange tensors.
+    """
+    executor.shutdown()
+    _, is_file, path = init_method.rpartition("file://")
+    if is_file:
+        Path(path).unlink(missing_ok=True)
+    name = glob.escape(path.rpartition("/" if is_file else ":")[2])
+    for memory in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):  # noqa: S108
+        memory.unlink(missing_ok=True)
 
 
 def _list_new_blocks(scheduler: Any) -> None:

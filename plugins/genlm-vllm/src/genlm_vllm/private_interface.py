@@ -79,8 +79,8 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.request.Request": "request_id status lora_request num_tokens num_computed_tokens "
     "num_in_flight_tokens all_token_ids prompt_token_ids output_token_ids block_hashes "
     "_block_hasher prefill_stats skip_reading_prefix_cache",
-    "vllm.v1.worker.worker_base.WorkerBase": "model_runner device vllm_config add_lora "
-    "remove_lora list_loras",
+    "vllm.v1.worker.worker_base.WorkerBase": "distributed_init_method model_runner device "
+    "vllm_config add_lora remove_lora list_loras",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch "
     "discard_request_mask query_start_loc model cache_config get_model",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "sampler req_states "

@@ -116,6 +116,7 @@ class RowWorker:
 
     # Members of vLLM's worker.
     device: torch.device
+    distributed_init_method: str
     model_runner: Any
     vllm_config: Any
     add_lora: Callable[[Any], bool]
@@ -152,6 +153,11 @@ class RowWorker:
         self._rows = WorkerRows(replace_sampler(self.model_runner, batches), scores)
         self._sends_results = sends_results
         return start_scores(self.model_runner, scores)
+
+    @_returns_errors
+    def genlm_init_method(self) -> str:
+        """Return the address by which the workers of an engine connect, such as a file."""
+        return self.distributed_init_method
 
     @_returns_errors
     def genlm_prepare(self, inputs: StepInputs) -> None:

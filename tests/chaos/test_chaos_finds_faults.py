@@ -145,7 +145,7 @@ def test_rows_that_are_kept_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_cached_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("genlm.core.model.requests.entry_copy", entry_value)
+    monkeypatch.setattr("genlm.core.model.cached_results.entry_copy", entry_value)
 
     def run_seeds() -> None:
         """A run sees it if a row is asked again after a caller overwrote it: by chance."""

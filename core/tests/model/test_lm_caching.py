@@ -281,6 +281,17 @@ class Where(Reduction):
         return [(threading.current_thread().name, len(requests))] * len(requests)
 
 
+@dataclass(frozen=True)
+class Raises(Reduction):
+    """A reduction that raises an error."""
+
+    kind: type[Exception]
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Raises]) -> list[Any]:
+        raise requests[0].kind("refused")
+
+
 def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: MakeModel) -> None:
     engine = WideEngine()
     llm = make_model(engine)
@@ -303,6 +314,61 @@ def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: Make
     waited = llm.batch_reduce_sync(contexts, [Where(100 + i) for i in range(8)])
     assert waited == [(thread_name, 8)] * 8  # a thread that waits anyway
     assert engine.evaluated == evaluated
+
+
+def test_concurrent_reductions_of_known_rows_are_computed_together(
+    make_model: MakeModel,
+) -> None:
+    engine = WideEngine()
+    llm = make_model(engine)
+    contexts = [[i] for i in range(8)]
+    llm.batch_next_token_logprobs_sync(contexts)
+    evaluated = engine.evaluated.copy()
+
+    async def main() -> list[Any]:
+        tasks = [
+            asyncio.ensure_future(llm.reduce(context, Where(i)))
+            for i, context in enumerate(contexts)
+        ]
+        failing = [llm.reduce([0], Raises(error)) for error in (KeyError, StopIteration)]
+        outcomes = asyncio.gather(*failing, return_exceptions=True)
+        await asyncio.sleep(0)  # all requests have begun
+        tasks[3].cancel()
+        async with asyncio.timeout(TIMEOUT_S):
+            errors = await outcomes
+            assert [type(error) for error in errors] == [EvaluationError] * 2
+            return list(await asyncio.gather(*tasks[:3], *tasks[4:]))
+
+    loops = [main() for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(asyncio.run, loops):
+            assert {count for _, count in found} == {8}
+            assert len({name for name, _ in found}) == 1
+    assert engine.evaluated == evaluated
+
+
+def test_a_request_does_not_fail_with_others_of_its_batch(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_model(WideEngine())
+    rows = llm.batch_next_token_logprobs_sync([[1], [2], [3]])
+
+    def copied(row: torch.Tensor) -> torch.Tensor:
+        if torch.equal(row, rows[1]):
+            raise MemoryError("too little memory for a copy")
+        return row.clone()
+
+    monkeypatch.setattr(cache, "copy_result", copied)
+
+    async def main() -> list[Any]:
+        requests = [llm.next_token_logprobs([i]) for i in (1, 2, 3)]
+        async with asyncio.timeout(TIMEOUT_S):
+            return await asyncio.gather(*requests, return_exceptions=True)
+
+    first, error, third = asyncio.run(main())
+    assert torch.equal(first, rows[0])
+    assert isinstance(error, MemoryError)
+    assert torch.equal(third, rows[2])
 
 
 def test_known_rows_that_are_large_are_copied_off_the_event_loop(

@@ -346,7 +346,7 @@ def raise_error(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()]
 )
 @pytest.mark.parametrize("size", [1, 20])
 @pytest.mark.parametrize("kind", [Returned, ReturnedColumns])

@@ -141,7 +141,7 @@ def test_an_error_that_only_the_event_loop_sees_is_a_failure(
 def test_a_failing_program_is_shown_as_the_calls_that_lead_to_it(
     run_check: RunCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.core.model.requests.entry_copy", lambda entry: entry[0])
+    monkeypatch.setattr("genlm.core.model.cached_results.entry_copy", lambda entry: entry[0])
     outcome = run_check("random-programs-agree-with-the-oracle", scripted_target())
     assert outcome.status == "failed"
     program = eval(outcome.example["program"])

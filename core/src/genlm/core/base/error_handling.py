@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -51,26 +50,30 @@ def as_genlm_error(error: BaseException) -> GenlmError:
     return wrapper
 
 
-@contextlib.contextmanager
-def errors_of(function: str) -> Iterator[None]:
+class errors_of:  # noqa: N801 - used as a function
     """Raise the exceptions of a user's function as `EvaluationError`; a `GenlmError` unchanged.
 
     Only the `KeyboardInterrupt` of Ctrl-C, which Python raises on the main thread, is not
     converted. All other exceptions, such as `SystemExit`, are errors of the request and do not
-    end the engine's thread.
+    end the engine's thread. `contextlib.contextmanager` would not convert a `StopIteration`.
 
     Args:
         function: Name of the function for the message.
     """
-    try:
-        yield
-    except GenlmError:
-        raise
-    except BaseException as error:
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        if error is None or isinstance(error, GenlmError):
+            return
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and isinstance(error, KeyboardInterrupt):
-            raise
-        raise EvaluationError(f"{function} raised {describe_error(error)}") from error
+            return
+        raise EvaluationError(f"{self._function} raised {describe_error(error)}") from error
 
 
 def result_count_error(reduction: type, found: int, expected: int) -> EvaluationError:

@@ -27,13 +27,14 @@ from genlm.core.engine.engine import Capability, Engine, checked_engine, require
 from genlm.core.engine.group_engine import GroupEngine, with_groups
 from genlm.core.model.adapter_methods import AdapterMethods
 from genlm.core.model.adapters import Adapters
+from genlm.core.model.cached_results import COPIED_ON_LOOP
 from genlm.core.model.context import Context
 from genlm.core.model.leases import LeaseTable
 from genlm.core.model.loading import engine_builder
 from genlm.core.model.members import initial_members
 from genlm.core.model.population import Population
 from genlm.core.model.reduction_methods import ReductionMethods
-from genlm.core.model.requests import COPIED_ON_LOOP, Requests, drop_results
+from genlm.core.model.requests import Requests, drop_results
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
 from genlm.core.model.text_methods import TextMethods

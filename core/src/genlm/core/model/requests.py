@@ -12,47 +12,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genlm.core.base.blocking import off_loop
 from genlm.core.base.error_handling import map_batch, with_places
 from genlm.core.base.errors import ContextLengthError, UnknownAdapterError
 from genlm.core.base.validation import checked_batch, checked_token_ids
 from genlm.core.engine.engine import Engine
+from genlm.core.model.cached_results import CachedResults
 from genlm.core.model.context import Context
 from genlm.core.model.leases import LeaseTable
 from genlm.core.queries.generations import Generation, distinct_sequences
 from genlm.core.queries.query import GroupQuery, GroupReduction, Query, Reduction
 from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.queries.sequence import TokenSequence
-from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
-from genlm.core.rows.outputs import reduce_rows
 
 if TYPE_CHECKING:
     from genlm.core.base.statistics import RequestCounters
     from genlm.core.base.validation import Integers
     from genlm.core.engine.group_sampling import GroupSampling
     from genlm.core.model.adapters import Adapters
+    from genlm.core.model.cached_results import CachedResult
     from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.model.members import Members
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.output_cache import OutputCache
     from genlm.core.scheduler import Scheduler
 
-__all__ = ["COPIED_ON_LOOP", "Item", "Requests", "RowKey", "drop_results"]
+__all__ = ["Item", "Requests", "RowKey", "drop_results"]
 
 RowKey = tuple[object, str | None, bytes]
 """Key of a row: model, adapter, and the key of the token sequence."""
 
 Item = tuple[Query, Any, Reduction | None]
 """A query, its key, and the requested reduction of its row; None for the whole result."""
-
-_Cached = tuple[Entry, Reduction | None]
-"""An entry of the output cache, and the requested reduction; None for the stored value."""
-
-COPIED_ON_LOOP = 2**16
-"""Maximum number of bytes copied on the event loop; this takes as long as a thread switch."""
-
-_REDUCED_AT_ONCE = 2**24
-"""Maximum number of values of cached rows reduced at once: 64 MiB in float32."""
 
 
 class Requests:
@@ -95,6 +85,7 @@ class Requests:
         self._adapters = adapters
         self._leases = leases
         self._recent = RecentSequences()
+        self._cached_results = CachedResults()
         self._weights_change = hasattr(engine, "weights_version")
         self._weights_version = self._current_weights()
 
@@ -226,7 +217,7 @@ class Requests:
             request = self.scheduler.submit([(query, key, reduction)])
             [value] = await self.scheduler.results(request)
         else:
-            [value] = await self._cached_values([cached])
+            [value] = await self._cached_results.values([cached])
         if isinstance(value, Exception):
             raise value
         self._update_lease(token_ids, is_computed=cached is None)
@@ -270,7 +261,7 @@ class Requests:
         self.counters.count(tokens, requests=len(items), hits=hits)
         request = self.scheduler.submit(misses)
         try:
-            hit_values = await self._cached_values(
+            hit_values = await self._cached_results.values(
                 [entry for entry in entries if entry is not None]
             )
         except GeneratorExit:  # as in `Scheduler.results`
@@ -288,7 +279,7 @@ class Requests:
 
     def find_cached(
         self, results: Sequence[tuple[Any, Reduction | None]]
-    ) -> list[_Cached | None]:
+    ) -> list[CachedResult | None]:
         """Look up results of the engine's current weights in the output cache, by key."""
         entries = [self._find_entry(*result) for result in results]
         # Only hits are checked: reading the version takes longer than a lookup.
@@ -305,7 +296,7 @@ class Requests:
         engine: Any = self.scheduler.engine
         return engine.weights_version() if self._weights_change else None
 
-    def _find_entry(self, key: Any, reduction: Reduction | None) -> _Cached | None:
+    def _find_entry(self, key: Any, reduction: Reduction | None) -> CachedResult | None:
         """Look up a result, or the row from which it can be computed."""
         if reduction is not None and reduction.is_cacheable:
             entry = self._cache.find((key, reduction))
@@ -314,32 +305,10 @@ class Requests:
         entry = self._cache.find(key)
         return None if entry is None else (entry, reduction)
 
-    async def _cached_values(self, cached: list[_Cached]) -> list[Any]:
-        """Return copies and reductions of cached results; slow ones on another thread."""
-        is_short = sum(entry[2] for entry, _ in cached) <= COPIED_ON_LOOP
-        if is_short and all(reduction is None for _, reduction in cached):
-            return [entry_copy(entry) for entry, _ in cached]
-        return await off_loop(_compute_cached_values, cached)
-
     def _update_lease(self, token_ids: object, *, is_computed: bool) -> None:
         """Lease the engine's state of a context while references to the context exist."""
         if self._leases is not None and isinstance(token_ids, Context):
             token_ids._update_lease(self._leases, is_computed=is_computed)  # noqa: SLF001
-
-
-def _compute_cached_values(cached: list[_Cached]) -> list[Any]:
-    """Copy cached results, and compute reductions of cached rows, some rows at a time."""
-    values = [entry_copy(entry) if reduction is None else None for entry, reduction in cached]
-    remaining = [place for place, (_, reduction) in enumerate(cached) if reduction is not None]
-    while remaining:
-        first_row = entry_value(cached[remaining[0]][0])
-        step = max(1, _REDUCED_AT_ONCE // len(first_row))
-        part, remaining = remaining[:step], remaining[step:]
-        rows = torch.stack([entry_value(cached[place][0]) for place in part])
-        results = reduce_rows(rows, [(cached[place][1],) for place in part])
-        for place, result in zip(part, results, strict=True):
-            values[place] = result if isinstance(result, Exception) else result.values[0]
-    return values
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:

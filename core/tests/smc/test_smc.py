@@ -487,6 +487,25 @@ def test_resampling_happens_never_or_whenever_weights_differ(llm):
             assert (np.ptp(state.log_weights) == 0) == (resample_below == 1)
 
 
+def test_a_step_tells_that_it_resampled_also_if_each_particle_is_its_own_ancestor(llm):
+    *_, last = states = list(
+        steer_sync(
+            llm,
+            PROMPT,
+            3,
+            max_tokens=STEPS,
+            potential=lambda population: [1e-3, 2e-3, 3e-3],
+            resample_below=1,
+            stop=(),
+            seed=0,
+        )
+    )
+    step = last.history[0]
+    assert step.ancestors.tolist() == [0, 1, 2]
+    assert step.is_resampled
+    assert np.ptp(states[0].log_weights) == 0 < np.ptp(step.log_weights)
+
+
 def test_a_stop_text_of_several_tokens_finishes_a_particle_also_after_resampling(llm):
     steps = 6
     prompt = [*PROMPT, 2]  # a stop text does not begin in the prompt

@@ -37,12 +37,15 @@ class Step(NamedTuple):
         finished: Whether these particles are finished, shape `(n,)`, bool.
         ancestors: Index of each resampled particle's ancestor among these, shape `(n,)`, int64:
             0 to n - 1 if there was no resampling.
+        is_resampled: Whether the particles were resampled after the step, which makes their
+            weights equal. Each particle can be its own ancestor, so `ancestors` do not tell.
     """
 
     token_ids: npt.NDArray[np.int64]
     log_weights: Floats
     finished: npt.NDArray[np.bool_]
     ancestors: npt.NDArray[np.int64]
+    is_resampled: bool = False
 
     @property
     def log_evidence(self) -> float:
@@ -53,11 +56,6 @@ class Step(NamedTuple):
     def effective_sample_size(self) -> float:
         """Effective sample size before resampling; 0 if all weights are 0."""
         return effective_size(self.log_weights)
-
-    @property
-    def is_resampled(self) -> bool:
-        """Whether the particles were resampled after the step."""
-        return bool((self.ancestors != np.arange(len(self.ancestors))).any())
 
 
 class History(Sequence[Step]):

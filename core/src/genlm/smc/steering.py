@@ -226,7 +226,7 @@ class _Filter:
         is_last = is_last or bool(finished.all())
         if not is_last and step.effective_sample_size < self._resample_below * len(log_weights):
             ancestors = systematic_resampling(log_weights, self._rng.random())
-            step = step._replace(ancestors=ancestors)
+            step = step._replace(ancestors=ancestors, is_resampled=True)
             population = population[ancestors]
             log_weights = np.full(len(log_weights), step.log_evidence)
             self._select(ancestors)

@@ -27,6 +27,7 @@ from constrained_model import (
 import genlm
 from genlm.constraints import Automaton, Python, predicate
 from genlm.core.base.blocking import run_blocking
+from genlm.core.rows.row_weights import RowWeights
 from genlm.smc import steer_sync
 
 PROMPT = (2,)
@@ -71,6 +72,7 @@ def searched(
     )
     population = SimpleNamespace(finished=torch.zeros(size, dtype=torch.bool))
     search = predicate._Search(constraint, population)
+    search.weights = RowWeights((size, count))
     result = None
     for k in (first, count + 1):
         if result is None:
@@ -162,6 +164,32 @@ def test_weighted_draws_have_the_models_probabilities(
     np.testing.assert_allclose(
         tokens.logprobs - tokens.draw_logprob, tokens.log_mass, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("shape", ["number", "tokens", "all"])
+def test_draws_with_a_bias_have_the_weights_of_the_model_and_its_mass(llm, shape, temperature):
+    size, rng = 4000, np.random.default_rng(5)
+    by_token = rng.normal(size=len(TOKENS))
+    by_token[TOKENS.index(b"b")] = -math.inf
+    bias = {"number": np.full(size, 0.7), "tokens": by_token}.get(shape)
+    if bias is None:
+        bias = torch.from_numpy(np.tile(by_token, (size, 1)))
+    added = np.full(len(TOKENS), 0.7) if shape == "number" else by_token
+    language = Python(lambda text: text != b"a", lambda _: False, extra_draws=1)
+    tokens = drawn(llm, language, size, temperature=temperature, bias=bias, seed=7)
+    exact, ids = row(PROMPT).double().exp().numpy(), tokens.token_ids.numpy()
+    allowed = [token for token in unpacked(language.start(llm, 1)) if token != END]
+    allowed = [token for token in allowed if TOKENS[token] != b"a" and added[token] > -10]
+    assert set(ids.tolist()) == set(allowed)
+    masses = tokens.log_mass.double().exp().numpy()
+    ratios = (tokens.logprobs - tokens.draw_logprob).double().exp().numpy()
+    np.testing.assert_allclose(masses, ratios * np.exp(added[ids]), rtol=1e-5)
+    for token in allowed:
+        samples = ratios * (ids == token)
+        error = samples.std() / math.sqrt(size)
+        assert abs(samples.mean() - exact[token]) < 4.5 * error + 1e-6
+    np.testing.assert_allclose(tokens.logprobs, row(PROMPT)[ids], atol=1e-5)
 
 
 class ConfidentEngine(SmallEngine):

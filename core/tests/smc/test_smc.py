@@ -399,6 +399,90 @@ def test_estimates_of_steer_are_those_of_enumeration(
     assert (deviations < 4.5 * errors).all()
 
 
+def value(token_ids: tuple[int, ...], allowed: list[int]) -> float:
+    """The mass of all continuations by allowed tokens, relative to the model's."""
+    if token_ids[1:] and (token_ids[-1] == END or len(token_ids) == 1 + STEPS):
+        return math.exp(potential_of(token_ids))
+    row = oracle_row(token_ids, None, VOCABULARY).double().exp().tolist()
+    return sum(row[token] * value((*token_ids, token), allowed) for token in allowed)
+
+
+def log_values(population: Any, allowed: list[int]) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log([value(context.token_ids, allowed) for context in population])
+
+
+def twist(population: Any, allowed: list[int]) -> np.ndarray:
+    """The log-value of each next token of each member, shape `(n, VOCABULARY)`."""
+    children = [population.extend(np.full(len(population), v)) for v in range(VOCABULARY)]
+    return np.stack([log_values(each, allowed) for each in children], axis=1)
+
+
+class OwnDraw(NoTwo):
+    """A constraint whose draws have a bias of their own."""
+
+    async def draw(self, population: Any, **options: Any) -> Any:
+        allowed = torch.full((VOCABULARY,), 0.0)
+        allowed[2] = -math.inf
+        bias = twist(population, [0, 1, 3])
+        return await population.draw(bias=allowed + torch.from_numpy(bias), **options)
+
+    def advance(self, token_ids: Any) -> OwnDraw:
+        return OwnDraw(self.mask_index)
+
+    def __getitem__(self, ancestors: Any) -> OwnDraw:
+        return OwnDraw(self.mask_index[ancestors])
+
+
+@pytest.mark.parametrize("form", ["free", "coroutine", "constrained", "own"])
+def test_weights_under_the_optimal_twist_are_the_evidence(llm, form):
+    """The proposal is the target, so each estimate is exact."""
+    allowed = [0, 1, 2, 3] if form in {"free", "coroutine"} else [0, 1, 3]
+
+    async def slow_twist(population: Any) -> Any:
+        await population.next_token_logprobs()
+        return torch.from_numpy(twist(population, allowed))
+
+    options: dict[str, Any] = {"potential": lambda population: log_values(population, allowed)}
+    if form != "own":
+        options["bias"] = lambda population: twist(population, allowed)
+    if form == "coroutine":
+        options["bias"] = slow_twist
+    if form in {"constrained", "own"}:
+        options["constraint"] = {"own": OwnDraw, "constrained": NoTwo}[form](np.zeros(20, int))
+    particles = last(llm, 20, seed=0, **options)
+    assert len({context.token_ids for context in particles.population}) > 5
+    np.testing.assert_allclose(
+        particles.log_weights, math.log(value(PROMPT, allowed)), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+@pytest.mark.parametrize("is_constrained", [False, True], ids=["free", "constrained"])
+@pytest.mark.parametrize(
+    "bias",
+    [torch.tensor([-0.5, 0.3, 1.2, -0.7]), lambda population: np.eye(4)[np.arange(40) % 4]],
+    ids=["array", "function"],
+)
+def test_a_bias_changes_the_proposal_and_not_the_target(llm, bias, is_constrained, temperature):
+    allowed = [0, 1, 3] if is_constrained else [0, 1, 2, 3]
+    estimates = []
+    for seed in range(60):
+        particles = last(
+            llm,
+            40,
+            potential=potential,
+            constraint=NoTwo(np.zeros(40, int)) if is_constrained else None,
+            bias=bias,
+            temperature=temperature,
+            seed=seed,
+        )
+        estimates.append(math.exp(particles.log_evidence))
+    exact, error = value(PROMPT, allowed), np.std(estimates, ddof=1) / math.sqrt(60)
+    assert error < 0.05 * exact
+    assert abs(np.mean(estimates) - exact) < 4.5 * error
+
+
 @pytest.mark.parametrize("resample_below", [0, 1])
 def test_the_members_of_a_population_are_the_first_particles(llm, resample_below):
     """Of different prompts, one of them finished: the mean of the expectations of each."""
@@ -699,6 +783,8 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "the potential is NoneType": (TypeError, {"potential": lambda _: None}),
         "the potential is str": (TypeError, {"potential": lambda _: "ab"}),
         "the potential is list": (TypeError, {"potential": lambda _: [[0.0], [0.0, 1]]}),
+        "a bias of shape .7,.": (ValueError, {"bias": [0.0] * 7}),
+        "bias has values of type": (TypeError, {"bias": lambda _: "ab"}),
         "the potential is Tensor": (
             TypeError,
             {"potential": lambda _: torch.zeros(2, dtype=torch.complex64)},

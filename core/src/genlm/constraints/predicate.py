@@ -41,8 +41,10 @@ from genlm.core.model.population import DrawnTokens
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.members import ArrayLike
     from genlm.core.model.population import Population
     from genlm.core.rows.row_masks import MasksLike
+    from genlm.core.rows.row_weights import RowWeights
 
 __all__ = ["Python"]
 
@@ -292,17 +294,22 @@ class _PythonConstraint(StateConstraint):
         )
 
     async def draw(
-        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
+        self,
+        population: Population,
+        *,
+        temperature: float = 1.0,
+        bias: ArrayLike = 0.0,
+        seed: int | None = None,
     ) -> DrawnTokens:
         """Draw tokens without replacement until the functions accept one for each member.
 
         Returns:
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate, and at
-            temperature 0 the log-probability of the token.
+            temperature 0 the log-probability of the token plus its bias.
         """
         self._check_size(population)
-        temperature = above_0(temperature)
-        search = _Search(self, population, temperature)
+        options: dict[str, Any] = {"temperature": above_0(temperature), "bias": bias}
+        search = _Search(self, population)
         masks, index = self._draw_masks()
         seed = secrets.randbits(63) if seed is None else seed
         take: Callable[[DrawnTokens], Any] = search.take
@@ -313,8 +320,9 @@ class _PythonConstraint(StateConstraint):
         try:
             while result is None:
                 settings = population._settings(  # noqa: SLF001 - internal to genlm
-                    masks, index, finished=finished, dead=dead, temperature=temperature
+                    masks, index, finished=finished, dead=dead, **options
                 )
+                search.weights = settings.weights
                 # More draws by one seed begin with the same tokens.
                 result = await population._draw(  # noqa: SLF001 - internal to genlm
                     settings, seed, count, take
@@ -349,17 +357,16 @@ class _Search:
     Attributes:
         is_over: Whether a member needs no further draw; set by the first `take`.
         is_cancelled: Whether the draw was cancelled.
+        weights: Temperatures and biases of the draws of all members.
     """
 
     is_over: Flags
+    weights: RowWeights
 
-    def __init__(
-        self, constraint: _PythonConstraint, population: Population, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, constraint: _PythonConstraint, population: Population) -> None:
         self.is_cancelled = False
         self._constraint = constraint
         self._population = population
-        self._temperature = temperature
         self._tested = 0  # draws of each member that is not over
         self._needed = 0  # draws of the member that needed most of them
 
@@ -435,17 +442,20 @@ class _Search:
         is_drawn = tests.place >= 0
         is_drawn[tests.unfinished] = False
         members, place = members[is_drawn], tests.place[is_drawn]
+        token_ids = drawn.token_ids.numpy()[members]
         draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
         logprobs = drawn.logprobs.numpy()[members].astype(np.float64)
-        temperatures = np.broadcast_to(self._temperature, len(self.is_over))[members, None]
+        # No token, -1, has the log-probability -inf, whatever the bias of token 0.
+        biased = logprobs + self.weights.token_biases(members, np.maximum(token_ids, 0))
         ratios = log_mass_ratios(
-            logprobs / temperatures,
+            biased / self.weights.temperatures[members, None],
             draw_logprobs,
             tests.is_accepted[is_drawn],
             place,
             tests.extra[is_drawn],
         )
-        self._token_ids[members] = drawn.token_ids.numpy()[members, place]
-        self._logprobs[members] = drawn.logprobs.numpy()[members, place]
-        self._log_mass[members] = self._logprobs[members] + ratios
+        accepted = np.arange(len(members)), place
+        self._token_ids[members] = token_ids[accepted]
+        self._logprobs[members] = logprobs[accepted]
+        self._log_mass[members] = biased[accepted] + ratios
         self._draw_logprobs[members] = -ratios

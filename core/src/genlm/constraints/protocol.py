@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.members import ArrayLike
     from genlm.core.model.population import DrawnTokens, Population
     from genlm.core.rows.row_masks import MasksLike
 
@@ -59,7 +60,8 @@ class Language(ABC):
 class Constraint(ABC):
     """The allowed continuations of the N members of a population. Immutable.
 
-    Subclasses implement `masks`, `advance` and indexing, and set the attributes.
+    Subclasses implement `masks`, `advance` and indexing, and set the attributes. Those with a
+    proposal of their own override `draw`.
 
     Attributes:
         finished: Whether the text of each member has ended, shape `(n,)`, bool.
@@ -106,13 +108,19 @@ class Constraint(ABC):
         return len(self.finished)
 
     async def draw(
-        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
+        self,
+        population: Population,
+        *,
+        temperature: float = 1.0,
+        bias: ArrayLike = 0.0,
+        seed: int | None = None,
     ) -> DrawnTokens:
         """Draw the next token of each member from the allowed tokens.
 
         Args:
             population: Population of the same size. Its finished members get token -1.
             temperature: As `Population.draw`.
+            bias: As `Population.draw`.
             seed: As `Population.draw`.
 
         Returns:
@@ -127,18 +135,16 @@ class Constraint(ABC):
         masks, index = self._draw_masks()
         finished, dead = self._finished_and_dead
         settings = population._settings(  # noqa: SLF001 - internal to genlm
-            masks, index, finished=finished, dead=dead, temperature=temperature
+            masks, index, finished=finished, dead=dead, temperature=temperature, bias=bias
         )
         result: DrawnTokens = await population._draw(  # noqa: SLF001 - internal to genlm
             settings, seed, then=self._prepare_advance
         )
         return result
 
-    def draw_sync(
-        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
-    ) -> DrawnTokens:
-        """Draw as `draw` does; blocks the calling thread and needs no event loop."""
-        return run_blocking(self.draw(population, temperature=temperature, seed=seed))
+    def draw_sync(self, population: Population, **options: Any) -> DrawnTokens:
+        """Draw as `draw` does, with the same options, on the calling thread."""
+        return run_blocking(self.draw(population, **options))
 
     def _check_size(self, population: Population) -> None:
         """Refuse a population of another size.

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
     from genlm.core.model.context import TokenIds
     from genlm.core.model.lm import AsyncLM
+    from genlm.core.model.members import ArrayLike
 
+    Bias: TypeAlias = ArrayLike | Callable[[Population], ArrayLike | Awaitable[ArrayLike]]
     Potential: TypeAlias = Callable[[Population], LogWeights | Awaitable[LogWeights]]
 
 __all__ = ["steer", "steer_sync"]
@@ -42,6 +44,7 @@ async def steer(
     constraint: Language | Constraint | None = None,
     text: bytes = b"",
     potential: Potential | None = None,
+    bias: Bias | None = None,
     stop: Stop | None = None,
     temperature: float = 1.0,
     resample_below: float = 0.5,
@@ -73,6 +76,11 @@ async def steer(
             shape `(n,)`; `-inf` for a sequence that cannot be continued. It may be a coroutine
             function, such as one that awaits the scores of another model; with `steer_sync`
             it may await only methods of models.
+        bias: Addend of the log-probabilities of the draws, as for `Population.draw`, or a
+            function or coroutine function of the population that returns it, such as the
+            logarithm of a twist for each next token. It changes the proposal and not the
+            target, because the weights account for it; a token with the bias `-inf` is never
+            drawn, so the target must exclude it, too.
         stop: Token ids and texts that finish a particle, as for `Population.sample`; by default
             the tokenizer's end of text, if it has one. The texts of a `Language` end with
             token ids.
@@ -120,6 +128,7 @@ async def steer(
         Particles(population, np.zeros(size), History(), llm),
         constraint,
         potential,
+        bias,
         ends=ends,
         stop_texts=stop_texts,
         temperature=temperature,
@@ -179,6 +188,7 @@ class _Filter:
         particles: Particles,
         constraint: Constraint | None,
         potential: Potential | None,
+        bias: Bias | None,
         *,
         ends: npt.NDArray[np.int64],
         stop_texts: tuple[bytes, ...],
@@ -189,6 +199,7 @@ class _Filter:
         self.particles = particles
         self._constraint = constraint
         self._potential = potential
+        self._bias = bias
         self._ends = ends
         self._stop_texts = stop_texts
         self._tails = [b""] * len(particles)
@@ -197,6 +208,9 @@ class _Filter:
         self._rng = np.random.default_rng(seed)
         self._draw_seed = int(self._rng.integers(2**63))
         self._log_potential = np.zeros(len(particles))
+        # A draw of another class may have a proposal of its own, such as one with a bias.
+        has_own_draw = constraint is not None and type(constraint).draw is not Constraint.draw
+        self._gains_are_masses = temperature == 1 and bias is None and not has_own_draw
 
     async def step(self, *, is_last: bool) -> Particles:
         """Draw a token for each particle, and update the weights.
@@ -207,7 +221,7 @@ class _Filter:
         drawn = await self._draw(particles.population)
         token_ids = drawn.token_ids.numpy()
         gain = drawn.log_mass.double().numpy()
-        if self._temperature != 1:
+        if not self._gains_are_masses:
             is_drawn = token_ids >= 0
             gain[is_drawn] = (drawn.logprobs - drawn.draw_logprob).double().numpy()[is_drawn]
         log_weights = particles.log_weights + gain
@@ -236,6 +250,9 @@ class _Filter:
 
     async def _draw(self, population: Population) -> DrawnTokens:
         options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seed}
+        if self._bias is not None:
+            bias = self._bias(population) if callable(self._bias) else self._bias
+            options["bias"] = await bias if isinstance(bias, Awaitable) else bias
         if self._constraint is None:
             return await population.draw(**options)
         return await self._constraint.draw(population, **options)

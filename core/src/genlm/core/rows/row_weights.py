@@ -148,6 +148,28 @@ class RowWeights:
         """The temperature of each row, shape `(n,)`."""
         return _per_row(self._temperature, self.count)
 
+    def token_biases(self, rows: Integers64, token_ids: Integers64) -> npt.NDArray[np.float64]:
+        """Return the biases of some tokens of some rows.
+
+        Args:
+            rows: Indices of rows, shape `(m,)`.
+            token_ids: Ids of tokens of each of these rows, shape `(m, k)`.
+
+        Returns:
+            Biases as draws use them, rounded to float32, shape `(m, k)`, float64.
+        """
+        biases = np.zeros(token_ids.shape)
+        if self._offset is not None:
+            offset = self._offset.float().cpu().numpy()
+            biases += (offset if len(offset) == 1 else offset[rows])[:, None]
+        if self._bias is not None:
+            places = np.zeros_like(rows) if len(self._bias) == 1 else rows
+            device = self._bias.device
+            row, column = torch.from_numpy(places[:, None]), torch.from_numpy(token_ids)
+            values = self._bias[moved(row, device), moved(column, device)]
+            biases += values.float().cpu().numpy()
+        return biases
+
     @property
     def joining_key(self) -> Hashable:
         """Equal for weights that `joined` combines; None for those that it does not."""

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def test_engines_follow_one_another_and_leave_little_behind(
     assert usages[-1][1] - usages[1][1] <= 2 * 4  # measured: one file descriptor an engine
     assert usages[-1][2] <= usages[1][2]
     assert usages[-1][3] - usages[1][3] <= 4 * 20 * 2**20  # measured: 2 MB an engine
+
+
+def test_an_engine_leaves_no_temporary_files(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    build().close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_cannot_be_built_leaves_room_for_the_next(

@@ -50,11 +50,13 @@ def build_runner(
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
     from sglang.srt.model_executor import model_runner
-    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+    from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     arguments = ServerArgs(**options)
-    port = PortArgs.init_new(arguments).nccl_port
+    # SGLang's `PortArgs` would also create files for its other processes, and leave them.
+    port = arguments.nccl_port or get_free_port_below_ephemeral()
     # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
     # next model fails with an AssertionError.
     runtime_context.get_resources().expert_location_metadata = None

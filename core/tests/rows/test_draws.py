@@ -386,6 +386,31 @@ def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
     assert sizes[1] <= sizes[0] <= 2**24
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_draws_from_a_row_are_those_of_its_numbers_in_bounded_memory(masked: bool) -> None:
+    count, row = 20_000, some_rows(2)
+    numbers = torch.from_numpy(uniforms(1, np.arange(count), 0))
+    row_of = torch.arange(count) // (count // 2)
+    masks = RowMasks(np.arange(SIZE) % 3 > 0, 2, SIZE) if masked else None
+    weights = RowWeights(row.shape) if masks is None else RowWeights(row.shape, masks)
+    with LargestAllocation() as largest:
+        several = draws.batch_draw(row, numbers, weights, row_of=row_of)
+        from_logits = draws.draw_from_logits(row + 7, numbers, row_of, masks)
+    assert largest.nbytes < 2**24
+    assert from_logits is not None
+    for number in (0, 1, 9_999, 10_000, 15_000, 19_999):
+        place = int(row_of[number])
+        single = draws.batch_draw(
+            row[place : place + 1],
+            numbers[number : number + 1],
+            None if masks is None else RowWeights((1, SIZE), masks.of(np.array([place]))),
+        )
+        for drawn in (several, from_logits):
+            assert int(drawn.token_ids[number]) == int(single.token_ids)
+            for column, expected in zip(drawn[1:], single[1:], strict=True):
+                torch.testing.assert_close(column[number : number + 1], expected)
+
+
 # -- distributions, with fixed numbers ------------------------------------------------
 
 

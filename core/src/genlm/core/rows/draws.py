@@ -17,7 +17,7 @@ import torch
 
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.gumbel import gumbel_top_k
-from genlm.core.rows.inversion import draw_ids
+from genlm.core.rows.inversion import draw_ids, draw_with_blocks
 from genlm.core.rows.logits import moved, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowPart, RowWeights
@@ -150,11 +150,10 @@ def draw_from_logits(
         normalisers = first - draw_logprob[:, :1] - log_totals[:, None]
         return several._replace(logprobs=several.logprobs - normalisers)
     places = moved(row_of, device)
-    drawn = draw_ids(weights, sums, uniforms, places)
-    logprobs = drawn.logprobs
-    if masks is not None:
-        logprobs = drawn.block_weights.gather(1, drawn.place[:, None]).log_()[:, 0]
-    return DrawnTokens(drawn.token_ids, logprobs, log_mass[places], drawn.logprobs.clone())
+    token_ids, draw_logprob = draw_ids(weights, sums, uniforms, places)
+    is_masked = masks is not None
+    logprobs = weights[places, token_ids].log_() if is_masked else draw_logprob.clone()
+    return DrawnTokens(token_ids, logprobs, log_mass[places], draw_logprob)
 
 
 def batch_draw_without_replacement(
@@ -240,8 +239,8 @@ def _draw_part(
         # A draw returns the only token with a weight above 0, whatever the weight.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    drawn = draw_ids(weights, sums, uniforms, row_of)
-    return _drawn_tokens(rows, drawn.token_ids, log_mass, drawn.logprobs, row_of)
+    token_ids, logprobs = draw_ids(weights, sums, uniforms, row_of)
+    return _drawn_tokens(rows, token_ids, log_mass, logprobs, row_of)
 
 
 def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
@@ -268,7 +267,7 @@ def _draw_in_turns(
     in_turns, further = uniforms[:, :_DRAWS_IN_TURNS], uniforms.shape[1] - _DRAWS_IN_TURNS
     with torch.inference_mode():  # saves a fifth of the time for few rows
         first, *others = in_turns.unbind(1)
-        drawn = draw_ids(weights, sums, first, None)
+        drawn = draw_with_blocks(weights, sums, first)
         ids, logprobs = [drawn.token_ids], [drawn.logprobs]
         for numbers in others:
             weights.scatter_(1, drawn.token_ids[:, None], 0.0)
@@ -284,7 +283,7 @@ def _draw_in_turns(
                 earlier = torch.stack(ids, 1)[places]
                 possible = masked_scores(scores, factors, places).scatter(1, earlier, -_INF)
                 reweight(weights, sums, possible, temperatures, underflown)
-            drawn = draw_ids(weights, sums, numbers, None)
+            drawn = draw_with_blocks(weights, sums, numbers)
             ids.append(drawn.token_ids)
             logprobs.append(drawn.logprobs)
     token_ids, draw_logprob = torch.stack(ids, 1), torch.stack(logprobs, 1)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from genlm.core.rows.logits import moved
+from genlm.core.rows.logits import moved, row_parts
 from genlm.core.rows.selection import SUM_BLOCK, to_float64
 
-__all__ = ["DrawnIds", "draw_ids"]
+__all__ = ["DrawnIds", "draw_ids", "draw_with_blocks"]
 
 _LARGEST_SHARE = 1 - 2.0**-52
 """A sum times this share is below the sum, also after rounding."""
@@ -38,8 +38,8 @@ def draw_ids(
     sums: torch.Tensor,
     uniforms: torch.Tensor,
     row_of: torch.Tensor | None,
-) -> DrawnIds:
-    """Draw ids from rows in proportion to their weights.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw ids from rows in proportion to their weights, some draws at a time.
 
     Args:
         weights: Shape `(rows, ids)`, not negative.
@@ -47,7 +47,32 @@ def draw_ids(
         uniforms: Random numbers in [0, 1), one for each draw, float64.
         row_of: Row of each draw, int64, on the device of the weights; by default draw i is from
             row i.
+
+    Returns:
+        Ids, and the log of each id's share of the sum of its row.
     """
+    ids, logprobs = [], []
+    for begin, end in row_parts(len(uniforms), SUM_BLOCK, weights.device):
+        part = slice(begin, end)
+        rows = part if row_of is None else slice(None)
+        part_rows = None if row_of is None else row_of[part]
+        drawn = draw_with_blocks(weights[rows], sums[rows], uniforms[part], part_rows)
+        ids.append(drawn.token_ids)
+        logprobs.append(drawn.logprobs)
+    if len(ids) == 1:
+        return ids[0], logprobs[0]
+    if not ids:
+        return torch.empty(0, dtype=torch.long, device=weights.device), weights.new_empty(0)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def draw_with_blocks(
+    weights: torch.Tensor,
+    sums: torch.Tensor,
+    uniforms: torch.Tensor,
+    row_of: torch.Tensor | None = None,
+) -> DrawnIds:
+    """Draw ids as `draw_ids`, all at once, and return the blocks that contain them."""
     first = block = None
     if weights.shape[1] <= SUM_BLOCK:
         block_weights = weights if row_of is None else weights.index_select(0, row_of)

@@ -26,7 +26,7 @@ from genlm import (
 from genlm.core.queries.query import Completion, Query, Reduced
 from genlm.core.rows.group_reductions import Rows
 from genlm.core.rows.outputs import reduce_rows
-from genlm.core.rows.sampling import stream_seeds
+from genlm.core.rows.sampling import stream_seeds, stream_uniform
 from genlm.plugin import TokenIdError, Vocabulary
 
 SIZE = 16
@@ -151,6 +151,60 @@ def test_an_engine_that_returns_too_few_values_fails_its_query(make_model: MakeM
     llm = make_model(TooFewValues())
     with pytest.raises(EvaluationError, match="0 values for a query with 1 outputs"):
         llm.top_tokens_sync([1], 2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("mask", [None, [1, 2, 5, 9]])
+def test_draws_with_a_bias_invert_the_biased_distribution(
+    mask: list[int] | None, temperature: float, make_model: MakeModel
+) -> None:
+    llm, seeds = make_model(ScriptedEngine(SIZE)), range(40)
+    context, rng = llm.context([1, 2]), np.random.default_rng(0)
+    bias = rng.normal(size=(len(seeds), SIZE))
+    bias[:, 5] = -math.inf
+
+    rows = np.concatenate([bias, bias[::-1], np.zeros_like(bias)])  # two for each seed, or none
+    cases = [*zip([*seeds] * 3, rows, strict=True)]
+
+    async def draw_all() -> list[Any]:
+        draws = (
+            context.draw(
+                mask, bias=added if added.any() else 0, seed=i, temperature=temperature
+            )
+            for i, added in cases
+        )
+        return await asyncio.gather(*draws)
+
+    drawn = asyncio.run(draw_all())
+    row = row_of([1, 2]).double().numpy()
+    allowed = np.isin(np.arange(SIZE), range(SIZE) if mask is None else mask)
+    for (i, added), token in zip(cases, drawn, strict=True):
+        logs = np.where(allowed, row + added, -np.inf)
+        draw_logs = logs / temperature - np.logaddexp.reduce(logs / temperature)
+        uniform = stream_uniform(i, 2)
+        assert token.token_id == np.searchsorted(np.exp(draw_logs).cumsum(), uniform, "right")
+        assert token.logprob == pytest.approx(row[token.token_id], abs=1e-6)
+        assert token.log_mass == pytest.approx(np.logaddexp.reduce(logs), abs=1e-5)
+        assert token.draw_logprob == pytest.approx(draw_logs[token.token_id], abs=1e-5)
+    masks = None if mask is None else [mask] * len(seeds)
+    contexts = [context] * len(seeds)
+    settings: dict[str, Any] = {"temperature": temperature, "seed": [*seeds]}
+    assert llm.batch_draw_sync(contexts, masks, bias=bias, **settings) == drawn[: len(seeds)]
+    shared = llm.batch_draw_sync(contexts, masks, bias=torch.from_numpy(bias[3]), **settings)
+    assert shared[3] == drawn[3]
+    assert shared[4] != drawn[4]
+
+
+def test_a_bias_of_another_shape_or_without_a_value_is_refused(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    with pytest.raises(ValueError, match=r"a bias of shape \(3,\) for 1 rows over 16 tokens"):
+        llm.draw_sync([1], bias=[0.0, 1.0, 2.0])
+    with pytest.raises(ValueError, match="bias is NaN or inf"):
+        llm.batch_draw_sync([[1], [2]], bias=[0.0, math.nan])
+    with pytest.raises(TypeError, match="bias has values of type"):
+        llm.draw_sync([1], bias="a")
+    assert llm.draw_sync([1], bias=-math.inf).token_id == -1
+    assert llm.batch_draw_sync([], bias=np.zeros(SIZE)) == []
 
 
 # -- sharing --------------------------------------------------------------------------

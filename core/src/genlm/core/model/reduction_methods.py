@@ -27,6 +27,7 @@ from genlm.core.base.validation import (
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.reductions import (
+    BiasedDraw,
     Draw,
     DrawnToken,
     LogMass,
@@ -34,11 +35,13 @@ from genlm.core.rows.reductions import (
     TopK,
     TopTokens,
 )
+from genlm.core.rows.row_weights import checked_biases
 from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.context import TokenBatch, TokenIds
+    from genlm.core.model.members import ArrayLike
     from genlm.core.model.requests import Requests
     from genlm.core.rows.masks import MaskLike
     from genlm.core.vocab import Vocabulary
@@ -256,6 +259,7 @@ class ReductionMethods:
         mask: MaskLike | None = None,
         *,
         temperature: float = 1.0,
+        bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
@@ -263,17 +267,20 @@ class ReductionMethods:
     ) -> DrawnToken:
         """Draw the next token, optionally among the tokens of a mask.
 
-        The token depends only on the arguments and the row, not on the engine. The random
-        number has position `len(context)` in the seed's stream, so one seed suffices for all
-        steps of one sequence. Equal contexts with equal seeds draw equal tokens, and
-        different contexts of one length share the random number. Use a different seed for
-        every particle, and a new one after resampling, or call
+        The probability of an allowed token is proportional to
+        `exp((logprob + bias) / temperature)`. The token depends only on the arguments and the
+        row, not on the engine. The random number has position `len(context)` in the seed's
+        stream, so one seed suffices for all steps of one sequence. Equal contexts with equal
+        seeds draw equal tokens, and different contexts of one length share the random number.
+        Use a different seed for every particle, and a new one after resampling, or call
         `batch_draw(contexts, seed=...)` with a new number at every step.
 
         Args:
             context: Token ids or a `Context`.
             mask: Allowed tokens, in any form that `Mask` accepts; None for all.
             temperature: Divisor of the log-probabilities; 0 selects the most likely token.
+            bias: Addend of the log-probabilities: shape `(vocab_size,)`, or a number; `-inf`
+                excludes a token, as a mask does. An array must not change before the result.
             top_k: Number of most likely allowed tokens to which the draw is limited.
             top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
                 the fewest most likely tokens that reach it.
@@ -281,17 +288,19 @@ class ReductionMethods:
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            The id, its log-probability in the row, the log mass of the mask (0 without a mask),
-            and the log-probability with which the token was drawn.
+            The id, its log-probability in the row, the log mass of the mask after the bias (0
+            without both), and the log-probability with which the token was drawn.
 
         Raises:
-            ValueError: The length of the mask is not the size of the vocabulary, or another
-                argument is out of range.
+            ValueError: The length of the mask or of the bias is not the size of the vocabulary,
+                or another argument is out of range.
+            TypeError: The bias is not numeric.
             GenlmError: As `next_token_logprobs`.
         """
-        temperature, top_k, share = self._draw_limits(temperature, top_k, top_p)
+        limits = self._draw_limits(temperature, top_k, top_p)
         allowed = None if mask is None else self._mask(mask)
-        draw = Draw(_uniform(context, seed), temperature, allowed, top_k, share)
+        [token_bias] = checked_biases(bias, 1, self.vocabulary.size)
+        draw = _draw(_uniform(context, seed), allowed, limits, token_bias)
         drawn: DrawnToken = await self._requests.result(context, draw, lora_name)
         return drawn
 
@@ -303,6 +312,7 @@ class ReductionMethods:
         masks: Sequence[MaskLike | None] | None = None,
         *,
         temperature: float = 1.0,
+        bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] | None = None,
@@ -314,6 +324,7 @@ class ReductionMethods:
             contexts: Contexts as for `draw`.
             masks: One mask per context; None for all tokens.
             temperature: As `draw`.
+            bias: As `draw`, for all contexts; or shape `(n,)` or `(n, vocab_size)`, for each.
             top_k: As `draw`.
             top_p: As `draw`.
             seed: One seed per context, or one number from which the seeds are derived; equal
@@ -322,13 +333,14 @@ class ReductionMethods:
         """
         contexts = list(checked_batch(contexts))
         count = len(contexts)
-        temperature, top_k, share = self._draw_limits(temperature, top_k, top_p)
+        limits = self._draw_limits(temperature, top_k, top_p)
         mask_list = [None] * count if masks is None else self._mask_list(masks, count)
         allowed = map_batch(lambda mask: None if mask is None else self._mask(mask), mask_list)
+        biases = checked_biases(bias, count, self.vocabulary.size)
         uniforms = map(_uniform, contexts, _seeds(seed, count))
         draws = [
-            Draw(uniform, temperature, mask, top_k, share)
-            for uniform, mask in zip(uniforms, allowed, strict=True)
+            _draw(uniform, mask, limits, token_bias)
+            for uniform, mask, token_bias in zip(uniforms, allowed, biases, strict=True)
         ]
         return await self.batch_reduce(contexts, draws, lora_name=lora_name)
 
@@ -372,6 +384,18 @@ def _checked_reduction(reduction: object) -> Reduction:
             f"Make the class a frozen dataclass with hashable fields, such as tuples"
         ) from error
     return reduction
+
+
+def _draw(
+    uniform: float,
+    mask: Mask | None,
+    limits: tuple[float, int | None, float],
+    bias: torch.Tensor | None,
+) -> Draw:
+    temperature, top_k, top_p = limits
+    if bias is None:
+        return Draw(uniform, temperature, mask, top_k, top_p)
+    return BiasedDraw(uniform, temperature, mask, top_k, top_p, bias=bias)
 
 
 def _uniform(context: TokenIds, seed: int | None) -> float:

@@ -14,7 +14,7 @@ reductions derive from `Reduction`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
 
 __all__ = [
+    "BiasedDraw",
     "Draw",
     "DrawnToken",
     "LogMass",
@@ -125,9 +126,9 @@ class DrawnToken(NamedTuple):
     Attributes:
         token_id: Id of the token.
         logprob: The model's log-probability of the token.
-        log_mass: Log-probability of the mask in the row; 0 without a mask.
+        log_mass: Log-probability of the mask in the row, after a bias; 0 without both.
         draw_logprob: The log-probability with which the token was drawn: under the mask, the
-            temperature, top-k and top-p. Without the last three `logprob - log_mass`.
+            bias, the temperature, top-k and top-p. With a mask alone `logprob - log_mass`.
     """
 
     token_id: int
@@ -179,12 +180,40 @@ class Draw(Reduction):
         return None if columns is None else _drawn_tokens(columns)
 
 
-def _draw_columns(values: torch.Tensor, requests: Sequence[Draw]) -> DrawColumns:
+@dataclass(frozen=True, eq=False)
+class BiasedDraw(Draw):
+    """A token drawn from the row plus a bias: `DrawnToken`.
+
+    Attributes:
+        bias: Addend of the log-probabilities, shape `(vocab_size,)`.
+    """
+
+    bias: torch.Tensor = field(kw_only=True)
+
+    __eq__ = object.__eq__  # equality of `Draw` would ignore the bias
+    __hash__ = object.__hash__
+
+    reads_logits = False
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
+        """Draw from all rows at once."""
+        biases = [request.bias for request in requests if isinstance(request, BiasedDraw)]
+        places = torch.arange(len(requests))
+        bias = torch.stack([moved(each.detach().float(), rows.device) for each in biases])
+        columns = _draw_columns(rows, requests, bias).compute(rows, places, places)
+        return _drawn_tokens(columns)
+
+
+def _draw_columns(
+    values: torch.Tensor, requests: Sequence[Draw], bias: torch.Tensor | float = 0.0
+) -> DrawColumns:
     masks = [request.mask for request in requests]
     weights = RowWeights(
         values.shape,
         masks if any(mask is not None for mask in masks) else None,
         temperature=_setting([request.temperature for request in requests]),
+        bias=bias,
         top_k=_setting([request.top_k for request in requests]),
         top_p=_setting([request.top_p for request in requests]),
     )

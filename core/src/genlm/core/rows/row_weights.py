@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["RowPart", "RowWeights", "check_log_masses"]
+__all__ = ["RowPart", "RowWeights", "check_log_masses", "checked_biases"]
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
 """Range of float32 to which other temperatures are clipped. At the lowest, only the most likely
@@ -305,6 +305,24 @@ def _part_values(
         return None
     part = values if len(values) == 1 else values[begin:end]
     return part.to(torch.float32).to(device)
+
+
+def checked_biases(bias: Any, count: int, size: int) -> list[torch.Tensor] | list[None]:
+    """Return the bias of each of `count` rows, shape `(size,)`; None if it is the number 0.
+
+    Raises:
+        ValueError: The shape is none of those that `RowWeights` takes, or a value is NaN or
+            `inf`.
+        TypeError: `bias` is not numeric.
+    """
+    tokens, offsets = _biases(bias, count, size)
+    if offsets is not None:
+        tokens = offsets[:, None]
+    if tokens is None:
+        return [None] * count
+    if tokens.numel() and not bool(tokens.max() < math.inf):  # true for NaN
+        raise ValueError("bias is NaN or inf; expected finite numbers or -inf")
+    return list(tokens.expand(count, size))
 
 
 def _biases(

@@ -115,6 +115,23 @@ def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     assert recent.find(ids, VOCAB_SIZE) == TokenSequence.of(ids)
 
 
+def test_the_ids_of_lists_that_grow_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_sequences, "_MAX_IDS", 4000)
+    recent = RecentSequences()
+    lists = [ids_of(SHORTEST, seed) for seed in range(30)]
+    found = []
+    for token_id in ids_of(400, seed=-1):
+        for grown in lists:
+            grown.append(token_id)
+            found.append(recent.find(grown, VOCAB_SIZE))
+            if found[-1] is None:
+                recent.add(list(grown), TokenSequence.of(grown))
+        entries = [*recent._young.values(), *recent._old.values()]
+        stored = {id(entry.ids): len(entry.ids) for entry in entries}
+        assert sum(stored.values()) < 2 * 4000 + 3 * len(grown)
+    assert any(found[:600])
+
+
 def test_threads_get_the_sequences_of_their_lists(stored: Any) -> None:
     recent, ids = stored
     wrong: list[list[int]] = []

@@ -17,11 +17,12 @@ __all__ = ["SHORTEST", "RecentSequences"]
 SHORTEST = 64
 """Shorter lists are not stored: they are packed in less time than a lookup takes."""
 
-_MAX_IDS = 2**22
-"""Maximum number of ids in the lists of a generation: 32 MiB of references."""
+_MAX_IDS = 2**21
+"""Maximum number of ids in the lists of a generation: up to 90 MB, 42 bytes for each id, 28 of
+which are the integer that the caller's list may share."""
 
 _ENTRY_IDS = 32
-"""Memory of an entry, in ids."""
+"""Memory of an entry without its list, in ids."""
 
 _FINGERPRINT = 8
 """A fingerprint has about this number of ids spread over a list, and as many ids at its end. Of
@@ -54,6 +55,8 @@ class RecentSequences:
         self._young: dict[_Fingerprint, _Entry] = {}
         self._old: dict[_Fingerprint, _Entry] = {}
         self._young_ids = 0
+        # Lists of the younger generation, by `id`, and the number of ids that were counted.
+        self._counted: dict[int, tuple[list[int], int]] = {}
         # Acquired without waiting: if another thread holds the lock, or if a forked process
         # never releases it, lists are not looked up.
         self._lock = threading.Lock()
@@ -78,7 +81,7 @@ class RecentSequences:
         """Store a list, which the caller must not change afterwards."""
         if self._lock.acquire(blocking=False):
             try:
-                self._store(_Entry(ids, len(ids), sequence), len(ids))
+                self._store(_Entry(ids, len(ids), sequence))
             finally:
                 self._lock.release()
 
@@ -86,7 +89,7 @@ class RecentSequences:
         entry = self._get(_fingerprint(ids, len(ids)))
         if entry is None or not entry.equals(ids, len(ids)):
             return None
-        self._store(entry, 0)  # in the younger generation
+        self._store(entry)  # in the younger generation
         return entry.sequence
 
     def _find_extended(self, ids: list[int], vocab_size: int) -> TokenSequence | None:
@@ -106,23 +109,25 @@ class RecentSequences:
                     entry_ids.pop()
             if not is_equal:
                 return None
-            new_ids = 1
         elif entry.equals(ids, length):  # another extension uses the list of the entry
-            entry_ids, new_ids = list(ids), len(ids)
+            entry_ids = list(ids)
         else:
             return None
         sequence = TokenSequence(last.to_bytes(4, sys.byteorder), entry.sequence)
-        self._store(_Entry(entry_ids, len(ids), sequence), new_ids)
+        self._store(_Entry(entry_ids, len(ids), sequence))
         return sequence
 
     def _get(self, fingerprint: _Fingerprint) -> _Entry | None:
         return self._young.get(fingerprint) or self._old.get(fingerprint)
 
-    def _store(self, entry: _Entry, new_ids: int) -> None:
+    def _store(self, entry: _Entry) -> None:
         if self._young_ids > _MAX_IDS:
             self._old, self._young, self._young_ids = self._young, {}, 0
+            self._counted.clear()
         self._young[_fingerprint(entry.ids, entry.length)] = entry
-        self._young_ids += new_ids + _ENTRY_IDS
+        _, counted = self._counted.get(id(entry.ids), (entry.ids, 0))
+        self._counted[id(entry.ids)] = entry.ids, len(entry.ids)
+        self._young_ids += len(entry.ids) - counted + _ENTRY_IDS
 
 
 def _are_integers(ids: list[int]) -> bool:

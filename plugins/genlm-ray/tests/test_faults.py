@@ -153,7 +153,7 @@ def in_process(monkeypatch, load):
     """Function that loads replicas in this process and returns model, engine and actors."""
     actors = []
 
-    def started(spec, *_, **__):
+    def started(spec):
         actors.extend(Actor(spec) for _ in range(spec.replicas))
         return actors, []
 

@@ -27,7 +27,7 @@ from genlm_ray.replica import Replica
 from genlm_ray.spec import ReplicaSpec, ServingLimits
 from genlm_ray.wire import ReplicaRequest
 
-SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
+SPEC = ReplicaSpec("reference", "demo", driver_timeout_s=60.0, name="chat")
 
 
 def _run(main, **changes):

@@ -172,7 +172,7 @@ class Hanging(replica.Replica):
 
 
 def test_a_replica_whose_step_hangs_ends_its_own_process(address, by_value):
-    spec = ReplicaSpec("reference", "demo", {}, "", 1, 60.0, step_timeout_s=1.0)
+    spec = ReplicaSpec("reference", "demo", 60.0, step_timeout_s=1.0)
     actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10)
     hanging = [actor.remote(spec, library) for library in ("CDLL", "PyDLL")]
     ray.get([each.attach.remote("driver", "session", {}, []) for each in hanging])
@@ -397,7 +397,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main():
-        spec = ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
+        spec = ReplicaSpec("reference", "demo", driver_timeout_s=0.2)
         served = replica.Replica(spec)
         engine = (await served._wait_until_loaded()).engine.engine
 
@@ -425,7 +425,7 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
     path = str(tmp_path)
 
     async def main():
-        served = replica.Replica(ReplicaSpec("reference", "demo", {}, "", 1, 60.0))
+        served = replica.Replica(ReplicaSpec("reference", "demo", 60.0))
         await served.attach("driver", "first", {}, [])
         call, begun = served._call_engine, asyncio.Event()
 
@@ -452,7 +452,7 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
 
     async def main():
-        spec = ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.1)
+        spec = ReplicaSpec("reference", "demo", driver_timeout_s=0.1)
         served = replica.Replica(spec)
         call = served._call_engine
 

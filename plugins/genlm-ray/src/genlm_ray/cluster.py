@@ -23,11 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genlm.plugin import ModelLoadError, describe_error
 from genlm_ray.replica import Replica
-from genlm_ray.spec import ReplicaSpec
+from genlm_ray.spec import ReplicaSpec, Resources
 
 __all__ = [
     "NAMESPACE",
-    "Resources",
     "connect",
     "join",
     "leave",
@@ -42,8 +41,6 @@ NAMESPACE = "genlm"
 """Ray's namespace of served replicas."""
 
 _RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-
-Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
 
 HEAD_TIMEOUT_S = 20.0
 """Time without a response after which the cluster's head is considered lost. Ray waits 60
@@ -372,13 +369,7 @@ def reservations(name: str) -> list[PlacementGroup]:
     ]
 
 
-def start_replicas(
-    spec: ReplicaSpec,
-    resources: Resources | None,
-    *,
-    max_restarts: int,
-    place_timeout_s: float,
-) -> tuple[list[Any], list[PlacementGroup]]:
+def start_replicas(spec: ReplicaSpec) -> tuple[list[Any], list[PlacementGroup]]:
     """Start an actor with a reservation for each replica, detached for a served model.
 
     Returns:
@@ -388,9 +379,9 @@ def start_replicas(
         ModelLoadError: `reserve_resources` fails.
         Exception: Ray cannot start an actor; nothing stays reserved.
     """
-    bundles = _bundles(resources)
+    bundles = _bundles(spec.resources)
     groups = reserve_resources(
-        bundles, spec.replicas, name=spec.name, timeout_s=place_timeout_s
+        bundles, spec.replicas, name=spec.name, timeout_s=spec.place_timeout_s
     )
     actor_bundle = dict(bundles[0])
     options: dict[str, Any] = {
@@ -398,7 +389,7 @@ def start_replicas(
         "num_gpus": actor_bundle.pop("GPU", 0.0),
         "memory": actor_bundle.pop("memory", None),
         "resources": actor_bundle,
-        "max_restarts": max_restarts,
+        "max_restarts": spec.max_restarts,
         "max_concurrency": _MAX_CONCURRENCY,
     }
     if spec.name:

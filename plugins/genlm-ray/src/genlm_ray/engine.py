@@ -24,6 +24,7 @@ from genlm_ray import cluster, serving
 from genlm_ray.driver import Driver
 from genlm_ray.link import COUNTERS, Configuration
 from genlm_ray.router import AnyQuery, Router
+from genlm_ray.spec import ReplicaSpec, Resources
 
 __all__ = ["RayEngine"]
 
@@ -84,7 +85,7 @@ class RayEngine:
         engine: str | None = None,
         replicas: int | None = None,
         engine_opts: Mapping[str, Any] | None = None,
-        resources: cluster.Resources | None = None,
+        resources: Resources | None = None,
         address: str | None = None,
         max_restarts: int | None = None,
         ping_timeout_s: float = 30.0,
@@ -110,13 +111,10 @@ class RayEngine:
         }
         loading = {option: value for option, value in loading.items() if value is not None}
         if engine is not None:
-            actors, self._groups, _ = serving.load_replicas(
-                model,
-                engine,
-                driver_timeout_s=4 * ping_timeout_s,
-                load_timeout_s=load_timeout_s,
-                **loading,
+            spec = ReplicaSpec(
+                engine, model, 4 * ping_timeout_s, load_timeout_s=load_timeout_s, **loading
             )
+            actors, self._groups, _ = serving.load_replicas(spec)
         elif loading:
             raise TypeError(
                 f"{', '.join(loading)}= for the served model {model!r}, which is "

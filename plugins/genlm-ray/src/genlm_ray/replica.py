@@ -67,7 +67,7 @@ class Replica:
 
     def _build(self) -> Engine:
         spec = self._spec
-        engine = get_backend(spec.engine)(spec.model, **spec.options)
+        engine = get_backend(spec.engine)(spec.model, **(spec.engine_opts or {}))
         gc.freeze()  # garbage collections omit the loaded objects
         return engine
 

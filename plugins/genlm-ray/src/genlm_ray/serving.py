@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from genlm.plugin import GenlmError, ModelLoadError
 from genlm_ray import cluster
-from genlm_ray.spec import UNLIMITED, ReplicaSpec, ServingLimits, version_of
+from genlm_ray.spec import ReplicaSpec, Resources, ServingLimits, version_of
 
 __all__ = [
     "ServingLimits",
@@ -36,7 +36,7 @@ def serve(
     *,
     replicas: int = 1,
     engine_opts: Mapping[str, Any] | None = None,
-    resources: cluster.Resources | None = None,
+    resources: Resources | None = None,
     address: str | None = None,
     max_restarts: int = -1,
     limits: ServingLimits | None = None,
@@ -81,20 +81,21 @@ def serve(
             f"this cluster already serves {name!r}, or its replicas have died and are not "
             f"removed; choose another name, or end it: genlm serve --stop --name {name}"
         )
-    _, _, descriptions = load_replicas(
-        model,
+    spec = ReplicaSpec(
         engine,
+        model,
+        driver_timeout_s,
         name=name,
         replicas=replicas,
         engine_opts=engine_opts,
         resources=resources,
         max_restarts=max_restarts,
         limits=limits or ServingLimits(),
-        driver_timeout_s=driver_timeout_s,
         step_timeout_s=step_timeout_s,
         load_timeout_s=load_timeout_s,
         place_timeout_s=place_timeout_s,
     )
+    _, _, descriptions = load_replicas(spec)
     return [
         {**description, "state": "up", "replica": index}
         for index, description in enumerate(descriptions)
@@ -102,34 +103,16 @@ def serve(
 
 
 def load_replicas(
-    model: str,
-    engine: str,
-    *,
-    driver_timeout_s: float,
-    load_timeout_s: float,
-    name: str = "",
-    replicas: int = 2,
-    engine_opts: Mapping[str, Any] | None = None,
-    resources: cluster.Resources | None = None,
-    max_restarts: int = 3,
-    limits: ServingLimits = UNLIMITED,
-    step_timeout_s: float = 3600.0,
-    place_timeout_s: float = 60.0,
+    spec: ReplicaSpec,
 ) -> tuple[list[Any], list[PlacementGroup], list[dict[str, Any]]]:
     """Load private replicas, or those of a served model, or raise and leave none.
 
     Returns:
         The actors, their reservations and their descriptions.
     """
-    options = dict(engine_opts or {})
-    spec = ReplicaSpec(
-        *(engine, model, options, name, replicas, driver_timeout_s, step_timeout_s, limits)
-    )
-    actors, groups = cluster.start_replicas(
-        spec, resources, max_restarts=max_restarts, place_timeout_s=place_timeout_s
-    )
+    actors, groups = cluster.start_replicas(spec)
     try:
-        return actors, groups, wait_until_loaded(actors, load_timeout_s)
+        return actors, groups, wait_until_loaded(actors, spec.load_timeout_s)
     except BaseException:
         for actor in actors:
             kill(actor)

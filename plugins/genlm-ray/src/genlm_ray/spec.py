@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from genlm.plugin import ModelLoadError, find_backend
 
-__all__ = ["UNLIMITED", "ReplicaSpec", "ServingLimits", "version_of", "versions"]
+__all__ = ["UNLIMITED", "ReplicaSpec", "Resources", "ServingLimits", "version_of", "versions"]
+
+Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
 
 _COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "torch", "numpy")
 """Ray itself refuses a process with another version of Ray or Python."""
@@ -84,12 +86,16 @@ class ReplicaSpec:
     Attributes:
         engine: Name of a backend.
         model: Model id or path for the backend.
-        options: Further options of the backend.
+        driver_timeout_s: Time without a message after which a driver is considered dead.
         name: Name of a served model; `""` for a private replica.
         replicas: Number of replicas of the model.
-        driver_timeout_s: Time without a message after which a driver is considered dead.
-        step_timeout_s: Maximum duration of an engine step, after which the process ends.
+        engine_opts: Further options of the backend.
+        resources: Resources of a replica; see `RayEngine`.
+        max_restarts: Maximum number of restarts of each replica; -1 for no limit.
         limits: Resource limits of each driver.
+        step_timeout_s: Maximum duration of an engine step, after which the process ends.
+        load_timeout_s: Maximum time for loading the replicas.
+        place_timeout_s: Maximum time to wait for resources of the cluster that are in use.
 
     Raises:
         TypeError: The model is an object, which cannot be sent.
@@ -99,12 +105,16 @@ class ReplicaSpec:
 
     engine: str
     model: str
-    options: Mapping[str, Any]
-    name: str
-    replicas: int
     driver_timeout_s: float
-    step_timeout_s: float = 3600.0
+    name: str = ""
+    replicas: int = 2
+    engine_opts: Mapping[str, Any] | None = None
+    resources: Resources | None = None
+    max_restarts: int = 3
     limits: ServingLimits = UNLIMITED
+    step_timeout_s: float = 3600.0
+    load_timeout_s: float = 1800.0
+    place_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
-import torch
 
 from genlm import AdapterError, ModelLoadError
 from genlm.plugin import (
@@ -36,7 +33,7 @@ def _run(main, **changes):
     async def run():
         served = Replica(dataclasses.replace(SPEC, **changes))
         try:
-            await main(served, (await served._wait_until_loaded()).engine.engine)
+            await main(served, served._shared.engine.engine)
         finally:
             if served._supervisor is not None:
                 served._supervisor.cancel()
@@ -52,40 +49,6 @@ def _request(*prompts, first=0):
 
 def _answers(response):
     return wire.TRANSPORT.unpack_completions(response[0])
-
-
-def test_answers_that_could_not_be_packed_are_sent_with_the_next_message(monkeypatch):
-    packed = wire.TRANSPORT.pack_completions
-
-    def broken(*arguments):
-        monkeypatch.setattr(wire.TRANSPORT, "pack_completions", packed)
-        raise RuntimeError("no memory")
-
-    async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
-        monkeypatch.setattr(wire.TRANSPORT, "pack_completions", broken)
-        with pytest.raises(RuntimeError, match="no memory"):
-            await served.exchange("session", _request((1, 2), (3, 4)))
-        completions = []
-        while len(completions) < 2:
-            response = await served.exchange("session", wire.ReplicaRequest())
-            received = _answers(response)
-            assert received
-            completions += received
-        assert sorted(item.query_id for item in completions) == [0, 1]
-        assert all(torch.is_tensor(item.result) for item in completions)
-
-    _run(main)
-
-
-def test_statistics_that_cannot_be_pickled_cost_no_answer():
-    async def main(served, engine):
-        engine.statistics = lambda: {"lock": threading.Lock(), "rows": 3}
-        await served.attach("driver", "session", {}, [])
-        response = await served.exchange("session", _request((1, 2)))
-        assert response[1] == {"rows": 3}
-
-    _run(main)
 
 
 def test_a_program_may_have_so_many_queries_and_the_rest_is_refused():
@@ -211,32 +174,6 @@ def test_prefixes_of_an_adapter_of_the_engine_are_freed():
         assert recorded.prefixes == []
 
     _run(main)
-
-
-def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(monkeypatch):
-    may_load = threading.Event()
-    build = Replica._build
-
-    def slow(self):
-        assert may_load.wait(60)
-        return build(self)
-
-    monkeypatch.setattr(Replica, "_build", slow)
-
-    async def run():
-        served = Replica(SPEC)
-        attaching = asyncio.create_task(served.attach("driver", "session", {}, []))
-        await asyncio.sleep(0)
-        attaching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await attaching
-        may_load.set()
-        description = await served.attach("other", "another", {}, [])
-        assert description["max_context"] == served._shared.engine.max_context
-        served._supervisor.cancel()
-        served._shared.scheduler.close()
-
-    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_contexts_are_released_although_the_queries_of_the_message_are_refused(monkeypatch):

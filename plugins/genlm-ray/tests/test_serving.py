@@ -161,8 +161,8 @@ class Hanging(replica.Replica):
     """A replica whose steps hang, with the GIL (`"PyDLL"`) or without it (`"CDLL"`)."""
 
     def __init__(self, spec, library):
-        super().__init__(spec)
         self.library = library
+        super().__init__(spec)
 
     def _build(self):
         engine = super()._build()
@@ -399,7 +399,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     async def main():
         spec = ReplicaSpec("reference", "demo", driver_timeout_s=0.2)
         served = replica.Replica(spec)
-        engine = (await served._wait_until_loaded()).engine.engine
+        engine = served._shared.engine.engine
 
         def refuse(*_):
             raise RuntimeError("no")
@@ -409,8 +409,8 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
         engine.remove_adapter = engine.statistics = refuse
         for driver in ("second", "third"):  # one ends, and the next one ends too
             description = await served.attach(driver, driver, {}, [])
-            assert description["statistics"]
-            assert (await served.exchange(driver, ReplicaRequest()))[1]
+            assert description["statistics"] == {}
+            assert (await served.exchange(driver, ReplicaRequest()))[1] == {}
             while served._sessions:
                 await asyncio.sleep(0.02)
         assert await served.configure("third", {"poet": str(tmp_path)}, []) is False

@@ -10,7 +10,6 @@ they may abort queries that arrive later.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import gc
 import logging
 import operator
@@ -47,6 +46,9 @@ logger = logging.getLogger("genlm.ray")
 class Replica:
     """An engine and the drivers that use it.
 
+    The constructor loads the engine. If it cannot, calls raise the error: Ray would send the
+    error of a constructor only as text.
+
     Args:
         spec: Load options.
     """
@@ -56,14 +58,20 @@ class Replica:
         self._sessions: dict[str, Session] = {}
         self._started_s = time.time()
         self._answered = 0
-        self._last_statistics: dict[str, Any] = {}
         self._supervisor: asyncio.Task[None] | None = None
         # Held while adapters and prefixes are loaded and freed: the next session of a driver
         # waits until those of its last session are freed.
         self._loading = asyncio.Lock()
-        loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
-        self._engine_future = loading.submit(SharedEngine, self._build, spec.step_timeout_s)
-        loading.shutdown(wait=False)
+        self._load_error: Exception | None = None
+        try:
+            self._engine = SharedEngine(self._build, spec.step_timeout_s)
+        except GenlmError as error:
+            self._load_error = picklable_error(error)
+        except BaseException as error:  # noqa: BLE001 - raised in the driver
+            self._load_error = ModelLoadError(
+                f"loading {spec.model!r} with {spec.engine!r} in a replica raised "
+                f"{describe_error(error)}"
+            )
 
     def _build(self) -> Engine:
         spec = self._spec
@@ -73,8 +81,14 @@ class Replica:
 
     @property
     def _shared(self) -> SharedEngine:
-        """The engine; available when it is loaded."""
-        return self._engine_future.result()
+        """The engine.
+
+        Raises:
+            GenlmError: The engine could not be loaded.
+        """
+        if self._load_error is not None:
+            raise self._load_error
+        return self._engine
 
     # -- calls of drivers -------------------------------------------------------------
 
@@ -91,7 +105,7 @@ class Replica:
             GenlmError: The engine, an adapter or a prefix could not be loaded, or the replica
                 has its maximum number of drivers.
         """
-        shared = await self._wait_until_loaded()
+        shared = self._shared
         engine = shared.engine
         earlier = [name for name, other in self._sessions.items() if other.driver == driver]
         for name in earlier:
@@ -132,12 +146,10 @@ class Replica:
         while state is not None and session in self._sessions:
             if state.finished or not state.unanswered:
                 self._exit_if_engine_ended()
-                finished = state.finished
-                size = self._shared.engine.vocabulary.size
-                packed = TRANSPORT.pack_completions(finished, size)
-                state.finished = state.finished[len(finished) :]  # not if packing raised
+                finished, state.finished = state.finished, []
                 self._answered += len(finished)
-                return packed, self._statistics()
+                size = self._shared.engine.vocabulary.size
+                return TRANSPORT.pack_completions(finished, size), self._statistics()
             state.changed.clear()
             await state.changed.wait()
         return None
@@ -188,7 +200,7 @@ class Replica:
 
     async def describe(self) -> dict[str, Any]:
         """Return the description of the loaded model for `genlm serve --status`."""
-        await self._wait_until_loaded()
+        statistics = self._statistics()
         return {
             "name": self._spec.name,
             "engine": self._spec.engine,
@@ -200,28 +212,14 @@ class Replica:
             "seconds": time.time() - self._started_s,
             "drivers": {name: state.unanswered for name, state in self._sessions.items()},
             "answered": self._answered,
-            "statistics": self._statistics(),
+            "statistics": statistics,
         }
 
     async def versions(self) -> dict[str, str | None]:
-        """Return the versions in this process, also before the model is loaded."""
+        """Return the versions in this process, also if the model could not be loaded."""
         return versions(self._spec.engine)
 
     # -- the engine -------------------------------------------------------------------
-
-    async def _wait_until_loaded(self) -> SharedEngine:
-        try:
-            # A driver that disconnects must not cancel loading.
-            return await asyncio.shield(asyncio.wrap_future(self._engine_future))
-        except asyncio.CancelledError:
-            raise
-        except GenlmError as error:
-            raise picklable_error(error) from None
-        except BaseException as error:  # noqa: BLE001 - raised in the driver
-            raise ModelLoadError(
-                f"loading {self._spec.model!r} with {self._spec.engine!r} in a replica raised "
-                f"{describe_error(error)}"
-            ) from None
 
     async def _call_engine(self, method: str, *arguments: Any) -> None:
         """Call a method of the engine on its thread."""
@@ -232,18 +230,13 @@ class Replica:
             raise picklable_error(error) from None
 
     def _statistics(self) -> dict[str, Any]:
-        """Return the engine's statistics, or their last values if the engine raises."""
+        """Return the engine's statistics, none if the engine raises."""
+        scheduler = self._shared.scheduler
         try:
-            statistics = self._shared.scheduler.engine_statistics()
-            # A value that cannot be pickled would prevent sending the results of the message.
-            self._last_statistics = {
-                name: value
-                for name, value in statistics.items()
-                if isinstance(value, (int, float, str))
-            }
+            return dict(scheduler.engine_statistics())
         except Exception:
             logger.exception("the engine's statistics raised")
-        return self._last_statistics
+            return {}
 
     async def _load(
         self, state: Session, adapters: Mapping[str, str], prefixes: Collection[Prefix]

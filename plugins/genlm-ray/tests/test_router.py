@@ -147,20 +147,21 @@ def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request():
     router = client.router
     queries = batch(client, 0, 30)
     router.submit(queries)
-    assert [routed.later for routed in router.take({0: 10})[0]] == [0, *range(9)]
+    assert [routed.turn for routed in router.take({0: 10})[0]] == list(range(10))
     later = batch(client, 100, 2)
     router.submit(later)
     sent = router.take({0: 4})[0]
     assert [routed.query for routed in sent] == [*later, *queries[10:12]]
-    assert [routed.later for routed in sent] == [0, 1, 9, 10]
+    assert router.turn == 1  # the first query is unanswered
+    assert [routed.turn for routed in sent] == [1, 2, 10, 11]
     for query in queries[:10]:  # the replica computes the turns of what it has
         assert router.finish(query.query_id, 0)
     [routed] = router.take({0: 1})[0]
-    assert (routed.query, routed.later) == (queries[12], 10)
+    assert (routed.query, routed.turn, router.turn) == (queries[12], 12, 2)
     assert router.finish(later[0].query_id, 0)
     assert router.finish(later[1].query_id, 0)
     [routed] = router.take({0: 1})[0]
-    assert (routed.query, routed.later) == (queries[13], 2)
+    assert (routed.query, routed.turn, router.turn) == (queries[13], 13, 11)
 
 
 def test_queries_are_sent_although_later_requests_fill_a_replica():

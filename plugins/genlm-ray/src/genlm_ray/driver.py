@@ -174,7 +174,7 @@ class Driver:
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
         """Send queries, or none, and receive completions."""
-        session, request = link.session, link.pack_request(routed)
+        session, request = link.session, link.pack_request(routed, self.router.turn)
         link.calls += 1
         try:
             try:
@@ -366,7 +366,7 @@ class Driver:
         """Ping a replica until its session is lost; return the reason."""
         while not link.lost.done():
             ping = asyncio.ensure_future(
-                link.call("notify", link.session, link.pack_request([]))
+                link.call("notify", link.session, link.pack_request([], self.router.turn))
             )
             await asyncio.wait(
                 [ping, link.lost],

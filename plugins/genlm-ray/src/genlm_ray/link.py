@@ -91,16 +91,22 @@ class ReplicaLink:
         self.engine_statistics = description["statistics"]
         self.session = session
 
-    def pack_request(self, queries: Sequence[RoutedQuery]) -> ReplicaRequest:
-        """Pack queries, aborts, dropped generations and released contexts into a message."""
+    def pack_request(self, queries: Sequence[RoutedQuery], turn: int) -> ReplicaRequest:
+        """Pack queries, aborts, dropped generations and released contexts into a message.
+
+        Args:
+            queries: The queries.
+            turn: The program's current turn.
+        """
         request = ReplicaRequest(
             pack_queries(
                 [item.query for item in queries if isinstance(item.query, Query)],
-                [item.later for item in queries if isinstance(item.query, Query)],
+                [item.turn for item in queries if isinstance(item.query, Query)],
             ),
             [self._pack_group(item) for item in queries if isinstance(item.query, GroupQuery)],
             self.aborted,
             [self.dropped.popleft() for _ in range(len(self.dropped))],
+            turn=turn,
         )
         self.aborted = []
         if self.released:

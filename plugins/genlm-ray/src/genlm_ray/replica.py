@@ -300,7 +300,7 @@ class Replica:
         for number in message.dropped:
             state.generations.drop(number)
         try:
-            state.submit(self._unpack(state, message))
+            state.submit(self._unpack(state, message), message.turn)
         finally:
             if message.released is not None:
                 names, sequences = message.released

@@ -94,7 +94,6 @@ class RoutedQuery:
         parent: The longest known prefix of the context; None if there is none.
         replica: The assigned replica, -1 while the query waits.
         cost: The query's share of the replica's work.
-        later: Number of turns after which the replica should compute the query.
         placed: State of the population's generation after the query.
         sampled: State of the generation of the result.
     """
@@ -106,7 +105,6 @@ class RoutedQuery:
     parent: Context | None
     replica: int = -1
     cost: float = 0.0
-    later: int = 0
     placed: PlacedGeneration | None = None
     sampled: PlacedGeneration | None = None
 
@@ -144,6 +142,11 @@ class Router:
         self._work_heap: list[tuple[float, int]] = []  # may contain outdated items
         self._budget_used = 0
         self.tokens_requested = self.tokens_recomputed = 0
+
+    @property
+    def turn(self) -> int:
+        """The current turn (`Turns.current`)."""
+        return self._turns.current
 
     # -- replicas ---------------------------------------------------------------------
 
@@ -358,7 +361,6 @@ class Router:
     def _assign(self, routed: RoutedQuery, replica: int) -> None:
         parent, context = routed.parent, routed.context
         routed.replica = replica
-        routed.later = max(0, routed.turn - self._turns.current)
         while context is not None and replica not in context.replicas:
             context.replicas[replica] = None
             context = context.fork

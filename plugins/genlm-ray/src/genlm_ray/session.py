@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import faulthandler
 import functools
-import heapq
 import itertools
 import math
 from collections import OrderedDict
@@ -29,7 +28,6 @@ from genlm.plugin import (
     Query,
     Reduced,
     Scheduler,
-    Turns,
     call_each,
     with_groups,
 )
@@ -98,9 +96,6 @@ class SharedEngine:
         if len(self._busy) > 1:
             room = SHARED_ROWS - sum(len(other.running) for other in self._busy)
         waiting_sessions = [other for other in self._busy if other.waiting]
-        if room > 0:
-            for other in waiting_sessions:
-                other.begin_step()
         while waiting_sessions and room > 0:
             first = min(waiting_sessions, key=lambda other: other.rows)
             first.submit_next()
@@ -124,7 +119,8 @@ class Session:
         finished: Completions that were not sent yet.
         changed: Set when a message to the driver may be due.
         seen_s: `time.monotonic()` of the driver's last call; infinite while it attaches.
-        waiting: Queries that were not submitted to the engine's scheduler, by id.
+        waiting: Queries that were not submitted to the engine's scheduler, with their turns, by
+            id, in the order of the turns.
         running: Queries that were submitted.
         rows: Number of rows computed for the session; at least the minimum of the other
             sessions when it became busy.
@@ -138,13 +134,10 @@ class Session:
         self.finished: list[Completion] = []
         self.changed = asyncio.Event()
         self.seen_s = math.inf
-        self.waiting: dict[int, AnyQuery] = {}
+        self.waiting: dict[int, tuple[int, AnyQuery]] = {}
         self.running: Running = {}
         self.rows = 0
-        self._turns = Turns()
-        # Turns and ids of waiting queries, also of some that were aborted; a heap.
-        self._order: list[tuple[int, int, int]] = []
-        self._numbers = itertools.count()
+        self._turn = 0
         self._aborted_early: OrderedDict[int, None] = OrderedDict()
         self._shared = shared
         self._reduction_s = reduction_s
@@ -157,16 +150,21 @@ class Session:
         """Number of the driver's unfinished queries."""
         return len(self.waiting) + len(self.running) + len(self._running_reductions)
 
-    def submit(self, queries: Sequence[AnyQuery]) -> None:
-        """Accept queries."""
+    def submit(self, queries: Sequence[AnyQuery], turn: int = 0) -> None:
+        """Accept queries.
+
+        Args:
+            queries: The queries; `Query.turn` is the turn in the program.
+            turn: The program's current turn, which is that of queries of populations.
+        """
+        self._turn = max(self._turn, turn)
         for query in queries:
             if has_client_code(query):
                 self._reduce(query)
             else:
-                turn = query.turn if isinstance(query, Query) else 0
-                item = self._turns.current + turn, next(self._numbers), query.query_id
-                heapq.heappush(self._order, item)
-                self.waiting[query.query_id] = query
+                query_turn = query.turn if isinstance(query, Query) else turn
+                self.waiting[query.query_id] = query_turn, query
+        self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1][0]))
         self._shared.submit_waiting(self)
 
     def abort(self, query_ids: Sequence[int]) -> None:
@@ -195,20 +193,9 @@ class Session:
             self._timeout_task.cancel()
         self._reducer = None  # ends its thread
 
-    def begin_step(self) -> None:
-        """Update the current turn before waiting queries, at least one, are submitted."""
-        while self._order[0][2] not in self.waiting:
-            heapq.heappop(self._order)
-        self._turns.begin_step(self._order[0][0])
-
     def submit_next(self) -> None:
         """Submit the first waiting query to the scheduler."""
-        query = None
-        while query is None:
-            turn, _, query_id = heapq.heappop(self._order)
-            query = self.waiting.pop(query_id, None)
-        if isinstance(query, Query):
-            query.turn = max(0, turn - self._turns.current)
+        _, query = self.waiting.pop(next(iter(self.waiting)))
         self._start(query, self._shared.scheduler, self._shared.next_id(), self.running)
 
     def _start(
@@ -216,6 +203,8 @@ class Session:
     ) -> None:
         """Submit a query to a scheduler under the scheduler's id of it."""
         self.rows += row_count(query)
+        if isinstance(query, Query):
+            query.turn = max(0, query.turn - self._turn)
         try:
             request = scheduler.submit(_submissions(query, scheduler_id))
         except EngineError as error:  # the engine's thread has ended

@@ -58,7 +58,7 @@ class PackedQueries(NamedTuple):
         sequences: Their sequences.
         adapters: `Query.adapter`.
         targets: `Query.targets`.
-        turns: `Query.turn`.
+        turns: Their turns in the program.
         counts: Number of outputs of each query.
         outputs: The packed outputs of all queries.
     """
@@ -268,6 +268,7 @@ class ReplicaRequest:
         aborted: Ids of queries to drop.
         dropped: Numbers of generations that later messages do not use.
         released: Sequences whose state the engine may drop, and their adapters.
+        turn: The program's current turn, which is that of `groups`.
     """
 
     queries: PackedQueries = field(default_factory=lambda: pack_queries(()))
@@ -275,6 +276,7 @@ class ReplicaRequest:
     aborted: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     released: tuple[list[str | None], PackedSequences] | None = None
+    turn: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray's pickler calls Python code for each object of a class, `pickle` does not.

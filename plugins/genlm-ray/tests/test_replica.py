@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 
 import numpy as np
 import pytest
@@ -49,27 +50,6 @@ def _request(*prompts, first=0):
 
 def _answers(response):
     return wire.TRANSPORT.unpack_completions(response[0])
-
-
-def test_a_program_may_have_so_many_queries_and_the_rest_is_refused():
-    async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
-
-        async def answered(*prompts):
-            completions = _answers(await served.exchange("session", _request(*prompts)))
-            while len(completions) < len(prompts):
-                response = await served.exchange("session", wire.ReplicaRequest())
-                completions += _answers(response)
-            return len(completions)
-
-        with pytest.raises(
-            EvaluationError, match=r"at most 3 pending queries .*ServingLimits.pending_queries"
-        ):
-            await answered((1,), (2,), (3,), (4,))
-        assert await answered((5,), (6,), (7,)) == 3
-        assert await answered((8,), (9,)) == 2
-
-    _run(main, limits=ServingLimits(pending_queries=3))
 
 
 def test_a_program_may_have_so_many_sequences_of_populations():
@@ -176,39 +156,64 @@ def test_prefixes_of_an_adapter_of_the_engine_are_freed():
     _run(main)
 
 
+def _group_request(number, generation, base=None):
+    places = np.arange(len(generation.lineage))
+    group = GroupQuery(number, generation, places, places, Rows())
+    return ReplicaRequest(groups=[wire.pack_group(group, base)])
+
+
 def test_contexts_are_released_although_the_queries_of_the_message_are_refused(monkeypatch):
     async def main(served, _engine):
         await served.attach("driver", "session", {}, [])
         released = []
         monkeypatch.setattr(served._shared.scheduler, "release", released.append)
         context = TokenSequence.of([1, 2])
-        message = _request([1], [2])
+        message = _group_request(0, Generation(Lineage.of_sequences([context, context])))
         message.released = [None], pack_sequences([context])
-        with pytest.raises(EvaluationError, match="at most 1 pending queries"):
+        with pytest.raises(EvaluationError, match="at most 1 sequences"):
             await served.exchange("session", message)
         assert released == [[(None, context.key)]]
 
-    _run(main, limits=ServingLimits(pending_queries=1))
+    _run(main, limits=ServingLimits(sequences=1))
 
 
-def test_an_abort_may_overtake_its_query():
+def test_a_message_may_arrive_after_the_generations_of_its_aborted_queries_are_dropped():
     """Ray starts a small message before a large one that was sent earlier."""
 
     async def main(served, _engine):
         await served.attach("driver", "session", {}, [])
-        overtaking = ReplicaRequest()
-        overtaking.aborted = overtaking.dropped = [0, 9]
-        await served.notify("session", overtaking)
-        generation = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
-        places = np.arange(1)
-        group = GroupQuery(9, generation, places, places, Rows())
-        message = _request([1], [2])
-        message.groups = [wire.pack_group(group, None)]
+        first = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
+        await served.exchange("session", _group_request(9, first))
+        first.keep(wire.PlacedGeneration(0, 9, deque()))
+        lineage, _ = first.lineage.extended(np.arange(1), np.arange(1))
+        message = _group_request(10, Generation(lineage, first), first)
+        message.queries = _request([1], [2]).queries
+        await served.notify("session", ReplicaRequest(aborted=[0, 10], dropped=[9]))
         await served.notify("session", message)
         session = served._sessions["session"]
         assert session.generations.sequences == 0
-        assert [*session.waiting, *session.running] == [1]
-        response = await served.exchange("session", ReplicaRequest())
-        assert [query_id for query_id, *_ in _answers(response)] == [1]
+        answered = set()
+        while session.unanswered or session.finished:
+            answers = _answers(await served.exchange("session", ReplicaRequest()))
+            answered |= {query_id for query_id, *_ in answers}
+        assert answered == {0, 1}  # the driver ignores the first, which it has aborted
+
+    _run(main)
+
+
+def test_generations_of_aborted_and_of_failed_queries_are_dropped():
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+        generations = served._sessions["session"].generations
+        generation = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
+        await served.notify("session", _group_request(1, generation))
+        assert generations.sequences == 1
+        await served.notify("session", ReplicaRequest(aborted=[1]))
+        assert generations.sequences == 0
+        [packed] = _group_request(2, generation).groups
+        generations.group(packed, None, None)
+        assert generations.sequences == 1
+        generations.finish(2, RuntimeError())
+        assert generations.sequences == 0
 
     _run(main)

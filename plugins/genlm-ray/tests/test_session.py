@@ -122,7 +122,7 @@ def test_a_driver_with_few_queries_does_not_wait_for_one_with_many():
 
 @pytest.mark.parametrize("has_company", [False, True])
 def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request(has_company):
-    """The session of another driver has many queries or none, so that few or all are submitted."""
+    """If the session of another driver has queries, few are submitted, otherwise all."""
     gate, entered = threading.Event(), threading.Event()
     batches: list[list[tuple[int, ...]]] = []
 

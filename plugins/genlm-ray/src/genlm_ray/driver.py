@@ -236,20 +236,23 @@ class Driver:
 
     def _finish(self, link: ReplicaLink, completions: Sequence[Completion]) -> None:
         """Pass on the completions of queries that no other replica has."""
-        finished = [self._complete(completion, link.number) for completion in completions]
+        finished = [self._complete(completion, link) for completion in completions]
         self._on_finished([completion for completion in finished if completion is not None])
 
-    def _complete(self, completion: Completion, number: int) -> Completion | None:
-        """Remove a query and return its completion, None if another replica has the query."""
-        routed = self.router.finish(completion.query_id, number)
+    def _complete(self, completion: Completion, link: ReplicaLink) -> Completion | None:
+        """Remove a query and return its completion, None if it was aborted or reassigned."""
+        query_id, result = completion.query_id, completion.result
+        routed = self.router.finish(query_id, link.number)
         if routed is None:
+            link.dropped += (query_id, ~query_id)  # generations of an aborted query
             return None
-        group, result = routed.query, completion.result
+        group = routed.query
         if isinstance(group, GroupQuery) and completion.error is None:
-            if routed.placed is not None and group.generation.state is None:
-                group.generation.keep(routed.placed)
-            if isinstance(result, SampledGroup) and routed.sampled is not None:
-                sample = place_sample(group, result, routed.sampled)
+            state = link.place(query_id)
+            if group.generation.state is None:
+                group.generation.keep(state)  # otherwise its deletion drops what was sent twice
+            if isinstance(result, SampledGroup):
+                sample = place_sample(group, result, link.place(~query_id))
                 return completion._replace(result=sample)
         return completion
 

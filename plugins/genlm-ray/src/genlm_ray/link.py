@@ -116,18 +116,18 @@ class ReplicaLink:
         return request
 
     def _pack_group(self, routed: RoutedQuery) -> PackedGroup:
-        """Pack a group query. A replica that has responded has the query's generations."""
+        """Pack a group query with the part of its generation that the replica does not have."""
         group = routed.query
         assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
         base = group.generation.with_state()
         state = None if base is None else base.state
         if not isinstance(state, PlacedGeneration) or state.replica != self.number:
             base = None
-        if base is not group.generation and routed.placed is None:
-            routed.placed = PlacedGeneration(self.number, group.query_id, self.dropped)
-        if group.sampling is not None and routed.sampled is None:
-            routed.sampled = PlacedGeneration(self.number, ~group.query_id, self.dropped)
         return pack_group(group, base)
+
+    def place(self, query_id: int) -> PlacedGeneration:
+        """Return the state of a generation that the replica has stored under a number."""
+        return PlacedGeneration(self.number, query_id, self.dropped)
 
     def mark_lost(self, error: BaseException) -> None:
         """Make the replica's task end the session."""

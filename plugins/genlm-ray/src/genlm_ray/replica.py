@@ -3,8 +3,7 @@
 Its methods run on the actor's event loop, not on the engine's thread, so that the replica
 responds while the engine steps. Its process ends when a step takes too long or the engine's
 thread has ended, and Ray starts a new process. Ray starts the calls of an asynchronous actor in
-any order; therefore messages refer only to state that the replica has acknowledged, except that
-they may abort queries that arrive later.
+any order; therefore messages refer only to state that the replica has acknowledged.
 """
 
 from __future__ import annotations
@@ -313,12 +312,10 @@ class Replica:
 
     def _unpack(self, state: Session, message: ReplicaRequest) -> list[AnyQuery]:
         """Return the queries of a message, if they are within the driver's limits."""
-        groups, added = message.groups, len(message.queries.query_ids) + len(message.groups)
+        groups = message.groups
         sequences = sum(group.size for group in groups)
-        pending = state.unanswered + len(state.finished)
         self._spec.limits.check(
             EvaluationError,
-            pending_queries=pending + added if added else 0,
             sequences=state.generations.sequences + sequences if sequences else 0,
         )
         queries: list[AnyQuery] = [
@@ -326,13 +323,12 @@ class Replica:
             if query.adapter is None
             else query.replace(adapter=self._engine_adapter_name(state, query.adapter))
             for query in unpack_queries(message.queries)
-            if not state.was_aborted(query.query_id)
         ]
-        for group in groups:
-            if state.was_aborted(group.query.query_id):
-                continue
-            adapter = self._engine_adapter_name(state, group.query.adapter)
-            queries.append(state.generations.group(group, adapter, self._shared.lease))
+        for packed in groups:
+            adapter = self._engine_adapter_name(state, packed.query.adapter)
+            group = state.generations.group(packed, adapter, self._shared.lease)
+            if group is not None:
+                queries.append(group)
         return queries
 
     async def _supervise(self) -> None:

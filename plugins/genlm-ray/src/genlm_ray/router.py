@@ -94,8 +94,6 @@ class RoutedQuery:
         parent: The longest known prefix of the context; None if there is none.
         replica: The assigned replica, -1 while the query waits.
         cost: The query's share of the replica's work.
-        placed: State of the population's generation after the query.
-        sampled: State of the generation of the result.
     """
 
     query: AnyQuery
@@ -105,8 +103,6 @@ class RoutedQuery:
     parent: Context | None
     replica: int = -1
     cost: float = 0.0
-    placed: PlacedGeneration | None = None
-    sampled: PlacedGeneration | None = None
 
 
 def row_count(query: AnyQuery) -> int:
@@ -159,7 +155,7 @@ class Router:
         del self.work[replica], self.in_flight[replica]
         requeued = [routed for routed in self._sent.values() if routed.replica == replica]
         for routed in requeued:
-            routed.replica, routed.placed, routed.sampled = -1, None, None
+            routed.replica = -1
             del self._sent[routed.query.query_id]
         self._enqueue(requeued)
 

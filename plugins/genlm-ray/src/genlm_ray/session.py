@@ -14,7 +14,6 @@ import faulthandler
 import functools
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,9 +38,6 @@ __all__ = ["Prefix", "Session", "SharedEngine"]
 
 Prefix = tuple[tuple[int, ...], str | None]
 """Token ids and the driver's name of the adapter."""
-
-_MAX_EARLY_ABORTS = 2**14
-"""Maximum number of aborted queries that a session remembers because they may arrive later."""
 
 Running = dict[int, Callable[[], None]]
 """Functions that abort queries, by the driver's query ids."""
@@ -138,7 +134,6 @@ class Session:
         self.running: Running = {}
         self.rows = 0
         self._turn = 0
-        self._aborted_early: OrderedDict[int, None] = OrderedDict()
         self._shared = shared
         self._reduction_s = reduction_s
         self._reducer: Scheduler[Any] | None = None  # of user-defined reductions
@@ -168,23 +163,15 @@ class Session:
         self._shared.submit_waiting(self)
 
     def abort(self, query_ids: Sequence[int]) -> None:
-        """Drop queries, also those that arrive later: Ray may start calls in another order."""
+        """Drop queries. A query that arrives later is computed, and its result is ignored."""
         for query_id in query_ids:
+            self.waiting.pop(query_id, None)
             for running in (self.running, self._running_reductions):
                 if query_id in running:
                     running.pop(query_id)()
-                    break
-            else:
-                if self.waiting.pop(query_id, None) is None:
-                    self._aborted_early[query_id] = None
-        while len(self._aborted_early) > _MAX_EARLY_ABORTS:
-            self._aborted_early.popitem(last=False)
+            self.generations.drop(query_id)
         self._shared.submit_waiting(self)
         self.changed.set()  # otherwise a poll without queries would not return
-
-    def was_aborted(self, query_id: int) -> bool:
-        """Whether a query that arrives was aborted by an earlier message."""
-        return self._aborted_early.pop(query_id, self) is None
 
     def end(self) -> None:
         """Drop all queries and end the session's task and thread."""

@@ -138,9 +138,9 @@ class PlacedGeneration:
     """State of a generation in the driver: its replica, and its number in that replica.
 
     The number is the id of the query with which the generation was sent, or `~id` for the
-    generation of the result of a query with `sampling`. The state is deleted on any thread,
-    with the last population that refers to it. The number is then appended to `dropped`, whose
-    `append` is atomic.
+    generation of the result of a query with `sampling`. The state exists when the query is
+    completed. It is deleted on any thread, with the last population that refers to it. The
+    number is then appended to `dropped`, whose `append` is atomic.
     """
 
     __slots__ = ("_dropped", "number", "replica")
@@ -202,17 +202,19 @@ class Generations:
         self._by_number: dict[int, tuple[Generation, int]] = {}
         self.sequences = 0
 
-    def group(self, packed: PackedGroup, adapter: str | None, lease: Any) -> GroupQuery:
-        """Unpack the query of a population.
+    def group(self, packed: PackedGroup, adapter: str | None, lease: Any) -> GroupQuery | None:
+        """Unpack the query of a population, and store its generation if it is new.
 
         Args:
             packed: The query.
             adapter: The engine's name of its adapter.
             lease: `GroupQuery.lease` of the query.
 
-        Raises:
-            KeyError: A generation is unknown.
+        Returns:
+            None if `packed.base` was dropped, as the query was aborted, by a later message.
         """
+        if packed.base is not None and packed.base not in self._by_number:
+            return None
         if packed.number != packed.base:
             self._add(packed.number, self._unpack_generation(packed), packed.size)
         [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
@@ -226,7 +228,12 @@ class Generations:
         )
 
     def finish(self, query_id: int, result: Any) -> Any:
-        """Store the generation of a sample; return a query's result without it."""
+        """Store the generation of a sample; return a query's result without it.
+
+        The generation of a failed query is dropped.
+        """
+        if isinstance(result, Exception):
+            self.drop(query_id)
         if not isinstance(result, SampledGroup):
             return result
         self._add(~query_id, result.generation, result.token_ids.numel())

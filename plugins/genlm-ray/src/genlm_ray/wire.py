@@ -8,7 +8,6 @@ one numpy array, which Ray stores and maps without copying.
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -284,12 +283,3 @@ class ReplicaRequest:
     dropped: list[int] = field(default_factory=list)
     released: tuple[list[str | None], PackedSequences] | None = None
     turn: int = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ray's pickler calls Python code for each object of a class, `pickle` does not.
-        columns = pickle.dumps(tuple(vars(self).values()), pickle.HIGHEST_PROTOCOL)
-        return _load_request, (columns,)
-
-
-def _load_request(columns: bytes) -> ReplicaRequest:
-    return ReplicaRequest(*pickle.loads(columns))  # noqa: S301 - Ray pickles messages too

@@ -10,14 +10,11 @@ import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private.node import Node
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -135,29 +132,12 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
                 logger.warning("starting a Ray cluster failed, trying again: %s", error)
                 continue
             action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
-            if _is_unauthenticated(error):
-                raise ModelLoadError(
-                    f"cannot {action}: it refused the authentication token of this process, or "
-                    f"this process sent none. Ray sends it to an address only with "
-                    f"RAY_AUTH_MODE=token: set this variable, and copy the token of the "
-                    f"cluster's head (~/.ray/auth_token) to this machine"
-                ) from error
+            # The text of the cause of a `ConnectionError` ends with the first error.
+            reason = describe_error(error.__cause__ or error).splitlines()[-1]
             raise ModelLoadError(
-                f"cannot {action}: {describe_error(error)}. `ray start --head` starts "
+                f"cannot {action}: {reason}. `ray start --head` starts "
                 f"a cluster on this machine; address='host:port' joins another one"
             ) from error
-
-
-def _is_unauthenticated(error: BaseException | None) -> bool:
-    """Whether a cluster refused this process because of its token.
-
-    `ray.init` raises a `ConnectionError`, whose cause has the first error as text.
-    """
-    while error is not None:
-        if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _check_head(target: str) -> None:
@@ -269,22 +249,13 @@ def _init_ray(arguments: dict[str, Any]) -> None:
         try:
             ray.init(**arguments)
         except BaseException as error:  # noqa: BLE001 - raised by `connect`
-            _end_processes(error)
             started.set_exception(error)
-            return
+            return  # Linux ends the processes that were started
         started.set_result(None)
         threading.Event().wait()
 
     threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
     started.result()
-
-
-def _end_processes(error: BaseException) -> None:
-    """End the processes that a failed `ray.init` has started."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        node = frame.f_locals.get("self")
-        if isinstance(node, Node):
-            node.kill_all_processes(check_alive=False, wait=True)
 
 
 async def until_head_is_lost() -> None:

@@ -358,22 +358,21 @@ def test_an_adapter_that_cannot_be_loaded_ends_no_replica_that_returns_meanwhile
     llm, engine, actors = in_process(replicas=2)
     [link, _] = engine.driver.links
     returns, has_begun, may_fail = (threading.Event() for _ in range(3))
-    attach = actors[0].attach.remote
-    configure = actors[1].replica.configure
+    attach, configure = (
+        getattr(actor.replica, name)
+        for actor, name in zip(actors, ("attach", "configure"), strict=True)
+    )
 
-    def attach_later(*arguments):
-        if returns.is_set():
-            return attach(*arguments)
-        failed = concurrent.futures.Future()
-        failed.set_exception(ray.exceptions.ActorUnavailableError("Ray starts it", None))
-        return types.SimpleNamespace(future=lambda: failed)
+    async def attach_later(*arguments):  # Ray starts it
+        assert await asyncio.to_thread(returns.wait, 60)
+        return await attach(*arguments)
 
     async def configure_slowly(*arguments):
         has_begun.set()
         assert await asyncio.to_thread(may_fail.wait, 60)
         return await configure(*arguments)
 
-    actors[0].attach = types.SimpleNamespace(remote=attach_later)
+    actors[0].replica.attach = attach_later
     actors[1].replica.configure = configure_slowly
     engine.driver.schedule(link.mark_lost, ConnectionError("gone"))
     while link.session is not None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
-    ActorUnavailableError,
     ObjectStoreFullError,
     OutOfDiskError,
     RayError,
@@ -47,9 +46,6 @@ logger = logging.getLogger("genlm.ray")
 
 _PING_S = 1.0
 """Interval between pings of a replica. Pings also show the replica that its driver is alive."""
-
-_RETRY_S = 0.2
-"""Interval between attempts to reach a replica that Ray is restarting."""
 
 _MAX_CALLS = 8
 """Maximum number of unanswered messages to a replica."""
@@ -333,13 +329,9 @@ class Driver:
             async with asyncio.timeout(self._load_timeout_s):
                 while True:
                     session, configuration = uuid.uuid4().hex, self.configuration
-                    try:
-                        description: dict[str, Any] = await link.call(
-                            "attach", self._name, session, *configuration
-                        )
-                    except ActorUnavailableError:  # Ray is restarting it
-                        await asyncio.sleep(_RETRY_S)
-                        continue
+                    description: dict[str, Any] = await link.call(
+                        "attach", self._name, session, *configuration
+                    )
                     if configuration is self.configuration:
                         break
         except RayTaskError as error:

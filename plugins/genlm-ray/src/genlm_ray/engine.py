@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ray
-import ray.cloudpickle
 
 from genlm.plugin import (
     Capability,
     Completion,
-    ModelLoadError,
     UnknownAdapterError,
     Vocabulary,
 )
@@ -139,13 +137,7 @@ class RayEngine:
             raise
 
     def _describe(self, description: dict[str, Any]) -> None:
-        try:
-            self.vocabulary: Vocabulary = ray.cloudpickle.loads(description["vocabulary"])
-        except Exception as error:  # modules of tokenizers may raise any error
-            raise ModelLoadError(
-                f"the vocabulary of the replicas cannot be unpickled: {type(error).__name__}: "
-                f"{error}; install the library of its tokenizer in the replicas' version"
-            ) from error
+        self.vocabulary: Vocabulary = description["vocabulary"]
         self.max_context: int | None = description["max_context"]
         self.capabilities: frozenset[Capability] = description["capabilities"] - {
             Capability.WEIGHTS
@@ -163,11 +155,7 @@ class RayEngine:
         """Accept a query, which the next step passes to the driver.
 
         The query of a population is computed by one replica.
-
-        Raises:
-            EngineDiedError: All replicas have ended.
         """
-        self.driver.raise_if_dead()
         self._submitted.append(query)
 
     submit_group = submit
@@ -179,7 +167,7 @@ class RayEngine:
             EngineDiedError: All replicas have ended.
         """
         self._send_submitted()
-        self.driver.raise_if_dead()  # no completion would come
+        self.driver.raise_if_dead()  # otherwise it wakes the step
         completions = self._finished.get()
         while not self._finished.empty():
             completions = completions + self._finished.get()

@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-import ray.cloudpickle
 
 from genlm import EngineDiedError
 from genlm.plugin import (
@@ -91,6 +90,8 @@ class Replica:
 
     # -- calls of drivers -------------------------------------------------------------
 
+    # The call waits while Ray restarts the replica.
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def attach(
         self,
         driver: str,
@@ -121,7 +122,7 @@ class Replica:
             raise
         state.seen_s = time.monotonic()
         return {
-            "vocabulary": ray.cloudpickle.dumps(engine.vocabulary),
+            "vocabulary": engine.vocabulary,
             "max_context": engine.max_context,
             "capabilities": engine.capabilities,
             "capability_hints": dict(getattr(engine, "capability_hints", {})),

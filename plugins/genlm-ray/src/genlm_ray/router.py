@@ -13,7 +13,6 @@ therefore runs it at any scale.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
@@ -49,9 +48,6 @@ BLOCK_TOKENS = 128
 
 MAX_LOOK_BACK = 4
 """Maximum number of tokens by which a query may extend its parent, apart from whole blocks."""
-
-MAX_HOLDERS = 16
-"""Maximum number of a context's replicas that are compared for a query."""
 
 
 class Context:
@@ -135,7 +131,6 @@ class Router:
         self._sent: dict[int, RoutedQuery] = {}
         self.in_flight: Counter[int] = Counter()
         self.work: dict[int, float] = {}
-        self._work_heap: list[tuple[float, int]] = []  # may contain outdated items
         self._budget_used = 0
         self.tokens_requested = self.tokens_recomputed = 0
 
@@ -300,7 +295,7 @@ class Router:
         The siblings, all waiting queries that continue the same context, share the recomputed
         tokens.
         """
-        idlest = self._least_loaded()
+        idlest = min(self.work, key=self.work.__getitem__)
         if idlest not in room:
             idlest = min(room, key=self.work.__getitem__)
         rows = routed.cost = row_count(routed.query)
@@ -337,22 +332,12 @@ class Router:
         while context is not None:
             if preferred in context.replicas:
                 return preferred
-            holders = itertools.islice(
-                (replica for replica in context.replicas if replica in self.work), MAX_HOLDERS
-            )
+            holders = (replica for replica in context.replicas if replica in self.work)
             holder = min(holders, key=self.work.__getitem__, default=None)
             if holder is not None:
                 return holder
             context = context.fork
         return None
-
-    def _least_loaded(self) -> int:
-        if len(self._work_heap) > 16 * len(self.work) + 64:
-            self._work_heap = [(work, replica) for replica, work in self.work.items()]
-            heapq.heapify(self._work_heap)
-        while self.work.get(self._work_heap[0][1]) != self._work_heap[0][0]:
-            heapq.heappop(self._work_heap)
-        return self._work_heap[0][1]
 
     def _assign(self, routed: RoutedQuery, replica: int) -> None:
         parent, context = routed.parent, routed.context
@@ -369,4 +354,3 @@ class Router:
 
     def _set_work(self, replica: int, work: float) -> None:
         self.work[replica] = max(0.0, work)
-        heapq.heappush(self._work_heap, (self.work[replica], replica))

@@ -93,10 +93,32 @@ def test_the_methods_of_a_model_are_the_functions_over_its_vocabulary() -> None:
         assert llm.encode("a b", begin=False) == ids[1:]
         assert llm.decode(ids) == llm.decode(llm.context(ids)) == "a b"
         assert llm.decode(torch.tensor(ids), special_tokens=True) == "<|end|>a b"
+        assert llm.batch_decode([ids], special_tokens=True) == ["<|end|>a b"]
+        assert llm.decode_bytes(ids, special_tokens=True) == b"<|end|>a b"
         assert llm.decode([]) == ""
         chat = llm.encode_chat([{"role": "user", "content": "Hi"}])
         assert llm.decode(chat) == "user:Hi\nassistant:"
         assert chat[0] == vocabulary.bos_token_id
+
+
+def test_several_sequences_are_decoded_and_bytes_may_end_within_a_character() -> None:
+    vocabulary = of_bytes(None)
+    with genlm.AsyncLM(lambda: Engine(vocabulary)) as llm:
+        lists = [*map(list, ("é".encode(), b"a", "né".encode()[:2], b""))]
+        texts = ["é", "a", "n\ufffd", ""]
+        assert llm.batch_decode(lists) == llm.batch_decode(iter(lists)) == texts
+        assert [*map(llm.decode_bytes, lists)] == [*map(bytes, lists)]
+        padded = np.array([[0xC3, 0xA9], [97, -1], [ord("n"), 0xC3], [-1, -1]])
+        assert llm.batch_decode(padded) == llm.batch_decode(torch.from_numpy(padded)) == texts
+        population = llm.population(lists[:3])
+        assert llm.batch_decode(population) == llm.batch_decode([*population]) == texts[:3]
+        assert llm.decode_bytes(population[2]) == b"n\xc3"
+        assert llm.batch_decode([]) == []
+        with pytest.raises(genlm.TokenIdError, match="token id 999") as caught:
+            llm.batch_decode([[97], [999], [98, 999]])
+        assert caught.value.places == (1, 2)
+        with pytest.raises(genlm.TokenTypeError, match=r"pass \[ids\], or call decode"):
+            llm.batch_decode([97, 98])
 
 
 def test_the_separator_of_training_texts_begins_a_text() -> None:

@@ -209,7 +209,7 @@ class Particles:
     @property
     def texts(self) -> list[str]:
         """Texts of the particles after the prompt, without special tokens."""
-        return [self.llm.decode(row) for row in self.history.token_ids]
+        return self.llm.batch_decode(self.history.token_ids)
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each particle.

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from genlm.core.base.error_handling import map_batch
+from genlm.core.base.validation import checked_batch
 from genlm.core.model.context import Context
-from genlm.core.vocab.text import decode, encode, encode_chat
+from genlm.core.model.population import Population
+from genlm.core.vocab.text import decode, decode_bytes, encode, encode_chat
 
 if TYPE_CHECKING:
-    from genlm.core.model.context import TokenIds
+    from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.vocab import Token, Vocabulary
 
 __all__ = ["TextMethods"]
@@ -68,8 +71,7 @@ class TextMethods:
 
         Args:
             token_ids: Token ids as for `next_token_logprobs`; may be empty. -1 stands for no
-                token: `[llm.decode(row) for row in sampled.token_ids]` has the texts that
-                `Population.sample` returned.
+                token.
             special_tokens: Whether the text includes the names of special tokens.
 
         Raises:
@@ -78,6 +80,38 @@ class TextMethods:
         """
         ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
         return decode(self.vocabulary, ids, special_tokens=special_tokens)
+
+    def batch_decode(
+        self, token_ids_list: TokenBatch | Population, *, special_tokens: bool = False
+    ) -> list[str]:
+        """Decode several sequences; see `decode`.
+
+        Args:
+            token_ids_list: Sequences as for `decode`; a population; or an array of shape
+                `(n, k)`, such as `sampled.token_ids` of `Population.sample`.
+            special_tokens: As `decode`.
+
+        Raises:
+            GenlmError: As `decode`, for the first sequence that fails; its `places` are the
+                indices of all sequences that fail.
+        """
+        rows = checked_batch(token_ids_list, "call decode")  # type: ignore[arg-type]
+        if isinstance(rows, Population):
+            rows = rows.tokens
+        return map_batch(lambda ids: self.decode(ids, special_tokens=special_tokens), rows)
+
+    def decode_bytes(self, token_ids: TokenIds, *, special_tokens: bool = False) -> bytes:
+        """Return the exact bytes of a text; they may begin or end within a character.
+
+        Args:
+            token_ids: As `decode`.
+            special_tokens: As `decode`.
+
+        Raises:
+            GenlmError: As `decode`.
+        """
+        ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
+        return decode_bytes(self.vocabulary, ids, special_tokens=special_tokens)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_options: Any

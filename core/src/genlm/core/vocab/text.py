@@ -16,7 +16,7 @@ from genlm.core.vocab import Vocabulary
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
 
-__all__ = ["Tokenizer", "decode", "encode", "encode_chat", "search_stop"]
+__all__ = ["Tokenizer", "decode", "decode_bytes", "encode", "encode_chat", "search_stop"]
 
 
 class Tokenizer(Protocol):
@@ -82,8 +82,10 @@ def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]
     return ids if ids[:1] == [bos] else [bos, *ids]
 
 
-def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
-    """Decode token ids from the exact bytes of their tokens; see `AsyncLM.decode`."""
+def decode_bytes(
+    vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False
+) -> bytes:
+    """Return the exact bytes of token ids; see `AsyncLM.decode_bytes`."""
     # Arrays of populations are padded with -1, which stands for no token.
     ids = tuple(token for token in checked_integers(token_ids) if token != -1)
     checked_ids(ids, vocabulary.size)
@@ -93,6 +95,12 @@ def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool 
     )
     if ids and ids[0] in omitted and data.startswith(b" ") and _adds_a_space(vocabulary):
         data = data[1:]
+    return data
+
+
+def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
+    """Decode token ids from the exact bytes of their tokens; see `AsyncLM.decode`."""
+    data = decode_bytes(vocabulary, token_ids, special_tokens=special_tokens)
     return data.decode(errors="replace")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_the_cache_may_be_quantised_and_limits_apply(llama):
         assert lm.max_context == 20
         row = lm.next_token_logprobs_sync(list(range(20)))
     torch.testing.assert_close(row.double(), llama.logprobs(list(range(20))), atol=1e-2, rtol=0)
+
+
+def test_ctypes_stores_no_type_for_each_number_of_outputs(llama):
+    with AsyncLM(llama.engine) as lm:
+        lm.next_token_logprobs_sync([1])
+        before = len(ctypes._pointer_type_cache)
+        for count in range(2, 8):
+            lm.batch_next_token_logprobs_sync([[count, i] for i in range(count)])
+        assert len(ctypes._pointer_type_cache) == before
 
 
 def test_folders_without_one_adapter_are_refused(llama, tmp_path):

@@ -225,9 +225,9 @@ class LlamaContext:
         address = self._llama.llama_get_logits(self._context)
         if not address:
             raise EvaluationError(f"llama.cpp returned no logits: {recent_messages()}")
-        shape = (len(part.outputs), self.n_logits)
-        logits = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(logits, shape)
+        # `np.ctypeslib.as_array` of a pointer would store a type for each number of outputs.
+        logits = (ctypes.c_float * (len(part.outputs) * self.n_logits)).from_address(address)
+        return np.frombuffer(memoryview(logits), np.float32).reshape(-1, self.n_logits)
 
     # -- adapters ---------------------------------------------------------------------
 

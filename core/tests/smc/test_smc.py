@@ -517,6 +517,37 @@ def test_the_members_of_a_population_are_the_first_particles(llm, resample_below
     assert particles.texts == [llm.decode(row) for row in particles.history.token_ids]
 
 
+def test_a_filter_continues_another_one_with_its_weights(llm):
+    """Two filters make the steps of one; the potential of the second is a further factor."""
+    options: dict[str, Any] = {"stop": [END], "resample_below": 0, "seed": 4}
+
+    def count(population: Any) -> Any:
+        return -0.4 * (population.tokens == 3).sum(1).double()
+
+    *_, whole = steer_sync(llm, PROMPT, 20, max_tokens=STEPS, potential=count, **options)
+    *_, first = steer_sync(llm, PROMPT, 20, max_tokens=1, potential=count, **options)
+    *_, last = steer_sync(
+        llm,
+        first.population,
+        max_tokens=STEPS - 1,
+        log_weights=torch.from_numpy(first.log_weights),
+        potential=lambda population: count(population) - count(first.population),
+        **options,
+    )
+    assert last.population.tokens.tolist() == whole.population.tokens.tolist()
+    assert np.ptp(whole.log_weights) > 0
+    np.testing.assert_allclose(last.log_weights, whole.log_weights, atol=1e-6)
+    assert last.log_evidence == pytest.approx(whole.log_evidence)
+
+
+def test_first_particles_without_weight_draw_no_token(llm):
+    log_weights = [-math.inf, 0.5, -math.inf]
+    *_, particles = steer_sync(llm, PROMPT, 3, max_tokens=2, log_weights=log_weights, seed=0)
+    assert particles.history[0].token_ids[[0, 2]].tolist() == [-1, -1]
+    assert particles.population.lengths.max() == 3
+    assert particles.log_evidence == pytest.approx(0.5 - math.log(3))
+
+
 def test_the_number_of_particles_is_that_of_the_members_of_a_population(llm):
     population = llm.population(PROMPT, 3)
     assert len(next(steer_sync(llm, population, 3, max_tokens=1))) == 3
@@ -526,6 +557,9 @@ def test_the_number_of_particles_is_that_of_the_members_of_a_population(llm):
         next(steer_sync(llm, population[[]], max_tokens=1))
     with pytest.raises(TypeError, match="size=None; expected an integer"):
         next(steer_sync(llm, PROMPT, max_tokens=1))
+    particles = next(steer_sync(llm, population, max_tokens=1))
+    with pytest.raises(TypeError, match=r"pass particles.population and\s+log_weights="):
+        next(steer_sync(llm, particles, max_tokens=1))
 
 
 def test_a_population_of_another_model_is_refused(llm, make_model):
@@ -785,6 +819,9 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "the potential is list": (TypeError, {"potential": lambda _: [[0.0], [0.0, 1]]}),
         "a bias of shape .7,.": (ValueError, {"bias": [0.0] * 7}),
         "bias has values of type": (TypeError, {"bias": lambda _: "ab"}),
+        "log_weights has shape .3,.": (ValueError, {"log_weights": [0.0] * 3}),
+        "log_weights is NaN or inf for 1 of 2": (ValueError, {"log_weights": [0, math.nan]}),
+        "log_weights is list": (TypeError, {"log_weights": [None, 0.0]}),
         "the potential is Tensor": (
             TypeError,
             {"potential": lambda _: torch.zeros(2, dtype=torch.complex64)},

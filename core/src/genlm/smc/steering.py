@@ -41,6 +41,7 @@ async def steer(
     size: int | None = None,
     *,
     max_tokens: int,
+    log_weights: LogWeights | None = None,
     constraint: Language | Constraint | None = None,
     text: bytes = b"",
     potential: Potential | None = None,
@@ -65,10 +66,13 @@ async def steer(
     Args:
         llm: The model.
         prompt: Token ids or a `Context` with which all particles begin; or a `Population` of
-            the model, whose members are the first particles and have equal weights.
+            the model, whose members are the first particles.
         size: Number of particles, at least 1; by default that of the members of a population.
         max_tokens: Maximum number of steps. The filter makes fewer if the model's context is
             full, which is logged as a warning; `finished` of the particles is then False.
+        log_weights: Log-weights of the first particles, shape `(size,)`, such as those of the
+            particles of another filter; by default 0. The constraint and the potential are
+            factors in addition to them.
         constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
             a `Constraint` of `size` members.
         text: End of the prompt that belongs to the texts of the `Language`.
@@ -92,8 +96,8 @@ async def steer(
 
     Raises:
         ValueError: A number is out of range, the population is of another model, the constraint
-            has another size, the potential is NaN, infinite or of another shape, `text` is
-            given without a `Language`, or as `Language.start`.
+            has another size, the potential or the log-weights are NaN, infinite or of another
+            shape, `text` is given without a `Language`, or as `Language.start`.
         TypeError: An argument, or the result of the potential, is of another type.
         GenlmError: As `Population.draw`.
     """
@@ -101,6 +105,11 @@ async def steer(
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
     population = _initial_population(llm, prompt, size)
     size = len(population)
+    every = np.ones(size, bool)
+    weights = np.zeros(size)
+    weights += 0.0 if log_weights is None else _checked_logs(log_weights, every, "log_weights")
+    if np.isneginf(weights).any():
+        population = population.finish(np.isneginf(weights))
     max_tokens = checked_integer("max_tokens", max_tokens, 0)
     temperature = checked_number("temperature", temperature)
     if potential is not None and not callable(potential):
@@ -125,7 +134,7 @@ async def steer(
     if constraint is not None and len(constraint) != size:
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     particle_filter = _Filter(
-        Particles(population, np.zeros(size), History(), llm),
+        Particles(population, weights, History(), llm),
         constraint,
         potential,
         bias,
@@ -171,6 +180,11 @@ def _initial_population(
     llm: AsyncLM, prompt: TokenIds | Population, size: int | None
 ) -> Population:
     """Return the first particles of a filter; see `steer`."""
+    if isinstance(prompt, Particles):
+        raise TypeError(
+            "prompt is Particles; to continue a filter, pass particles.population and "
+            "log_weights=particles.log_weights"
+        )
     if not isinstance(prompt, Population):
         return llm.population(prompt, checked_integer("size", size, 1))
     llm._requests.adapter_of(prompt, None)  # noqa: SLF001 - checks that it is of this model
@@ -271,12 +285,12 @@ class _Filter:
         live = log_weights > -np.inf
         if self._constraint is not None:
             name = f"{type(self._constraint).__name__}.log_potential"
-            potential += _checked_potential(self._constraint.log_potential, live, name)
+            potential += _checked_logs(self._constraint.log_potential, live, name)
         if self._potential is not None:
             values = self._potential(population)
             if isinstance(values, Awaitable):
                 values = await values
-            potential = potential + _checked_potential(values, live)
+            potential = potential + _checked_logs(values, live)
         log_weights[live] += potential[live] - self._log_potential[live]
         self._log_potential = np.where(live, potential, self._log_potential)
 
@@ -299,10 +313,10 @@ def _checked_constraint(result: object, constraint: Constraint, method: str) -> 
     return result
 
 
-def _checked_potential(
+def _checked_logs(
     values: LogWeights, live: npt.NDArray[np.bool_], name: str = "the potential"
 ) -> Floats:
-    """Return the values of a potential, of which those of live particles are log-factors."""
+    """Return log-factors or log-weights, of which those of live particles are checked."""
     try:
         array = host_array(values, name)
         kind = array.dtype.kind

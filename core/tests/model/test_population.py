@@ -197,6 +197,21 @@ def test_lists_of_different_lengths_are_continuations(tiny: genlm.AsyncLM) -> No
     )
 
 
+def test_a_population_of_a_padded_array_has_its_sequences(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([[1], [1, 2, 3], [1, 2], [1, 2, 3]])
+    padded = population.tokens
+    for array in (padded, padded.numpy(), padded.to(torch.int32)):
+        again = tiny.population(array)
+        assert [member.token_ids for member in again] == [(1,), (1, 2, 3), (1, 2), (1, 2, 3)]
+    cut = tiny.population(torch.where(torch.arange(3) < 2, padded, -1))  # two tokens at most
+    assert cut.lengths.tolist() == [1, 2, 2, 2]
+    with pytest.raises(genlm.EmptySequenceError) as caught:
+        tiny.population(np.array([[1, -1], [-1, -1], [2, 3], [-1, -1]]))
+    assert caught.value.places == (1, 3)
+    with pytest.raises(genlm.TokenIdError, match="token id -2"):
+        tiny.population(np.array([[1, -2]]))
+
+
 def test_a_copy_of_a_population_is_the_population(tiny: genlm.AsyncLM) -> None:
     population = tiny.population([1], 3)
     particle = {"population": population, "texts": ["a"]}

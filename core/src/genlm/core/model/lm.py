@@ -329,7 +329,8 @@ class AsyncLM(
 
         Args:
             prompts: With `size`, one sequence for all members: token ids or a `Context`;
-                without `size`, one sequence for each member.
+                without `size`, one sequence for each member, also as an array of shape
+                `(n, longest)`, in which -1 stands for no token.
             size: Number of members.
             lora_name: Name of a loaded adapter; by default the adapter of the contexts or of
                 `with_lora`.

@@ -277,6 +277,8 @@ def initial_members(
         sequences = checked_batch(
             cast("TokenBatch", prompts), "pass the number of members as `size`"
         )
+        if getattr(sequences, "ndim", 1) == 2:  # numpy and torch
+            sequences = [ids[ids != NO_TOKEN] for ids in cast("Iterable[Any]", sequences)]
         parts = map_batch(lambda prompt: requests.context_parts(prompt, lora_name), sequences)
     elif _has_several(prompts):
         raise TokenTypeError(

@@ -377,3 +377,7 @@ def test_all_replicas_together_wait_for_resources_no_longer_than_one(monkeypatch
         cluster.reserve_resources([{"CPU": 0.1}], 3, name="late", timeout_s=60)
     assert waits[0] - waits[2] >= 0.2
     assert cluster.reservations("late") == []
+
+
+def test_calls_of_replicas_are_not_stored_in_the_head(pair):
+    assert not any(link.actor._ray_enable_task_events for link in pair.engine.driver.links)

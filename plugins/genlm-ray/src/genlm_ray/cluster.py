@@ -362,6 +362,7 @@ def start_replicas(spec: ReplicaSpec) -> tuple[list[Any], list[PlacementGroup]]:
         "resources": actor_bundle,
         "max_restarts": spec.max_restarts,
         "max_concurrency": _MAX_CONCURRENCY,
+        "enable_task_events": False,  # the head would store 100,000 calls
     }
     if spec.name:
         options |= {"namespace": NAMESPACE, "lifetime": "detached"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.rows import logits as rows_module
-from genlm.core.rows import selection
-from genlm.core.rows.selection import batch_top_k, truncate
+from genlm.core.rows import truncation
+from genlm.core.rows.selection import batch_top_k
+from genlm.core.rows.truncation import truncate
 
 INF = math.inf
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 700, 1300])
@@ -62,9 +62,6 @@ def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
     assert [tuple(column.shape) for column in batch_top_k(rows[:0], k)] == [(0, k), (0, k)]
 
 
-# -- given tokens ---------------------------------------------------------------------
-
-
 # -- top-k and top-p ------------------------------------------------------------------
 
 
@@ -103,40 +100,72 @@ def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
     weights = torch.from_numpy(drawn).float()
     before = weights.clone()
     ks = np.array([min(k, size) for k, _ in limits])
-    truncated = truncate(weights, ks, np.array([p for _, p in limits]))
+    ps = np.array([p for _, p in limits])
+    expected = [kept_ids(row, k, p) for row, k, p in zip(weights.tolist(), ks, ps, strict=True)]
+    truncated = truncate(weights, ks, ps)
     assert torch.equal(weights, before)
-    for row, limited, (k, p) in zip(weights.tolist(), truncated.tolist(), limits, strict=True):
-        expected = kept_ids(row, min(k, size), p)
-        assert limited == [value if i in expected else 0.0 for i, value in enumerate(row)]
+    for row, limited, ids in zip(weights.tolist(), truncated.tolist(), expected, strict=True):
+        assert limited == [value if i in ids else 0.0 for i, value in enumerate(row)]
 
 
 @pytest.mark.parametrize("candidates", [(2, 5), (300,), (10**6,)])
+@pytest.mark.parametrize("method", ["radix search", "sort"])
 def test_the_number_of_candidates_changes_no_result(
-    candidates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    method: str, candidates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(4)
     weights = torch.softmax(torch.rand(30, 1300, generator=generator) ** 8 * 9, -1)
     ks = np.array([1300, 1300, 40] * 10)
     ps = np.array([0.02, 0.9, 0.5, 1.0, 0.4] * 6)
     expected = truncate(weights, ks, ps)
-    monkeypatch.setattr(selection, "_CANDIDATES", candidates)
+    monkeypatch.setattr(truncation, "_CANDIDATES", candidates)
+    if method == "sort":  # as on GPUs
+        monkeypatch.setattr(truncation, "_with_share", by_sorting)
     assert torch.equal(truncate(weights, ks, ps), expected)
     for row in range(30):
         one = slice(row, row + 1)
         assert torch.equal(truncate(weights[one], ks[one], ps[one]), expected[one])
 
 
-def test_only_rows_whose_candidates_do_not_suffice_are_sorted(
+def by_sorting(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    unlimited = np.full(len(weights), weights.shape[1])
+    largest = truncation._sort_weights(weights)
+    return truncation._limit_weights(weights, largest, unlimited, top_p.numpy())[0]
+
+
+@pytest.mark.parametrize("size", [1, 700, 30_000])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 0.3, 3.0, 30.0])
+def test_top_p_of_any_distribution_has_the_fewest_weights(size: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(8)
+    weights = torch.softmax(scale * torch.randn(5, size, generator=generator), -1)
+    weights[:, ::7] = 0.0  # of a mask
+    weights[4] = 0.0
+    shares = torch.tensor([1e-9, 0.5, 0.95, 1 - 1e-9, 0.5]).double()
+    limited = truncation._with_share(weights, shares)
+    for row, kept, share in zip(weights, limited, shares.tolist(), strict=True):
+        ids = kept.nonzero()[:, 0]
+        assert torch.equal(kept[ids], row[ids])
+        ordered = row.double().sort(descending=True).values.tolist()
+        assert (
+            kept.double().sort(descending=True).values.tolist()[: len(ids)]
+            == (ordered[: len(ids)])
+        )
+        total = share * math.fsum(ordered)
+        assert math.fsum(ordered[: len(ids)]) >= total * (1 - 1e-12)
+        assert not len(ids) or math.fsum(ordered[: len(ids) - 1]) < total * (1 + 1e-12)
+
+
+def test_only_rows_whose_candidates_do_not_suffice_are_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    sort_weights = selection._sort_weights
+    with_share = truncation._with_share
 
-    def counted(weights: torch.Tensor) -> Any:
+    def counted(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         sizes.append(len(weights))
-        return sort_weights(weights)
+        return with_share(weights, top_p)
 
-    monkeypatch.setattr(selection, "_sort_weights", counted)
+    monkeypatch.setattr(truncation, "_with_share", counted)
     weights = torch.full((6, 20_000), 1e-9)
     weights[:, 7] = 1.0
     weights[2] = 1 / 20_000

@@ -21,7 +21,7 @@ from genlm.core.rows.inversion import draw_ids, draw_with_blocks
 from genlm.core.rows.logits import moved, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowPart, RowWeights
-from genlm.core.rows.selection import block_sums, to_float64, truncate
+from genlm.core.rows.selection import block_sums, to_float64
 from genlm.core.rows.token_weights import (
     UNDERFLOW,
     TokenWeights,
@@ -31,6 +31,7 @@ from genlm.core.rows.token_weights import (
     relative_scores,
     reweight,
 )
+from genlm.core.rows.truncation import truncate
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -1,22 +1,16 @@
-"""Selection of entries of rows: the largest, and by top-k and top-p.
-
-All rows are computed at once by array operations. Only `truncate` waits for a device, once.
-"""
+"""The largest entries of rows, and sums of blocks of entries."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from genlm.core.rows.logits import moved, row_parts
+from genlm.core.rows.logits import row_parts
 
 __all__ = [
     "SUM_BLOCK",
     "batch_top_k",
     "block_sums",
     "to_float64",
-    "truncate",
 ]
 
 _BLOCKS = (64, 16)
@@ -25,9 +19,6 @@ The smaller size is for large k."""
 
 SUM_BLOCK = 512
 """Number of adjacent ids whose weights are summed together."""
-
-_CANDIDATES = (256, 8192)
-"""Numbers of largest weights that are tried for top-p, before all weights are sorted."""
 
 _LARGEST_ID = 2**31 - 1
 
@@ -87,66 +78,6 @@ def _first_ids(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
     # One integer for a value and its id, so no two are equal.
     keys = (ordered.long() << 32) | (_LARGEST_ID - ids)
     return (_LARGEST_ID - (keys.topk(k).values & 0xFFFFFFFF)).to(device)
-
-
-def truncate(
-    weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]
-) -> torch.Tensor:
-    """Return weights, 0 for those outside each row's top-k and top-p.
-
-    Args:
-        weights: Shape `(n, vocab_size)`, float32, not negative; not changed.
-        top_k: Number of largest weights that remain, of equal weights those of the lowest ids,
-            shape `(n,)`; `vocab_size` for no limit.
-        top_p: Share of their sum; the fewest of these weights with this share remain, shape
-            `(n,)`; 1 for no limit.
-    """
-    size = weights.shape[1]
-    has_no_top_k = top_k >= size
-    truncated = torch.empty_like(weights)
-    pending = np.arange(len(weights))
-    widths = [int(np.where(has_no_top_k, width, top_k).max()) for width in _CANDIDATES]
-    for width in [*(width for width in widths if width <= size // 4), size]:
-        places = moved(torch.from_numpy(pending), weights.device)
-        rows = weights if len(pending) == len(weights) else weights[places]
-        largest = batch_top_k(rows, width) if width < size else _sort_weights(rows)
-        truncated[places], is_short = _limit_weights(
-            rows, largest, top_k[pending], top_p[pending]
-        )
-        if width == size or not has_no_top_k[pending].any():
-            break
-        pending = pending[has_no_top_k[pending] & is_short.cpu().numpy()]
-        if not len(pending):
-            break
-    return truncated
-
-
-def _sort_weights(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, ids = weights.sort(dim=-1, descending=True, stable=True)
-    return values, ids
-
-
-def _limit_weights(
-    weights: torch.Tensor,
-    largest: tuple[torch.Tensor, torch.Tensor],
-    top_k: npt.NDArray[np.int64],
-    top_p: npt.NDArray[np.float64],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights limited to some of the largest, and whether all of these remain."""
-    ids, values = largest[1], to_float64(largest[0])
-    ks, ps = (
-        moved(torch.from_numpy(limit[:, None]), values.device) for limit in (top_k, top_p)
-    )
-    in_top_k = torch.arange(values.shape[1], device=values.device) < ks
-    values = values * in_top_k
-    cumulative = values.cumsum(-1)
-    sums = cumulative[:, -1:]
-    if (top_k >= weights.shape[1]).any():  # their sum includes more than the candidates
-        totals = block_sums(to_float64(weights)).sum(-1, keepdim=True)
-        sums = torch.where(ks >= weights.shape[1], totals, sums)
-    is_allowed = in_top_k & ((cumulative - values < ps * sums) | (ps >= 1))
-    limited = (values * is_allowed).to(weights)
-    return torch.zeros_like(weights).scatter_(1, ids, limited), is_allowed[:, -1]
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:

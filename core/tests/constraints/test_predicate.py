@@ -300,6 +300,8 @@ def test_dead_and_finished_members_draw_nothing(llm):
     tokens = run_blocking(constraint.draw(population, seed=0))
     assert tokens.token_ids[[0, 1, 3]].tolist() == [-1, -1, -1]
     assert tokens.log_mass[[0, 1, 3]].tolist() == [-math.inf, 0, -math.inf]
+    log_weights = tokens.logprobs - tokens.draw_logprob
+    assert log_weights[[0, 1, 3]].tolist() == [-math.inf, 0, -math.inf]
     assert tokens.token_ids[2] >= 0
     selected = constraint[[2, 1]]
     assert selected.finished.tolist() == [False, True]

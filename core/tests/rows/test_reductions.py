@@ -181,7 +181,7 @@ def test_a_draw_from_nothing_is_no_token_and_fails_no_other_request() -> None:
         Draw(0.5),
     ]
     draws = reduced(rows, *wanted)
-    assert draws[:3] == [(-1, -INF, -INF, -INF)] * 3
+    assert draws[:3] == [(-1, -INF, -INF, 0)] * 3
     assert all(type(draw.token_id) is int for draw in draws)
     assert draws[3] == reduced(rows[3:], Draw(0.5))[0]
     masses = reduced(rows, *(LogMass(draw.mask) for draw in wanted[:3]), None)[:3]

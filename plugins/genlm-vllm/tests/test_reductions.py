@@ -205,7 +205,7 @@ def test_a_draw_from_tokens_without_probability_is_no_token(either: Any, tiny: A
     [ids] = prompts(30)
     outputs = (Draw(0.5, 1.0, Mask([], TINY_VOCABULARY)), LogMass(Mask([], TINY_VOCABULARY)))
     [result] = finish(either, [submit(either, ids, outputs=outputs)])
-    assert result.values == (DrawnToken(-1, *[-math.inf] * 3), -math.inf)
+    assert result.values == (DrawnToken(-1, -math.inf, -math.inf, 0), -math.inf)
 
 
 def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:

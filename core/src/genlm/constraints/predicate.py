@@ -377,7 +377,7 @@ class _Search:
         # The columns of the result; a member without a token keeps these values.
         self._token_ids = np.full(len(is_active), -1)
         self._logprobs = np.where(is_active, -np.inf, 0.0)
-        self._log_mass, self._draw_logprobs = self._logprobs.copy(), self._logprobs.copy()
+        self._log_mass, self._draw_logprobs = self._logprobs.copy(), np.zeros(len(is_active))
 
     def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
         """Test the draws of members that are not over, in order.

@@ -234,11 +234,8 @@ class _Filter:
         particles = self.particles
         drawn = await self._draw(particles.population)
         token_ids = drawn.token_ids.numpy()
-        gain = drawn.log_mass.double().numpy()
-        if not self._gains_are_masses:
-            is_drawn = token_ids >= 0
-            gain[is_drawn] = (drawn.logprobs - drawn.draw_logprob).double().numpy()[is_drawn]
-        log_weights = particles.log_weights + gain
+        gain = drawn.log_mass if self._gains_are_masses else drawn.logprobs - drawn.draw_logprob
+        log_weights = particles.log_weights + gain.double().numpy()
         population = particles.population.extend(token_ids)
         is_over = np.isin(token_ids, self._ends)
         if self._stop_texts:

@@ -66,7 +66,9 @@ class DrawnTokens(NamedTuple):
             `(n,)`, float32: the increment of a particle's log-weight. `-inf` for a member
             without an allowed token, 0 for a finished member.
         draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
-            float32.
+            float32; 0 for members of a population without a token, so that
+            `logprobs - draw_logprob`, the log-weight of a draw under the model, is `-inf` for a
+            member without an allowed token and 0 for a finished one.
     """
 
     token_ids: torch.Tensor

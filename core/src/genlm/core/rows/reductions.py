@@ -120,8 +120,9 @@ class DrawnToken(NamedTuple):
     """A drawn token.
 
     If no token of the mask is possible (the mask is empty, or all its tokens have probability
-    0), no token is drawn: `token_id` is -1, and the other attributes are `-inf`. A particle to
-    whose log-weight `log_mass` is added then has weight 0.
+    0), no token is drawn: `token_id` is -1, `draw_logprob` 0, and the other attributes are
+    `-inf`. A particle to whose log-weight `log_mass` or `logprob - draw_logprob` is added then
+    has weight 0.
 
     Attributes:
         token_id: Id of the token.
@@ -230,4 +231,7 @@ def _drawn_tokens(columns: tuple[torch.Tensor, ...]) -> list[DrawnToken]:
     # below 2**24.
     token_ids, *logs = columns
     numbers = torch.stack([token_ids.float(), *logs]).cpu()
-    return [DrawnToken(int(token_id), *logs) for token_id, *logs in numbers.T.tolist()]
+    return [
+        DrawnToken(int(token_id), logprob, log_mass, draw_logprob if token_id >= 0 else 0.0)
+        for token_id, logprob, log_mass, draw_logprob in numbers.T.tolist()
+    ]

@@ -17,6 +17,7 @@ from genlm import Mask
 from genlm.core.rows import draws
 from genlm.core.rows import logits as rows_module
 from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import uniforms
@@ -383,6 +384,34 @@ def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
         with LargestAllocation() as largest:
             batch_draw(rows, np.full(count, 0.3), np.arange(128_000) > 99, **limits)
         sizes.append(largest.nbytes)
+    assert sizes[1] <= sizes[0] <= 2**24
+
+
+@pytest.mark.parametrize("draws_of_member", [1, 3])
+def test_members_with_one_row_and_different_weights_need_no_copies_of_the_row(
+    draws_of_member: int,
+) -> None:
+    size, sizes = 128_000, []
+    rows = some_rows(1, size)
+    for count in (8, 80):
+        settings: Any = {
+            "temperature": np.linspace(0.5, 2, count),
+            "masks": np.arange(size) % 3 > 0,
+        }
+        weights = RowWeights((count, size), **settings)
+        numbers = np.stack([uniforms(1, np.arange(count), i) for i in range(3)], 1)
+        numbers = numbers[:, 0] if draws_of_member == 1 else numbers
+        row_of, members = torch.zeros(count, dtype=torch.long), torch.arange(count)
+        with LargestAllocation() as largest:
+            drawn = DrawColumns(weights, numbers).compute(rows, row_of, members)
+            mass = MassColumns(weights).compute(rows, row_of, members)[0]
+        sizes.append(largest.nbytes)
+        several = rows.expand(count, -1)
+        alone = (
+            draws.batch_draw if draws_of_member == 1 else draws.batch_draw_without_replacement
+        )
+        assert same(DrawnTokens(*drawn), alone(several, numbers, weights))
+        assert torch.equal(mass, draws.batch_log_mass(several, weights))
     assert sizes[1] <= sizes[0] <= 2**24
 
 

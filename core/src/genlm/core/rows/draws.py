@@ -83,28 +83,33 @@ def batch_draw(
     weights: RowWeights | None = None,
     *,
     row_of: torch.Tensor | None = None,
+    sources: torch.Tensor | None = None,
 ) -> DrawnTokens:
     """Draw a token from each row, with probability proportional to its weight.
 
     A row without any token that may be drawn has token -1, and `-inf` for the other entries.
 
     Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32, on any device; not changed.
+        rows: Log-probabilities, shape `(m, vocab_size)`, float32, on any device; not changed.
         uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
             float64.
-        weights: Weights of the tokens; None for the unchanged probabilities.
+        weights: Weights of the tokens of n rows; None for the unchanged probabilities.
         row_of: The row of each draw, ascending, int64, in main memory; a row may have several
             draws or none. By default draw i is from row i.
+        sources: Index in `rows` of the log-probabilities of each row, shape `(n,)`, int64, in
+            main memory; by default those of row i are `rows[i]`.
     """
     weights = weights or RowWeights(rows.shape)
-    numbers = _uniform_tensor(uniforms, len(rows) if row_of is None else len(row_of), 1)
+    numbers = _uniform_tensor(uniforms, weights.count if row_of is None else len(row_of), 1)
     if has_kernels(rows, weights):
-        drawn = DrawnTokens(*draw_on_device(rows, numbers, weights, row_of=row_of))
-        places = torch.arange(len(rows)) if row_of is None else row_of
+        columns = draw_on_device(rows, numbers, weights, row_of=row_of, sources=sources)
+        drawn = DrawnTokens(*columns)
+        places = torch.arange(weights.count) if row_of is None else row_of
+        places = places if sources is None else sources[places]
         logprobs = rows[moved(places, rows.device), drawn.token_ids.clamp(min=0)]
         return drawn._replace(logprobs=logprobs.masked_fill_(drawn.token_ids < 0, -_INF))
     parts = []
-    for part in weights.parts(rows):
+    for part in weights.parts(rows, sources):
         draws, part_rows = part.places, None
         if row_of is not None:
             ends = torch.tensor([draws.start, draws.stop])
@@ -163,6 +168,7 @@ def batch_draw_without_replacement(
     rows: torch.Tensor,
     uniforms: Numbers,
     weights: RowWeights | None = None,
+    sources: torch.Tensor | None = None,
 ) -> DrawnTokens:
     """Draw several different tokens from each row, in sequence.
 
@@ -176,6 +182,7 @@ def batch_draw_without_replacement(
         rows: As `batch_draw`.
         uniforms: Numbers in [0, 1), shape `(n, k)`, float64: one for each draw.
         weights: As `batch_draw`, of temperatures above 0.
+        sources: As `batch_draw`.
 
     Returns:
         DrawnTokens of shape `(n, k)`. If a row has fewer than k tokens, the other entries are
@@ -184,24 +191,29 @@ def batch_draw_without_replacement(
     weights = weights or RowWeights(rows.shape)
     if weights.is_greedy:
         raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
-    numbers = _uniform_tensor(uniforms, len(rows), 2)
+    numbers = _uniform_tensor(uniforms, weights.count, 2)
     parts = [
         _draw_part_without_replacement(part, numbers[part.places])
-        for part in weights.parts(rows)
+        for part in weights.parts(rows, sources)
     ]
     return _concatenate(parts, rows, (numbers.shape[1],))
 
 
-def batch_log_mass(rows: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
+def batch_log_mass(
+    rows: torch.Tensor,
+    weights: RowWeights | None = None,
+    sources: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
 
     The result has shape `(n,)`, float32, on the device of `rows`: `-inf` for an empty set, 0
-    without mask and bias. Temperatures do not matter.
+    without mask and bias. Temperatures do not matter. For the arguments see `batch_draw`.
     """
     weights = weights or RowWeights(rows.shape)
     if has_kernels(rows, weights):
-        return draw_on_device(rows, torch.zeros(len(rows)).double(), weights)[2]
-    parts = [compute_weights(part).log_mass for part in weights.parts(rows)]
+        zeros = torch.zeros(weights.count).double()
+        return draw_on_device(rows, zeros, weights, sources=sources)[2]
+    parts = [compute_weights(part).log_mass for part in weights.parts(rows, sources)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
 
 

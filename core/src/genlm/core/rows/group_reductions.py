@@ -212,10 +212,6 @@ class _WeightSets(NamedTuple):
     set_of: torch.Tensor | None
     """The set of each member; None if member i has set i."""
 
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the row of each set."""
-        return rows if self.sources is None else rows[moved(self.sources, rows.device)]
-
 
 class _WeightedReduction(GroupReduction):
     """A reduction of weights: rows under masks, temperature and bias."""
@@ -264,7 +260,7 @@ class MassColumns(_WeightedReduction):
     ) -> tuple[torch.Tensor, ...]:
         """Sum each distinct set of weights once."""
         sets = self._weight_sets(len(rows), row_of, members)
-        log_mass = batch_log_mass(sets.rows(rows), sets.weights)
+        log_mass = batch_log_mass(rows, sets.weights, sets.sources)
         if sets.set_of is None:
             return (log_mass,)
         return (log_mass[moved(sets.set_of, rows.device)],)
@@ -328,15 +324,14 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
         uniforms = self.uniforms.index_select(0, members)
         if uniforms.ndim > 1:  # the weights of each member change with its tokens
             weights = self.weights.of(members.numpy())
-            if not _is_identity(row_of, len(rows)):
-                rows = rows[moved(row_of, rows.device)]
-            return batch_draw_without_replacement(rows, uniforms, weights)
+            sources = None if _is_identity(row_of, len(rows)) else row_of
+            return batch_draw_without_replacement(rows, uniforms, weights, sources)
         sets = self._weight_sets(len(rows), row_of, members)
-        rows, weights, set_of = sets.rows(rows), sets.weights, sets.set_of
+        weights, set_of, sources = sets.weights, sets.set_of, sets.sources
         if set_of is None or (set_of[1:] >= set_of[:-1]).all():
-            return batch_draw(rows, uniforms, weights, row_of=set_of)
+            return batch_draw(rows, uniforms, weights, row_of=set_of, sources=sources)
         set_of, order = set_of.sort()
-        drawn = batch_draw(rows, uniforms[order], weights, row_of=set_of)
+        drawn = batch_draw(rows, uniforms[order], weights, row_of=set_of, sources=sources)
         places = order.argsort().to(rows.device)
         return tuple(column[places] for column in drawn)
 

@@ -236,15 +236,26 @@ class RowWeights:
         distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         return (members, members) if len(distinct) == len(keys) else (first, inverse)
 
-    def parts(self, rows: torch.Tensor) -> Iterator[RowPart]:
-        """Yield the parts of the rows that are computed at once, with their weights."""
+    def parts(
+        self, rows: torch.Tensor, sources: torch.Tensor | None = None
+    ) -> Iterator[RowPart]:
+        """Yield the parts of the rows that are computed at once, with their weights.
+
+        Args:
+            rows: Shape `(m, vocab_size)`.
+            sources: Index of the log-probabilities of each row, shape `(n,)`, int64; by default
+                those of row i are `rows[i]`.
+        """
         masks, device = self.masks, rows.device
         free = None if masks is None else masks.unrestricted
         temperatures = self.temperatures
         top_k, top_p = _per_row(self.top_k, self.count), _per_row(self.top_p, self.count)
         memory: torch.Tensor | None = None
-        for begin, end in row_parts(len(rows), rows.shape[1], device):
-            part = rows[begin:end].detach()
+        for begin, end in row_parts(self.count, rows.shape[1], device):
+            selected = (
+                slice(begin, end) if sources is None else moved(sources[begin:end], device)
+            )
+            part = rows[selected].detach()
             if memory is None:
                 if device.type == "cpu" and part.dtype == torch.float32:
                     memory = scratch_memory("weights", *part.shape)

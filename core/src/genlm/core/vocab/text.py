@@ -86,13 +86,15 @@ def decode_bytes(
     vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False
 ) -> bytes:
     """Return the exact bytes of token ids; see `AsyncLM.decode_bytes`."""
-    # Arrays of populations are padded with -1, which stands for no token.
-    ids = tuple(token for token in checked_integers(token_ids) if token != -1)
+    ids = checked_integers(token_ids)
+    if -1 in ids:  # arrays of populations are padded with -1, which stands for no token
+        ids = tuple(token for token in ids if token != -1)
     checked_ids(ids, vocabulary.size)
     omitted = frozenset() if special_tokens else vocabulary.special_ids
-    data = b"".join(
-        vocabulary.byte_vocab[token].byte_string for token in ids if token not in omitted
-    )
+    kept = ids
+    if not omitted.isdisjoint(ids):
+        kept = tuple(token for token in ids if token not in omitted)
+    data = b"".join(map(vocabulary.byte_vocab.__getitem__, kept))  # tokens are bytes
     if ids and ids[0] in omitted and data.startswith(b" ") and _adds_a_space(vocabulary):
         data = data[1:]
     return data

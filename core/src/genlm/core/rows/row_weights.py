@@ -246,21 +246,20 @@ class RowWeights:
             sources: Index of the log-probabilities of each row, shape `(n,)`, int64; by default
                 those of row i are `rows[i]`.
         """
-        masks, device = self.masks, rows.device
+        rows, masks, device = rows.detach(), self.masks, rows.device
         free = None if masks is None else masks.unrestricted
         temperatures = self.temperatures
         top_k, top_p = _per_row(self.top_k, self.count), _per_row(self.top_p, self.count)
-        memory: torch.Tensor | None = None
-        for begin, end in row_parts(self.count, rows.shape[1], device):
-            selected = (
-                slice(begin, end) if sources is None else moved(sources[begin:end], device)
-            )
-            part = rows[selected].detach()
-            if memory is None:
-                if device.type == "cpu" and part.dtype == torch.float32:
-                    memory = scratch_memory("weights", *part.shape)
-                else:
-                    memory = part.new_empty(part.shape)
+        parts = row_parts(self.count, rows.shape[1], device)
+        longest = parts[0][1] if parts else 0
+        memory = _part_memory("weights", rows, longest)
+        copies = rows[:0] if sources is None else _part_memory("sources", rows, longest)
+        for begin, end in parts:
+            if sources is None:
+                part = rows[begin:end]
+            else:
+                places = moved(sources[begin:end], device)
+                part = torch.index_select(rows, 0, places, out=copies[: end - begin])
             yield RowPart(
                 part,
                 slice(begin, end),
@@ -273,6 +272,13 @@ class RowWeights:
                 _part_values(self._offset, begin, end, device),
                 memory[: end - begin],
             )
+
+
+def _part_memory(use: str, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return uninitialised memory for some rows like those given."""
+    if rows.device.type == "cpu" and rows.dtype == torch.float32:
+        return scratch_memory(use, count, rows.shape[1])
+    return rows.new_empty((count, rows.shape[1]))
 
 
 def check_log_masses(log_masses: torch.Tensor, members: Integers64, count: int) -> None:

@@ -158,6 +158,24 @@ def test_an_engine_that_could_not_be_built_is_freed_at_once():
     assert built[0]() is None
 
 
+def test_cached_rows_are_freed_although_a_library_stores_an_error_of_the_engines_thread():
+    errors = []
+
+    def build():
+        try:
+            raise ImportError
+        except ImportError as error:
+            errors.append(error)
+        return ScriptedEngine()
+
+    with AsyncLM(build) as llm:
+        llm.next_token_logprobs_sync([1])
+        cache = weakref.ref(llm.output_cache)
+    del llm
+    gc.collect()
+    assert cache() is None
+
+
 def test_a_bound_model_keeps_the_engine_alive():
     engine = ScriptedEngine()
     llm = AsyncLM(lambda: engine)

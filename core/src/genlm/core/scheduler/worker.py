@@ -282,6 +282,9 @@ class Worker:
         except Exception:
             logger.exception("the statistics of %s raised", type(engine).__name__)
         self._engine = None
+        # This frame may stay alive, and with it this object: some libraries store errors of
+        # imports, which refer to all frames of the thread.
+        self._cache = OutputCache(0)
         del engine  # the error that ended the thread refers to this frame
         self.ended.set()
         if self.is_exiting:

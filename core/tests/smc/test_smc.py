@@ -100,6 +100,15 @@ def test_arrays_give_arrays_and_tensors_give_tensors_of_their_dtype():
     ancestors = systematic_resampling(tensor, 0.1, size=4)
     assert ancestors.dtype == torch.int64
     assert ancestors.tolist() == [0, 1, 1, 1]
+    for below in (0.5, 1):  # kept and resampled
+        of_array, of_tensor = (resampled(values, 0.9, below) for values in (array, tensor))
+        assert [type(column) for column in of_array] == [np.ndarray] * 2
+        assert [column.dtype for column in of_array] == [np.int64, np.float64]
+        assert [column.dtype for column in of_tensor] == [torch.int64, torch.float32]
+        for ours, expected in zip(of_tensor, of_array, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-6)
+        of_tensor[1].zero_()
+        assert tensor.tolist() == np.log(np.array([1, 3], np.float32)).tolist()  # unchanged
 
 
 def test_tensors_with_gradients_and_of_half_precision_are_read():

@@ -72,8 +72,7 @@ def normalised_weights(log_weights: LogWeights) -> Floats | torch.Tensor:
     """
     weights = _normalise(log_weights)
     if isinstance(log_weights, torch.Tensor):
-        dtype = log_weights.dtype if log_weights.is_floating_point() else torch.float64
-        return torch.from_numpy(weights).to(log_weights.device, dtype)
+        return _as_tensor(weights, log_weights)
     return weights
 
 
@@ -124,9 +123,19 @@ def systematic_resampling(
     return ancestors
 
 
+@overload
+def resampled(
+    log_weights: torch.Tensor, uniform: float, below: float = 0.5
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def resampled(
+    log_weights: Sequence[float] | npt.NDArray[np.floating],
+    uniform: float,
+    below: float = 0.5,
+) -> tuple[npt.NDArray[np.int64], Floats]: ...
 def resampled(
     log_weights: LogWeights, uniform: float, below: float = 0.5
-) -> tuple[npt.NDArray[np.int64], Floats]:
+) -> tuple[npt.NDArray[np.int64] | torch.Tensor, Floats | torch.Tensor]:
     """Choose ancestors if the effective sample size is small; keep all particles otherwise.
 
         ancestors, log_weights = resampled(log_weights, rng.random())
@@ -141,7 +150,9 @@ def resampled(
         below: Threshold of the effective sample size, as a share of the number of particles.
 
     Returns:
-        Ancestors, shape `(particles,)`, int64, and log-weights of the new particles, float64.
+        Ancestors, shape `(particles,)`, int64, and log-weights of the new particles: numpy
+        arrays, these of float64, or for a torch tensor tensors on its device, these of its
+        dtype.
 
     Raises:
         ValueError: `below` is not a share from 0 to 1, or as `systematic_resampling`.
@@ -152,8 +163,14 @@ def resampled(
     logs = float64_array(log_weights)
     effective, size = effective_sample_size(logs), len(logs)
     if effective >= below * size:
-        return np.arange(size), logs
-    return systematic_resampling(logs, uniform), np.full(size, log_mean(logs))
+        ancestors, new_logs = np.arange(size), logs
+    else:
+        ancestors = systematic_resampling(logs, uniform)
+        new_logs = np.full(size, log_mean(logs))
+    if isinstance(log_weights, torch.Tensor):
+        device = log_weights.device
+        return torch.from_numpy(ancestors).to(device), _as_tensor(new_logs, log_weights)
+    return ancestors, new_logs
 
 
 def log_mean(log_weights: Floats) -> float:
@@ -172,6 +189,12 @@ def float64_array(values: LogWeights) -> Floats:
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(f"log_weights has values of type {array.dtype}; expected numbers")
     return array.astype(np.float64, copy=False)
+
+
+def _as_tensor(numbers: Floats, log_weights: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor of the dtype of log-weights, at least of floats, on their device."""
+    dtype = log_weights.dtype if log_weights.is_floating_point() else torch.float64
+    return torch.tensor(numbers, dtype=dtype, device=log_weights.device)
 
 
 def _normalise(log_weights: LogWeights) -> Floats:

@@ -584,6 +584,19 @@ def test_a_finished_member_leaves_its_room_to_the_others(make_model):
     assert particles.population.lengths.tolist() == [3, 4]
 
 
+def test_a_population_of_finished_members_is_logged_and_its_sequences_continue(llm, caplog):
+    finished = llm.population([PROMPT, (3, 3)]).finish([True, False])
+    assert len(list(steer_sync(llm, finished, max_tokens=2, stop=(), seed=0))) == 2
+    assert not caplog.records
+    finished = finished.finish([False, True])
+    [particles] = steer_sync(llm, finished, max_tokens=2, stop=(), seed=0)
+    assert particles.population.lengths.tolist() == [1, 2]
+    assert "all 2 members of the population are finished" in caplog.text
+    again = llm.population([*finished])
+    *_, particles = steer_sync(llm, again, max_tokens=2, stop=(), seed=0)
+    assert particles.population.lengths.tolist() == [3, 4]
+
+
 def test_weights_of_tempered_draws_are_ratios_of_probabilities(llm):
     particles = last(llm, 30, temperature=0.5, resample_below=0, seed=3)
     for context, log_weight in zip(particles.population, particles.log_weights, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     Potential: TypeAlias = Callable[[Population], LogWeights | Awaitable[LogWeights]]
 
 __all__ = ["steer", "steer_sync"]
+
+logger = logging.getLogger("genlm")
 
 
 async def steer(
@@ -66,7 +69,7 @@ async def steer(
     Args:
         llm: The model.
         prompt: Token ids or a `Context` with which all particles begin; or a `Population` of
-            the model, whose members are the first particles.
+            the model, whose members are the first particles; finished ones draw no token.
         size: Number of particles, at least 1; by default that of the members of a population.
         max_tokens: Maximum number of steps. The filter makes fewer if the model's context is
             full, which is logged as a warning; `finished` of the particles is then False.
@@ -191,6 +194,12 @@ def _initial_population(
     count = checked_integer("size", len(prompt) if size is None else size, 1)
     if count != len(prompt):
         raise ValueError(f"a population of {len(prompt)} members for {count} particles")
+    if prompt.finished.all():
+        logger.warning(
+            "all %d members of the population are finished and draw no token; "
+            "llm.population([*population]) contains the same sequences to continue",
+            count,
+        )
     return prompt
 
 

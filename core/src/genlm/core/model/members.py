@@ -196,6 +196,9 @@ class Members:
     def finish(self, members: ArrayLike) -> Self:
         """Return the population with some members marked as finished; these draw no tokens.
 
+        Extensions and copies of a finished member are finished, too. To continue all members,
+        create a population of the same sequences: `llm.population([*population])`.
+
         Args:
             members: Flags of the members to finish, shape `(n,)`, bool.
 

@@ -2,8 +2,8 @@
 
 The shared library of the `xllamacpp` wheel exports llama.cpp; its Python code is not imported.
 Structs are passed by value and change silently between versions: if a field is missing, options
-are read from wrong offsets. `llama` therefore compares the default values of both structs with
-those of the declared version.
+are read from wrong offsets. `llama` therefore accepts one version only, and `LlamaContext`
+compares a context with the requested options.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -118,48 +117,6 @@ class Batch(ctypes.Structure):
     )
 
 
-# Distinctive defaults, which would be at other offsets in other versions.
-_MODEL_DEFAULTS: Mapping[str, object] = {
-    "n_gpu_layers": -1,
-    "split_mode": 1,
-    "load_mode": -1,
-    "lazy_mode": 1,
-    "main_gpu": 0,
-    "tensor_split": None,
-    "kv_overrides": None,
-    "vocab_only": False,
-    "check_tensors": False,
-    "use_extra_bufts": True,
-    "no_host": False,
-    "no_alloc": False,
-}
-_CONTEXT_DEFAULTS: Mapping[str, object] = {
-    "n_ctx": 512,
-    "n_batch": 2048,
-    "n_ubatch": 512,
-    "n_seq_max": 1,
-    "rope_scaling_type": -1,
-    "pooling_type": -1,
-    "attention_type": -1,
-    "flash_attn_type": -1,
-    "yarn_ext_factor": -1.0,
-    "yarn_orig_ctx": 0,
-    "defrag_thold": -1.0,
-    "type_k": 1,
-    "type_v": 1,
-    "moe_cache_size": 0,
-    "abort_callback": None,
-    "embeddings": False,
-    "offload_kqv": True,
-    "no_perf": True,
-    "op_offload": True,
-    "swa_full": True,
-    "kv_unified": False,
-    "samplers": None,
-    "n_samplers": 0,
-    "ctx_other": None,
-}
-
 _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     # name: (result, arguments...)
     "llama_backend_init": (None,),
@@ -239,7 +196,7 @@ def llama() -> Any:
         A `ctypes.CDLL`; its functions release the interpreter's lock while they run.
 
     Raises:
-        ModelLoadError: Another version is installed, or the library has other structs.
+        ModelLoadError: Another version is installed.
     """
     installed = version("xllamacpp")
     if installed.partition("+")[0] != VERSION:  # builds for GPUs have a suffix
@@ -253,32 +210,9 @@ def llama() -> Any:
         function: Callable[..., Any] = getattr(library, name)
         function.restype = result  # type: ignore[attr-defined]
         function.argtypes = arguments  # type: ignore[attr-defined]
-    check_defaults(library.llama_model_default_params(), _MODEL_DEFAULTS)
-    check_defaults(library.llama_context_default_params(), _CONTEXT_DEFAULTS)
     library.llama_log_set(_on_message, None)
     library.llama_backend_init()
     return library
-
-
-def check_defaults(params: ctypes.Structure, expected: Mapping[str, object]) -> None:
-    """Compare the defaults that the library sets with those of the declared version.
-
-    Raises:
-        ModelLoadError: They differ, so the library has other structs.
-    """
-    for name, value in expected.items():
-        default = getattr(params, name)
-        if isinstance(default, ctypes._Pointer):  # noqa: SLF001 - the type of every pointer
-            default = default or None
-        is_equal = (
-            math.isclose(default, value) if isinstance(value, float) else default == value
-        )
-        if not is_equal:
-            raise ModelLoadError(
-                f"the library of xllamacpp sets {name}={default!r} in "
-                f"{type(params).__name__}, where version {VERSION} sets {value!r}: it was "
-                f"built from another llama.cpp. Install xllamacpp=={VERSION}"
-            )
 
 
 def _shared_library() -> Path:

@@ -10,11 +10,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -51,14 +52,6 @@ _PROBE_S = 2.0
 _JOIN_TIMEOUT_S = 10.0
 """Time in which the head of a cluster must respond when this process joins it. Ray itself tries
 for several minutes."""
-
-_RETRY_S = 0.5
-
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""First bytes of a client, with an empty SETTINGS frame; gRPC servers respond with SETTINGS."""
-
-_HTTP2_SETTINGS = b"\x04"
-"""Type of the frame, the fourth byte of its header."""
 
 _ATTEMPTS = 3
 """Maximum number of attempts to start a cluster on this machine. Ray's processes must connect
@@ -142,43 +135,37 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
 
 def _check_head(target: str) -> None:
     """Raise an error if no head of a cluster responds, because `ray.init` would hang."""
-    address: str | None = target
-    if not target.startswith("ray://"):
-        try:
-            address = canonicalize_bootstrap_address(target)
-        except Exception:  # noqa: BLE001 - `ray.init` raises it too
-            return
-    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
-    if not port.isdecimal():  # an address that `ray.init` resolves or refuses
+    if target.startswith("ray://"):  # Ray's client has a timeout
         return
-    deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
-    while (problem := _probe(host.strip("[]"), int(port), deadline_s)) is not None:
-        if time.monotonic() >= deadline_s - _RETRY_S:
-            where = "" if address == target else f" ({address})"
-            raise ModelLoadError(
-                f"cannot join the Ray cluster at {target!r}{where}: {problem}, for "
-                f"{_JOIN_TIMEOUT_S:g} s. Pass the address of a running cluster; on its head, "
-                f"`ray start --head` starts one and prints the address"
-            )
-        time.sleep(_RETRY_S)
-
-
-def _probe(host: str, port: int, deadline_s: float) -> str | None:
-    """Return why no gRPC server responds at an address, None if one does."""
-    timeout_s = max(deadline_s - time.monotonic(), _RETRY_S)
     try:
-        with socket.create_connection((host, port), timeout_s) as connection:
-            connection.settimeout(timeout_s)
-            connection.sendall(_HTTP2_PREFACE)
-            with connection.makefile("rb") as stream:
-                header = stream.read(9)
-    except TimeoutError:
-        return "it does not respond"
-    except OSError as error:
-        return f"it cannot be reached ({error.strerror or error})"
-    if header[3:4] != _HTTP2_SETTINGS and os.environ.get("RAY_USE_TLS", "0") != "1":
-        return "what responds there is not a Ray cluster"
-    return None
+        address = canonicalize_bootstrap_address(target)
+    except Exception:  # noqa: BLE001 - `ray.init` raises it too
+        return
+    response = _call(lambda: GcsClient(address=address))
+    if not concurrent.futures.wait([response], _JOIN_TIMEOUT_S).done:
+        where = "" if address == target else f" ({address})"
+        raise ModelLoadError(
+            f"cannot join the Ray cluster at {target!r}{where}: no cluster responds there, for "
+            f"{_JOIN_TIMEOUT_S:g} s. Pass the address of a running cluster; on its head, "
+            f"`ray start --head` starts one and prints the address"
+        )
+
+
+def _call(function: Callable[[], object]) -> concurrent.futures.Future[None]:
+    """Call a function of Ray, which may block, on a daemon thread.
+
+    Returns:
+        Future that is finished when the function returns or raises.
+    """
+    ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            function()
+        ended.set_result(None)
+
+    threading.Thread(target=run, name="genlm-ray-call", daemon=True).start()
+    return ended
 
 
 def join(address: str | None = None, *, is_local: bool = False) -> str:
@@ -215,10 +202,7 @@ def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
     Returns:
         False if the cluster does not respond; this process then cannot end normally.
     """
-    leaving = threading.Thread(target=ray.shutdown, name="genlm-ray-leave", daemon=True)
-    leaving.start()
-    leaving.join(timeout_s)
-    return not leaving.is_alive()
+    return bool(concurrent.futures.wait([_call(ray.shutdown)], timeout_s).done)
 
 
 def _local_hosts() -> set[str]:
@@ -263,20 +247,10 @@ async def until_head_is_lost() -> None:
 
     Only the time of a request counts, because this process may be paused between requests.
     """
-    loop = asyncio.get_running_loop()
     while ray.is_initialized():
-        answered = asyncio.Event()
-
-        def probe(answered: asyncio.Event = answered) -> None:
-            with contextlib.suppress(Exception):  # an error is a response
-                ray.nodes()
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(answered.set)
-
-        threading.Thread(target=probe, name="genlm-ray-head", daemon=True).start()
-        try:  # a thread, because the call may block
-            await asyncio.wait_for(answered.wait(), HEAD_TIMEOUT_S)
-        except TimeoutError:
+        response = asyncio.wrap_future(_call(ray.nodes))
+        done, _ = await asyncio.wait([response], timeout=HEAD_TIMEOUT_S)
+        if not done:
             return
         await asyncio.sleep(_PROBE_S)
 

@@ -99,6 +99,16 @@ def test_programs_attach_and_one_that_dies_leaves_nothing(chat, address, referen
         torch.testing.assert_close(again, rows)
 
 
+def test_a_program_attaches_while_ray_restarts_a_replica(chat, address, reference):
+    for item in _replicas_of_chat(address):
+        os.kill(item["pid"], signal.SIGKILL)
+    with genlm.load_model("chat", "ray") as llm:
+        torch.testing.assert_close(
+            llm.next_token_logprobs_sync([1, 2, 3]),
+            reference.next_token_logprobs_sync([1, 2, 3]),
+        )
+
+
 def _replicas_of_chat(address):
     return [item for item in serving.served(address) if item["name"] == "chat"]
 
@@ -387,7 +397,7 @@ def test_what_is_pickled_is_among_the_versions():
 
 def test_a_program_needs_the_version_of_the_engines_plugin_but_not_the_plugin(monkeypatch):
     remote = versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
-    monkeypatch.setattr(serving, "_call_all", lambda *_: [remote])
+    monkeypatch.setattr(serving, "_results", lambda *_: [{"versions": remote}])
     with pytest.raises(ModelLoadError, match=r"versions: genlm-hf 0\.1 there, \S+ here;"):
         serving.wait_until_loaded([], 60)
 

@@ -45,7 +45,8 @@ class Replica:
     """An engine and the drivers that use it.
 
     The constructor loads the engine. If it cannot, calls raise the error: Ray would send the
-    error of a constructor only as text.
+    error of a constructor only as text. While Ray restarts the replica, calls of the methods
+    with `max_task_retries` wait, and others fail.
 
     Args:
         spec: Load options.
@@ -90,7 +91,6 @@ class Replica:
 
     # -- calls of drivers -------------------------------------------------------------
 
-    # The call waits while Ray restarts the replica.
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def attach(
         self,
@@ -198,6 +198,7 @@ class Replica:
             await self._load(state, adapters, distinct)
             return session in self._sessions  # otherwise `detach` waits to free them
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def describe(self) -> dict[str, Any]:
         """Return the description of the loaded model for `genlm serve --status`."""
         statistics = self._statistics()
@@ -214,10 +215,6 @@ class Replica:
             "answered": self._answered,
             "statistics": statistics,
         }
-
-    async def versions(self) -> dict[str, str | None]:
-        """Return the versions in this process, also if the model could not be loaded."""
-        return versions(self._spec.engine)
 
     # -- the engine -------------------------------------------------------------------
 

@@ -188,7 +188,9 @@ def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any
         ModelLoadError: A replica cannot be loaded, or not in time, or it has other versions of
             distributions than this program.
     """
-    for remote in _call_all(actors, "versions", timeout_s):
+    descriptions = _results([actor.describe.remote() for actor in actors], timeout_s)
+    for description in descriptions:
+        remote = description["versions"]
         local = {name: version_of(name) for name in remote}
         differences = ", ".join(
             f"{name} {remote[name]} there, {local[name]} here"
@@ -201,17 +203,13 @@ def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any
                 f"the replicas and this program have different versions: {differences}; "
                 f"install the same versions on every machine"
             )
-    return _call_all(actors, "describe", timeout_s)
+    return descriptions
 
 
 def kill(actor: Any, *, restart: bool = False) -> None:
     """End the process of a replica; with `restart`, Ray starts a new process."""
     with contextlib.suppress(RayError):  # the actor or the cluster has ended
         ray.kill(actor, no_restart=not restart)
-
-
-def _call_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
-    return _results([getattr(actor, method).remote() for actor in actors], timeout_s)
 
 
 def _results(calls: list[Any], timeout_s: float | None = None) -> list[Any]:

@@ -165,7 +165,7 @@ def in_process(monkeypatch, load):
             actor.end()
 
     monkeypatch.setattr(cluster, "start_replicas", started)
-    monkeypatch.setattr(serving, "wait_until_loaded", lambda *_: None)
+    monkeypatch.setattr(serving, "wait_until_loaded", lambda *_, **__: None)
     monkeypatch.setattr(serving, "kill", kill)
     monkeypatch.setattr(replica, "_exit", lambda _: None)
 

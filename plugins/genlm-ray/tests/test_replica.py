@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import threading
 from collections import deque
 
 import numpy as np
@@ -34,7 +36,7 @@ def _run(main, **changes):
     async def run():
         served = Replica(dataclasses.replace(SPEC, **changes))
         try:
-            await main(served, served._shared.engine.engine)
+            await main(served, (await served._wait_until_loaded()).engine.engine)
         finally:
             if served._supervisor is not None:
                 served._supervisor.cancel()
@@ -154,6 +156,32 @@ def test_prefixes_of_an_adapter_of_the_engine_are_freed():
         assert recorded.prefixes == []
 
     _run(main)
+
+
+def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(monkeypatch):
+    may_load = threading.Event()
+    build = Replica._build
+
+    def slow(self):
+        assert may_load.wait(60)
+        return build(self)
+
+    monkeypatch.setattr(Replica, "_build", slow)
+
+    async def run():
+        served = Replica(SPEC)
+        attaching = asyncio.create_task(served.attach("driver", "session", {}, []))
+        await asyncio.sleep(0)
+        attaching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await attaching
+        may_load.set()
+        description = await served.attach("other", "another", {}, [])
+        assert description["max_context"] == served._shared.engine.max_context
+        served._supervisor.cancel()
+        served._shared.scheduler.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def _group_request(number, generation, base=None):

@@ -192,6 +192,25 @@ def test_a_replica_whose_step_hangs_ends_its_own_process(address, by_value):
             ray.get(each.exchange.remote("session", queries), timeout=300)
 
 
+class Crashing(replica.Replica):
+    """A replica whose process ends while it loads the engine, when it is to describe it."""
+
+    def _build(self):
+        threading.Event().wait()
+
+    async def _wait_until_loaded(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_replica_that_ends_while_it_is_loaded_is_an_error_and_not_restarted(
+    address, by_value, monkeypatch
+):
+    monkeypatch.setattr(cluster, "Replica", Crashing)
+    with pytest.raises(ModelLoadError, match="a replica could not start"):
+        serving.serve("crash", "demo", "reference", resources=RESOURCES, load_timeout_s=120)
+    assert cluster.reservations("crash") == []
+
+
 @dataclass(frozen=True)
 class Largest(genlm.Reduction):
     """User-defined reduction of the rows of a text."""
@@ -409,7 +428,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     async def main():
         spec = ReplicaSpec("reference", "demo", driver_timeout_s=0.2)
         served = replica.Replica(spec)
-        engine = served._shared.engine.engine
+        engine = (await served._wait_until_loaded()).engine.engine
 
         def refuse(*_):
             raise RuntimeError("no")

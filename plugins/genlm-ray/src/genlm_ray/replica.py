@@ -9,6 +9,7 @@ any order; therefore messages refer only to state that the replica has acknowled
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import logging
 import operator
@@ -44,9 +45,8 @@ logger = logging.getLogger("genlm.ray")
 class Replica:
     """An engine and the drivers that use it.
 
-    The constructor loads the engine. If it cannot, calls raise the error: Ray would send the
-    error of a constructor only as text. While Ray restarts the replica, calls of the methods
-    with `max_task_retries` wait, and others fail.
+    The engine is loaded on a thread, not in the constructor: Ray would start a process that
+    ends in its constructor again, and send the error of a constructor only as text.
 
     Args:
         spec: Load options.
@@ -61,16 +61,9 @@ class Replica:
         # Held while adapters and prefixes are loaded and freed: the next session of a driver
         # waits until those of its last session are freed.
         self._loading = asyncio.Lock()
-        self._load_error: Exception | None = None
-        try:
-            self._engine = SharedEngine(self._build, spec.step_timeout_s)
-        except GenlmError as error:
-            self._load_error = picklable_error(error)
-        except BaseException as error:  # noqa: BLE001 - raised in the driver
-            self._load_error = ModelLoadError(
-                f"loading {spec.model!r} with {spec.engine!r} in a replica raised "
-                f"{describe_error(error)}"
-            )
+        loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
+        self._engine_future = loading.submit(SharedEngine, self._build, spec.step_timeout_s)
+        loading.shutdown(wait=False)
 
     def _build(self) -> Engine:
         spec = self._spec
@@ -80,17 +73,12 @@ class Replica:
 
     @property
     def _shared(self) -> SharedEngine:
-        """The engine.
-
-        Raises:
-            GenlmError: The engine could not be loaded.
-        """
-        if self._load_error is not None:
-            raise self._load_error
-        return self._engine
+        """The engine; available when it is loaded."""
+        return self._engine_future.result()
 
     # -- calls of drivers -------------------------------------------------------------
 
+    # The call waits while Ray restarts the replica.
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def attach(
         self,
@@ -105,7 +93,7 @@ class Replica:
             GenlmError: The engine, an adapter or a prefix could not be loaded, or the replica
                 has its maximum number of drivers.
         """
-        shared = self._shared
+        shared = await self._wait_until_loaded()
         engine = shared.engine
         earlier = [name for name, other in self._sessions.items() if other.driver == driver]
         for name in earlier:
@@ -198,10 +186,9 @@ class Replica:
             await self._load(state, adapters, distinct)
             return session in self._sessions  # otherwise `detach` waits to free them
 
-    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def describe(self) -> dict[str, Any]:
         """Return the description of the loaded model for `genlm serve --status`."""
-        statistics = self._statistics()
+        await self._wait_until_loaded()
         return {
             "name": self._spec.name,
             "engine": self._spec.engine,
@@ -213,10 +200,24 @@ class Replica:
             "seconds": time.time() - self._started_s,
             "drivers": {name: state.unanswered for name, state in self._sessions.items()},
             "answered": self._answered,
-            "statistics": statistics,
+            "statistics": self._statistics(),
         }
 
     # -- the engine -------------------------------------------------------------------
+
+    async def _wait_until_loaded(self) -> SharedEngine:
+        try:
+            # A driver that disconnects must not cancel loading.
+            return await asyncio.shield(asyncio.wrap_future(self._engine_future))
+        except asyncio.CancelledError:
+            raise
+        except GenlmError as error:
+            raise picklable_error(error) from None
+        except BaseException as error:  # noqa: BLE001 - raised in the driver
+            raise ModelLoadError(
+                f"loading {self._spec.model!r} with {self._spec.engine!r} in a replica raised "
+                f"{describe_error(error)}"
+            ) from None
 
     async def _call_engine(self, method: str, *arguments: Any) -> None:
         """Call a method of the engine on its thread."""

@@ -112,7 +112,7 @@ def load_replicas(
     """
     actors, groups = cluster.start_replicas(spec)
     try:
-        return actors, groups, wait_until_loaded(actors, spec.load_timeout_s)
+        return actors, groups, wait_until_loaded(actors, spec.load_timeout_s, restarts=0)
     except BaseException:
         for actor in actors:
             kill(actor)
@@ -181,14 +181,22 @@ def actors_of(name: str, *, may_be_dead: bool = False) -> list[Any]:
     return list(served.get(name, {}).values())
 
 
-def wait_until_loaded(actors: list[Any], timeout_s: float) -> list[dict[str, Any]]:
+def wait_until_loaded(
+    actors: list[Any], timeout_s: float, *, restarts: int = -1
+) -> list[dict[str, Any]]:
     """Wait until replicas have loaded their model, and return their descriptions.
+
+    Args:
+        actors: The replicas.
+        timeout_s: Maximum time.
+        restarts: Maximum number of restarts during the call; -1 for no limit.
 
     Raises:
         ModelLoadError: A replica cannot be loaded, or not in time, or it has other versions of
             distributions than this program.
     """
-    descriptions = _results([actor.describe.remote() for actor in actors], timeout_s)
+    calls = [actor.describe.options(max_task_retries=restarts).remote() for actor in actors]
+    descriptions = _results(calls, timeout_s)
     for description in descriptions:
         remote = description["versions"]
         local = {name: version_of(name) for name in remote}

@@ -119,6 +119,8 @@ def test_several_sequences_are_decoded_and_bytes_may_end_within_a_character() ->
         assert caught.value.places == (1, 2)
         with pytest.raises(genlm.TokenTypeError, match=r"pass \[ids\], or call decode"):
             llm.batch_decode([97, 98])
+        with pytest.raises(genlm.TokenTypeError, match="methods with `batch` in their name"):
+            llm.decode(population)
 
 
 def test_the_separator_of_training_texts_begins_a_text() -> None:

@@ -287,6 +287,8 @@ def _describe_non_sequence(values: object) -> str:
         return f"{type(values).__name__}; pass its ids, or llm.encode(text)"
     if is_integer(values):
         hint = f"; a sequence of this id is [{values}]"
+    if hasattr(values, "tokens"):  # a population
+        hint = "; methods with `batch` in their name take several sequences"
     return f"{type(values).__name__} {_short_repr(values)}{hint}"
 
 

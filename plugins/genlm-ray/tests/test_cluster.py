@@ -22,6 +22,8 @@ import genlm
 from genlm import ModelLoadError
 from genlm.cli import app
 from genlm_ray import cluster, serving
+from genlm_ray.conformance import RESOURCES
+from genlm_ray.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("local_cluster")
 
@@ -177,6 +179,34 @@ def test_a_program_that_was_paused_does_not_take_its_cluster_for_lost(head, monk
             await _next_request(head)
         assert not lost.done()
         lost.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("iterations", range(3))
+def test_the_supervision_of_the_head_ends_when_it_is_cancelled(iterations, monkeypatch):
+    class Immediate(threading.Thread):
+        def start(self):
+            self.run()
+
+    async def never_cancelled(_):
+        raise AssertionError("the cancellation had no effect")
+
+    def cancel(task, iterations):
+        if iterations:
+            asyncio.get_running_loop().call_soon(cancel, task, iterations - 1)
+        else:
+            task.cancel()
+
+    async def main():
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "nodes", list)
+        monkeypatch.setattr(cluster, "threading", types.SimpleNamespace(Thread=Immediate))
+        monkeypatch.setattr(asyncio, "sleep", never_cancelled)
+        task = asyncio.create_task(cluster.until_head_is_lost())
+        cancel(task, iterations)
+        [end] = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(end, asyncio.CancelledError)
 
     asyncio.run(main())
 
@@ -351,3 +381,9 @@ def test_all_replicas_together_wait_for_resources_no_longer_than_one(monkeypatch
 
 def test_calls_of_replicas_are_not_stored_in_the_head(pair):
     assert not any(link.actor._ray_enable_task_events for link in pair.engine.driver.links)
+
+
+def test_models_share_one_class_of_replicas(pair):
+    before = Replica.__subclasses__()
+    genlm.load_model("demo", "ray", engine="reference", resources=RESOURCES).close()
+    assert Replica.__subclasses__() == before

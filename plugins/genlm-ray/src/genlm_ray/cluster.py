@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -348,13 +349,19 @@ def start_replicas(spec: ReplicaSpec) -> tuple[list[Any], list[PlacementGroup]]:
             )
             if spec.name:
                 options["name"] = f"{spec.name}/{index}"
-            actors.append(ray.remote(Replica).options(**options).remote(spec))
+            actors.append(_actor_class(Replica).options(**options).remote(spec))
     except BaseException:  # an option cannot be pickled, or another program took the name
         for actor in actors:
             ray.kill(actor)
         remove(groups)
         raise
     return actors, groups
+
+
+@functools.cache
+def _actor_class(replica: type[Replica]) -> Any:
+    """Return Ray's class of replicas, which Ray never frees."""
+    return ray.remote(replica)
 
 
 def _bundles(resources: Resources | None) -> list[dict[str, float]]:

@@ -6,7 +6,7 @@ start. All functions are array operations on whole tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ __all__ = [
     "NO_STATE",
     "ByteTable",
     "complement",
+    "distinct_edges",
     "live_states",
     "minimise",
     "product",
@@ -28,7 +29,7 @@ States: TypeAlias = npt.NDArray[np.int64]
 
 NO_STATE = -1
 _BLOCK = 2**22
-"""Number of successors that `live_states` sorts at a time."""
+"""Number of successors that `distinct_edges` sorts at a time."""
 _MAX_ROUNDS = 32
 """Maximum number of rounds of Moore's algorithm, which together take less than the time of
 Hopcroft's algorithm."""
@@ -130,7 +131,7 @@ def minimise(table: ByteTable) -> ByteTable:
     accepting = np.append(table.accepting, [False])
     successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
     successors[successors == NO_STATE] = dead
-    is_live = live_states(successors, accepting)
+    is_live = live_states(distinct_edges([successors]), accepting)
     successors[~is_live[successors]] = dead
     # Bytes with equal successors have one column.
     distinct = {column.tobytes(): column for column in successors.T.copy()}
@@ -220,24 +221,40 @@ def _merge_states(successors: States, accepting: Flags, classes: States) -> Byte
     return ByteTable(number[table[order]], flags[order])
 
 
-def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> Flags:
+def distinct_edges(
+    blocks: Iterable[npt.NDArray[np.integer[Any]]],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the distinct pairs of a state and a successor, in order of the states.
+
+    Args:
+        blocks: Successors of consecutive states and all symbols, each of shape
+            `(some states, symbols)`.
+    """
+    edges, first = [np.empty((2, 0), np.int32)], 0
+    for block in blocks:
+        symbols = block.shape[1]
+        for begin in range(0, len(block), rows := max(1, _BLOCK // symbols)):
+            part = np.sort(block[begin : begin + rows].astype(np.int32), axis=1)
+            is_first = np.diff(part, axis=1, prepend=-1) > 0
+            sources = first + begin + np.flatnonzero(is_first) // symbols
+            edges.append(np.array([sources, part[is_first]], np.int32))
+        first += len(block)
+    sources, targets = np.concatenate(edges, axis=1)
+    return sources, targets
+
+
+def live_states(
+    edges: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]], accepting: Flags
+) -> Flags:
     """Return whether an accepting state can be reached from each state, `(states,)`.
 
     Args:
-        successors: Successors of all states and symbols, shape `(states, symbols)`, from 0 to
-            `states - 1`.
+        edges: Pairs of a state and a successor, from 0 to `states - 1`.
         accepting: Whether each state accepts, shape `(states,)`.
     """
-    states, symbols = successors.shape
-    edges = []  # distinct pairs of a state and a successor
-    for begin in range(0, states, rows := max(1, _BLOCK // symbols)):
-        block = np.sort(successors[begin : begin + rows].astype(np.int32), axis=1)
-        is_first = np.diff(block, axis=1, prepend=-1) > 0
-        sources = begin + np.flatnonzero(is_first) // symbols
-        edges.append(np.array([sources, block[is_first]], np.int32))
-    sources, targets = np.concatenate(edges, axis=1)
+    sources, targets = edges
     sources = sources[np.argsort(targets, kind="stable")]
-    ends = np.cumsum(np.bincount(targets, minlength=states)).tolist()
+    ends = np.cumsum(np.bincount(targets, minlength=len(accepting))).tolist()
     live = accepting.copy()
     reached = np.flatnonzero(live).tolist()
     for state in reached:  # grows

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from genlm.constraints.byte_automata import NO_STATE, ByteTable, live_states
+from genlm.constraints.byte_automata import NO_STATE, ByteTable, distinct_edges, live_states
 from genlm.constraints.regex_automaton import (
     END,
     Choice,
@@ -82,7 +82,9 @@ def _accept_ends(table: ByteTable) -> ByteTable:
     states = len(table.accepting)
     after = np.append(table.successors[:, END], NO_STATE)
     after[after == NO_STATE] = states
-    accepting = live_states(after[:, None], np.append(table.accepting, [False]))
+    accepting = live_states(
+        distinct_edges([after[:, None]]), np.append(table.accepting, [False])
+    )
     return ByteTable(table.successors[:, :END], accepting[:states])
 
 

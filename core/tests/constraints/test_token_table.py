@@ -1,0 +1,133 @@
+"""`TokenTable` against the definition: bytes one after the other, states by enumeration."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from constrained_model import TOKENS, SmallEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+import genlm
+from genlm.constraints import Automaton
+from genlm.constraints.byte_automata import NO_STATE, ByteTable, minimise
+from genlm.constraints.states import DEAD, FINISHED, LIVE
+from genlm.constraints.text_tokens import TextTokens
+from genlm.constraints.token_table import TokenTable, TokenTrie
+
+LETTERS = b"abc"
+TOKEN_A = TOKENS.index(b"a")
+
+
+def random_table(seed: int, count: int) -> ByteTable:
+    random = np.random.default_rng(seed)
+    successors = np.full((count, 256), NO_STATE)
+    successors[:, list(LETTERS)] = random.integers(-1, count, (count, len(LETTERS)))
+    return minimise(ByteTable(successors, random.random(count) < 0.4))
+
+
+def tokens_of(texts: list[bytes], stop: list[int]) -> TextTokens:
+    is_stop = np.zeros(len(texts) + 1, np.bool_)
+    is_stop[stop] = True
+    return TextTokens(texts, np.array(stop, np.int64), is_stop)
+
+
+def expected_rows(table: ByteTable, tokens: TextTokens) -> list[list[int]]:
+    """The successors of each state over bytes, as states of the token table."""
+
+    def after(state: int, text: bytes) -> int:
+        for byte in text:
+            state = NO_STATE if state == NO_STATE else int(table.successors[state, byte])
+        return state if text else NO_STATE
+
+    states = range(len(table.accepting))
+    rows = [[after(state, text) for text in tokens.texts] for state in states]
+    live = {state for state in states if table.accepting[state]}
+    while more := {s for s in states if s not in live and live.intersection(rows[s])}:
+        live |= more
+    rows = [[s if s in live else NO_STATE for s in row] for row in rows]
+    over = {s for s in live if table.accepting[s] and set(rows[s]) <= {NO_STATE}}
+    over = set() if tokens.stop.size else over
+    numbers = {NO_STATE: DEAD, **{s: FINISHED if s in over else LIVE + s for s in states}}
+    expected = [[numbers[s] for s in row] for row in rows]
+    for state, row in zip(states, expected, strict=True):
+        for token_id in tokens.stop.tolist():
+            row[token_id] = FINISHED if table.accepting[state] else DEAD
+    return expected
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 8),
+    st.lists(st.binary(min_size=0, max_size=3).map(lambda b: bytes(LETTERS[i % 3] for i in b))),
+    st.booleans(),
+    st.booleans(),
+)
+def test_rows_in_any_order_are_those_of_the_definition(
+    seed: int, count: int, texts: list[bytes], has_all_bytes: bool, has_stop: bool
+) -> None:
+    table = random_table(seed, count)
+    if has_all_bytes:  # otherwise, tokens may be unable to complete what bytes can
+        texts = [*texts, b"a", b"b", b"c"]
+    texts = [b"", *texts]  # a special token
+    tokens = tokens_of(texts, [0] if has_stop else [])
+    token_table = TokenTable(table, tokens, TokenTrie(texts))
+    expected = expected_rows(table, tokens)
+    states = LIVE + np.random.default_rng(seed).permutation(len(expected))
+    for state in states[: 1 + len(states) // 2].tolist():
+        members = np.array([state, DEAD, FINISHED, state])
+        for token_id in range(-1, len(texts)):
+            after = token_table.after(members, np.full(4, token_id)).tolist()
+            row = expected[state - LIVE]
+            goal = state if token_id < 0 else row[token_id]
+            assert after == [goal, DEAD, FINISHED, goal]
+        places = token_table.places_of(members)
+        words = token_table.masks.numpy()[places]
+        masks = np.unpackbits(
+            words.view(np.uint8), axis=1, count=len(texts), bitorder="little"
+        ).astype(bool)
+        assert masks[0].tolist() == [s != DEAD for s in expected[state - LIVE]]
+        assert not masks[1:3].any()
+
+
+def test_rows_are_computed_for_the_states_that_members_have() -> None:
+    language = Automaton.regex(r"[ab]{40}")
+    with genlm.AsyncLM(SmallEngine) as llm:
+        constraint = language.start(llm, 3)
+        table = constraint.table
+        assert len(table.masks) == 2  # dead and finished
+        constraint.masks()
+        assert len(table.masks) == 3
+        after = constraint.advance([TOKEN_A, TOKEN_A, -1])
+        after.masks()
+        assert len(table.masks) == 4
+        assert language.start(llm, 1).table is table
+
+
+def test_threads_may_need_states_at_the_same_time() -> None:
+    texts = [b"a", b"b", b"ab"]
+    successors = np.full((60, 256), NO_STATE)
+    successors[:-1, ord("a")] = np.arange(1, 60)
+    successors[:-1, ord("b")] = np.arange(1, 60)
+    table = ByteTable(successors, np.arange(60) == 59)
+    tokens = tokens_of(texts, [])
+    expected = expected_rows(table, tokens)
+    token_table = TokenTable(table, tokens, TokenTrie(texts))
+    barrier = threading.Barrier(8)
+
+    def walk(seed: int) -> None:
+        barrier.wait()
+        for state in (LIVE + np.random.default_rng(seed).permutation(60)).tolist():
+            states = np.array([state, state])
+            assert token_table.after(states, np.array([0, 2])).tolist() == [
+                expected[state - LIVE][0],
+                expected[state - LIVE][2],
+            ]
+            masks = token_table.masks_of(states)
+            assert bool(masks.is_empty[0]) == (set(expected[state - LIVE]) == {DEAD})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(walk, range(8)))
+    assert len(token_table.masks) == 2 + 60

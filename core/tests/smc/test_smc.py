@@ -527,7 +527,7 @@ def test_the_members_of_a_population_are_the_first_particles(llm, resample_below
 
 
 def test_a_filter_continues_another_one_with_its_weights(llm):
-    """Two filters make the steps of one; the potential of the second is a further factor."""
+    """Two filters make the steps of one, if the potential of the first is divided out."""
     options: dict[str, Any] = {"stop": [END], "resample_below": 0, "seed": 4}
 
     def count(population: Any) -> Any:
@@ -539,8 +539,8 @@ def test_a_filter_continues_another_one_with_its_weights(llm):
         llm,
         first.population,
         max_tokens=STEPS - 1,
-        log_weights=torch.from_numpy(first.log_weights),
-        potential=lambda population: count(population) - count(first.population),
+        log_weights=torch.from_numpy(first.log_weights) - count(first.population),
+        potential=count,
         **options,
     )
     assert last.population.tokens.tolist() == whole.population.tokens.tolist()

@@ -75,7 +75,8 @@ async def steer(
             full, which is logged as a warning; `finished` of the particles is then False.
         log_weights: Log-weights of the first particles, shape `(size,)`, such as those of the
             particles of another filter; by default 0. The constraint and the potential are
-            factors in addition to them.
+            factors in addition to them, so subtract the values of a potential that both
+            filters have.
         constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
             a `Constraint` of `size` members.
         text: End of the prompt that belongs to the texts of the `Language`.

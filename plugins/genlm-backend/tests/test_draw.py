@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -339,6 +341,21 @@ def test_a_loop_that_closes_with_calls_under_way_leaves_the_next_alone():
     loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
     loop.close()
     assert len(gathered(lambda: draw_from(row))) == 1
+
+
+def test_an_event_loop_that_was_closed_during_a_call_is_freed():
+    row = rows(1)[0]
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(draw_from(row))
+    task._log_destroy_pending = False
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    closed = weakref.ref(loop)
+    del loop, task
+    gathered(lambda: draw_from(row))
+    gc.collect()
+    assert closed() is None
 
 
 def test_event_loops_of_several_threads_draw_at_once():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,9 +205,7 @@ class _Call:
     future: asyncio.Future[Any]
 
 
-_waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Call]] = (
-    weakref.WeakKeyDictionary()
-)
+_waiting: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
 """Pending calls of each event loop."""
 
 
@@ -220,6 +217,9 @@ async def _submit(
     calls = _waiting.setdefault(loop, [])
     calls.append(call)
     if len(calls) == 1:
+        for other in list(_waiting):  # of all threads
+            if other.is_closed():  # its callback never runs
+                _waiting.pop(other, None)
         loop.call_soon(_complete_all, loop, 0, MAX_ITERATIONS)
     return await call.future
 

@@ -227,21 +227,3 @@ def test_a_message_may_arrive_after_the_generations_of_its_aborted_queries_are_d
         assert answered == {0, 1}  # the driver ignores the first, which it has aborted
 
     _run(main)
-
-
-def test_generations_of_aborted_and_of_failed_queries_are_dropped():
-    async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
-        generations = served._sessions["session"].generations
-        generation = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
-        await served.notify("session", _group_request(1, generation))
-        assert generations.sequences == 1
-        await served.notify("session", ReplicaRequest(aborted=[1]))
-        assert generations.sequences == 0
-        [packed] = _group_request(2, generation).groups
-        generations.group(packed, None, None)
-        assert generations.sequences == 1
-        generations.finish(2, RuntimeError())
-        assert generations.sequences == 0
-
-    _run(main)

@@ -144,6 +144,7 @@ class Driver:
         link = None if routed is None else self._up.get(routed.replica)
         if link is not None:
             link.aborted.append(query_id)
+            link.dropped.append(query_id)
             self._send()
 
     def release(self, adapter: str | None, key: bytes) -> None:
@@ -243,10 +244,10 @@ class Driver:
             link.dropped += (query_id, ~query_id)  # generations of an aborted query
             return None
         group = routed.query
-        if isinstance(group, GroupQuery) and completion.error is None:
-            state = link.place(query_id)
-            if group.generation.state is None:
-                group.generation.keep(state)  # otherwise its deletion drops what was sent twice
+        if isinstance(group, GroupQuery):
+            state = link.place(query_id)  # its deletion drops what failed or was sent twice
+            if group.generation.state is None and completion.error is None:
+                group.generation.keep(state)
             if isinstance(result, SampledGroup):
                 sample = place_sample(group, result, link.place(~query_id))
                 return completion._replace(result=sample)

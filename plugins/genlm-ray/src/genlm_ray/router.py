@@ -225,10 +225,6 @@ class Router:
         self._set_work(routed.replica, self.work[routed.replica] - routed.cost)
         return routed
 
-    def __len__(self) -> int:
-        """Number of unanswered queries."""
-        return len(self._waiting) + len(self._sent)
-
     # -- contexts ---------------------------------------------------------------------
 
     def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:

@@ -169,7 +169,6 @@ class Session:
             for running in (self.running, self._running_reductions):
                 if query_id in running:
                     running.pop(query_id)()
-            self.generations.drop(query_id)
         self._shared.submit_waiting(self)
         self.changed.set()  # otherwise a poll without queries would not return
 

@@ -227,12 +227,7 @@ class Generations:
         )
 
     def finish(self, query_id: int, result: Any) -> Any:
-        """Store the generation of a sample; return a query's result without it.
-
-        The generation of a failed query is dropped.
-        """
-        if isinstance(result, Exception):
-            self.drop(query_id)
+        """Store the generation of a sample; return a query's result without it."""
         if not isinstance(result, SampledGroup):
             return result
         self._add(~query_id, result.generation, result.token_ids.numel())

@@ -154,8 +154,8 @@ def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request(has_company
         gate.set()
         await _completions(session, 200)
         assert step_of((1, 0)) <= 2
-        # With company, the engine has up to `SHARED_ROWS` queries when it begins, and again when
-        # the later query is submitted; it computes two in each step.
+        # With company, the engine has up to `SHARED_ROWS` queries when it begins, and when the
+        # later query is submitted; it computes two in each step.
         assert step_of((2,)) <= (SHARED_ROWS + 2 if has_company else 2)
         assert not session.unanswered
 

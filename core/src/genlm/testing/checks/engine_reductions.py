@@ -114,6 +114,8 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
             {"temperature": 0.0},
             {"top_k": 2, "mask": masked_ids},
             {"top_p": 0.5, "temperature": 1.5},
+            {"bias": torch.from_numpy(generator.normal(size=size))},
+            {"bias": generator.normal(size=size), "mask": masked_ids, "temperature": 0.8},
         ]
         draws += [(context, {"seed": fixture.seed + i} | s) for i, s in enumerate(settings)]
     requests: list[Any] = [lm.draw(context, **arguments) for context, arguments in draws]
@@ -136,7 +138,7 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
     expect(len(distinct) > 1, "independent draws without a seed", distinct)
     impossible = [i for i in range(size) if fixture.expected(contexts[0])[i] == -math.inf]
     if impossible:
-        no_draw = (-1, -math.inf, -math.inf, -math.inf)
+        no_draw = (-1, -math.inf, -math.inf, 0.0)
         last = fixture.run(lm.draw(contexts[0], impossible))
         expect(last == no_draw, f"{no_draw} for a mask without probability", last)
 
@@ -159,7 +161,11 @@ def _check_drawn(
     allowed = torch.full_like(row, -math.inf)
     ids = arguments.get("mask", list(range(len(row))))
     allowed[ids] = row[ids]
-    mass = allowed.logsumexp(-1) if "mask" in arguments else torch.tensor(0.0)
+    bias = arguments.pop("bias", None)
+    if bias is not None:
+        allowed += torch.as_tensor(bias).to(allowed)
+    is_normalised = bias is None and "mask" not in arguments
+    mass = torch.tensor(0.0) if is_normalised else allowed.logsumexp(-1)
     expected = torch.stack([row[drawn.token_id], mass])
     fixture.check_logprobs([drawn.logprob, drawn.log_mass], expected, drawn=drawn, **arguments)
     allowed, is_near = _truncate(fixture, allowed, **arguments)

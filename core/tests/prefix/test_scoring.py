@@ -45,8 +45,14 @@ def right_scores(adapter: str | None, text: Query) -> TokenScores:
     )
 
 
+def scores_of(rows: PrefixRows, texts: list[Query], adapter: str | None = None) -> list[Any]:
+    *_, results = rows.scores_by_pass(adapter, texts)
+    assert results is not None
+    return results
+
+
 def assert_right(rows: PrefixRows, texts: list[Query], adapter: str | None = None) -> None:
-    for result, scored_text in zip(rows.scores(adapter, texts), texts, strict=True):
+    for result, scored_text in zip(scores_of(rows, texts, adapter), texts, strict=True):
         wanted = right_scores(adapter, scored_text)
         assert isinstance(result, TokenScores), result
         torch.testing.assert_close(result.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
@@ -158,10 +164,10 @@ def test_texts_that_differ_in_the_last_target_share_all_positions() -> None:
     assert used(rows, "tokens_computed") == 12
 
 
-def test_a_text_longer_than_a_pass_takes_several_and_the_last_has_room_for_others() -> None:
+def test_a_text_longer_than_a_pass_takes_several_of_its_own() -> None:
     rows, model = serve(500, max_tokens=10)
     assert_right(rows, [scored(text(36, 0), 14), scored(text(5, 1), 2)])
-    assert model.passes == 4
+    assert model.passes == 4 + 1
     assert model.largest[0] == 10
     assert used(rows, "tokens_computed") == 35 + 4
 
@@ -194,7 +200,7 @@ def test_what_raises_leaves_computed_tokens_only() -> None:
     assert_right(rows, [scored(ids[:10])])
     model.fail = True
     with pytest.raises(RuntimeError, match="no memory"):
-        rows.scores(None, [scored(ids)])
+        scores_of(rows, [scored(ids)])
     assert used(rows, "kv_tokens") == 9
     model.fail = False
     assert_right(rows, [scored(ids)])
@@ -231,7 +237,7 @@ def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     rows, _ = serve(500)
     waiting = [scored(text(n + 1, n)) for n in (40, 30, 10, 25, 14, 3)]
     assert next_pass(rows, waiting) == [0, 2, 4]
-    assert next_pass(rows, [scored(text(101, 0)), *waiting]) == [0, 3, 5, 6]
+    assert next_pass(rows, [scored(text(101, 0)), *waiting]) == [0]
 
 
 # -- pieces -----------------------------------------------------------------------------
@@ -358,7 +364,7 @@ def test_reductions_of_texts_have_the_rows_before_their_tokens(
         (reduced if place % 3 else scored)(ids, start)
         for place, (ids, start) in enumerate(zip(texts, starts, strict=True))
     ]
-    for result, query, start in zip(rows.scores(None, queries), queries, starts, strict=True):
+    for result, query, start in zip(scores_of(rows, queries), queries, starts, strict=True):
         right = right_scores(None, query)
         if query.outputs == (None,):
             assert isinstance(result, TokenScores)
@@ -384,7 +390,7 @@ def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.Monkey
 
     rows, _ = serve(500)
     ids = text(30, 0)
-    [results] = rows.scores(None, [scored(ids).replace(outputs=(Counted(ids[1:]),))])
+    [results] = scores_of(rows, [scored(ids).replace(outputs=(Counted(ids[1:]),))])
     assert isinstance(results, Reduced)
     assert sum(sizes) == 29
     assert max(sizes) == 1
@@ -410,7 +416,7 @@ def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() ->
         broken = Broken(ids[1:])
         broken.answer = answer
         queries = [scored(ids).replace(outputs=(broken,)), reduced(text(9, 1))]
-        failed, fine = rows.scores(None, queries)
+        failed, fine = scores_of(rows, queries)
         assert isinstance(failed, EvaluationError)
         assert message in str(failed)
         assert isinstance(fine, Reduced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
+from genlm.core.engine.halving import UnfinishedError
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
 from genlm.core.rows.logits import rows_from_logits
 from genlm.engines.adapter_table import AdapterTable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Adapters", "PrefixEngine"]
 
 T = TypeVar("T")
+AnyQuery = TypeVar("AnyQuery", Query, GroupQuery)
 
 
 class Adapters(AdapterTable[T]):
@@ -79,6 +81,9 @@ class PrefixEngine(BatchEngine):
                 of `update_weights`. None if the engine cannot replace weights.
         """
         self._choice, self._adapters = choice, adapters
+        # By id of a query or group of which steps have computed a part: the key of the sequence
+        # that they compute, and its passes.
+        self._unfinished: dict[int, tuple[bytes, Generator[Any, None, None]]] = {}
         self._load_weights = load_weights
         self._embedding_rows = embedding_rows
         hints = dict(hints or {})
@@ -136,7 +141,8 @@ class PrefixEngine(BatchEngine):
         """Select populations whose next tokens are computed in one forward pass."""
         if self._cache is None or len(pending) == 1:
             return super().choose_groups(pending)
-        return self._cache.populations.choose(pending)
+        populations = self._cache.populations
+        return populations.choose(self._ready(pending, populations.is_long))
 
     def defers(self, pending: Sequence[GroupQuery]) -> bool:
         """Whether populations wait because the tokens of others would be freed for them."""
@@ -149,6 +155,7 @@ class PrefixEngine(BatchEngine):
             with self.activate(parts[0][0].adapter):
                 logits = cache.group_logits(parts)
             if logits is not None:
+                self._restart(*(group.query_id for group, _ in parts))
                 lengths = (
                     group.generation.lineage.lengths[group.wanted[places]]
                     for group, places in parts
@@ -170,8 +177,12 @@ class PrefixEngine(BatchEngine):
         """Select queries for about one forward pass: the first, and others of its adapter.
 
         The selected queries request either rows or scores. A context that is longer than a
-        pass, or exceeds the free slots, takes several passes.
+        pass is selected alone; each step computes one pass of it, and other queries take turns
+        with it. Contexts of this kind are computed one after the other, because the computed
+        tokens of an unfinished one are pinned.
         """
+        if self._unfinished:
+            pending = self._ready(pending, self._prefix_cache().is_long)
         adapter, path = pending[0].adapter, self._choice.path
         scored = bool(pending[0].targets)
         candidates = [
@@ -188,20 +199,20 @@ class PrefixEngine(BatchEngine):
         return rows_from_logits(self.evaluate_queries(queries).values, self.vocabulary)
 
     def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
-        """Compute the logits of queries with the same adapter."""
-        adapter = queries[0].adapter
-        self._tokens_evaluated += sum(map(len, queries))
-        sequences = [query.sequence for query in queries]
-        with self.activate(adapter):
-            logits = self._choice.path.last_logits(adapter, sequences)
-        return GroupValues(logits, are_logits=True)
+        """Compute the logits of queries with the same adapter; see `BatchEngine`."""
+        adapter, sequences = queries[0].adapter, [query.sequence for query in queries]
+        passes = self._choice.path.logits_by_pass(adapter, sequences)
+        return GroupValues(self._result(queries, passes), are_logits=True)
 
     def score(self, queries: Sequence[Query]) -> Sequence[TextResult]:
         """Score or reduce texts with the same adapter; see `BatchEngine.score`."""
         adapter = queries[0].adapter
-        self._tokens_evaluated += sum(map(len, queries))
-        with self.activate(adapter):
-            return self._choice.path.scores(adapter, queries)
+        return self._result(queries, self._choice.path.scores_by_pass(adapter, queries))
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query; its computed tokens can be evicted."""
+        super().abort(query_id)
+        self._restart(query_id)
 
     def activate(self, adapter: str | None) -> AbstractContextManager[None]:
         """Prepare the model for forward passes with an adapter, or with None."""
@@ -228,6 +239,7 @@ class PrefixEngine(BatchEngine):
 
     def clear_prefix_cache(self) -> None:
         """Free all cached tokens, including pinned prefixes. Rows do not change."""
+        self._restart(*self._unfinished)
         self._prefix_cache().clear()
 
     def update_weights(self, weights: Mapping[str, Any] | None) -> None:
@@ -299,7 +311,52 @@ class PrefixEngine(BatchEngine):
     def close(self) -> None:
         """Free the execution path and the adapters; `statistics` stays available."""
         self._final_statistics = self.statistics()
+        self._restart(*self._unfinished)
         del self._choice, self._adapters, self._load_weights
+
+    def _member_id(self, group: GroupQuery) -> int:
+        return group.query_id  # of `_unfinished`
+
+    def _ready(
+        self, pending: Sequence[AnyQuery], is_long: Callable[[AnyQuery], bool]
+    ) -> Sequence[AnyQuery]:
+        """Return the unfinished query alone, or other queries if one of them is next.
+
+        Long queries that precede it wait until the unfinished one is complete.
+        """
+        unfinished = self._unfinished
+        if not any(query.query_id in unfinished for query in pending):
+            return pending
+        first = next(q for q in pending if q.query_id in unfinished or not is_long(q))
+        if first.query_id in unfinished:
+            return [first]
+        return [first] + [q for q in pending if q is not first and q.query_id not in unfinished]
+
+    def _restart(self, *query_ids: int) -> None:
+        """Drop the passes of unfinished queries, which are then computed from the beginning."""
+        for query_id in query_ids:
+            if query_id in self._unfinished:
+                self._unfinished.pop(query_id)[1].close()
+
+    def _result(self, queries: Sequence[Query], passes: Generator[T | None, None, None]) -> T:
+        """Compute all passes of several queries, or the next one of a single query.
+
+        Raises:
+            UnfinishedError: A single query needs further passes.
+        """
+        first, is_single, result = queries[0], len(queries) == 1, None
+        query_id, key = first.query_id, first.sequence.key
+        if is_single and self._unfinished.get(query_id, (None,))[0] == key:
+            _, passes = self._unfinished.pop(query_id)
+        self._restart(query_id)  # of another sequence of a group
+        with self.activate(first.adapter):
+            for result in passes:
+                if result is None and is_single:
+                    self._unfinished[query_id] = key, passes
+                    raise UnfinishedError
+        assert result is not None  # noqa: S101 - the last result
+        self._tokens_evaluated += sum(map(len, queries))
+        return result
 
     def _check(self, query: Query) -> None:
         embeds_all = self.vocabulary.size <= self._embedding_rows

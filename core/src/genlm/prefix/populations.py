@@ -70,10 +70,20 @@ class Populations:
             tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
             count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
             return max(1, min(self._max_rows, count))
+        if self.is_long(group):
+            return 1
         sample = wanted[:: -(-len(wanted) // _SAMPLE_SIZE)].tolist()
         sequences = map(lineage.sequence, sample)
         mean = np.mean([1 + self._tree.missing(group.adapter, s) for s in sequences])
         return max(1, min(self._max_rows, int(self._max_tokens / mean)))
+
+    def is_long(self, group: GroupQuery) -> bool:
+        """Whether the tree must compute a sequence that is longer than a pass."""
+        lineage, wanted = group.generation.lineage, group.wanted
+        return self._missing(group, wanted) is None and any(
+            self._tree.missing(group.adapter, lineage.sequence(place)) > self._max_tokens
+            for place in wanted[lineage.lengths[wanted] > self._max_tokens].tolist()
+        )
 
     def choose(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
         """Choose groups that one pass computes: the first, and others of its adapter.

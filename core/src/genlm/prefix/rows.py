@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,7 +85,9 @@ class PrefixRows:
     """Computes the rows of batches of sequences with a prefix tree.
 
     A batch that needs more slots than can be freed, or a context of more tokens than the
-    maximum of a pass, is computed in several passes.
+    maximum of a pass, is computed in several passes. The methods `..._by_pass` are generators
+    that stop after each pass, so that other batches can be computed in between: the computed
+    tokens of a long context are pinned until the generator ends or is closed.
 
     Args:
         forward: Function that runs the model over uncached tokens.
@@ -118,26 +120,29 @@ class PrefixRows:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
+        self._times_cleared = 0
         self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
     def rows(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> torch.Tensor:
-        """Compute the next-token rows of sequences; see `last_logits`."""
-        return rows_from_logits(self.last_logits(adapter, sequences), self._vocabulary)
+        """Compute the next-token rows of sequences; see `logits_by_pass`."""
+        *_, logits = self.logits_by_pass(adapter, sequences)
+        assert logits is not None  # noqa: S101 - the last result
+        return rows_from_logits(logits, self._vocabulary)
 
-    def last_logits(
+    def logits_by_pass(
         self, adapter: str | None, sequences: Sequence[TokenSequence]
-    ) -> torch.Tensor:
+    ) -> Generator[torch.Tensor | None, None, None]:
         """Compute the next-token logits of sequences, in one or several passes.
 
         After an exception, the tree contains only computed tokens.
 
         Args:
-            adapter: Name of the adapter that is active in the model.
+            adapter: Name of the adapter that is active in the model during each pass.
             sequences: At least one sequence of ids that the model can embed.
 
-        Returns:
-            Shape `(len(sequences), width of the model's output)`. The next pass may overwrite
-            them.
+        Yields:
+            None after a pass over a part of a long context; at last the logits, shape
+            `(len(sequences), width of the model's output)`. The next pass may overwrite them.
         """
         self.populations.tables.collect()
         logits: torch.Tensor | None = None
@@ -146,17 +151,28 @@ class PrefixRows:
             for result in self._passes(adapter, sequences, lasts, self._max_tokens):
                 if isinstance(result, int):
                     places = [result]
-                    computed = self._uncached.last_logits(adapter, [sequences[result]])
+                    [computed] = self._uncached.logits_by_pass(adapter, [sequences[result]])
                 else:
                     parts, _, computed = result
-                    places = [part.place for part in parts]
+                    places = [part.place for part in parts if part.first < len(part.sequence)]
+                if not places:
+                    yield None
+                    continue
                 if len(places) == len(sequences):
-                    return computed
+                    logits = computed
+                    break
                 if logits is None:
                     logits = computed.new_empty((len(sequences), computed.shape[1]))
                 logits[places] = computed
-        assert logits is not None  # noqa: S101 - there is at least one sequence
-        return logits
+        yield logits
+
+    def is_long(self, query: Query) -> bool:
+        """Whether a query takes more than one pass."""
+        limit = self._score_limit if query.targets else self._max_tokens
+        if len(query) <= limit:
+            return False
+        _, cached = self._tree.match(query.adapter, query.sequence)
+        return len(query) - min(query.first_target, cached) > limit
 
     def next_pass(
         self,
@@ -166,8 +182,8 @@ class PrefixRows:
     ) -> Sequence[int]:
         """Choose sequences for one pass: the first, and others that fit.
 
-        If the first sequence is longer than a pass, its beginning takes separate passes. Free
-        slots are not considered.
+        A first sequence that is longer than a pass is chosen alone. Free slots are not
+        considered.
 
         Args:
             adapter: Adapter of all sequences.
@@ -195,7 +211,9 @@ class PrefixRows:
                 ahead = ahead or PrefixTree(sum(map(len, sequences)))
                 new = min(new, len(sequence) - ahead.match(adapter, sequence)[1])
             cost = new + len(repeated)
-            if indices and cost > room:
+            if not indices and cost > limit:
+                return [0]
+            if cost > room:
                 skipped += 1
                 if skipped > _MAX_SKIPPED:
                     break
@@ -204,22 +222,24 @@ class PrefixRows:
                 ahead.insert(adapter, sequence)
             recomputed |= repeated
             indices.append(index)
-            room -= cost if cost <= room else cost % limit
+            room -= cost
             if not room or len(indices) == self._max_rows:
                 break
         return indices
 
-    def scores(self, adapter: str | None, texts: Sequence[Query]) -> list[TextResult]:
+    def scores_by_pass(
+        self, adapter: str | None, texts: Sequence[Query]
+    ) -> Generator[list[TextResult] | None, None, None]:
         """Score texts in few passes, with one computation per uncached position.
 
         After an exception, the tree contains only computed tokens.
 
         Args:
-            adapter: Name of the adapter that is active in the model.
+            adapter: Name of the adapter that is active in the model during each pass.
             texts: At least one text of ids that the model can embed.
 
-        Returns:
-            As `PieceScores.results`.
+        Yields:
+            None after each pass that is followed by others; at last `PieceScores.results`.
         """
         self.populations.tables.collect()
         scores = PieceScores(texts, self._vocabulary)
@@ -229,7 +249,8 @@ class PrefixRows:
         with self._rolled_back_on_error():
             for result in passes:
                 if isinstance(result, int):
-                    scores.put(result, self._uncached.scores(adapter, [texts[result]])[0])
+                    [[score]] = self._uncached.scores_by_pass(adapter, [texts[result]])
+                    scores.put(result, score)
                     continue
                 parts, wanted, logits = result
                 keys, members, paths = [], [], Paths()
@@ -240,7 +261,9 @@ class PrefixRows:
                 scores.expect(np.concatenate(keys), np.concatenate(members))
                 scores.add(wanted, logits)
                 del result, logits  # before the next pass allocates its logits
-        return scores.results()
+                if not scores.is_complete:
+                    yield None
+        yield scores.results()
 
     @property
     def _score_limit(self) -> int:
@@ -261,7 +284,7 @@ class PrefixRows:
             EvaluationError: The prefix does not fit into the budget with the pinned prefixes.
         """
         before = self._contexts_without_cache
-        self.last_logits(adapter, [sequence])
+        list(self.logits_by_pass(adapter, [sequence]))
         if self._contexts_without_cache > before:
             raise EvaluationError(
                 f"a prefix of {len(sequence)} tokens does not fit into the "
@@ -281,6 +304,7 @@ class PrefixRows:
 
     def clear(self) -> None:
         """Remove all computed tokens, including pinned prefixes."""
+        self._times_cleared += 1
         self.populations.tables.clear()
         self._tree.clear()
 
@@ -340,28 +364,62 @@ class PrefixRows:
                     continue
                 yield self._run(current)
                 current = _Pass(adapter, scored)
-            if not self._add(current, part, retained):
+            is_computed = self._add(current, part, retained)
+            if is_computed:
+                if self._tokens(current) <= limit:
+                    continue
+                self._tree.roll_back()  # frees its slots, which are sufficient for every part
+                is_computed = yield from self._parts(adapter, part, retained, limit, scored)
+            if not is_computed:
                 # There are no uncached tokens, so this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
                 yield index
-                continue
-            tokens = self._tokens(current)
-            if tokens <= limit:
-                continue
-            self._tree.roll_back()  # frees its slots, which are sufficient for every part
-            length, ids = len(sequence), sequence.token_ids
-            for begin in range(length - tokens, length, limit):
-                if begin > length - tokens:
-                    result = self._run(current)
-                    if first < begin:
-                        yield result
-                    del result
-                current, end = _Pass(adapter, scored), min(begin + limit, length)
-                whole = sequence if end == length else TokenSequence.of(ids[:end])
-                self._add(current, (index, whole, min(max(begin, first), end)), retained)
+            current = _Pass(adapter, scored)
         if current.parts:
             yield self._run(current)
+
+    def _parts(
+        self,
+        adapter: str | None,
+        part: tuple[int, TokenSequence, int],
+        retained: int,
+        limit: int,
+        scored: bool,
+    ) -> Generator[_Result, None, bool]:
+        """Compute a sequence in several passes, between which its computed tokens are pinned.
+
+        Returns:
+            False if there are too few slots, because others were pinned between two passes.
+        """
+        index, sequence, first = part
+        ids, length, end = sequence.token_ids, len(sequence), 0
+        with ExitStack() as pins:
+            while end < length:
+                begin = min(first, self._tree.match(adapter, sequence)[1])
+                end = min(begin + limit, length)
+                whole = sequence if end == length else TokenSequence.of(ids[:end])
+                current = _Pass(adapter, scored)
+                is_added = self._add(current, (index, whole, min(first, end)), retained)
+                pins.close()  # the tokens are in use until the end of the pass
+                if not is_added:
+                    return False
+                if end < length:
+                    pins.enter_context(self._pinned(adapter, whole))
+                yield self._run(current)
+                first = max(first, end)
+        return True
+
+    @contextmanager
+    def _pinned(self, adapter: str | None, sequence: TokenSequence) -> Iterator[None]:
+        """Pin a sequence of the tree until the end of the context or until `clear`."""
+        times_cleared = self._times_cleared
+        self._tree.pin(adapter, sequence)
+        try:
+            yield
+        finally:
+            if times_cleared == self._times_cleared:
+                self._tree.unpin(adapter, sequence)
 
     def _add(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,17 +62,19 @@ class UncachedPath(abc.ABC):
 
     def rows(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         """Compute rows in as few batches as the limits allow."""
-        return rows_from_logits(self.last_logits(adapter, sequences), self._vocabulary)
+        [logits] = self.logits_by_pass(adapter, sequences)
+        return rows_from_logits(logits, self._vocabulary)
 
-    def last_logits(
+    def logits_by_pass(
         self,
         adapter: str | None,  # noqa: ARG002 - see PrefixRows
         sequences: Sequence[TokenSequence],
-    ) -> torch.Tensor:
-        """Compute the last logits of sequences in as few batches as the limits allow."""
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yield the last logits of sequences, in as few batches as the limits allow."""
         batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
         if len(batches) == 1:
-            return self._batch_logits(sequences)
+            yield self._batch_logits(sequences)
+            return
         logits: torch.Tensor | None = None
         for batch in batches:
             computed = self._batch_logits([sequences[i] for i in batch])
@@ -80,7 +82,7 @@ class UncachedPath(abc.ABC):
                 logits = computed.new_empty((len(sequences), computed.shape[1]))
             logits[batch] = computed
         assert logits is not None  # noqa: S101 - there is at least one sequence
-        return logits
+        yield logits
 
     def next_pass(
         self,
@@ -95,19 +97,22 @@ class UncachedPath(abc.ABC):
         batches = plan_batches([len(sequence) for sequence in sequences], limits)
         return next(batch for batch in batches if 0 in batch)
 
-    def scores(self, adapter: str | None, texts: Sequence[Query]) -> list[TextResult]:
-        """Score texts in few batches, or one by one by the rows of all their positions."""
+    def scores_by_pass(
+        self, adapter: str | None, texts: Sequence[Query]
+    ) -> Generator[list[TextResult], None, None]:
+        """Yield scores, computed in few batches, or by the rows of all positions of a text."""
         scores = PieceScores(texts, self._vocabulary)
         if self.scores_by_rows:
             for text, first in zip(texts, scores.ends.tolist(), strict=False):
                 self._score_by_rows(adapter, text, first, scores)
-            return scores.results()
+            yield scores.results()
+            return
         for batch in plan_batches([len(text.sequence) for text in texts], self.score_limits):
             firsts = np.array([texts[i].first_target for i in batch])
             sequences = [texts[i].sequence.token_ids for i in batch]
             for (rows, positions), logits in self.run(sequences, firsts):
                 scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
-        return scores.results()
+        yield scores.results()
 
     def _batch_logits(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         lasts = np.array([len(sequence) - 1 for sequence in sequences])
@@ -128,7 +133,7 @@ class UncachedPath(abc.ABC):
             end = min(begin + max_rows, len(text.targets))
             lengths = range(text.first_target + 1 + begin, text.first_target + 1 + end)
             prefixes = [TokenSequence.of(ids[:length]) for length in lengths]
-            logits = self.last_logits(adapter, prefixes)
+            [logits] = self.logits_by_pass(adapter, prefixes)
             scores.add(first_key + np.arange(begin, end), logits)
 
     def count(self, sequences: Sequence[Sequence[int]], forwards: int = 1) -> None:

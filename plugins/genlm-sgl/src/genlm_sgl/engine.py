@@ -224,7 +224,8 @@ class SGLEngine(PrefixEngine):
         # In other dtypes rounding differs between the two matrix products.
         bound = 1e-3 if self._served.dtype == torch.float32 else 0.25
         for targets in (ids, (token_id,)):
-            [scores] = path.scores(None, [Query(0, ids, targets=targets)])
+            *_, results = path.scores_by_pass(None, [Query(0, ids, targets=targets)])
+            scores = results[0] if results else None
             if not isinstance(scores, TokenScores):
                 raise EvaluationError(f"a score is {scores!r}")
             logprob = float(scores.logprobs[-1])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
 from genlm.core.engine.engine import Capability
-from genlm.core.engine.halving import Halving, completions_of
+from genlm.core.engine.halving import Halving, UnfinishedError, completions_of
 from genlm.core.engine.query_queue import QueryQueue
 from genlm.core.queries.query import (
     ROW_ONLY,
@@ -107,6 +107,10 @@ class BatchEngine(abc.ABC):
         Returns:
             Rows or logits, one for each query. The engine may reuse the memory of logits in its
             next step.
+
+        Raises:
+            UnfinishedError: Only a part of a query, which was chosen alone, was computed. It
+                stays pending; later steps continue with it.
         """
         return GroupValues(self.evaluate(queries), are_logits=False)
 
@@ -122,6 +126,9 @@ class BatchEngine(abc.ABC):
             For each query, the scores of its n targets, or, if its output is a
             `GroupReduction`, a `Reduced` with the columns; or the error. The row of target i is
             that after the first `len(query) - n + 1 + i` ids of the query.
+
+        Raises:
+            UnfinishedError: As `evaluate_queries`.
         """
         raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
 
@@ -130,7 +137,7 @@ class BatchEngine(abc.ABC):
 
         The remaining queries stay pending and can be cancelled. The choice must not exceed what
         the engine computes at once, and must include the first query, so that every query is
-        evaluated.
+        evaluated. While a query is unfinished (`UnfinishedError`), the first may wait for it.
 
         Args:
             pending: At least one query, in the order in which they should be computed: by turn,
@@ -198,8 +205,9 @@ class BatchEngine(abc.ABC):
         """
         return self._evaluate_distinct(
             [
-                Query(next(_query_ids), group.generation.lineage.sequence(place), group.adapter)
+                Query(self._member_id(group), lineage.sequence(place), group.adapter)
                 for group, places in parts
+                for lineage in [group.generation.lineage]
                 for place in group.wanted[places].tolist()
             ]
         )
@@ -236,6 +244,9 @@ class BatchEngine(abc.ABC):
         ):
             if queries:
                 results = self._evaluate_by_halving(compute, queries)
+                for query, result in zip(queries, results, strict=True):
+                    if isinstance(result, UnfinishedError):
+                        self._pending.put_back(query)
                 completions += completions_of(queries, results, are_checked=are_rows)
         return completions
 
@@ -250,6 +261,10 @@ class BatchEngine(abc.ABC):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counters and sizes of the engine; none by default."""
         return {}
+
+    def _member_id(self, group: GroupQuery) -> int:  # noqa: ARG002
+        """Return the id of a query for a sequence of a group; engines receive each id once."""
+        return next(_query_ids)
 
     def _group_step(self) -> list[Completion]:
         """Compute several groups, or a part of one; further steps continue with the others."""
@@ -312,7 +327,9 @@ class BatchEngine(abc.ABC):
         errors = self._evaluate_by_halving(evaluate, part)
         if any(errors):
             for place, error in zip(part.tolist(), errors, strict=True):
-                if error is not None:
+                if isinstance(error, UnfinishedError):
+                    work.put_back(place)
+                elif error is not None:
                     work.errors[place] = error
 
     def _evaluate_by_halving(

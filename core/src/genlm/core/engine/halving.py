@@ -11,9 +11,13 @@ from genlm.core.queries.query import Completion
 if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
 
-__all__ = ["Halving", "completions_of"]
+__all__ = ["Halving", "UnfinishedError", "completions_of"]
 
 Batch = TypeVar("Batch", "list[Any]", "Integers64")
+
+
+class UnfinishedError(Exception):
+    """Raised by an engine that has computed a part of a query, which then stays pending."""
 
 
 class Halving(Generic[Batch]):
@@ -96,12 +100,13 @@ def _error_kind(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
 def completions_of(
     queries: Sequence[Any], results: Sequence[Any], *, are_checked: bool = False
 ) -> list[Completion]:
-    """Return the result or the error of each query as its completion."""
+    """Return the result or the error of each query that is not unfinished."""
     return [
         Completion(query.query_id, error=result)
         if isinstance(result, Exception)
         else Completion(query.query_id, result, None, are_checked)
         for query, result in zip(queries, results, strict=True)
+        if not isinstance(result, UnfinishedError)
     ]
 
 

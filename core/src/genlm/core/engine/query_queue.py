@@ -41,6 +41,7 @@ class QueryQueue:
         self._queries: dict[int, Query] = {}
         self._turn_of: dict[int, int] = {}
         self._turns = Turns()
+        self._unfinished: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._queries)
@@ -50,9 +51,16 @@ class QueryQueue:
         self._queries[query.query_id] = query
         self._turn_of[query.query_id] = self._turns.current + query.turn
 
+    def put_back(self, query: Query) -> None:
+        """Add a query of which a step has computed a part, behind queries that arrive now."""
+        self._queries[query.query_id] = query
+        self._turn_of[query.query_id] = self._turns.current + 1
+        self._unfinished.add(query.query_id)
+
     def drop(self, query_id: int) -> Query | None:
         """Remove and return a query; None if it is not pending."""
         self._turn_of.pop(query_id, None)
+        self._unfinished.discard(query_id)
         return self._queries.pop(query_id, None)
 
     def take(
@@ -66,12 +74,13 @@ class QueryQueue:
 
         Raises:
             EvaluationError: The choice contains a query that is not pending, or does not
-                contain the first one.
+                contain the first one although no query is unfinished.
         """
         pending = sorted(self._queries.values(), key=lambda q: self._turn_of[q.query_id])
-        first = pending[0].query_id
-        self._turns.begin_step(self._turn_of[first])
+        first, must_contain_first = pending[0].query_id, not self._unfinished
         batch = list(choose(pending))
+        turns = [self._turn_of[q.query_id] for q in batch if q.query_id in self._turn_of]
+        self._turns.begin_step(min(turns, default=0))
         for query in batch:
             if self.drop(query.query_id) is None:
                 raise EvaluationError(
@@ -83,7 +92,7 @@ class QueryQueue:
                 f"{engine}.choose returned none of {len(pending)} pending queries; return at "
                 f"least one"
             )
-        if first in self._queries:
+        if must_contain_first and first in self._queries:
             raise EvaluationError(
                 f"{engine}.choose returned {len(batch)} of {len(pending)} pending queries "
                 f"without the first, which might never be evaluated; include pending[0]"

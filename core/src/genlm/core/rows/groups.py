@@ -146,7 +146,7 @@ class GroupWork:
         self.query = query
         self.errors: dict[int, Exception] = {}
         self._vocabulary = vocabulary
-        self._done = 0
+        self._remaining = np.arange(len(query.wanted))
         self._columns = Columns(query.reduction, len(query.row_of))
         self._is_identity = len(query.row_of) == len(query.wanted) and is_ascending(
             query.row_of
@@ -169,18 +169,22 @@ class GroupWork:
     @property
     def is_begun(self) -> bool:
         """Whether some sequences were computed or failed."""
-        return self._done > 0
+        return len(self._remaining) < len(self.query.wanted)
 
     @property
     def is_complete(self) -> bool:
         """Whether all sequences were computed or failed."""
-        return self._done == len(self.query.wanted)
+        return not len(self._remaining)
 
     def next_part(self, limit: int) -> Integers64:
         """Return the places of the next sequences to compute, and mark them as done."""
-        begin = self._done
-        self._done = min(begin + max(1, limit), len(self.query.wanted))
-        return np.arange(begin, self._done)
+        count = max(1, limit)
+        part, self._remaining = self._remaining[:count], self._remaining[count:]
+        return part
+
+    def put_back(self, place: int) -> None:
+        """Mark a sequence as not done, of which only a part was computed."""
+        self._remaining = np.insert(self._remaining, 0, place)
 
     def reduce(self, part: Integers64, computed: GroupValues) -> None:
         """Reduce the values of a part, a few rows at a time on a CPU.

@@ -485,6 +485,31 @@ def test_samples_are_repeated_draws_and_end_with_a_stop(llm: genlm.AsyncLM) -> N
     torch.testing.assert_close(scores, sampled.logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("count", [4, 40])
+def test_members_have_numbers_of_tokens_of_their_own(llm: genlm.AsyncLM, count: int) -> None:
+    """A sample of more tokens begins with those of fewer."""
+    population, limits = llm.population([1], count), np.arange(count) % 4
+    population = population.finish(np.arange(count) == 2)
+    longest = population.sample_sync(3, stop=[2], seed=5)
+    sampled = population.sample_sync(torch.from_numpy(limits), stop=[2], seed=5)
+    width = sampled.token_ids.shape[1]
+    is_drawn = torch.arange(width) < torch.from_numpy(limits)[:, None]
+    assert is_drawn[3].all()
+    for column, whole, none in zip(sampled[:3], longest[:3], (-1, 0, 0), strict=True):
+        torch.testing.assert_close(column, torch.where(is_drawn, whole[:, :width], none))
+    ended = (sampled.token_ids == 2).any(1) | population.finished
+    assert torch.equal(sampled.population.finished, ended)
+    assert members(sampled.population) == members(population.extend(sampled.token_ids))
+    none = population.sample_sync([0] * count, seed=5)
+    assert none.token_ids.shape == (count, 0)
+    with pytest.raises(ValueError, match=r"max_tokens has shape \(2,\); expected a number"):
+        population.sample_sync([1, 2])
+    with pytest.raises(ValueError, match="max_tokens has -1; it must be 0"):
+        population.sample_sync([-1] * count)
+    with pytest.raises(TokenTypeError, match="max_tokens must be integers"):
+        population.sample_sync([0.5] * count)
+
+
 @pytest.mark.parametrize("copies", [1, 20])
 def test_samples_follow_masks_and_biases(llm: genlm.AsyncLM, copies: int) -> None:
     """Also those of few members; a member with an empty mask gets no token."""

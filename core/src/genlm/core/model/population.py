@@ -16,11 +16,12 @@ from genlm.core.base.validation import (
     checked_integer,
     checked_limits,
     checked_stop,
+    is_sequence_like,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
-from genlm.core.model.members import ArrayLike, Flags
+from genlm.core.model.members import ArrayLike, Flags, checked_array
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
@@ -30,6 +31,7 @@ from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
+    from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
 __all__ = ["DrawnTokens", "Population", "SampledTokens"]
@@ -202,7 +204,7 @@ class Population(MemberReductions):
 
     async def sample(
         self,
-        max_tokens: int,
+        max_tokens: ArrayLike,
         masks: MasksLike | None = None,
         *,
         mask_index: ArrayLike | None = None,
@@ -218,8 +220,9 @@ class Population(MemberReductions):
         Repeated calls of `draw` and `extend` with the same seed return the same tokens.
 
         Args:
-            max_tokens: Maximum number of tokens for each member. A member gets fewer if its
-                context is full, which is logged as a warning, or if it has no allowed token.
+            max_tokens: Maximum number of tokens: one number for all members, or shape `(n,)`.
+                A member gets fewer if its context is full, which is logged as a warning, or if
+                it has no allowed token.
             masks: As `draw`; the same for each token.
             mask_index: As `draw`.
             stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
@@ -243,14 +246,15 @@ class Population(MemberReductions):
                 `next_token_logprobs`.
         """
         count, size = len(self), self._lm.vocabulary.size
-        limit = checked_integer("max_tokens", max_tokens, 0)
+        limit = _checked_limits(max_tokens, count)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         k, share = checked_limits(top_k, top_p, size)
         settings = self._settings(
             masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
         )
-        active, limits = settings.active, np.zeros(count, np.int64)
-        limits[active] = limit
+        active = settings.active[limit[settings.active] > 0]
+        limits = np.zeros(count, np.int64)
+        limits[active] = limit[active]
         if self._lm.max_context is not None:
             room = self._lm.max_context + 1 - self.lengths.numpy()
             # A member without room keeps a limit of 1, and fails as it does in `draw`.
@@ -264,14 +268,14 @@ class Population(MemberReductions):
             self._step,
             *ends,
         )
-        if not len(active) or not limit:
+        if not len(active):
             self._lm._scheduler.check_open()  # noqa: SLF001 - internal to genlm.core.model
             empty = torch.empty(count, 0)
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
         step = self._step + group.token_ids.shape[1]
         cut = int((~group.finished & (limits < limit))[active].sum())
-        self._lm._log_cut(cut, count, limit)  # noqa: SLF001 - internal to genlm.core.model
+        self._lm._log_cut(cut, count, int(limit.max()))  # noqa: SLF001 - internal to genlm.core.model
         population = self._derive(group.generation, group.places, group.finished, step)
         return SampledTokens(group.token_ids, group.logprobs, group.draw_logprob, population)
 
@@ -372,3 +376,23 @@ class Population(MemberReductions):
         size = self._lm.vocabulary.size
         finished = self._finished if finished is None else self._finished | finished
         return DrawSettings.of(finished, size, masks, mask_index, **options)
+
+
+def _checked_limits(max_tokens: ArrayLike, count: int) -> Integers64:
+    """Return the maximum number of tokens of each of `count` members.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: A number is negative, or there is not one for each member.
+    """
+    if not is_sequence_like(max_tokens):
+        return np.full(count, checked_integer("max_tokens", max_tokens, 0))
+    limits = checked_array(max_tokens, "max_tokens")
+    if limits.shape != (count,):
+        raise ValueError(
+            f"max_tokens has shape {limits.shape}; expected a number or one for each of "
+            f"{count} members"
+        )
+    if limits.min(initial=0) < 0:
+        raise ValueError(f"max_tokens has {limits.min()}; it must be 0 or more")
+    return limits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -200,6 +201,23 @@ def test_a_batch_for_which_memory_is_short_is_halved() -> None:
     engine = RaisingEngine(raised)
     submitted(engine, [[i] for i in range(8)])
     assert all(completion.error is None for completion in engine.step())
+
+
+def test_the_tensors_of_a_failed_batch_are_freed_before_smaller_batches() -> None:
+    created: list[weakref.ref[torch.Tensor]] = []
+
+    def rows(count: int) -> torch.Tensor:
+        assert all(memory() is None for memory in created)
+        values = torch.zeros(count, VOCAB_SIZE)
+        created.append(weakref.ref(values))
+        with errors_of("compute"):
+            raise MemoryError(str(count))
+
+    engine = FunctionEngine(rows)
+    submitted(engine, [[i] for i in range(8)])
+    errors = [completion.error for completion in engine.step()]
+    assert len(created) >= 15
+    assert all(str(error) == "compute raised MemoryError: 1" for error in errors)
 
 
 def test_an_error_that_no_query_causes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

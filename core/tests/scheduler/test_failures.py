@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -109,6 +110,19 @@ def test_callers_that_share_a_failed_evaluation_get_exceptions_of_their_own(star
     assert isinstance(first, EvaluationError)
     assert isinstance(second, EvaluationError)
     assert first is not second
+
+
+def test_the_tensors_of_a_step_that_raises_are_freed_without_a_garbage_collection(start):
+    class Raising(ScriptedEngine):
+        def step(self):
+            memory = torch.zeros(4)
+            self.memory = weakref.ref(memory)
+            raise MemoryError
+
+    llm, engine = start(Raising())
+    with pytest.raises(EvaluationError, match="MemoryError"):
+        asyncio.run(llm.next_token_logprobs([1]))
+    assert engine.memory() is None
 
 
 def test_a_step_that_raises_fails_what_is_in_the_engine_and_the_engine_stays_usable(start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from genlm.core.base.errors import (
 __all__ = [
     "as_genlm_error",
     "errors_of",
+    "free_locals",
     "import_required",
     "map_batch",
     "result_count_error",
@@ -74,6 +76,17 @@ class errors_of:  # noqa: N801 - used as a function
         if is_main and isinstance(error, KeyboardInterrupt):
             return
         raise EvaluationError(f"{self._function} raised {describe_error(error)}") from error
+
+
+def free_locals(error: BaseException) -> None:
+    """Free the local variables of the finished frames in which an error was raised.
+
+    Frames that refer to the error would otherwise keep their tensors until a garbage
+    collection, or while smaller batches are computed.
+    """
+    for raised in (error, error.__cause__):
+        if raised is not None:
+            traceback.clear_frames(raised.__traceback__)
 
 
 def result_count_error(reduction: type, found: int, expected: int) -> EvaluationError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from genlm.core.base.error_handling import free_locals
 from genlm.core.base.errors import EvaluationError, describe_error
 from genlm.core.queries.query import Completion
 
@@ -54,6 +55,7 @@ class Halving(Generic[Batch]):
         try:
             results: Sequence[Any] = self._evaluate(batch)
         except Exception as error:  # noqa: BLE001 - it fails the item that causes it
+            free_locals(error)
             if _is_device_failure(error):
                 self._device_error = error
             return error

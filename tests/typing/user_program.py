@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import assert_type
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import genlm
+from genlm.constraints import Automaton
+from genlm.smc import resampled, steer
 from genlm.testing import EngineTarget
 
 
@@ -52,6 +55,27 @@ async def knows_which_scores_it_gets(llm: genlm.AsyncLM) -> None:
     assert_type(llm.score_sync([1, 2]), torch.Tensor)
     assert_type(llm.batch_score_sync([[1, 2]]), list[torch.Tensor])
     assert_type(llm.batch_token_scores_sync([[1, 2]]), list[genlm.TokenScores])
+
+
+async def steers_particles(llm: genlm.AsyncLM, judge: genlm.Population) -> None:
+    async def rows(population: genlm.Population) -> torch.Tensor:
+        return await population.next_token_logprobs()
+
+    steer(llm, [1], 3, max_tokens=2, bias=rows, potential=lambda population: [0.0])
+    steer(llm, [1], 3, max_tokens=2, bias=np.zeros(4), constraint=Automaton.regex("a"))
+    steer(llm, [1], 3, max_tokens=2, bias=lambda population: population.lengths)
+    async for particles in steer(llm, judge, max_tokens=2, log_weights=torch.zeros(3)):
+        assert_type(particles.history[0].is_resampled, bool)
+    ancestors, log_weights = resampled(torch.zeros(3), 0.5)
+    assert_type(log_weights, torch.Tensor)
+    judge = judge[ancestors]
+    assert_type(resampled([0.0, 1.0], 0.5)[0], npt.NDArray[np.int64])
+    assert_type(llm.batch_decode(judge), list[str])
+    assert_type(llm.batch_decode([[1], (2, -1)]), list[str])
+    assert_type(llm.batch_decode(judge.tokens), list[str])
+    assert_type(llm.decode_bytes(llm.context([1])), bytes)
+    assert_type(await llm.draw([1], bias=torch.zeros(3)), genlm.DrawnToken)
+    assert_type(await judge.sample(judge.lengths), genlm.SampledTokens)
 
 
 def looks_a_backend_up(vocabulary: genlm.Vocabulary) -> None:

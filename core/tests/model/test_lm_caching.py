@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -369,6 +371,23 @@ def test_a_request_does_not_fail_with_others_of_its_batch(
     assert torch.equal(first, rows[0])
     assert isinstance(error, MemoryError)
     assert torch.equal(third, rows[2])
+
+
+def test_an_event_loop_that_ends_before_its_batch_is_freed(make_model: MakeModel) -> None:
+    llm = make_model(WideEngine())
+    llm.batch_next_token_logprobs_sync([[1]])
+    loop = asyncio.new_event_loop()
+    request = llm.reduce([1], Where(1))
+    task = loop.create_task(request)
+    loop.call_soon(loop.stop)
+    loop.run_forever()  # the request has begun; its batch would start in the next iteration
+    task.cancel()
+    loop.close()
+    ended = weakref.ref(loop)
+    del loop, task, request
+    assert asyncio.run(llm.reduce([1], Where(2)))[1] == 1
+    gc.collect()
+    assert ended() is None
 
 
 def test_known_rows_that_are_large_are_copied_off_the_event_loop(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -78,9 +77,7 @@ class CachedResults:
     """
 
     def __init__(self) -> None:
-        self._batches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Batch] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._batches: dict[asyncio.AbstractEventLoop, _Batch] = {}
 
     async def values(self, cached: list[CachedResult]) -> list[Any]:
         """Return results, which belong to the caller, or exceptions of reductions."""
@@ -92,6 +89,9 @@ class CachedResults:
         loop = asyncio.get_running_loop()
         batch = self._batches.get(loop)
         if batch is None:
+            for other in list(self._batches):  # of all threads
+                if other.is_closed():  # it never starts its batch
+                    self._batches.pop(other, None)
             batch = self._batches[loop] = _Batch(loop)
             loop.call_soon(self._start, loop)  # after this iteration
         return await batch.add(cached)

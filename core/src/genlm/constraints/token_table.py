@@ -93,8 +93,11 @@ class TokenTrie:
             reached = states[begin : begin + part, None].astype(steps.dtype)  # at the root
             found = np.full((len(reached), self.count), DEAD, steps.dtype)
             for level in self._levels:
-                places = reached[:, level.parents].astype(np.int64) * 256 + level.symbols
-                reached = flat[places]
+                # Most prefixes are dead in most states.
+                live = np.flatnonzero((reached != DEAD).any(0)[level.parents])
+                states_before = reached[:, level.parents[live]].astype(np.int64)
+                reached = np.full((len(reached), len(level.parents)), DEAD, steps.dtype)
+                reached[:, live] = flat[states_before * 256 + level.symbols[live]]
                 found[:, level.token_ids] = reached[:, level.nodes]
             yield found
 

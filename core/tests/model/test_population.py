@@ -197,6 +197,18 @@ def test_lists_of_different_lengths_are_continuations(tiny: genlm.AsyncLM) -> No
     )
 
 
+def test_members_have_their_last_tokens(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([[0], [1, 2], [3], [1, 2]])
+    for tokens in (None, [[-1, 4], [5, -1], [-1, -1], [0, 6]], [[-1], [-1], [2], [-1]]):
+        if tokens is not None:
+            population = population.extend(tokens)
+        ids = [list(population[i].token_ids) for i in range(4)]
+        assert population.last_tokens.tolist() == [each[-1] for each in ids]
+        some = population[[3, 0, 0]]
+        assert some.last_tokens.tolist() == [ids[i][-1] for i in (3, 0, 0)]
+    assert population[[]].last_tokens.tolist() == []
+
+
 def test_a_population_of_a_padded_array_has_its_sequences(tiny: genlm.AsyncLM) -> None:
     population = tiny.population([[1], [1, 2, 3], [1, 2], [1, 2, 3]])
     padded = population.tokens

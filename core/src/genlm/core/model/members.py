@@ -92,6 +92,17 @@ class Members:
         padded[rows[is_token], columns[is_token]] = new_ids[is_token]
         return torch.from_numpy(padded)
 
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """The last token id of each member, shape `(n,)`, int64.
+
+        Unlike `tokens`, this takes the same time for members of any length.
+        """
+        if not len(self):
+            return torch.empty(0, dtype=torch.long)
+        last = self._lineage.last_tokens(self._places, np.ones(len(self), np.int64))
+        return torch.from_numpy(last.max(axis=1))
+
     @overload
     def __getitem__(self, index: int) -> Context: ...
     @overload

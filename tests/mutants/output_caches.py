@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from genlm import OutputCache
-from genlm.core.model import requests
+from genlm.core.model import cached_results
 from genlm.core.rows.output_cache import entry_value
 from genlm.core.scheduler import delivery
 
@@ -56,7 +56,7 @@ def padded_key(find):
     return _cache_keyed_by(lambda ids: (ids + (0,) * 12)[:12])(find)
 
 
-@core_mutant(requests, "entry_copy", killed_by="rows-belong-to-the-caller")
+@core_mutant(cached_results, "entry_copy", killed_by="rows-belong-to-the-caller")
 def hands_out_its_own_row(_entry_copy):
     """Returns the cached tensor itself."""
     return entry_value

@@ -146,6 +146,7 @@ def test_closing_gives_the_memory_back(serve: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # not closed
+@pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_an_engine_in_other_processes_ends_without_the_one_of_this_process(
     serve: Any, tiny: Any, is_closed: bool

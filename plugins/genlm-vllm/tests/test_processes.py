@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -202,23 +203,56 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
         engine.close()
 
 
-def test_closed_workers_leave_no_files(tiny: Any) -> None:
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders for sockets of the engines that the test loads."""
+    created: list[Path] = []
+
+    class Recorded(tempfile.TemporaryDirectory[str]):
+        def __enter__(self) -> str:
+            created.append(Path(self.name))
+            return super().__enter__()
+
+    monkeypatch.setattr("genlm_vllm.engine.TemporaryDirectory", Recorded)
+    return created
+
+
+def test_closed_workers_leave_no_files(tiny: Any, folders: list[Path]) -> None:
     engine = tiny.engine(multiprocess=None, lora=False, tensor_parallel_size=2)
+    executor = engine.llm_engine.model_executor
     init_method, _ = call_workers(engine.llm_engine, "genlm_init_method")
     file = Path(init_method.removeprefix("file://"))
-    workers = psutil.Process().children(recursive=True)
+    workers = [handle.proc.pid for handle in executor.workers]
     memory = {
         Path(mapped.path)
         for worker in workers
-        for mapped in worker.memory_maps()
+        for mapped in psutil.Process(worker).memory_maps()
         if file.name in mapped.path and mapped.path.startswith("/dev/shm/")
     }
+    [sockets] = folders
     try:
         assert file.is_file()
         assert len(memory) == 2  # of two ranks
+        assert any(path.is_socket() for path in sockets.iterdir())
     finally:
         engine.close()
-    assert not [path for path in (file, *memory) if path.exists()]
+    assert not [path for path in (file, sockets, *memory) if path.exists()]
+    assert not executor._finalizer.alive  # it would refer to the executor and its pipes
+
+
+def test_a_failed_load_leaves_no_processes_threads_and_files(
+    tiny: Any, folders: list[Path]
+) -> None:
+    process, states = psutil.Process(), []
+    for _ in range(2):  # the first one starts `multiprocessing`
+        with pytest.raises(genlm.ModelLoadError, match="KV cache"):
+            tiny.engine(multiprocess=True, kv_cache_memory_bytes=10)
+        gc.collect()
+        children = process.children(recursive=True)
+        states.append((children, process.num_fds(), set(threading.enumerate())))
+    assert states[0] == states[1]
+    assert len(folders) == 2
+    assert not any(folder.exists() for folder in folders)
 
 
 PROGRAM = """

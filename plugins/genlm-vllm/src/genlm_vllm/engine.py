@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from genlm import EngineDiedError
@@ -42,6 +43,10 @@ from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
+
+_MAX_SOCKET_FOLDER = 107 - 37
+"""Maximum length of the path of a folder for sockets: Linux limits the paths of sockets to 107
+characters, and vLLM's names have 36."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -103,8 +108,13 @@ class VLLMEngine:
                 f"separate processes"
             )
         with contextlib.ExitStack() as resources:
+            sockets = None
             if self._multiprocess:
                 self._failures = resources.enter_context(contextlib.closing(FailureLog()))
+                if options.get("distributed_executor_backend") in {None, "mp"}:
+                    # Workers exit without closing their sockets, which would leave files.
+                    folder = resources.enter_context(TemporaryDirectory(prefix="genlm-"))
+                    sockets = folder if len(folder) <= _MAX_SOCKET_FOLDER else None
             else:
                 accelerator = Accelerator()
                 resources.callback(accelerator.restore)
@@ -112,7 +122,9 @@ class VLLMEngine:
                 resources.callback(release_process, accelerator)
                 advice = "load with multiprocess=True, which computes in other processes"
                 claim_process(accelerator, "vLLM", advice)
-            self._vllm, facts = load_vllm(model, options, failures=self._failures)
+            self._vllm, facts = load_vllm(
+                model, options, failures=self._failures, sockets=sockets
+            )
             resources.callback(shut_down, self._vllm, multiprocess=self._multiprocess)
             self._initialize(facts, unverified)
             self.keeps_contexts = keep_contexts

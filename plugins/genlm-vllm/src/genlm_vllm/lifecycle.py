@@ -28,7 +28,14 @@ from genlm_vllm.loading import CPU_WORKER, engine_arguments, format_options
 from genlm_vllm.model_checks import required_arguments
 from genlm_vllm.private_interface import check_private_interface
 from genlm_vllm.process_state import keep_transformers_classes, log_variables
-from genlm_vllm.processes import VARIABLE, FailureLog, ends_while_starting
+from genlm_vllm.processes import (
+    SOCKETS,
+    VARIABLE,
+    FailureLog,
+    ends_while_starting,
+    shut_down_executor,
+    shut_down_unfinished,
+)
 from genlm_vllm.versions import check_version
 from genlm_vllm.worker import call_workers
 
@@ -46,6 +53,7 @@ def load_vllm(
     engine_opts: Mapping[str, Any],
     *,
     failures: FailureLog | None = None,
+    sockets: str | None = None,
 ) -> tuple[Any, ModelFacts]:
     """Build a `vllm.LLMEngine` whose workers store rows.
 
@@ -53,6 +61,7 @@ def load_vllm(
         model: A folder or a hub id.
         engine_opts: Arguments of `vllm.EngineArgs`.
         failures: Log of the engine's processes; None if it computes in this process.
+        sockets: Folder for the sockets of the engine's processes; None for vLLM's default.
 
     Returns:
         The engine and the facts of the model's config.
@@ -71,6 +80,8 @@ def load_vllm(
         variables[VARIABLE] = failures.path
         if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
             variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    if sockets is not None and "VLLM_RPC_BASE_PATH" not in os.environ:
+        variables["VLLM_RPC_BASE_PATH"] = variables[SOCKETS] = sockets
     with preserve_process_state(**variables, **log_variables()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm
@@ -83,6 +94,8 @@ def load_vllm(
             vllm.envs.disable_envs_cache()
             return _build_engine(arguments, engine_opts, multiprocess=multiprocess)
         except Exception as error:
+            if multiprocess:
+                shut_down_unfinished(error)
             _clean_up(multiprocess=multiprocess)
             if isinstance(error, ModelLoadError):
                 raise
@@ -160,7 +173,7 @@ def _shut_down_workers(executor: Any, init_method: str) -> None:
     (`skip_finalization`): the file by which the workers connected, and on a CPU the memory
     through which they exchange tensors.
     """
-    executor.shutdown()
+    shut_down_executor(executor)
     _, is_file, path = init_method.rpartition("file://")
     if is_file:
         Path(path).unlink(missing_ok=True)

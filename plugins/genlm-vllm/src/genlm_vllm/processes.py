@@ -12,6 +12,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -22,6 +23,7 @@ from genlm import EngineDiedError
 from genlm.plugin import GroupReduction, Reduction, Transport, describe_error
 
 __all__ = [
+    "SOCKETS",
     "TRANSPORT",
     "VARIABLE",
     "ExecutorError",
@@ -30,9 +32,14 @@ __all__ = [
     "ends_while_starting",
     "engine_died",
     "record_failures",
+    "shut_down_executor",
+    "shut_down_unfinished",
     "skip_finalization",
     "without_frames",
 ]
+
+SOCKETS = "GENLM_VLLM_SOCKETS"
+"""Environment variable with the folder for the sockets of vLLM's processes."""
 
 VARIABLE = "GENLM_VLLM_FAILURES"
 """Environment variable that names the file of a `FailureLog`."""
@@ -136,6 +143,8 @@ def _exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or None
             stream.flush()
+    if SOCKETS in os.environ:  # the client may have been killed
+        shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)
     os._exit(0)
 
 
@@ -179,6 +188,30 @@ def ends_while_starting(error: Exception) -> str:
     frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
     handles = (names.get("unready_workers") for names in frames)
     return describe_ends(next(filter(None, handles), ()))
+
+
+def shut_down_executor(executor: Any) -> None:
+    """End the processes of an executor of vLLM."""
+    # vLLM's finalizer refers to the executor until it is called.
+    getattr(executor, "_finalizer", executor.shutdown)()
+
+
+def shut_down_unfinished(error: BaseException) -> None:
+    """End the processes of an engine that could not be built, which vLLM leaves running.
+
+    Args:
+        error: The exception of the engine's constructor, whose frames refer to its executor.
+    """
+    from vllm.v1.executor import Executor
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        executor = getattr(owner, "model_executor", owner)
+        if isinstance(executor, Executor):
+            # An executor that is not complete may raise other errors.
+            with contextlib.suppress(Exception):
+                shut_down_executor(executor)
+            break
 
 
 def describe_ends(handles: Iterable[Any]) -> str:

@@ -200,7 +200,11 @@ def main() -> None:
         samples,
         unit="ms for all rows",
         ratios=ratios,
-        extra={"rows": ROWS, "rows_of_selections": FEW, "mebibytes": round(float(needed), 1)},
+        extra={
+            "rows_of_draws": ROWS,
+            "rows_of_selections": FEW,
+            "mebibytes": round(float(needed), 1),
+        },
     )
 
 

@@ -90,7 +90,10 @@ def print_report(
             rows[row]["ratio"] = round(ratio, 3)
         shown = "" if ratio is None else f"{ratio:7.2f}"
         print(f"{row:{width}}  {median:10.2f} {low:10.2f} {high:10.2f} {shown}")
-    record = {"benchmark": name, "unit": unit, "rows": rows, **(extra or {}), **environment()}
+    record = {"benchmark": name, "unit": unit, "rows": rows}
+    for more in (extra or {}, environment()):
+        assert not record.keys() & more.keys(), record.keys() & more.keys()
+        record |= more
     line = json.dumps(record)
     print(line)
     if save:

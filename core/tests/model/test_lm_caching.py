@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -294,18 +294,27 @@ class Raises(Reduction):
         raise requests[0].kind("refused")
 
 
-def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: MakeModel) -> None:
+KNOWN = [[i] for i in range(8)]
+
+
+@pytest.fixture
+def knowing(make_model: MakeModel) -> Iterator[AsyncLM]:
+    """A model that has the rows of `KNOWN`, and that must not evaluate anything else."""
     engine = WideEngine()
     llm = make_model(engine)
-    contexts = [[i] for i in range(8)]
-    llm.batch_next_token_logprobs_sync(contexts)
+    llm.batch_next_token_logprobs_sync(KNOWN)
     evaluated = engine.evaluated.copy()
+    yield llm
+    assert engine.evaluated == evaluated
+
+
+def test_known_rows_are_reduced_together_and_off_the_event_loop(knowing: AsyncLM) -> None:
 
     async def main() -> list[Any]:
         reductions = [Where(i) for i in range(8)]
         return [
-            *await llm.batch_reduce(contexts, reductions),
-            await llm.reduce([3], Where(99)),
+            *await knowing.batch_reduce(KNOWN, reductions),
+            await knowing.reduce([3], Where(99)),
         ]
 
     thread_name = threading.current_thread().name
@@ -313,26 +322,17 @@ def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: Make
     assert {count for _, count in batched} == {8}
     assert single[1] == 1
     assert thread_name not in {name for name, _ in [*batched, single]}
-    waited = llm.batch_reduce_sync(contexts, [Where(100 + i) for i in range(8)])
+    waited = knowing.batch_reduce_sync(KNOWN, [Where(100 + i) for i in range(8)])
     assert waited == [(thread_name, 8)] * 8  # a thread that waits anyway
-    assert engine.evaluated == evaluated
 
 
-def test_concurrent_reductions_of_known_rows_are_computed_together(
-    make_model: MakeModel,
-) -> None:
-    engine = WideEngine()
-    llm = make_model(engine)
-    contexts = [[i] for i in range(8)]
-    llm.batch_next_token_logprobs_sync(contexts)
-    evaluated = engine.evaluated.copy()
-
+def test_concurrent_reductions_of_known_rows_are_computed_together(knowing: AsyncLM) -> None:
     async def main() -> list[Any]:
         tasks = [
-            asyncio.ensure_future(llm.reduce(context, Where(i)))
-            for i, context in enumerate(contexts)
+            asyncio.ensure_future(knowing.reduce(context, Where(i)))
+            for i, context in enumerate(KNOWN)
         ]
-        failing = [llm.reduce([0], Raises(error)) for error in (KeyError, StopIteration)]
+        failing = [knowing.reduce([0], Raises(error)) for error in (KeyError, StopIteration)]
         outcomes = asyncio.gather(*failing, return_exceptions=True)
         await asyncio.sleep(0)  # all requests have begun
         tasks[3].cancel()
@@ -346,7 +346,6 @@ def test_concurrent_reductions_of_known_rows_are_computed_together(
         for found in threads.map(asyncio.run, loops):
             assert {count for _, count in found} == {8}
             assert len({name for name, _ in found}) == 1
-    assert engine.evaluated == evaluated
 
 
 def test_a_request_does_not_fail_with_others_of_its_batch(

@@ -60,8 +60,8 @@ class Language(ABC):
 class Constraint(ABC):
     """The allowed continuations of the N members of a population. Immutable.
 
-    Subclasses implement `masks`, `advance` and indexing, and set the attributes. Those with a
-    proposal of their own override `draw`.
+    Subclasses implement `masks`, `advance` and indexing, and set the attributes. Those that
+    use another proposal override `draw`.
 
     Attributes:
         finished: Whether the text of each member has ended, shape `(n,)`, bool.

@@ -48,7 +48,7 @@ class TokenTrie:
     """The trie of the bytes of a vocabulary's tokens.
 
     Args:
-        texts: Bytes of each token; a token without bytes has no successor.
+        texts: Bytes of each token. A token without bytes leads to the dead state.
 
     Attributes:
         count: Number of tokens.

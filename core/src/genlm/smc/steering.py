@@ -232,7 +232,7 @@ class _Filter:
         self._rng = np.random.default_rng(seed)
         self._draw_seed = int(self._rng.integers(2**63))
         self._log_potential = np.zeros(len(particles))
-        # A draw of another class may have a proposal of its own, such as one with a bias.
+        # A subclass that overrides `draw` may use another proposal, such as one with a bias.
         has_own_draw = constraint is not None and type(constraint).draw is not Constraint.draw
         self._gains_are_masses = temperature == 1 and bias is None and not has_own_draw
 

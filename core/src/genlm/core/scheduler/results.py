@@ -33,7 +33,7 @@ Completed = Sequence[tuple[Evaluation, Completion]]
 def check_results(engine: Any, completed: Completed) -> None:
     """Set the values of completed evaluations: check results, and reduce rows if necessary.
 
-    If that raises, the error is the result of the evaluations that have no values yet.
+    If that raises, the evaluations without values fail with the error.
     """
     try:
         _check_results(engine, completed)

@@ -188,6 +188,37 @@ def test_weights_that_do_not_fit_change_nothing(make_model: MakeModel) -> None:
     assert_current(llm, 1, [1])
 
 
+def test_the_version_changes_with_the_weights_of_the_model_and_of_the_adapter(
+    make_model: MakeModel,
+) -> None:
+    class WatchedEngine(TrainedEngine):
+        def weights_version(self) -> int:
+            return self.n
+
+    engine = WatchedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    llm.load_lora("folder/a", "a")
+    adapted = llm.with_lora("a")
+    versions = [adapted.weights_version()]
+
+    def assert_changed() -> None:
+        versions.append(adapted.weights_version())
+        assert versions[-1] not in versions[:-1]
+        assert llm.weights_version("a") == adapted.weights_version() == versions[-1]
+        assert llm.weights_version() != versions[-1]
+
+    llm.update_weights(weights(1))
+    assert_changed()
+    llm.update_weights()
+    assert_changed()
+    engine.n = 2
+    assert_changed()
+    llm.load_lora("folder/b", "a", replace=True)
+    base = llm.weights_version()
+    assert_changed()
+    assert llm.weights_version() == base
+
+
 def test_an_engine_that_fails_during_an_update_is_closed(make_model: MakeModel) -> None:
     engine = TrainedEngine(VOCAB_SIZE)
     llm = make_model(engine)

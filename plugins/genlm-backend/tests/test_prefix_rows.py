@@ -131,11 +131,35 @@ def test_a_text_that_grows_is_not_scored_again(llm, model):
     assert max(computed) <= 2
 
 
+def change_all(llm: Any, factor: float) -> None:
+    llm.update_weights({name: factor * w for name, w in llm.model.state_dict().items()})
+
+
+def change_in_place(llm: Any, factor: float) -> None:
+    with torch.no_grad():
+        for weight in llm.model.parameters():
+            weight.mul_(factor)
+
+
+@pytest.mark.parametrize("change", [change_all, change_in_place])
+def test_a_text_that_grows_is_scored_again_after_a_change_of_the_weights(llm, model, change):
+    asyncio.run(llm.batch_next_token_logprobs(prefixes(TEXT)))
+    change(llm, 1.5)
+    text = [*TEXT, 5]
+    rows = asyncio.run(llm.batch_next_token_logprobs(prefixes(text)))
+    targets = [*text[PROMPT:], 9]
+    expected = rows_alone(model, prefixes(text)).gather(1, torch.tensor(targets)[:, None])
+    torch.testing.assert_close(
+        read_as_promptedllm_reads(rows, targets), expected, atol=1e-4, rtol=0
+    )
+
+
 def test_an_adapter_has_scores_of_its_own_also_under_a_name_given_again(llm, adapters):  # noqa: F811
     def read(lora_name: str | None) -> torch.Tensor:
         text = prefixes([10, 11, 12, 13, 14], 1)
         rows = asyncio.run(llm.batch_next_token_logprobs(text, lora_name))
         assert isinstance(rows, PrefixRows)
+        asyncio.run(llm.batch_next_token_logprobs(text[:-1], lora_name))  # for the next call
         return read_as_promptedllm_reads(rows, [11, 12, 13, 14, 0])
 
     (red, red_row), (blue, blue_row) = adapters
@@ -145,6 +169,8 @@ def test_an_adapter_has_scores_of_its_own_also_under_a_name_given_again(llm, ada
     assert close(read(None), base)
     llm.add_new_lora(blue, "one")
     assert close(read("one")[2], blue_row[13])
+    llm.load_lora(red, "one", replace=True)
+    assert close(read("one")[2], red_row[13])
     assert not close(red_row[13], blue_row[13])
 
 

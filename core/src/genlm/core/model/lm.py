@@ -34,7 +34,7 @@ from genlm.core.model.loading import engine_builder
 from genlm.core.model.members import initial_members
 from genlm.core.model.population import Population
 from genlm.core.model.reduction_methods import ReductionMethods
-from genlm.core.model.requests import Requests, drop_results
+from genlm.core.model.requests import ModelIdentity, Requests, drop_results
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
 from genlm.core.model.text_methods import TextMethods
@@ -113,7 +113,7 @@ class AsyncLM(
             )
         build = checked_builder(build_engine)
         self._cache = output_cache
-        self._model = object()  # a part of every key, because models may share one cache
+        self._model = ModelIdentity()  # a part of every key, because models may share one cache
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: with_groups(checked_engine(build())),

@@ -7,7 +7,7 @@ read from the output cache if possible; operations on rows do not run on the eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +36,22 @@ if TYPE_CHECKING:
     from genlm.core.rows.output_cache import OutputCache
     from genlm.core.scheduler import Scheduler
 
-__all__ = ["Item", "Requests", "RowKey", "drop_results"]
+__all__ = ["Item", "ModelIdentity", "Requests", "RowKey", "drop_results"]
 
-RowKey = tuple[object, str | None, bytes]
+
+class ModelIdentity:
+    """Identity of a model in keys; models that `with_lora` returns share it.
+
+    Attributes:
+        weight_changes: Number of changes of the weights.
+        engine_version: Version of the weights that the engine had at the last check.
+    """
+
+    weight_changes = 0
+    engine_version: object = None
+
+
+RowKey = tuple[ModelIdentity, str | None, bytes]
 """Key of a row: model, adapter, and the key of the token sequence."""
 
 Item = tuple[Query, Any, Reduction | None]
@@ -67,7 +80,7 @@ class Requests:
         self,
         scheduler: Scheduler[Engine],
         *,
-        model: object,
+        model: ModelIdentity,
         cache: OutputCache,
         adapters: Adapters,
         counters: RequestCounters,
@@ -87,7 +100,7 @@ class Requests:
         self._recent = RecentSequences()
         self._cached_results = CachedResults()
         self._weights_change = hasattr(engine, "weights_version")
-        self._weights_version = self._current_weights()
+        model.engine_version = self._current_weights()
 
     # -- one sequence -----------------------------------------------------------------
 
@@ -284,12 +297,23 @@ class Requests:
         entries = [self._find_entry(*result) for result in results]
         # Only hits are checked: reading the version takes longer than a lookup.
         if self._weights_change and any(entry is not None for entry in entries):
-            version = self._current_weights()
-            if version != self._weights_version:
-                self._weights_version = version
-                drop_results(self._cache, self._model)
-                return [None] * len(entries)
+            return [None] * len(entries) if self._detect_change() else entries
         return entries
+
+    def weights_version(self, lora_name: str | None) -> Hashable:
+        """Identify the weights of the base model and of an adapter."""
+        self._detect_change()
+        return self._model.weight_changes, self.adapter(lora_name)[1]
+
+    def _detect_change(self) -> bool:
+        """Drop cached results if the engine has other weights than at the last check."""
+        version = self._current_weights()
+        if version == self._model.engine_version:
+            return False
+        self._model.engine_version = version
+        self._model.weight_changes += 1
+        drop_results(self._cache, self._model)
+        return True
 
     def _current_weights(self) -> Any:
         """Return the version of the engine's weights, None if they do not change."""
@@ -311,7 +335,7 @@ class Requests:
             token_ids._update_lease(self._leases, is_computed=is_computed)  # noqa: SLF001
 
 
-def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
+def drop_results(cache: OutputCache, model: ModelIdentity, *adapter: str) -> None:
     """Drop the results of a model, or of one of its adapters, from an output cache."""
 
     def is_dropped(key: Any) -> bool:

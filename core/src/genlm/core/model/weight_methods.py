@@ -1,10 +1,10 @@
-"""The method of `AsyncLM` that replaces the weights of the base model."""
+"""The methods of `AsyncLM` for changes of weights."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from genlm.core.model.requests import drop_results
 
 if TYPE_CHECKING:
     from genlm.core.engine.engine import WeightsEngine
+    from genlm.core.model.requests import ModelIdentity, Requests
     from genlm.core.rows.output_cache import OutputCache
     from genlm.core.scheduler import Scheduler
 
@@ -26,11 +27,12 @@ Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[Any], object
 
 
 class WeightMethods:
-    """The method of `AsyncLM` that replaces the weights of the base model."""
+    """The methods of `AsyncLM` for changes of weights."""
 
     _scheduler: Scheduler[Engine]
     _cache: OutputCache
-    _model: object
+    _model: ModelIdentity
+    _requests: Requests
     _require: Callable[[Capability], None]
 
     async def aupdate_weights(self, weights: Weights | None = None) -> None:
@@ -65,11 +67,28 @@ class WeightMethods:
                 self._scheduler.end(error)
                 raise
             finally:
+                self._model.weight_changes += 1
                 drop_results(self._cache, self._model)
 
         await off_loop(functools.partial(self._scheduler.run, update, exclusively=True))
 
     update_weights = blocking(aupdate_weights, "update_weights")
+
+    def weights_version(self, lora_name: str | None = None) -> Hashable:
+        """Return a value that changes with the weights, for programs that cache results.
+
+        The value changes after `update_weights`, after a change of the weights that the engine
+        detects, and if another adapter is loaded under the name. A program that caches results
+        reads it before it requests them, and stores it in their keys.
+
+        Args:
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
+
+        Raises:
+            UnknownAdapterError: `lora_name` is not loaded.
+            EngineClosedError: The model was closed.
+        """
+        return self._requests.weights_version(lora_name)
 
 
 def _update(

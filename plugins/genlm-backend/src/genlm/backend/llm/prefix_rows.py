@@ -168,9 +168,9 @@ class PrefixScores:
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Remove all scores; those being computed will not be cached."""
+        """Remove all scores."""
         with self._lock:
-            self._scores = LRUCache(_MAX_TEXTS)
+            self._scores.clear()
 
     async def rows(
         self, llm: ServedLM, first: int, text: tuple[int, ...], lora_name: str | None
@@ -186,10 +186,9 @@ class PrefixScores:
         Raises:
             GenlmError: Errors of `genlm.AsyncLM.next_token_logprobs`.
         """
-        adapter = lora_name or llm.lora_name
+        weights = llm.weights_version(lora_name)
         with self._lock:
-            cache = self._scores  # `clear` replaces it
-            previous = cache.get((adapter, first, text[:-1]))
+            previous = self._scores.get((weights, first, text[:-1]))
         if previous is None:
             # One after the other: the last row then extends the prefix that was scored.
             scores = await llm.score(text, first, lora_name=lora_name)
@@ -199,7 +198,7 @@ class PrefixScores:
             last, added = await asyncio.gather(llm.next_token_logprobs(text, lora_name), new)
             scores = torch.cat([previous, added.cpu()])
         with self._lock:
-            cache[adapter, first, text] = scores
+            self._scores[weights, first, text] = scores
 
         def table() -> torch.Tensor:
             self.useful = False

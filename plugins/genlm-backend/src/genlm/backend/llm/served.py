@@ -189,7 +189,6 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         if genlm.Capability.LORA in self.capabilities:  # else `load_lora` raises
             lora_path = _adapter_folder(lora_path)
         self.load_lora(lora_path, lora_name, replace=replace)
-        self._prefix_scores.clear()
 
     def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
@@ -203,7 +202,6 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Unload an adapter; see `genlm.AsyncLM.unload_lora`."""
         self._check_adapter(lora_name)
         self.unload_lora(lora_name)
-        self._prefix_scores.clear()
 
     def _check_adapter(self, lora_name: str | None) -> str | None:
         """Raise the published `ValueError` for unknown adapters, with every engine."""

@@ -36,9 +36,6 @@ __all__ = ["ByteReader"]
 
 Floats = npt.NDArray[np.float64]
 
-_EXCLUDED = 257
-"""First element of the symbols of excluded tokens, after the bytes and `STOP`."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Hypothesis:
@@ -162,18 +159,18 @@ class ByteReader:
         """
         if not self._beam:
             raise RuntimeError("the reader was not started: await reader.start(token_ids)")
-        mass = np.zeros(_EXCLUDED + 1)
+        mass = np.zeros(ByteReader.STOP + 1)
         for hypothesis in self._beam:
             symbols = self._trie.child_symbols(hypothesis.node)
             mass[symbols] += hypothesis.weight * hypothesis.sums
-        total = mass[:_EXCLUDED].sum()
+        total = mass.sum()
         if total == 0:
             raise ValueError(
                 "the probabilities of the next byte and of the end are 0: after all "
                 "tokenizations in the beam, the model predicts only tokens without bytes or "
                 "special tokens that are not in stop"
             )
-        probabilities: Floats = mass[:_EXCLUDED] / total
+        probabilities: Floats = mass / total
         return probabilities
 
     async def read(self, text: bytes) -> None:
@@ -275,10 +272,7 @@ def _trie_of(
         symbols: list[Any] = list(vocabulary.byte_vocab)
         without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
         excluded = (vocabulary.special_ids | without_bytes) - ends
-        # A symbol that is unique by id, in place of no bytes or of the bytes of a name.
-        for token_id in excluded:
-            symbols[token_id] = (_EXCLUDED, token_id)
-        for token_id in ends:
+        for token_id in ends:  # unique symbols, in place of no bytes or of the bytes of a name
             symbols[token_id] = (ByteReader.STOP, token_id)
         # Compiled code would reduce all nodes; readers need the children of one.
         tries[ends] = TokenCharacterTrie(symbols, compiled=False), sorted(excluded)

@@ -247,7 +247,7 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
         raise AssertionError("a row was copied or stored")
 
     monkeypatch.setattr("genlm.core.rows.outputs.copied_rows", copied)
-    monkeypatch.setattr("torch.unbind_copy", copied)
+    monkeypatch.setattr("torch.split_with_sizes_copy", copied)
     sequences = prompts(9, 20, 33)
     finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in sequences])
     engine.cache_prefix(prompts(60, seed=6)[0], None)

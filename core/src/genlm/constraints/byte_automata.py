@@ -216,8 +216,7 @@ def _merge_states(successors: States, accepting: Flags, classes: States) -> Byte
                 order.append(target)
     number = np.full(len(members), NO_STATE)
     number[order] = np.arange(len(order))
-    if classes[0] == dead:  # the empty language
-        return ByteTable(np.full((1, 256), NO_STATE), np.zeros(1, np.bool_))
+    number[dead] = NO_STATE  # also if it is the start
     return ByteTable(number[table[order]], flags[order])
 
 

@@ -6,8 +6,9 @@ import contextvars
 import functools
 import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -160,9 +161,7 @@ def _verdict(function: Callable[[bytes], object], text: bytes) -> bool:
     except Exception as error:
         error.add_note(f"{function!r} was called with {text!r}")
         raise
-    if type(result) is bool:  # the check of an abstract class takes longer than most calls
-        return result
-    if isinstance(result, Coroutine):
+    if isinstance(result, CoroutineType):
         result.close()
         raise TypeError(
             f"{function!r} is a coroutine function; expected a function that returns "

@@ -23,8 +23,6 @@ _LOWEST_TEMPERATURE = 1e-30
 
 def above_0(temperature: Any) -> Any:
     """Return temperatures of which those below 1e-30 are 1e-30, whose draws are those of 0."""
-    if type(temperature) is float:  # most frequent
-        return _LOWEST_TEMPERATURE if 0 <= temperature < _LOWEST_TEMPERATURE else temperature
     values = host_array(temperature, "temperature")
     if values.dtype.kind not in "iuf":
         return temperature  # the draw rejects it

@@ -196,8 +196,6 @@ class Transport:
         """
         groups: dict[tuple[type | None, bool], tuple[list[int], list[Any]]] = {}
         for place, value in enumerate(values):
-            if value is None:
-                continue
             kind = _kind(value)
             is_safe = kind in _SAFE or kind.__module__.startswith("genlm.")
             key = (None if is_safe else kind, isinstance(value, GroupReduction))

@@ -204,8 +204,6 @@ class Tables:
         Those of first sequences belong to the tree, where they are unpinned.
         """
         freed = self.references.release(table.last)
-        if not len(freed):
-            return freed
         roots = freed[self.references.parents[freed] == SCRATCH_SLOT].tolist()
         pinned = [slot for slot in roots if slot in self._pinned]
         for slot in pinned:

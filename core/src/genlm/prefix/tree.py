@@ -152,8 +152,6 @@ class PrefixTree:
         """
         node, first = self._start_of_match(adapter, tokens)
         matched, length = first, len(tokens)
-        if matched == node.end and not node.children:
-            return node, matched
         suffix, edge = list(tokens.ids_from(first)), node.tokens[first - node.start :]
         while matched < length:
             begin = matched - first

@@ -72,9 +72,6 @@ class UncachedPath(abc.ABC):
     ) -> Generator[torch.Tensor, None, None]:
         """Yield the last logits of sequences, in as few batches as the limits allow."""
         batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
-        if len(batches) == 1:
-            yield self._batch_logits(sequences)
-            return
         logits: torch.Tensor | None = None
         for batch in batches:
             computed = self._batch_logits([sequences[i] for i in batch])

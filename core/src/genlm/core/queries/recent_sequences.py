@@ -101,13 +101,8 @@ class RecentSequences:
         entry_ids = entry.ids
         if len(entry_ids) == length:
             entry_ids.append(last)  # so that whole lists are compared, without a copy
-            is_equal = False
-            try:
-                is_equal = entry_ids == ids
-            finally:
-                if not is_equal:
-                    entry_ids.pop()
-            if not is_equal:
+            if entry_ids != ids:
+                entry_ids.pop()
                 return None
         elif entry.equals(ids, length):  # another extension uses the list of the entry
             entry_ids = list(ids)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from genlm.core.rows.logits import moved, row_parts
+from genlm.core.rows.logits import moved
 
 __all__ = ["gumbel_top_k"]
 
@@ -35,17 +35,6 @@ def gumbel_top_k(
         remained, both of shape `(n, k)`; NaN or `-inf` if no weight remained.
     """
     seeds = moved((numbers * 2**53).long(), scores.device)
-    parts = [
-        _top_k(scores[begin:end], seeds[begin:end], k)
-        for begin, end in row_parts(len(scores), scores.shape[1], scores.device)
-    ]
-    ids, logprobs = zip(*parts, strict=True)
-    return torch.cat(ids), torch.cat(logprobs)
-
-
-def _top_k(
-    scores: torch.Tensor, seeds: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
     ids = (scores - _log_exponentials(seeds, scores.shape[1])).topk(k).indices
     drawn = scores.gather(1, ids)
     others = scores.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)

@@ -161,13 +161,6 @@ def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
 
     On CUDA a few kernels copy all rows; `torch.unbind_copy` would launch one for each row.
     """
-    if rows.device.type != "cuda":
-        copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
-        return list(copies)
-    return _copy_rows_at_once(rows)
-
-
-def _copy_rows_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
     count, size = rows.shape
     copies = [rows.new_empty(size) for _ in range(count)]
     torch.split_with_sizes_copy(rows.reshape(-1), [size] * count, out=copies)

@@ -157,9 +157,6 @@ class Scheduler(Generic[EngineT]):
             then: Function of the results, whose result `results` returns as the only one. It is
                 not called on an event loop: see `Request`.
         """
-        if not submissions:
-            self.check_open()
-            return Request(concurrent.futures.Future(), 0)
         if is_blocking():
             self.reject_engine_thread()
             request = Request(concurrent.futures.Future(), len(submissions), then)

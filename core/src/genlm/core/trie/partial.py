@@ -30,8 +30,6 @@ def partial_weights(
     """Reduce rows over some nodes; see `TokenCharacterTrie.reduce_nodes`."""
     ranks, lo, hi = layout.ranks_below(nodes)
     weights = numpy_rows(rows, layout.order[ranks].astype(np.int64))
-    if not len(nodes):
-        return weights
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         if (lo[1:] == hi[:-1]).all():  # disjoint and ascending: each node is one piece
             values = _reduce_pieces(weights, lo, hi - lo, operation)
@@ -39,8 +37,6 @@ def partial_weights(
         bounds = np.unique(np.concatenate([lo, hi]))
         pieces = _reduce_pieces(weights, bounds[:-1], np.diff(bounds), operation)
         first, last = np.searchsorted(bounds, lo), np.searchsorted(bounds, hi)
-        if (last - first == 1).all():
-            return pieces[:, first].astype(weights.dtype, copy=False)
         return _combine_pieces(pieces, first, last, _COMBINE[operation]).astype(weights.dtype)
 
 

@@ -21,7 +21,6 @@ __all__ = [
     "FIRST_OBJECT",
     "Symbols",
     "is_byte",
-    "item_key",
     "sorted_order",
     "symbols_of_codes",
 ]
@@ -88,15 +87,6 @@ def is_byte(symbol: Any) -> bool:
     return isinstance(symbol, int | np.integer) and 0 <= int(symbol) < FIRST_OBJECT
 
 
-def item_key(item: Any) -> Hashable:
-    """Return the identity of an item: `(bytes, id)` for a token, else the item."""
-    token_id = getattr(item, "token_id", None)
-    if isinstance(item, bytes) and token_id is not None:
-        return bytes(item), token_id
-    key: Hashable = item
-    return key
-
-
 def _symbols_of(item: Any, position: int) -> list[Any]:
     """Return the symbols of an item that is not `bytes`."""
     try:
@@ -133,10 +123,7 @@ def sorted_order(symbols: Symbols) -> npt.NDArray[np.int64]:
     while len(tied):
         items = order[tied]
         keys = _pack_keys(symbols, starts[items] + offset, lengths[items] - offset, per_key)
-        if offset:
-            inner = np.lexsort((items, keys, group[tied]))
-        else:
-            inner = np.argsort(keys, kind="stable")
+        inner = np.lexsort((items, keys, group[tied]))
         order[tied], keys, groups = items[inner], keys[inner], group[tied]
         starts_group = np.ones(len(tied), dtype=bool)
         starts_group[1:] = (keys[1:] != keys[:-1]) | (groups[1:] != groups[:-1])

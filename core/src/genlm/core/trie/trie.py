@@ -22,7 +22,7 @@ from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.partial import partial_weights
 from genlm.core.trie.reductions import Operation, reduce_rows
 from genlm.core.trie.segment_tree import SegmentTree
-from genlm.core.trie.symbols import Symbols, item_key
+from genlm.core.trie.symbols import Symbols
 from genlm.core.trie.visualisation import dot_source, node_values, visible_nodes
 from genlm.core.trie.weights import (
     Returns,
@@ -267,10 +267,11 @@ def _check_distinct(decode: Sequence[Any], layout: TrieLayout) -> None:
     position_of: dict[Hashable, int] = {}
     ranks = np.union1d(equal, equal + 1)
     for position in np.sort(layout.order[ranks]).tolist():
-        key = item_key(decode[position])
-        first = position_of.setdefault(key, position)
+        item = decode[position]
+        first = position_of.setdefault(item, position)
         if first != position:
             raise VocabularyError(
-                f"Duplicate word in vocabulary: items {first} and {position} are both {key!r}; "
-                f"tokens that share bytes need distinct ids: Token(token_id, byte_string)"
+                f"Duplicate word in vocabulary: items {first} and {position} are both "
+                f"{item!r}; tokens that share bytes need distinct ids: "
+                f"Token(token_id, byte_string)"
             )

@@ -19,6 +19,7 @@ Context = tuple[tuple[int, ...], bytes]
 """Ids that are decoded together, and the expected bytes."""
 
 _PLAIN_LENGTH = 8  # every vocabulary of text has a shorter token
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
 # Lead bytes for the up to three continuation bytes that a token starts with.
 _LEADS = (b"", b"\xc2", b"\xe1", b"\xf1")
 # Bytes that complete a character; E0 and F0 do not allow every continuation byte.
@@ -118,14 +119,8 @@ def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
 
 def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Context:
     """Return a token with single-byte tokens that complete its first and last characters."""
-    if is_text(value):
-        return (token_id,), value
-    continuations = 0
-    while continuations < len(value) and value[continuations] & 0xC0 == 0x80:
-        continuations += 1
-    if continuations >= len(_LEADS):
-        return (token_id,), value
-    lead = _LEADS[continuations]
+    continuations = len(value) - len(value.lstrip(_CONTINUATIONS))
+    lead = _LEADS[min(continuations, len(_LEADS) - 1)]
     for tail in _TAILS:
         whole = lead + value + tail
         if is_text(whole) and all(byte in spelling for byte in lead + tail):

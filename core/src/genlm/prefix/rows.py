@@ -1,15 +1,14 @@
 """Next-token rows and scores of batches of sequences from a prefix tree.
 
-`PrefixRows` owns the tree, its budget and its roll-backs, and divides sequences into passes. A
-`ForwardFn` runs the model over the uncached tokens.
+`PrefixRows` owns the tree, its budget and its roll-backs. `TreePasses` divides sequences into
+passes, and a `ForwardFn` runs the model over the uncached tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,9 +23,10 @@ from genlm.prefix.forward import (
     TableBatch,
     TreeBatch,
 )
-from genlm.prefix.node import Node, Paths, Slots, slots_within
+from genlm.prefix.node import Paths, slots_within
+from genlm.prefix.passes import TreePasses
 from genlm.prefix.populations import Populations
-from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
+from genlm.prefix.tree import PrefixTree
 from genlm.prefix.uncached import UncachedPath
 
 if TYPE_CHECKING:
@@ -40,45 +40,6 @@ __all__ = ["PrefixRows"]
 
 # Maximum number of sequences that `next_pass` skips: it takes microseconds for each.
 _MAX_SKIPPED = 256
-
-
-class _Part(NamedTuple):
-    """A sequence of a pass, or its beginning.
-
-    Attributes:
-        place: Index of the sequence.
-        sequence: Its tokens up to the end of the pass.
-        first: First position whose logits are requested; the end if no logits are.
-        node: Node from the tree's `insert`.
-    """
-
-    place: int
-    sequence: TokenSequence
-    first: int
-    node: Node
-
-
-@dataclass(slots=True)
-class _Pass:
-    """The current batch of the tree.
-
-    Attributes:
-        adapter: Adapter of the sequences.
-        scored: As in `PrefixRows._passes`.
-        parts: The sequences.
-        recomputed: Slots of cached tokens that are recomputed for their logits.
-        ends: Ends of sequences that are evicted before all other tokens.
-    """
-
-    adapter: str | None
-    scored: bool
-    parts: list[_Part] = field(default_factory=list)
-    recomputed: set[int] = field(default_factory=set)
-    ends: list[End] = field(default_factory=list)
-
-
-_Result = tuple[Sequence[_Part], Slots, "torch.Tensor"]
-"""The sequences of a pass, the slots of `TreeBatch.wanted`, and their logits."""
 
 
 class PrefixRows:
@@ -120,7 +81,6 @@ class PrefixRows:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
-        self._times_cleared = 0
         self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
     def rows(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> torch.Tensor:
@@ -148,8 +108,9 @@ class PrefixRows:
         logits: torch.Tensor | None = None
         lasts = [len(sequence) - 1 for sequence in sequences]
         with self._rolled_back_on_error():
-            for result in self._passes(adapter, sequences, lasts, self._max_tokens):
+            for result in self._passes(adapter, self._max_tokens).run(sequences, lasts):
                 if isinstance(result, int):
+                    self._contexts_without_cache += 1
                     places = [result]
                     [computed] = self._uncached.logits_by_pass(adapter, [sequences[result]])
                 else:
@@ -245,10 +206,11 @@ class PrefixRows:
         scores = PieceScores(texts, self._vocabulary)
         sequences = [text.sequence for text in texts]
         firsts = [text.first_target for text in texts]
-        passes = self._passes(adapter, sequences, firsts, self._score_limit, scored=True)
+        passes = self._passes(adapter, self._score_limit, scored=True)
         with self._rolled_back_on_error():
-            for result in passes:
+            for result in passes.run(sequences, firsts):
                 if isinstance(result, int):
+                    self._contexts_without_cache += 1
                     [[score]] = self._uncached.scores_by_pass(adapter, [texts[result]])
                     scores.put(result, score)
                     continue
@@ -304,7 +266,6 @@ class PrefixRows:
 
     def clear(self) -> None:
         """Remove all computed tokens, including pinned prefixes."""
-        self._times_cleared += 1
         self.populations.tables.clear()
         self._tree.clear()
 
@@ -334,146 +295,22 @@ class PrefixRows:
             raise
 
     def _passes(
-        self,
-        adapter: str | None,
-        sequences: Sequence[TokenSequence],
-        firsts: Sequence[int],
-        limit: int,
-        *,
-        scored: bool = False,
-    ) -> Iterator[_Result | int]:
-        """Compute sequences in passes.
-
-        Args:
-            adapter: Adapter of the sequences.
-            sequences: The sequences.
-            firsts: The position in each sequence from which on logits are requested.
-            limit: Maximum number of tokens of a pass.
-            scored: Whether sequences may share requested positions, and their new tokens after
-                the first requested one are evicted before all other tokens.
-
-        Yields:
-            The results of a pass, or the index of a sequence for which there are too few slots.
-        """
-        current = _Pass(adapter, scored)
-        for index, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
-            retained = max(first, self._tree.match(adapter, sequence)[1]) if scored else 0
-            part = (index, sequence, first)
-            if current.parts:
-                if self._add(current, part, retained, limit=limit):
-                    continue
-                yield self._run(current)
-                current = _Pass(adapter, scored)
-            is_computed = self._add(current, part, retained)
-            if is_computed:
-                if self._tokens(current) <= limit:
-                    continue
-                self._tree.roll_back()  # frees its slots, which are sufficient for every part
-                is_computed = yield from self._parts(adapter, part, retained, limit, scored)
-            if not is_computed:
-                # There are no uncached tokens, so this releases the cached prefix.
-                self._tree.roll_back()
-                self._contexts_without_cache += 1
-                yield index
-            current = _Pass(adapter, scored)
-        if current.parts:
-            yield self._run(current)
-
-    def _parts(
-        self,
-        adapter: str | None,
-        part: tuple[int, TokenSequence, int],
-        retained: int,
-        limit: int,
-        scored: bool,
-    ) -> Generator[_Result, None, bool]:
-        """Compute a sequence in several passes, between which its computed tokens are pinned.
-
-        Returns:
-            False if there are too few slots, because others were pinned between two passes.
-        """
-        index, sequence, first = part
-        ids, length, end = sequence.token_ids, len(sequence), 0
-        with ExitStack() as pins:
-            while end < length:
-                begin = min(first, self._tree.match(adapter, sequence)[1])
-                end = min(begin + limit, length)
-                whole = sequence if end == length else TokenSequence.of(ids[:end])
-                current = _Pass(adapter, scored)
-                is_added = self._add(current, (index, whole, min(first, end)), retained)
-                pins.close()  # the tokens are in use until the end of the pass
-                if not is_added:
-                    return False
-                if end < length:
-                    pins.enter_context(self._pinned(adapter, whole))
-                yield self._run(current)
-                first = max(first, end)
-        return True
-
-    @contextmanager
-    def _pinned(self, adapter: str | None, sequence: TokenSequence) -> Iterator[None]:
-        """Pin a sequence of the tree until the end of the context or until `clear`."""
-        times_cleared = self._times_cleared
-        self._tree.pin(adapter, sequence)
-        try:
-            yield
-        finally:
-            if times_cleared == self._times_cleared:
-                self._tree.unpin(adapter, sequence)
-
-    def _add(
-        self,
-        current: _Pass,
-        part: tuple[int, TokenSequence, int],
-        retained: int,
-        *,
-        limit: int | None = None,
-    ) -> bool:
-        """Add a sequence to a pass unless this exceeds the limit or the available slots.
-
-        Args:
-            current: The pass.
-            part: Index, tokens and first requested position of the sequence.
-            retained: Number of its tokens that are not evicted before all other tokens.
-            limit: Maximum number of tokens of the pass; None for no limit.
-        """
-        index, sequence, first = part
-        match = node, cached = self._tree.match(current.adapter, sequence)
-        repeated: set[int] = set()
-        if first < cached:
-            repeated = node.computed_slots(first, cached) - current.recomputed
-        if limit is not None:
-            tokens = self._tokens(current) + len(sequence) - cached + len(repeated)
-            if tokens > limit or len(current.parts) >= self._max_rows:
-                return False
-        try:
-            node = self._tree.insert(current.adapter, sequence, match)
-        except OutOfSlotsError:
-            return False
-        current.recomputed |= repeated
-        current.parts.append(_Part(index, sequence, first, node))
-        if current.scored:
-            current.ends.append(End(node, retained, len(sequence)))
-        return True
-
-    def _tokens(self, current: _Pass) -> int:
-        """Return the number of tokens that the current pass computes."""
-        return self._tree.uncached_tokens + len(current.recomputed)
-
-    def _run(self, current: _Pass) -> _Result:
-        """Compute a pass and end it."""
-        parts = current.parts
-        batch = TreeBatch.of(
+        self, adapter: str | None, max_tokens: int, *, scored: bool = False
+    ) -> TreePasses:
+        return TreePasses(
             self._tree,
-            current.adapter,
-            [part.sequence for part in parts],
-            [part.node for part in parts],
-            [min(p.first, len(p.sequence) - 1) for p in parts] if current.scored else (),
+            self._tree_pass,
+            adapter,
+            max_tokens=max_tokens,
+            max_rows=self._max_rows,
+            scored=scored,
         )
+
+    def _tree_pass(self, batch: TreeBatch) -> torch.Tensor:
+        """Compute a pass over uncached tokens of the tree and return its logits."""
         result = self.forward(batch)
-        self._tree.commit(current.ends)
         self._count(result)
-        return parts, batch.wanted, result.logits
+        return result.logits
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
         """Compute a pass of a population and return its logits."""

@@ -72,6 +72,7 @@ class PrefixTree:
     Attributes:
         capacity: As above.
         tokens_evicted: Number of tokens that were evicted.
+        times_cleared: Number of calls of `clear`.
         evict_others: Function that frees about as many slots returned by `allocate` as its
             argument, called only before a batch has new tokens; returns False if there are no
             such slots.
@@ -80,7 +81,7 @@ class PrefixTree:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.evict_others: Callable[[int], bool] = lambda _: False
-        self.tokens_evicted = 0
+        self.tokens_evicted = self.times_cleared = 0
         self._max_places = min(_MAX_PLACES, capacity)
         self._reset()
 
@@ -303,6 +304,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Remove all tokens, pinned ones included. Call this between batches only."""
         assert not self._in_use  # noqa: S101 - our own mistake
+        self.times_cleared += 1
         self._reset()
 
     # -- internals --------------------------------------------------------------------

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from genlm.plugin import Turns
 from genlm_vllm.adapters import Adapters
+from genlm_vllm.long_prompts import LongPrompts
 from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
 
@@ -28,9 +29,6 @@ Room = npt.NDArray[np.int64]
 """Number of places in vLLM's batch and of KV blocks, shape `(2,)`."""
 
 _NUMBERS = itertools.count()
-
-_MAX_LONG = 2
-"""Number of incomplete long requests from which no further one begins if others wait."""
 
 
 def why_not_resident(config: Any) -> str | None:
@@ -138,26 +136,21 @@ class RunningRequests:
         self._schedule, core.scheduler.schedule = core.scheduler.schedule, self._recorded
         self.steps = self.tokens_computed = 0
         lora = engine.vllm_config.lora_config
-        config = core.scheduler.scheduler_config
-        self._step_tokens: int = config.max_num_batched_tokens
-        # Incomplete requests of more than a half of a step; empty if the user has set the limit
-        # of their tokens, or if models require that chunks have certain lengths.
-        self._long: set[str] = set()
-        self._limits_long = (
-            self.block_tokens is not None
-            and config.enable_chunked_prefill
-            and not config.long_prefill_token_threshold
-        )
         self._max_batch_adapters = 0 if lora is None else lora.max_loras
         self._dropped: deque[str] = deque()
         self.by_name: dict[str, Any] = {}
+        self._long_prompts = LongPrompts(
+            core.scheduler.scheduler_config,
+            self.by_name,
+            has_free_chunks=self.block_tokens is not None,
+        )
         self._last_steps: dict[str, int] = {}  # in which requests received their last token
 
     def _recorded(self, *arguments: Any) -> Any:
         waiting = self._scheduler.waiting
         if waiting:
             self.turns.begin_step(waiting.peek_request().priority)
-        held = self._limit_long() if self._long else []
+        held = self._long_prompts.limit()
         if held:
             waiting.remove_requests(held)
         try:
@@ -168,34 +161,6 @@ class RunningRequests:
         self.steps += 1
         self.tokens_computed += output.total_num_scheduled_tokens
         return output
-
-    def _limit_long(self) -> list[Any]:
-        """Limit the tokens of long requests in a step, if shorter requests need a part of it.
-
-        vLLM gives the tokens of a step to requests in the order in which they began, so the
-        others would wait until it has computed a long prompt.
-
-        Returns:
-            Long requests that must not begin in this step, so that few have KV blocks.
-        """
-        config, begun, waiting, needed = self._scheduler.scheduler_config, 0, [], 0
-        self._long = {name for name in self._long & self.by_name.keys() if self._missing(name)}
-        for name, request in self.by_name.items():
-            if name not in self._long:
-                needed += self._missing(name)
-            elif request.num_computed_tokens:
-                begun += 1
-            elif not request.is_finished():
-                waiting.append(request)
-        limited = self._step_tokens - min(needed, self._step_tokens // 2)
-        is_limited = self._long and needed
-        config.long_prefill_token_threshold = limited // max(1, begun) if is_limited else 0
-        return waiting if is_limited and begun >= _MAX_LONG else []
-
-    def _missing(self, name: str) -> int:
-        """Return the number of tokens of a request that vLLM has not computed."""
-        request = self.by_name[name]
-        return int(request.num_tokens - request.num_computed_tokens)
 
     def extend(self, parent: Parent) -> ResidentRequest | None:
         """Continue or fork a request, or return it if it is computing the same sequence.
@@ -311,8 +276,7 @@ class RunningRequests:
         else:
             prepare(request)
         self.by_name[request.request_id] = request
-        if self._limits_long and prepare is None and 2 * len(token_ids) > self._step_tokens:
-            self._long.add(request.request_id)
+        self._long_prompts.add(request.request_id)
         self._last_steps[request.request_id] = self.steps
         self._scheduler.add_request(request)
         return request

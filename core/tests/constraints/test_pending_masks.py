@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -40,16 +39,19 @@ def test_masks_are_waited_for_when_the_model_has_computed_the_rows(temperature):
     engines: list[MaskingEngine] = []
     with genlm.AsyncLM(lambda: engines.append(MaskingEngine()) or engines[0]) as llm:
         population = llm.population([(2,), (3,), (2,), (3,), (2, 4)])
-        options = {"mask_index": INDEX, "temperature": temperature, "seed": 3}
-        drawn = population.draw_sync(engines[0].masks, **options)
-        expected = population.draw_sync(MASKS, **options)
+        options = {"temperature": temperature, "seed": 3}
+        masks = RowMasks.deferred(
+            lambda: RowMasks(engines[0].masks.result(), 5, len(TOKENS), INDEX), 5
+        )
+        drawn = population.draw_sync(masks, **options)
+        expected = population.draw_sync(MASKS, mask_index=INDEX, **options)
         assert expected.token_ids.tolist()[2] == -1
         for one, other in zip(drawn, expected, strict=True):
             torch.testing.assert_close(one, other)
         finished = population.finish([False, True, False, False, True])
         for one, other in zip(
-            finished.draw_sync(engines[0].masks, **options),
-            finished.draw_sync(MASKS, **options),
+            finished.draw_sync(masks, **options),
+            finished.draw_sync(MASKS, mask_index=INDEX, **options),
             strict=True,
         ):
             torch.testing.assert_close(one, other)
@@ -76,19 +78,14 @@ def test_the_index_may_be_computed_later_too():
             llm.population([2], 4).draw_sync(both)
 
 
-def test_an_asyncio_future_is_refused():
-    async def refused():
-        loop = asyncio.get_running_loop()
-        with pytest.raises(TypeError, match="which executor"):
-            RowMasks(loop.create_future(), 5, len(TOKENS), INDEX)  # type: ignore[arg-type]
-
-    asyncio.run(refused())
+def test_a_future_is_refused():
+    """The engine's thread would wait for it, and all other requests with it."""
+    with genlm.AsyncLM(SmallEngine) as llm, pytest.raises(TypeError, match="found Future"):
+        llm.population([2], 5).draw_sync(Future(), mask_index=INDEX)  # type: ignore[arg-type]
 
 
 def test_they_are_computed_before_they_go_to_another_process():
-    masks: Future[torch.Tensor] = Future()
-    masks.set_result(MASKS)
-    rows = RowMasks(masks, 5, len(TOKENS), INDEX)
+    rows = RowMasks.deferred(lambda: RowMasks(MASKS, 5, len(TOKENS), INDEX), 5)
     assert rows.is_deferred
     again = pickle.loads(pickle.dumps(rows))
     assert not again.is_deferred
@@ -125,22 +122,14 @@ def test_other_processes_get_the_masks_that_rows_have():
     assert torch.equal(again.factors(0, 2, device)[0].bool(), MASKS[2])
 
 
-def test_a_future_that_failed_or_does_not_fit_is_the_request_s_error():
-    masks: Future[torch.Tensor] = Future()
-    masks.set_result(MASKS[:1])
-    failed: Future[torch.Tensor] = Future()
-    failed.set_exception(KeyError("grammar"))
-    exited: Future[torch.Tensor] = Future()
-    exited.set_exception(SystemExit(3))
+@pytest.mark.parametrize("error", [KeyError("grammar"), SystemExit(3)])
+def test_an_error_of_their_computation_is_the_request_s_error(error):
+    def compute() -> RowMasks:
+        raise error
+
+    message = f"EvaluationError: the computation of masks raised {type(error).__name__}"
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)
-        for future, message in (
-            (masks, "ValueError: .*must be from 0 to 0"),
-            (failed, "KeyError"),
-            (exited, "SystemExit: 3"),
-        ):
-            with pytest.raises(
-                genlm.GenlmError, match=f"EvaluationError: the future of masks raised {message}"
-            ):
-                population.draw_sync(future, mask_index=INDEX)
+        with pytest.raises(genlm.GenlmError, match=message):
+            population.draw_sync(RowMasks.deferred(compute, 5))
         assert population.draw_sync(MASKS, mask_index=INDEX).token_ids[2] == -1

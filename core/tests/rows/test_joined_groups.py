@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -84,10 +83,8 @@ def joined_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def pending(masks: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(masks)
-    return future
+def deferred(masks: Any) -> RowMasks:
+    return RowMasks.deferred(lambda: RowMasks(masks, len(masks), SIZE), len(masks))
 
 
 def shared(n: int, index: Any) -> RowMasks:
@@ -101,7 +98,7 @@ MASKS: dict[str, Callable[[int, np.random.Generator], Any]] = {
     "each": lambda n, rng: rng.random((n, SIZE)) < 0.5,
     "packed": lambda n, rng: rng.integers(-(2**31), 2**31, (n, 2), np.int64).astype(np.int32),
     "some without": lambda n, rng: [None, *(rng.random((n - 1, SIZE)) < 0.5)],
-    "pending": lambda n, rng: pending(rng.random((n, SIZE)) < 0.5),
+    "deferred": lambda n, rng: deferred(rng.random((n, SIZE)) < 0.5),
     "few tokens": lambda n, rng: np.eye(SIZE, dtype=bool)[rng.integers(0, SIZE, n)],
     "empty": lambda n, rng: np.zeros((n, SIZE), bool),
     "shared": lambda n, rng: shared(n, rng.integers(0, 5, n)),
@@ -267,9 +264,11 @@ def test_rows_without_a_mask_keep_none() -> None:
 
 
 def test_an_error_is_that_of_one_group(joined_sizes: list[int]) -> None:
-    failed: Future[Any] = Future()
-    failed.set_exception(ArithmeticError("no masks"))
-    queries = [plain(0, np.arange(SIZE) < 9), plain(1, failed), plain(2, np.arange(SIZE) < 5)]
+    def compute() -> RowMasks:
+        raise ArithmeticError("no masks")
+
+    failing = RowMasks.deferred(compute, 3)
+    queries = [plain(0, np.arange(SIZE) < 9), plain(1, failing), plain(2, np.arange(SIZE) < 5)]
     together = results(Joint(SIZE), queries)
     assert not joined_sizes
     assert [sorted(together[i].errors) for i in range(3)] == [[], [0, 1, 2], []]

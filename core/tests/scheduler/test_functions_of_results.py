@@ -7,14 +7,14 @@ import gc
 import itertools
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
 import torch
 from scripted import oracle_row
 
-from genlm import Query
+from genlm import EngineClosedError, Query, QueryResetError
 from genlm.core.base.blocking import run_blocking
 
 IDS = (3, 1)
@@ -67,6 +67,39 @@ def test_the_result_of_a_future_is_delivered_when_it_ends(start):
         return await waiting
 
     assert asyncio.run(program()) == "later"
+
+
+@pytest.mark.parametrize("end", ["cancel_all", "close"])
+def test_a_request_that_waits_for_a_future_ends_with_all_others(start, end):
+    llm, _ = start()
+    future: Future[str] = Future()
+
+    async def program() -> None:
+        entered = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def then(values: list[Any]) -> Future[str]:
+            loop.call_soon_threadsafe(entered.set)
+            return future
+
+        waiting = asyncio.create_task(result_of(llm, then))
+        await entered.wait()
+        await llm.next_token_logprobs([2])  # a later step of the engine
+        getattr(llm, end)()
+        with pytest.raises(QueryResetError if end == "cancel_all" else EngineClosedError):
+            await asyncio.wait_for(waiting, 60)
+        future.set_result("ignored")
+
+    asyncio.run(program())
+
+
+def test_a_cancelled_future_is_an_error(start):
+    """An executor cancels the futures of its calls if it is shut down."""
+    llm, _ = start()
+    future: Future[str] = Future()
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        asyncio.run(asyncio.wait_for(result_of(llm, lambda values: future), 60))
 
 
 @pytest.mark.parametrize("kind", ["raised", "in a future", "blocking"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
-from genlm.constraints import Automaton, Constraint
+from genlm.constraints import Automaton, Constraint, Language
 from genlm.smc import (
     effective_sample_size,
     normalised_weights,
@@ -441,6 +442,22 @@ class OwnDraw(NoTwo):
 
     def __getitem__(self, ancestors: Any) -> OwnDraw:
         return OwnDraw(self.mask_index[ancestors])
+
+
+def test_a_language_is_compiled_on_another_thread(llm):
+    threads = []
+
+    class Recorded(Language):
+        def start(self, llm, size, **options):
+            threads.append(threading.current_thread())
+            return Automaton.regex(".*").start(llm, size, **options)
+
+    async def program() -> None:
+        async for _ in steer(llm, PROMPT, 3, max_tokens=1, constraint=Recorded(), stop=[END]):
+            pass
+
+    asyncio.run(program())
+    assert threads != [threading.main_thread()]
 
 
 @pytest.mark.parametrize("form", ["free", "coroutine", "constrained", "own"])

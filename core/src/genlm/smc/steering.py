@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from genlm.constraints.protocol import Constraint, Language, attribute_values
 from genlm.core.base.arrays import host_array
-from genlm.core.base.blocking import run_blocking
+from genlm.core.base.blocking import off_loop, run_blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.model.population import DrawnTokens, Population
 from genlm.core.rows.sampling import checked_seed
@@ -83,7 +83,8 @@ async def steer(
         potential: Function that returns the log of a factor of the probability of each member,
             shape `(n,)`; `-inf` for a sequence that cannot be continued. It may be a coroutine
             function, such as one that awaits the scores of another model; with `steer_sync`
-            it may await only methods of models.
+            it may await only methods of models. A plain function is called on the event loop,
+            which it blocks.
         bias: Addend of the log-probabilities of the draws, as for `Population.draw`, or a
             function or coroutine function of the population that returns it, such as the
             logarithm of a twist for each next token. It changes the proposal and not the
@@ -127,7 +128,8 @@ async def steer(
         if stop_texts:
             raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
         language_stop = None if stop is None else ends
-        constraint = constraint.start(llm, size, text=text, stop=language_stop)
+        # Automata and grammars may be compiled for the vocabulary.
+        constraint = await off_loop(constraint.start, llm, size, text=text, stop=language_stop)
     elif text:
         raise ValueError("text belongs to the texts of a Language; pass one as constraint")
     if not isinstance(constraint, Constraint | None):

@@ -127,8 +127,7 @@ class Population(MemberReductions):
                 shape `(m, vocab_size)`; or packed bits, int32 of shape
                 `(m, ceil(vocab_size / 32))`, as the bitmasks of xgrammar and llguidance.
                 Arrays are numpy or torch arrays, on any device, and must not change before the
-                result. For a `concurrent.futures.Future` of such an array, with `mask_index`,
-                the engine waits after it has computed the rows.
+                result.
             mask_index: Index of each member's mask among the m masks, shape `(n,)`; by default
                 member i has mask i.
             temperature: One number for all members, or shape `(n,)`; 0 selects the most likely

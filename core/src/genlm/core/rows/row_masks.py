@@ -5,8 +5,6 @@ Masks stay packed, a bit for each id, until a part of the rows is computed.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
     from genlm.core.rows.masks import MaskLike
 
     MasksLike: TypeAlias = (
-        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor "
-        "| concurrent.futures.Future[Any]"
+        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor"
     )
     _TableAndIndex: TypeAlias = "tuple[_MaskTable, torch.Tensor | None]"
 
@@ -43,8 +40,6 @@ class RowMasks:
             - booleans, shape `(m, vocab_size)`, or packed bits, int32, shape
               `(m, ceil(vocab_size / 32))`, numpy or torch on any device. These arrays are not
               copied: they must not change while they are in use;
-            - a `concurrent.futures.Future` of masks, for which the engine waits when it has the
-              rows;
             - `RowMasks` of m rows, for several requests: they share copies on devices.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
@@ -56,7 +51,6 @@ class RowMasks:
         is_deferred: Whether the masks are computed when the engine has the rows.
 
     Raises:
-        TypeError: `masks` is an asyncio future.
         ValueError: The number of masks differs from that of rows, or a mask has another size.
         QueryError: As `Mask`.
     """
@@ -68,22 +62,13 @@ class RowMasks:
         vocab_size: int,
         index: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor | None = None,
     ) -> None:
-        self.count = count
-        self.is_deferred = _is_future(masks)
-        self._compute: Callable[[], _TableAndIndex] = lambda: _table_and_index(
-            masks, count, vocab_size, index
-        )
-        if not self.is_deferred:
-            self._computed = self._compute()
+        self.count, self.is_deferred = count, False
+        self._computed = _table_and_index(masks, count, vocab_size, index)
 
     @classmethod
-    def _of(
-        cls, compute: Callable[[], _TableAndIndex], count: int, *, is_deferred: bool = False
-    ) -> RowMasks:
+    def _of(cls, computed: _TableAndIndex, count: int) -> RowMasks:
         masks = object.__new__(cls)
-        masks.count, masks.is_deferred, masks._compute = count, is_deferred, compute
-        if not is_deferred:
-            masks._computed = compute()
+        masks.count, masks.is_deferred, masks._computed = count, False, computed
         return masks
 
     @classmethod
@@ -91,16 +76,19 @@ class RowMasks:
         """Return masks that a function computes when the engine has the rows.
 
         Args:
-            compute: Function that returns the masks of the same rows.
+            compute: Function that returns the masks of the same rows. The engine's thread calls
+                it, so it must not wait for anything that may not happen.
             count: Number of rows.
         """
-        return cls._of(lambda: compute()._computed, count, is_deferred=True)  # noqa: SLF001
+        masks = object.__new__(cls)
+        masks.count, masks.is_deferred, masks._compute = count, True, compute
+        return masks
 
     @cached_property
     def _computed(self) -> _TableAndIndex:
         """The distinct masks, and the place of each row's mask; None if row i has mask i."""
-        with errors_of("the future of masks"):
-            return self._compute()
+        with errors_of("the computation of masks"):
+            return self._compute()._computed  # noqa: SLF001 - of the same class
 
     def __getstate__(self) -> dict[str, Any]:
         """Compute deferred masks: other processes get arrays of the masks in use."""
@@ -119,12 +107,14 @@ class RowMasks:
 
     def of(self, rows: npt.NDArray[np.int64]) -> RowMasks:
         """Return the masks of some rows, possibly with repetitions."""
-        places = torch.from_numpy(rows)
-        return self._of(
-            lambda: (self._computed[0], self.places[places]),
-            len(rows),
-            is_deferred=self.is_deferred,
-        )
+        if self.is_deferred:
+            return self.deferred(lambda: self._of_computed(rows), len(rows))
+        return self._of_computed(rows)
+
+    def _of_computed(self, rows: npt.NDArray[np.int64]) -> RowMasks:
+        """Return the masks of some rows of masks that are computed."""
+        places = self.places[torch.from_numpy(rows)]
+        return self._of((self._computed[0], places), len(rows))
 
     @classmethod
     def joined(cls, batches: Sequence[RowMasks]) -> RowMasks:
@@ -134,8 +124,7 @@ class RowMasks:
         table = tables[0]
         if any(other is not table for other in tables):
             table, places = _joined_table(tables, places)
-        computed = table, torch.cat(places)
-        return cls._of(lambda: computed, sum(masks.count for masks in batches))
+        return cls._of((table, torch.cat(places)), sum(masks.count for masks in batches))
 
     @property
     def places(self) -> torch.Tensor:
@@ -303,8 +292,6 @@ def _joined_table(
 
 def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAndIndex:
     """Return masks as a table, and the place of each row's mask; None if row i has mask i."""
-    if _is_future(masks):
-        masks = masks.result()
     if isinstance(masks, RowMasks):
         table, places = masks._computed  # noqa: SLF001 - of the same module
         table.is_shared = True
@@ -365,16 +352,6 @@ def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _Mask
         )
     rows = masks.contiguous().view(torch.uint8)
     return _MaskTable(rows, size, is_packed=masks.dtype == torch.int32)
-
-
-def _is_future(masks: object) -> bool:
-    """Whether masks are a future."""
-    if isinstance(masks, asyncio.Future):
-        raise TypeError(
-            "masks is an asyncio future, for which the engine's thread cannot wait; await it, "
-            "or pass a concurrent.futures.Future, which executor.submit returns"
-        )
-    return hasattr(masks, "result")
 
 
 def _check_index(index: torch.Tensor, count: int, masks: int) -> None:

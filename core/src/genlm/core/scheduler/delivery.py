@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.rows.output_cache import copy_result
 from genlm.core.scheduler.request_table import Evaluation, Request
 
-__all__ = ["Delivery", "distribute"]
+__all__ = ["Delivery", "LateResults", "distribute"]
 
 
 def distribute(evaluation: Evaluation) -> None:
@@ -41,6 +42,45 @@ def distribute(evaluation: Evaluation) -> None:
         except Exception as error:  # noqa: BLE001 - out of memory
             value = _copy_error(error)
         request.values[place] = value
+
+
+class LateResults:
+    """The requests whose functions `then` returned futures that are not done. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: dict[Request, None] = {}
+
+    def add(self, request: Request, future: concurrent.futures.Future[Any]) -> None:
+        """Deliver the result of a future when it is done, unless the request is removed."""
+        with self._lock:
+            self._requests[request] = None
+        future.add_done_callback(functools.partial(self._deliver, request))
+
+    def remove(self, request: Request) -> None:
+        """Remove a request if it waits for a future."""
+        with self._lock:
+            self._requests.pop(request, None)
+
+    def clear(self) -> list[Request]:
+        """Remove and return all requests; the caller fails them."""
+        with self._lock:
+            requests, self._requests = [*self._requests], {}
+        return requests
+
+    def _deliver(self, request: Request, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            if request not in self._requests:
+                return
+            del self._requests[request]
+        error: BaseException | None = None
+        try:
+            request.values = [future.result()]
+        except BaseException as raised:  # noqa: BLE001 - also that of a cancelled future
+            error = raised
+        delivery = Delivery()
+        delivery._append(request, error)  # noqa: SLF001 - of the same module
+        delivery.send()
 
 
 class Delivery:
@@ -67,8 +107,12 @@ class Delivery:
                 self._by_loop[loop] = []
             self._by_loop[loop].append((request, error))
 
-    def process(self) -> None:
-        """Call the functions `then` of the requests of coroutines."""
+    def process(self, late: LateResults) -> None:
+        """Call the functions `then` of the requests of coroutines.
+
+        Args:
+            late: Delivers the results of the requests whose functions return futures.
+        """
         finished = [pair for pairs in self._by_loop.values() for pair in pairs]
         self._by_loop = {}
         for request, error in finished:
@@ -78,7 +122,7 @@ class Delivery:
             result, raised = _call(request.then, request.values)
             request.then, request.values = None, [result]
             if isinstance(result, concurrent.futures.Future):
-                result.add_done_callback(functools.partial(_deliver_later, request))
+                late.add(request, result)
             else:
                 self._append(request, raised)
 
@@ -114,16 +158,6 @@ def _call(function: Callable[[Any], Any], values: Any) -> tuple[Any, Exception |
         return function(values), None
     except Exception as error:  # noqa: BLE001 - raised in the coroutine
         return None, error
-
-
-def _deliver_later(request: Request, future: concurrent.futures.Future[Any]) -> None:
-    if request.is_abandoned:
-        return
-    error = future.exception()
-    request.values = [None if error is not None else future.result()]
-    delivery = Delivery()
-    delivery._append(request, error)  # noqa: SLF001 - of the same module
-    delivery.send()
 
 
 def _finish_on_loop(

@@ -34,7 +34,7 @@ from genlm.core.queries.query import GroupQuery
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
 from genlm.core.scheduler.calls import Call, ReleaseQueue
-from genlm.core.scheduler.delivery import Delivery, distribute
+from genlm.core.scheduler.delivery import Delivery, LateResults, distribute
 from genlm.core.scheduler.observation import StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
 from genlm.core.scheduler.results import check_results, store_results
@@ -73,6 +73,7 @@ class Worker:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(max_pending)
+        self._late = LateResults()
         self._policy = BatchingPolicy(max_batch_size)
         self._observer = StepObserver(name)
         self._max_batch_size = max_batch_size
@@ -143,6 +144,7 @@ class Worker:
 
     def leave(self, request: Request) -> None:
         """Remove an abandoned request; abort evaluations without other requests."""
+        self._late.remove(request)
         with self._lock:
             self._aborts += self._table.leave(request)
             if self._aborts or self._calls or self._table.needs_flush:
@@ -219,6 +221,7 @@ class Worker:
         """Reject all requests in a forked process, which lacks the engine's thread."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._late = LateResults()
         self.stopped = EngineClosedError(
             "this process was forked from the one that loaded the model, and the engine's "
             "thread stayed there; load the model here, after the fork or in a spawned process"
@@ -248,7 +251,7 @@ class Worker:
     def _fail_all(self, error: EngineError) -> Delivery:
         self._aborts.extend(self._table.in_engine)
         delivery = Delivery()
-        for request in self._table.clear():
+        for request in (*self._table.clear(), *self._late.clear()):
             delivery.add(request, error)
         return delivery
 
@@ -424,7 +427,7 @@ class Worker:
             delivery = Delivery()
             with self._lock:
                 self._finish(finished, delivery, is_step=is_step)
-            delivery.process()
+            delivery.process(self._late)
             with self._lock:
                 waits_for_callers = delivery.reaches_loops and self._delay(step_s)
             delivery.send(afterwards=self._idle_flush.schedule if waits_for_callers else None)

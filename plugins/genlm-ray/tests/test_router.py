@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -162,6 +163,28 @@ def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request():
     assert router.finish(later[1].query_id, 0)
     [routed] = router.take({0: 1})[0]
     assert (routed.query, routed.turn, router.turn) == (queries[13], 13, 11)
+
+
+def test_the_work_of_an_exchange_does_not_depend_on_the_number_of_waiting_queries():
+    def count_calls(waiting: int) -> int:
+        client = Client(1)
+        sequences = [TokenSequence.of([i], PROMPT) for i in range(waiting)]
+        client.router.submit([client.query(sequence) for sequence in sequences])
+        client.router.take({0: 5})
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        client.router.submit([client.query(TokenSequence.of([0, 0]))])
+        assert client.router.finish(0, 0)
+        assert len(client.router.take({0: 1})[0]) == 1
+        sys.setprofile(None)
+        return calls
+
+    assert count_calls(500) == count_calls(50)
 
 
 def test_queries_are_sent_although_later_requests_fill_a_replica():

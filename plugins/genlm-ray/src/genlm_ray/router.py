@@ -13,11 +13,11 @@ therefore runs it at any scale.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
@@ -127,8 +127,13 @@ class Router:
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
         self._order = itertools.count()
         self._turns = Turns()
-        self._waiting: dict[int, RoutedQuery] = {}  # by query id, in the order of their turns
+        self._waiting: dict[int, RoutedQuery] = {}  # by query id
         self._sent: dict[int, RoutedQuery] = {}
+        # Heaps, in which queries that are no longer waiting or unanswered may remain: waiting
+        # queries by turn and order, and ids of unanswered queries of a single sequence by turn.
+        self._queue: list[tuple[int, int, RoutedQuery]] = []
+        self._turn_queue: list[tuple[int, int]] = []
+        self._siblings: Counter[Context | None] = Counter()  # number of waiting queries
         self.in_flight: Counter[int] = Counter()
         self.work: dict[int, float] = {}
         self._budget_used = 0
@@ -148,18 +153,17 @@ class Router:
     def reassign_from(self, replica: int) -> None:
         """Remove a replica; its queries wait again, in the order of their turns."""
         del self.work[replica], self.in_flight[replica]
-        requeued = [routed for routed in self._sent.values() if routed.replica == replica]
-        for routed in requeued:
-            routed.replica = -1
-            del self._sent[routed.query.query_id]
-        self._enqueue(requeued)
+        for routed in list(self._sent.values()):
+            if routed.replica == replica:
+                routed.replica = -1
+                del self._sent[routed.query.query_id]
+                self._enqueue(routed)
 
     # -- queries ----------------------------------------------------------------------
 
     def submit(self, queries: Iterable[AnyQuery]) -> None:
         """Accept queries, which wait until `take` assigns them."""
         self._update_turn()
-        added = []
         for query in queries:
             context = parent = None
             turn = self._turns.current
@@ -170,24 +174,28 @@ class Router:
                 context = self._get_or_add_context(query.adapter, query.sequence, key, parent)
                 known = 0 if parent is None else parent.length
                 self.tokens_requested += max(1, context.length - known)
-            added.append(RoutedQuery(query, turn, next(self._order), context, parent))
-        self._enqueue(added)
+                heapq.heappush(self._turn_queue, (turn, query.query_id))
+            self._enqueue(RoutedQuery(query, turn, next(self._order), context, parent))
 
-    def _enqueue(self, added: Iterable[RoutedQuery]) -> None:
-        waiting = sorted([*self._waiting.values(), *added], key=attrgetter("turn", "order"))
-        self._waiting = {routed.query.query_id: routed for routed in waiting}
+    def _enqueue(self, routed: RoutedQuery) -> None:
+        self._waiting[routed.query.query_id] = routed
+        self._siblings[routed.parent] += 1
+        heapq.heappush(self._queue, (routed.turn, routed.order, routed))
+
+    def _end_waiting(self, routed: RoutedQuery) -> None:
+        del self._waiting[routed.query.query_id]
+        self._siblings[routed.parent] -= 1
+        if not self._siblings[routed.parent]:
+            del self._siblings[routed.parent]
 
     def _update_turn(self) -> None:
         """Set the current turn to that of the first unanswered query of a single sequence."""
-        turns = (
-            routed.turn
-            for unanswered in (self._sent, self._waiting)
-            for routed in unanswered.values()
-            if isinstance(routed.query, Query)
-        )
-        first = min(turns, default=None)
-        if first is not None:
-            self._turns.begin_step(first)
+        while self._turn_queue:
+            turn, query_id = self._turn_queue[0]
+            if query_id in self._waiting or query_id in self._sent:
+                self._turns.begin_step(turn)
+                return
+            heapq.heappop(self._turn_queue)
 
     def take(self, room: Mapping[int, int]) -> dict[int, list[RoutedQuery]]:
         """Assign waiting queries, by turn, to replicas with room for further queries."""
@@ -196,17 +204,25 @@ class Router:
         if not remaining or not self._waiting:
             return taken
         self._update_turn()
-        sibling_counts = Counter(routed.parent for routed in self._waiting.values())
-        for routed in list(self._waiting.values()):
-            replica = self._choose(routed, sibling_counts[routed.parent], remaining)
-            if replica in remaining:
-                self._assign(routed, replica)
-                taken.setdefault(replica, []).append(routed)
-                remaining[replica] -= 1
-                if not remaining[replica]:
-                    del remaining[replica]
-                    if not remaining:
-                        break
+        passed_over = []
+        while remaining and self._queue:
+            entry = heapq.heappop(self._queue)
+            routed = entry[-1]
+            if routed.query.query_id not in self._waiting:
+                continue
+            replica = self._choose(routed, self._siblings[routed.parent], remaining)
+            if replica not in remaining:
+                passed_over.append(entry)
+                continue
+            self._assign(routed, replica)
+            taken.setdefault(replica, []).append(routed)
+            remaining[replica] -= 1
+            if not remaining[replica]:
+                del remaining[replica]
+        for entry in passed_over:
+            heapq.heappush(self._queue, entry)
+        for routed in itertools.chain(*taken.values()):
+            self._end_waiting(routed)
         return taken
 
     def finish(self, query_id: int, replica: int | None = None) -> RoutedQuery | None:
@@ -215,8 +231,10 @@ class Router:
         Returns:
             None if the query is unknown or assigned to another replica.
         """
-        if replica is None and query_id in self._waiting:
-            return self._waiting.pop(query_id)
+        waiting = self._waiting.get(query_id)
+        if replica is None and waiting is not None:
+            self._end_waiting(waiting)
+            return waiting
         routed = self._sent.get(query_id)
         if routed is None or (replica is not None and routed.replica != replica):
             return None
@@ -343,7 +361,6 @@ class Router:
             context = context.fork
         if parent is not None:
             parent.replicas[replica] = None
-        del self._waiting[routed.query.query_id]
         self._sent[routed.query.query_id] = routed
         self.in_flight[replica] += 1
         self._set_work(replica, self.work[replica] + routed.cost)

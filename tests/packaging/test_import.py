@@ -44,14 +44,13 @@ PACKAGES = (genlm, genlm.plugin, genlm.prefix)
 @pytest.mark.parametrize(
     ("package", "name"), [(package, name) for package in PACKAGES for name in package.__all__]
 )
-def test_every_public_name_is_listed_by_the_module_that_it_comes_from(package, name):
+def test_every_public_name_is_that_of_the_module_that_it_comes_from(package, name):
     [module] = {
         node.module
         for node in ast.walk(ast.parse(Path(package.__file__).read_text()))
         if isinstance(node, ast.ImportFrom) and name in {each.name for each in node.names}
     }
     assert getattr(package, name) is getattr(import_module(module), name)
-    assert name in import_module(module).__all__
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -49,7 +49,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.model.lm import AsyncLM as AsyncLM
     from genlm.core.model.lm import load_model as load_model
     from genlm.core.model.lm import load_model_by_name as load_model_by_name
-    from genlm.core.model.population import DrawnTokens as DrawnTokens
     from genlm.core.model.population import Population as Population
     from genlm.core.model.population import SampledTokens as SampledTokens
     from genlm.core.plugins.lookup import get_trie as get_trie
@@ -58,6 +57,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.query import GroupReduction as GroupReduction
     from genlm.core.queries.query import Reduction as Reduction
     from genlm.core.queries.query import TokenScores as TokenScores
+    from genlm.core.rows.draws import DrawnTokens as DrawnTokens
     from genlm.core.rows.masks import Mask as Mask
     from genlm.core.rows.output_cache import OutputCache as OutputCache
     from genlm.core.rows.reductions import DrawnToken as DrawnToken

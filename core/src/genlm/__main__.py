@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 _INTERRUPTED = 130
 """Exit status of programs that Ctrl-C ended, as shells report it."""
 

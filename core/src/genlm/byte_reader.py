@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["ByteReader"]
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -47,7 +47,7 @@ def lazy_exports(
     def find(name: str) -> Any:
         modules = [home[name]] if name in home else star_imports
         for module in map(import_module, modules):
-            if name in module.__all__:
+            if name in home or name in module.__all__:
                 value = getattr(module, name)
                 setattr(sys.modules[spec.name], name, value)  # bypasses `__getattr__` later
                 return value

@@ -21,8 +21,6 @@ from genlm.cli.serve import serve
 from genlm.core.base.errors import GenlmError
 from genlm.core.plugins.lookup import is_strict
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="genlm",
     help="Compute next-token distributions with any inference engine.",

@@ -19,21 +19,6 @@ from genlm.testing.target import TOLERANCE_CAPS
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
 
-__all__ = [
-    "EngineOption",
-    "JsonOption",
-    "LoadOptions",
-    "ModelOption",
-    "SeedOption",
-    "backends",
-    "bad_value",
-    "checked_dtype",
-    "checked_options",
-    "json_object",
-    "load",
-    "require_writable",
-]
-
 
 def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
     """Return a function that completes the names of usable engines, tries, or both."""

@@ -22,8 +22,6 @@ from genlm.cli.arguments import (
 from genlm.cli.measurement import Cell, Plan, first_row_s, measure
 from genlm.cli.output import borderless_table, output_console, print_json, progress_bar
 
-__all__ = ["bench"]
-
 _FIRST_ROW_TOKENS = 16
 
 

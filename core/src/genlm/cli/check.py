@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from genlm.testing.report import Report
     from genlm.testing.run import Run
 
-__all__ = ["check"]
-
 
 def check(
     backend: Annotated[

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from genlm.cli.engine_process import EngineRows
     from genlm.testing.comparison import Differences
 
-__all__ = ["Outcome", "compare"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:

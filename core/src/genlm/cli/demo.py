@@ -12,8 +12,6 @@ from rich.console import Console
 from genlm.cli.arguments import EngineOption, ModelOption, SeedOption, bad_value, load
 from genlm.cli.output import output_console
 
-__all__ = ["demo"]
-
 _SAMPLES = 3
 _WORD = re.compile(rb"[A-Za-z\x80-\xff]+")
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Option", "options_of"]
-
 
 @dataclass(frozen=True)
 class Option:

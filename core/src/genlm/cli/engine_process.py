@@ -33,15 +33,6 @@ from genlm.testing.comparison import TokenIds, contexts_of, request_rows
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
 
-__all__ = [
-    "EngineRows",
-    "Request",
-    "compute_here",
-    "compute_in_process",
-    "device_memory",
-    "peak_memory",
-]
-
 DEFAULT_LONGEST = 256
 MAX_DEFAULT_LONGEST = 8192
 

@@ -19,8 +19,6 @@ from genlm.cli.tested_versions import installed_version, tested_versions
 from genlm.core.base.errors import GenlmError, describe_error
 from genlm.core.plugins.lookup import list_backends
 
-__all__ = ["env", "environment"]
-
 _WITHOUT_PLUGINS = ("genlm-core", "genlm-backend", "genlm-lm-eval")
 
 _VARIABLES = (

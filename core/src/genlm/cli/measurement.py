@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from genlm.core.model.context import Context
     from genlm.core.model.lm import AsyncLM
 
-__all__ = ["Cell", "Plan", "first_row_s", "measure"]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -14,8 +14,6 @@ import typer
 from genlm.core.plugins.lookup import list_backends
 from genlm.core.plugins.registry import PUBLISHED
 
-__all__ = ["plugin_commands"]
-
 plugin_commands = typer.Typer(name="plugin", help="Create a plugin.", no_args_is_help=True)
 
 _FILES = {

@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-__all__ = ["borderless_table", "finite", "output_console", "print_json", "progress_bar"]
-
 _PIPE_WIDTH = 10_000
 """Width of tables that are not printed to a terminal, so that no line is wrapped."""
 

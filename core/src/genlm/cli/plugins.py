@@ -20,8 +20,6 @@ from genlm.core.plugins.lookup import find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED
 from genlm.core.plugins.spec import BackendInfo
 
-__all__ = ["plugins"]
-
 _COLOURS = {"ok": "green", "disabled": "bright_black"}
 
 _UNUSABLE = {"broken", "incompatible", "disabled"}

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["TextScore", "score"]
-
 _MAX_ROWS = 20
 """Maximum number of texts in the table."""
 

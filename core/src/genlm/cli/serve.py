@@ -19,8 +19,6 @@ from genlm.cli.arguments import backends, bad_value, checked_options
 from genlm.cli.output import output_console, print_json
 from genlm.core.plugins.lookup import get_backend
 
-__all__ = ["serve"]
-
 _SERVER = "ray"
 
 

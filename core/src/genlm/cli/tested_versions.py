@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 
-__all__ = ["installed_version", "tested_versions"]
-
 
 def installed_version(distribution: str) -> str | None:
     """Return the version of a distribution, None if it is not installed."""

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from genlm.cli.arguments import bad_value, json_object
 
-__all__ = ["LineOfText", "read_lines", "texts_of"]
-
-
 _JSON_LINES = ".jsonl", ".ndjson"
 
 

@@ -6,8 +6,6 @@ from genlm.core.base.errors import TokenizerError
 from genlm.core.vocab import Vocabulary
 from genlm.core.vocab.text import encode
 
-__all__ = ["text_ids"]
-
 
 def text_ids(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
     """Encode a text as `encode` does; without a tokenizer, as one token for each byte.

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
 
-__all__ = ["Automaton"]
-
 
 class Automaton(Language):
     r"""A regular language over bytes.

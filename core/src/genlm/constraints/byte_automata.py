@@ -13,17 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "NO_STATE",
-    "ByteTable",
-    "complement",
-    "distinct_edges",
-    "live_states",
-    "minimise",
-    "product",
-    "utf8_table",
-]
-
 Flags: TypeAlias = npt.NDArray[np.bool_]
 States: TypeAlias = npt.NDArray[np.int64]
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["Grammar"]
-
 
 class Grammar(Language):
     """A context-free language, created with `json_schema`, `ebnf` or `lark`.

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from genlm.core.base.error_handling import import_required
 
-__all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "MatcherState", "XGrammar"]
-
 Words: TypeAlias = npt.NDArray[np.int32]
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: \(.*?\) is false: )?")

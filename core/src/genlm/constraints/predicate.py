@@ -37,7 +37,7 @@ from genlm.constraints.text_tokens import TextTokens, text_tokens
 from genlm.core.base.blocking import is_blocking, raise_stop_iteration
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
-from genlm.core.model.population import DrawnTokens
+from genlm.core.rows.draws import DrawnTokens
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from genlm.core.model.population import Population
     from genlm.core.rows.row_masks import MasksLike
     from genlm.core.rows.row_weights import RowWeights
-
-__all__ = ["Python"]
 
 T = TypeVar("T")
 Texts: TypeAlias = npt.NDArray[np.object_]

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
     from genlm.core.model.members import ArrayLike
-    from genlm.core.model.population import DrawnTokens, Population
+    from genlm.core.model.population import Population
+    from genlm.core.rows.draws import DrawnTokens
     from genlm.core.rows.row_masks import MasksLike
-
-__all__ = ["Constraint", "Language", "attribute_values"]
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]

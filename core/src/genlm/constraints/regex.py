@@ -25,8 +25,6 @@ from genlm.constraints.regex_automaton import (
     compile_index,
 )
 
-__all__ = ["regex_table"]
-
 _MAX_SIZE = 30_000
 """Maximum size of a regular expression: the number of states of all copies of its elements."""
 _MAX_STATES = 100_000

@@ -30,17 +30,6 @@ import numpy.typing as npt
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, Flags, States, minimise
 from genlm.core.base.error_handling import import_required
 
-__all__ = [
-    "END",
-    "Choice",
-    "Element",
-    "Part",
-    "Positions",
-    "Repetition",
-    "Sequence",
-    "compile_index",
-]
-
 END = 256
 """Column of the anchor `$`, a letter that may follow a text any number of times."""
 

@@ -15,8 +15,6 @@ import numpy as np
 from genlm.constraints.protocol import Flags, Floats, Integers64
 from genlm.core.base.arrays import host_array
 
-__all__ = ["above_0", "log_mass_ratios"]
-
 _LOWEST_TEMPERATURE = 1e-30
 """Temperature of draws in place of 0: the most likely of the remaining tokens is drawn."""
 

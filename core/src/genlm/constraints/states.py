@@ -20,19 +20,7 @@ from genlm.core.base.validation import checked_integer
 from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
-    from genlm.core.model.population import DrawnTokens
-
-__all__ = [
-    "DEAD",
-    "FINISHED",
-    "LIVE",
-    "StateConstraint",
-    "States",
-    "check_text",
-    "checked_tokens",
-    "first_states",
-    "member_index",
-]
+    from genlm.core.rows.draws import DrawnTokens
 
 States: TypeAlias = npt.NDArray[Any]
 

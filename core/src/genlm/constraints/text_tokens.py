@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["PerVocabulary", "TextTokens", "text_tokens"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols
 from genlm.engines.memory import free_memory_bytes
 
-__all__ = ["TokenStates", "TokenTable", "token_tries"]
-
 TokenStates: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _VALUES_AT_ONCE = 2**23

@@ -10,8 +10,6 @@ from typing import Any
 
 from genlm.core.base.errors import AdapterError
 
-__all__ = ["read_lora_config"]
-
 _WEIGHTS = tuple(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt"))
 
 _PLAIN = frozenset(

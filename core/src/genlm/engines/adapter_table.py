@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 from genlm.core.base.errors import AdapterError, UnknownAdapterError
 
-__all__ = ["AdapterTable"]
-
 T = TypeVar("T")
 
 

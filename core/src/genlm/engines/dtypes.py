@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["dtype_name"]
-
 _ALIASES = {
     "float32": ("float", "fp32", "f32", "single"),
     "float16": ("half", "fp16", "f16"),

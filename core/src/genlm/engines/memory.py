@@ -17,8 +17,6 @@ from genlm.core.base.errors import ModelLoadError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["cache_budget_bytes", "free_memory_bytes"]
-
 _PROCESS = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")

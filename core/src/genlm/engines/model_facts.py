@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-__all__ = ["ModelFacts", "context_window", "rope_settings"]
-
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 _LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "_block_types")

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from genlm.core.base.errors import ModelLoadError
 
-__all__ = ["model_source"]
-
 # A hub id, with a suffix of an engine (`owner/name:Q4_K_M`) or without, or a URL (`s3://...`).
 _HUB_ID_OR_URL = re.compile(
     r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?|[a-z][a-z0-9+]*://\S+", re.ASCII

@@ -21,8 +21,6 @@ import torch
 
 from genlm.core.base.errors import ModelLoadError
 
-__all__ = ["claim_process", "preserve_process_state", "release_process"]
-
 _lock = threading.Lock()
 _owners: dict[str, weakref.ref[object]] = {}
 """The live engine of each library that may have only one."""

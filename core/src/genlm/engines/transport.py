@@ -25,8 +25,6 @@ from genlm.core.queries.query import (
     Reduction,
 )
 
-__all__ = ["PackedCompletions", "Transport", "picklable_error"]
-
 _SAFE = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
 """Classes that every process can load, besides those of genlm itself."""
 

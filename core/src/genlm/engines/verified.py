@@ -12,8 +12,6 @@ from typing import Self
 from genlm.core.base.errors import ModelLoadError
 from genlm.engines.model_facts import ModelFacts
 
-__all__ = ["UnverifiedModelWarning", "VerifiedFamilies", "check_causal", "check_verified"]
-
 _CHOICES = ("warn", "refuse")
 
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from genlm.core.queries.generations import Integers64
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
-__all__ = ["BlockTable", "SlotReferences"]
-
 # Number of references to the scratch slot, which stands for "no slot" and is never freed.
 _PERMANENT = 2**30
 

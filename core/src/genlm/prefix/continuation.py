@@ -12,8 +12,6 @@ from genlm.prefix.block_table import BlockTable
 from genlm.prefix.forward import TableBatch
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
-__all__ = ["Continuation", "continuation", "joined"]
-
 # Provisional numbers of new slots, before their allocation, start here.
 _FIRST_NEW = 2**31
 

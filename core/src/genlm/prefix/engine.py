@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Generation, Integers64
     from genlm.core.rows.text_scores import TextResult
 
-__all__ = ["Adapters", "PrefixEngine"]
-
 T = TypeVar("T")
 AnyQuery = TypeVar("AnyQuery", Query, GroupQuery)
 

@@ -20,14 +20,6 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.rows import PrefixRows
 from genlm.prefix.uncached import UncachedPath
 
-__all__ = [
-    "PathChoice",
-    "SelfTest",
-    "ServeOptions",
-    "UnsupportedModelError",
-    "choose_path",
-]
-
 Path = TypeVar("Path", bound=PrefixRows)
 
 _LONGEST_TEXT = 24

@@ -16,15 +16,6 @@ from genlm.prefix.tree import PrefixTree
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ForwardFn",
-    "ForwardResult",
-    "Segment",
-    "TableBatch",
-    "TreeBatch",
-    "padded_slots",
-]
-
 _Flags = NDArray[np.bool_]
 
 

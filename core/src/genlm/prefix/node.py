@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCRATCH_SLOT", "FreeSlots", "Node", "Paths", "Slots", "slots_within"]
-
 Slots = NDArray[np.int64]
 
 SCRATCH_SLOT = 0

@@ -15,14 +15,6 @@ from numpy.typing import NDArray
 
 from genlm.prefix.forward import Segment
 
-__all__ = [
-    "BatchLimits",
-    "SegmentLimits",
-    "group_segments",
-    "plan_batches",
-    "table_passes",
-]
-
 # Padding up to this many tokens costs less than another pass over the weights.
 _CHEAP_PADDING_TOKENS = 64
 

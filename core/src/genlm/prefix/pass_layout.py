@@ -13,8 +13,6 @@ from genlm.core.queries.generations import Integers64
 from genlm.prefix.forward import Segment, TableBatch
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
-__all__ = ["PassLayout"]
-
 
 class PassLayout:
     """New tokens of sequences, padded on the right, after pasts that are padded on the left.

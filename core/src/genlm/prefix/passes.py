@@ -15,8 +15,6 @@ from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PassPart", "PassResult", "TreePasses"]
-
 
 class PassPart(NamedTuple):
     """A sequence of a pass, or its beginning.

@@ -24,8 +24,6 @@ from genlm.prefix.node import Paths
 from genlm.prefix.tables import Tables
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
-__all__ = ["Populations"]
-
 RunTable = Callable[[TableBatch, str | None], torch.Tensor]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
 

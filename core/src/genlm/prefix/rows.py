@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.query import GroupQuery, Query
     from genlm.core.rows.text_scores import TextResult
 
-__all__ = ["PrefixRows"]
-
 # Maximum number of sequences that `next_pass` skips: it takes microseconds for each.
 _MAX_SKIPPED = 256
 

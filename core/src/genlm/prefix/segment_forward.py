@@ -14,8 +14,6 @@ from genlm.prefix.node import Slots
 from genlm.prefix.padding import SegmentLimits, group_segments, table_passes
 from genlm.prefix.pass_layout import PassLayout
 
-__all__ = ["SegmentForward", "logits_of_keys"]
-
 
 class SegmentForward(abc.ABC):
     """A `ForwardFn` whose passes are `PassLayout`s, as few as padding allows.

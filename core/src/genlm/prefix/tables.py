@@ -16,8 +16,6 @@ from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
-__all__ = ["Tables"]
-
 
 class Tables:
     """The block tables of generations, least recently used first.

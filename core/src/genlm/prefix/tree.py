@@ -18,8 +18,6 @@ import numpy as np
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node, Slots
 
-__all__ = ["End", "OutOfSlotsError", "PrefixTree"]
-
 _MAX_PLACES = 2**14
 """Maximum number of stored places of sequences, in trees with at least as many slots: half a
 kilobyte per place."""

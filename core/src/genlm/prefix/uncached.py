@@ -20,8 +20,6 @@ from genlm.prefix.padding import BatchLimits, plan_batches
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["UncachedPath"]
-
 
 class UncachedPath(abc.ABC):
     """Computes all tokens of sequences; sequences of similar lengths share a batch.

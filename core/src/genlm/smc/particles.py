@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
     from genlm.core.model.population import Population
 
-__all__ = ["History", "Particles", "Step"]
-
 _MAX_PRINTED = 10
 """Maximum number of distinct texts in the printed form."""
 _MAX_WIDTH = 100

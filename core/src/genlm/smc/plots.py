@@ -13,8 +13,6 @@ from genlm.smc.resampling import normalised_weights
 if TYPE_CHECKING:
     from genlm.smc.particles import History
 
-__all__ = ["history_figure"]
-
 _SURVIVING, _LOST = "#1f77b4", "#c8c8c8"
 
 

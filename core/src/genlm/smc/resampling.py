@@ -19,18 +19,6 @@ import torch
 from genlm.core.base.arrays import host_array
 from genlm.core.base.validation import checked_integer, checked_number
 
-__all__ = [
-    "Floats",
-    "LogWeights",
-    "effective_sample_size",
-    "effective_size",
-    "float64_array",
-    "log_mean",
-    "normalised_weights",
-    "resampled",
-    "systematic_resampling",
-]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 LogWeights: TypeAlias = Sequence[float] | npt.NDArray[np.floating] | torch.Tensor
 

@@ -14,7 +14,8 @@ from genlm.constraints.protocol import Constraint, Language, attribute_values
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import off_loop, run_blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
-from genlm.core.model.population import DrawnTokens, Population
+from genlm.core.model.population import Population
+from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.sampling import checked_seed
 from genlm.core.vocab.text import search_stop
 from genlm.smc.particles import History, Particles, Step
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     Bias: TypeAlias = ArrayLike | Callable[[Population], ArrayLike | Awaitable[ArrayLike]]
     Potential: TypeAlias = Callable[[Population], LogWeights | Awaitable[LogWeights]]
-
-__all__ = ["steer", "steer_sync"]
 
 logger = logging.getLogger("genlm")
 

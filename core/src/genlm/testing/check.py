@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from genlm.testing.engine_fixture import EngineFixture
     from genlm.testing.trie_fixture import TrieFixture
 
-__all__ = [
-    "Check",
-    "CheckFailure",
-    "CheckTimeout",
-    "NotApplicable",
-    "Skipped",
-    "engine_check",
-    "expect",
-    "trie_check",
-]
-
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 
 

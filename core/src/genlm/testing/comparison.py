@@ -20,16 +20,6 @@ from genlm.plugin import draw_tokens, stream_uniform
 if TYPE_CHECKING:
     from genlm import AsyncLM
 
-__all__ = [
-    "Differences",
-    "TokenIds",
-    "contexts_of",
-    "differences",
-    "entry_differences",
-    "largest_difference",
-    "request_rows",
-]
-
 TokenIds = tuple[int, ...]
 RowsByRequest = Sequence[tuple[TokenIds, torch.Tensor]]
 """Token ids and the row that an engine returned for them, in the order of the requests."""

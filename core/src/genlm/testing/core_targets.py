@@ -13,8 +13,6 @@ import numpy as np
 from genlm import get_backend, get_trie
 from genlm.testing.target import EngineTarget, TrieTarget
 
-__all__ = ["numpy_targets", "reference_targets"]
-
 ORDER = 6
 ALPHABET = (0, 97, 98, 256)
 """So small that the text contains nearly every history of five, and each changes the row."""

@@ -9,8 +9,6 @@ import torch
 from genlm.testing.comparison import largest_difference
 from genlm.testing.strategies import TokenTuple
 
-__all__ = ["diagnose_row"]
-
 
 def diagnose_row(
     row: torch.Tensor,

@@ -23,8 +23,6 @@ from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
 from genlm.testing.target import EngineTarget
 
-__all__ = ["EngineFixture", "describe_difference"]
-
 T = TypeVar("T")
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from genlm.testing.tiny_model import TinyModel
 
-__all__ = ["FamilyResult", "measure_family"]
-
 _LONGEST = 60
 _FIRST_ID = 3  # the special tokens come before
 _LIMITS = {f"window of {size}": size for size in (4, 16)} | {"block of 32": 32}

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from genlm.testing.tiny_model import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
 
-__all__ = ["Settings", "Sizes", "attention", "experts", "positions", "recurrent"]
-
 Settings = dict[str, dict[str, Any]]
 """Settings by the family's name, which begins with transformers' name of the architecture."""
 

@@ -23,15 +23,6 @@ from hypothesis import strategies as st
 from genlm.plugin import describe_error
 from genlm.testing.check import CheckTimeout, expect
 
-__all__ = [
-    "FULL",
-    "PROFILES",
-    "QUICK",
-    "Fixture",
-    "call_within",
-    "on_thread",
-]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Outcome", "Status", "read_expected_failures"]
-
 Status = Literal[
     "passed", "failed", "skipped", "not applicable", "expected failure", "unexpected pass"
 ]

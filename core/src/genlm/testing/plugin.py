@@ -12,8 +12,6 @@ import pytest
 from genlm.testing.report import describe
 from genlm.testing.run import Case, Settings, prepared
 
-__all__ = ["conformance_tests"]
-
 
 def conformance_tests(
     backend: str,

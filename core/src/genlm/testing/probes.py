@@ -12,8 +12,6 @@ from genlm.plugin import TokenSequence
 from genlm.testing.check import CheckTimeout
 from genlm.testing.fixture import on_thread
 
-__all__ = ["EngineProbe", "StepGate"]
-
 
 class StepGate:
     """A point that the code under test passes and a check can close.

@@ -13,8 +13,6 @@ from typing import Any
 from genlm.testing.outcome import Outcome
 from genlm.testing.run import Run
 
-__all__ = ["Report", "one_line"]
-
 _LIBRARIES = ("torch", "numpy", "hypothesis")
 
 

@@ -26,18 +26,6 @@ from genlm.testing.shared_engine import SharedEngine
 from genlm.testing.target import EngineTarget, Target, TrieTarget
 from genlm.testing.trie_fixture import TrieFixture
 
-__all__ = [
-    "Case",
-    "Run",
-    "Settings",
-    "cases_of",
-    "find",
-    "prepared",
-    "run_case",
-    "select_cases",
-    "targets_of",
-]
-
 _MAX_FRAMES = 3  # of the exception and of each of its causes
 _MAX_NAMES = 3
 

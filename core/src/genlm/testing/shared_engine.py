@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 from genlm import Capability, Completion, Engine, EngineClosedError, Query, Vocabulary
 from genlm.plugin import GroupQuery
 
-__all__ = ["EngineHandle", "SharedEngine"]
-
 _ADAPTER_METHODS = frozenset({"add_adapter", "remove_adapter"})
 """Methods of the engine that `SharedEngine` wraps, to track the loaded adapters."""
 

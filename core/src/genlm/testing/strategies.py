@@ -9,17 +9,6 @@ from hypothesis import strategies as st
 
 from genlm import Token
 
-__all__ = [
-    "EOS",
-    "SPECIAL",
-    "EndOfSequence",
-    "TokenTuple",
-    "near_misses",
-    "sequences",
-    "tokens",
-    "vocabularies",
-]
-
 TokenTuple = tuple[int, ...]
 
 

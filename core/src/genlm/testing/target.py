@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     from genlm import AsyncLM, Engine, Token
 
-__all__ = ["TOLERANCE_CAPS", "EngineTarget", "Kind", "Oracle", "Target", "TrieTarget"]
-
 Kind = Literal["engine", "trie"]
 
 Oracle = Callable[[tuple[int, ...], str | None], Any]

@@ -15,8 +15,6 @@ from typing import Any
 
 from genlm.testing.family_settings import Sizes, attention, experts, positions, recurrent
 
-__all__ = ["Family", "families"]
-
 # One or two families per mechanism; `make test` runs them on every engine.
 _REPRESENTATIVE = frozenset(
     {

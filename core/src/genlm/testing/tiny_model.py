@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from genlm.testing.target import Oracle
     from genlm.testing.tiny_families import Family
 
-__all__ = [
-    "TINY_LLAMA",
-    "TINY_LOGITS",
-    "TINY_VOCABULARY",
-    "TinyModel",
-    "random_model",
-    "tiny_tokenizer",
-]
-
 TINY_VOCABULARY = 300
 """Number of ids of the tokenizer."""
 

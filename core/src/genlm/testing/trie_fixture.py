@@ -16,8 +16,6 @@ from genlm.testing.fixture import Fixture
 from genlm.testing.target import TrieTarget
 from genlm.testing.trie_oracle import EXACT, Symbols, tokens_below
 
-__all__ = ["TrieFixture", "nodes_by_symbols", "oracle_nodes"]
-
 RELATIVE_ERROR = {"float32": 2e-6, "float64": 1e-13}
 """Maximum relative error of a sum of non-negative weights: a few units in the last place."""
 

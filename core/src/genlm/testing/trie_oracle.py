@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["EXACT", "Symbols", "symbols_of", "tokens_below"]
-
 Symbols = tuple[Any, ...]
 
 

@@ -31,8 +31,6 @@ from genlm_hf.peft_layers import (
     move_to_base_devices,
 )
 
-__all__ = ["Adapters"]
-
 # Adapter types that act in layers only; the model inside a `PeftModel` then includes them.
 _LAYER_ADAPTER_TYPES = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from genlm.testing import EngineTarget, TinyModel, families
 
-__all__ = ["LORA", "targets"]
-
 _TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few tokens, less than one batch
 
 LORA: Mapping[str, Mapping[str, Any]] = {

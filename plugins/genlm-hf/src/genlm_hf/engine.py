@@ -35,8 +35,6 @@ from genlm_hf.served_model import (
 from genlm_hf.weight_versions import WeightVersion, WeightVersions
 from genlm_hf.weights import load_weights
 
-__all__ = ["HFEngine"]
-
 # 2048 tokens saturate a CPU core, so longer passes only delay other requests.
 _TOKENS_PER_BATCH = 8192
 _TOKENS_PER_BATCH_ON_CPU = 2048

@@ -35,8 +35,6 @@ from genlm_hf.served_model import ServedModel
 from genlm_hf.slot_cache import SlotCacheForward, read_cache
 from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
 
-__all__ = ["PATHS", "choose_execution_path", "known_path", "known_paths", "use_kernels"]
-
 _logger = logging.getLogger("genlm_hf")
 
 PATHS = ("packed", "slot_cache", "padded")

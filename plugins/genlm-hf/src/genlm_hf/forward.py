@@ -17,14 +17,6 @@ import torch
 
 from genlm_hf.served_model import ServedModel
 
-__all__ = [
-    "Selector",
-    "accepted_arguments",
-    "compute_logits",
-    "current_device",
-    "padded_pass",
-]
-
 Selector = Callable[[torch.Tensor], torch.Tensor]
 """Function that selects positions from the states, or logits, of all positions of a pass."""
 

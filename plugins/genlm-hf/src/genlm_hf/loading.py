@@ -29,8 +29,6 @@ from genlm.plugin import (
 from genlm_hf.progress import hidden_progress_bars
 from genlm_hf.quantised import dedupe_logs, is_quantised
 
-__all__ = ["LoadOptions", "check_decoder", "load_checkpoint"]
-
 # Files named in the error message for a folder without a model.
 _MAX_LISTED_FILES = 12
 

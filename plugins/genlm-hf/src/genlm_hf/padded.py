@@ -19,8 +19,6 @@ from genlm_hf.quantised import is_quantised
 from genlm_hf.rope import reset_dynamic_rope
 from genlm_hf.served_model import ServedModel
 
-__all__ = ["PaddedPath"]
-
 # Kinds of layers that padding on the right does not change. Layers of other kinds may select
 # the tokens that they attend to by scores; padding changes the choice between equal scores.
 _PADDABLE_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}

@@ -7,14 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "AdapterState",
-    "active_adapters",
-    "adapter_layers",
-    "adapter_state",
-    "move_to_base_devices",
-]
-
 # Attributes of peft's layers that say which adapters are active. peft's methods set them too,
 # but visit every parameter, which takes longer than a forward pass of a small model.
 _STATE = ("_active_adapter", "_disable_adapters")

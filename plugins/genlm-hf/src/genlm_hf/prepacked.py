@@ -17,8 +17,6 @@ from torch.nn.functional import linear, pad
 
 from genlm.plugin import free_memory_bytes
 
-__all__ = ["PrepackedWeights"]
-
 _logger = logging.getLogger("genlm_hf")
 
 # Maximum share of the free memory for the copies.

@@ -13,8 +13,6 @@ import torch
 from genlm.plugin import ModelLoadError
 from genlm.prefix import Integers64
 
-__all__ = ["Logits", "padding_is_safe", "sample_ids"]
-
 Logits = Callable[[Sequence[Sequence[int]], Integers64], torch.Tensor]
 """Function of sequences, and of sequences and positions in them, shape `(2, n)`; returns the
 logits of the latter, shape `(n, width)`."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["hidden_progress_bars"]
-
 _lock = threading.Lock()
 _users = 0
 

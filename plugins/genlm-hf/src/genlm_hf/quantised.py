@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["dedupe_logs", "is_quantised", "preserve_packed_weights"]
-
 
 def is_quantised(model: Any) -> bool:
     """Whether weights are quantised; kernels then round more than the model's dtype does."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["reset_dynamic_rope"]
-
 
 def reset_dynamic_rope(model: torch.nn.Module) -> None:
     """Reset dynamic rotary embeddings to their initial state.

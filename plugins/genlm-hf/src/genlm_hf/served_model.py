@@ -10,14 +10,6 @@ import torch
 from genlm.plugin import Vocabulary
 from genlm_hf.quantised import is_quantised
 
-__all__ = [
-    "ServedModel",
-    "embedding_rows",
-    "input_device",
-    "is_offloaded",
-    "padding_id",
-]
-
 # Maximum errors in log-probability. Other dtypes and quantised weights round more.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 3e-2}
 _COARSE_TOLERANCE = 0.3

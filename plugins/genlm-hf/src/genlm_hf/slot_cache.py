@@ -28,8 +28,6 @@ from genlm_hf.forward import accepted_arguments, compute_logits
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
-__all__ = ["SlotCache", "SlotCacheForward", "read_cache"]
-
 # Names of the cache among the arguments of `forward`: since transformers 5.24, and before.
 _CACHE_NAMES = ("cache", "past_key_values")
 

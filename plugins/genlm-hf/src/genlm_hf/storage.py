@@ -14,8 +14,6 @@ import torch
 from genlm.plugin import free_memory_bytes
 from genlm.prefix import slots_within
 
-__all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
-
 # Share of free memory of the default budget.
 _SHARE_OF_CPU = 0.25
 _SHARE_OF_ACCELERATOR = 0.5

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["WeightVersion", "WeightVersions"]
-
 
 class WeightVersion(NamedTuple):
     """State of a model's weights; equal as long as they are unchanged.

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["load_weights"]
-
 _WRAPPED = ("base_layer", "original_module")
 """Names of the model's own layers in those that peft has inserted."""
 

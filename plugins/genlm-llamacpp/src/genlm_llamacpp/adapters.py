@@ -8,8 +8,6 @@ from genlm.plugin import AdapterTable
 from genlm_llamacpp.context import LlamaContext
 from genlm_llamacpp.files import adapter_file
 
-__all__ = ["Adapters"]
-
 
 class Adapters(AdapterTable[int]):
     """The loaded adapters and llama.cpp's pointers to them.

@@ -14,17 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = [
-    "Extensions",
-    "Integers",
-    "Logits",
-    "Part",
-    "TokenBatch",
-    "build_batch",
-    "common_length",
-    "ranges",
-]
-
 Integers = NDArray[np.int64]
 
 _Ints = NDArray[np.int32]

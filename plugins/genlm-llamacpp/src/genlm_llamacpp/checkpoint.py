@@ -19,8 +19,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-__all__ = ["ARCHITECTURES", "write_adapter", "write_model"]
-
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # gguf.TokenType
 
 ARCHITECTURES = {

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from genlm.testing import EngineTarget, TinyModel, families
 
-__all__ = ["CERTIFIED", "FAMILIES", "TinyGguf", "targets"]
-
 _TIGHT = (
     {"n_seq_max": 1},
     {"n_seq_max": 3, "n_ctx": 256, "n_batch": 7},

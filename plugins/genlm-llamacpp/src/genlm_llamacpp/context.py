@@ -15,8 +15,6 @@ from genlm.plugin import AdapterError, EvaluationError, ModelLoadError, cache_bu
 from genlm_llamacpp.batch import Part, TokenBatch
 from genlm_llamacpp.library import Batch, llama, recent_messages
 
-__all__ = ["CELLS_ROUNDED_TO", "CacheFullError", "ContextOptions", "LlamaContext"]
-
 CACHE_TYPES: Mapping[str, tuple[int, float]] = {
     "f32": (0, 4.0),
     "f16": (1, 2.0),

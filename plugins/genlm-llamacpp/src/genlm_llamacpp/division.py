@@ -15,8 +15,6 @@ from genlm_llamacpp.batch import common_length
 from genlm_llamacpp.context import CELLS_ROUNDED_TO, LlamaContext
 from genlm_llamacpp.sequences import Sequences
 
-__all__ = ["CacheDivision", "choose_parts"]
-
 _MIN_RATIO = 4
 """With ratios of 4 and above, a divided cache was faster, with 3 and below slower
 (docs/decisions/0024)."""

@@ -37,8 +37,6 @@ from genlm_llamacpp.populations import Populations
 from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
-__all__ = ["LlamaCppEngine"]
-
 _MAX_OUTPUT_BYTES = 128 * 2**20
 """Maximum size of the logits of one call, such as 256 rows of 128,000 float32."""
 

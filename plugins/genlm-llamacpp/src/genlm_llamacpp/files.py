@@ -8,8 +8,6 @@ from pathlib import Path
 
 from genlm.plugin import AdapterError, ModelLoadError, model_source
 
-__all__ = ["adapter_file", "model_file"]
-
 _DEMO = Path(__file__).parent / "demo.gguf"
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")

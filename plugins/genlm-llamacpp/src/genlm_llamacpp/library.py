@@ -19,8 +19,6 @@ from typing import Any, Final
 
 from genlm.plugin import ModelLoadError
 
-__all__ = ["VERSION", "Batch", "ContextParams", "ModelParams", "llama", "recent_messages"]
-
 VERSION: Final = "2026.10.11549"
 """The version of xllamacpp whose llama.h is declared here."""
 

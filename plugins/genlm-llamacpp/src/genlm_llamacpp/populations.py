@@ -8,8 +8,6 @@ from typing import NamedTuple
 from genlm.plugin import GroupQuery, GroupTurns, oldest_first
 from genlm_llamacpp.sequences import Sequences
 
-__all__ = ["Populations"]
-
 
 class Populations:
     """Chooses the populations of a step.

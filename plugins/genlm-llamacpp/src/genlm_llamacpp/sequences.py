@@ -19,8 +19,6 @@ from genlm.plugin import TokenSequence
 from genlm_llamacpp.batch import Extensions, Integers
 from genlm_llamacpp.context import LlamaContext
 
-__all__ = ["Sequences"]
-
 _MAX_MARKS = 64
 """Maximum number of requests per sequence that are indexed by key; `_compare` finds others."""
 

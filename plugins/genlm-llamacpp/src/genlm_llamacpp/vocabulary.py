@@ -13,8 +13,6 @@ from typing import Any
 from genlm.plugin import ModelLoadError, Vocabulary, VocabularyError, byte_level_bytes
 from genlm_llamacpp.library import llama, recent_messages
 
-__all__ = ["GgufTokenizer", "read_vocabulary"]
-
 # llama_vocab_type
 _SENTENCEPIECE, _BYTE_LEVEL, _WORDPIECE, _UNIGRAM = 1, 2, 3, 4
 

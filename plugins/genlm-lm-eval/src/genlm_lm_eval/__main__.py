@@ -8,8 +8,6 @@ from lm_eval.__main__ import cli_evaluate
 
 import genlm_lm_eval  # noqa: F401 - registers the model
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the harness with the arguments of the command line."""

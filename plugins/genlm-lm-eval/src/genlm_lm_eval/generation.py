@@ -11,8 +11,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 if TYPE_CHECKING:
     from genlm import AsyncLM, Context
 
-__all__ = ["Continuation", "GenerationOptions", "continue_all", "lookback_tokens"]
-
 # Options of transformers' `generate` that tasks set to their neutral values.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),

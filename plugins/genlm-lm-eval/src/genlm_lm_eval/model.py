@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from lm_eval.api.instance import Instance
 
-__all__ = ["GenlmLM"]
-
 _logger = logging.getLogger(__name__)
 
 _TEXTS_AT_ONCE = 512

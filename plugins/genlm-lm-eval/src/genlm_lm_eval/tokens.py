@@ -7,8 +7,6 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-__all__ = ["ending_ids", "load_tokenizer"]
-
 _NEEDED = ("encode", "decode", "batch_decode", "bos_token_id", "eos_token_id", "name_or_path")
 
 

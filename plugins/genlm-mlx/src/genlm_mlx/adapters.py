@@ -23,8 +23,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from genlm import prefix
 from genlm.plugin import AdapterError, read_lora_config
 
-__all__ = ["Adapters"]
-
 _Layers = dict[str, Module]
 """Layers by their paths in the model."""
 

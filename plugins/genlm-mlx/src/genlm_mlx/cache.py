@@ -15,8 +15,6 @@ from genlm.prefix import PassLayout, Slots
 from genlm_mlx.resident import ResidentBatch
 from genlm_mlx.storage import KVStorage
 
-__all__ = ["SlotCache", "slot_caches"]
-
 
 def slot_caches(
     storage: KVStorage,

@@ -10,8 +10,6 @@ from genlm_mlx.layers import ACTIVATIONS, TANH_GELUS, can_correct_activation, co
 from genlm_mlx.rotary import correct_rotary, unscaled_length
 from genlm_mlx.windows import cache_windows, correct_windows
 
-__all__ = ["correct"]
-
 # Settings that change the rows of the same weights.
 _ROW_SETTINGS = (
     "activation_function",

@@ -34,8 +34,6 @@ from genlm_mlx.loading import (
 )
 from genlm_mlx.published import read_config
 
-__all__ = ["MLXEngine"]
-
 
 class MLXEngine(PrefixEngine):
     """Next-token rows of an mlx-lm language model.

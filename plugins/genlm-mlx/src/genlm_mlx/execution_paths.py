@@ -31,14 +31,6 @@ from genlm.prefix import (
 )
 from genlm_mlx.forward import LOGITS_PER_PASS, SlotCacheForward, as_tensor
 
-__all__ = [
-    "DEFAULT_TOKENS_PER_BATCH",
-    "PATHS",
-    "ModelCachePath",
-    "SlotCachePath",
-    "choose_execution_path",
-]
-
 PATHS = ("slot_cache", "uncached")
 """Execution paths, fastest first."""
 

@@ -24,12 +24,6 @@ from genlm_mlx.cache import slot_caches
 from genlm_mlx.resident import ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape, default_budget_bytes
 
-__all__ = [
-    "LOGITS_PER_PASS",
-    "SlotCacheForward",
-    "as_tensor",
-]
-
 LOGITS_PER_PASS = 2**26
 """Maximum number of logits that one pass returns; 256 MiB in float32."""
 

@@ -16,14 +16,6 @@ from mlx.nn.layers.activations import gelu, gelu_approx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.deepseek_v32 import Indexer
 
-__all__ = [
-    "ACTIVATIONS",
-    "TANH_GELUS",
-    "can_correct_activation",
-    "correct_layers",
-    "subclass_with_call",
-]
-
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 """Names of the activation function of feed-forward layers in configs."""
 

@@ -15,15 +15,6 @@ from mlx.utils import tree_flatten
 from genlm.plugin import ModelLoadError, dtype_name, loading_stage, model_source
 from genlm_mlx.published import mlx_settings, published_config
 
-__all__ = [
-    "as_dtype",
-    "check_model",
-    "embedding_rows",
-    "load_model",
-    "load_weights",
-    "unwrap_tokenizer",
-]
-
 _RESERVED_OPTIONS = {
     "adapter_path": "call load_lora, which keeps the base model available",
     "lazy": "weights are read on the engine's thread, which uses them",

@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["mlx_settings", "published_config", "read_config"]
-
 
 def published_config(
     source: str | os.PathLike[str],

@@ -14,8 +14,6 @@ import numpy as np
 
 from genlm.prefix import PassLayout, Slots
 
-__all__ = ["ResidentBatch", "ResidentBatches"]
-
 # Number of columns added when a batch is full.
 _STEP = 64
 

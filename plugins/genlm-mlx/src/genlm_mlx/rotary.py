@@ -20,8 +20,6 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = ["PublishedRoPE", "correct_rotary", "unscaled_length"]
-
 _ROPE_CLASSES: tuple[type[Module], ...] = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 if hasattr(rope_utils, "DynamicNTKScalingRoPE"):  # since mlx-lm 0.32
     _ROPE_CLASSES += (rope_utils.DynamicNTKScalingRoPE,)

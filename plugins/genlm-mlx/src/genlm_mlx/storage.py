@@ -13,8 +13,6 @@ import mlx.core as mx
 
 from genlm.plugin import free_memory_bytes
 
-__all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
-
 _INITIAL_SLOTS = 1024
 
 # Share of free memory of the default budget.

@@ -16,8 +16,6 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm_mlx.layers import subclass_with_call
 
-__all__ = ["cache_windows", "correct_windows"]
-
 
 def cache_windows(model: Any) -> dict[int, int | None]:
     """Return the windows of a model's caches by the index of the layer, None for all tokens.

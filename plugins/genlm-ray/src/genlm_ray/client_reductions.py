@@ -33,8 +33,6 @@ from genlm.plugin import (
 )
 from genlm_ray.router import AnyQuery
 
-__all__ = ["SHARED_ROWS", "ClientEngine", "has_client_code"]
-
 SHARED_ROWS = 64
 """Maximum number of queries in the engine while several drivers have queries, and of rows in
 memory for the user-defined reductions of a driver."""

@@ -24,18 +24,6 @@ from genlm.plugin import ModelLoadError, describe_error
 from genlm_ray.replica import Replica
 from genlm_ray.spec import ReplicaSpec, Resources
 
-__all__ = [
-    "NAMESPACE",
-    "connect",
-    "join",
-    "leave",
-    "remove",
-    "reservations",
-    "reserve_resources",
-    "start_replicas",
-    "until_head_is_lost",
-]
-
 NAMESPACE = "genlm"
 """Ray's namespace of served replicas."""
 

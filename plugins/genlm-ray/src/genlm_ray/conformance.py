@@ -18,8 +18,6 @@ from typing import Any
 from genlm.testing import EngineTarget, TinyModel, families
 from genlm.testing.core_targets import reference_targets
 
-__all__ = ["CLUSTER", "RESOURCES", "targets"]
-
 CLUSTER = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
 """Arguments of `ray.init` if this process starts the cluster."""
 

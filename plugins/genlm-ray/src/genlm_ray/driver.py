@@ -40,8 +40,6 @@ from genlm_ray.link import Configuration, ReplicaLink
 from genlm_ray.router import AnyQuery, RoutedQuery, Router
 from genlm_ray.wire import TRANSPORT, pack_queries, place_sample
 
-__all__ = ["Driver"]
-
 logger = logging.getLogger("genlm.ray")
 
 _PING_S = 1.0

@@ -24,8 +24,6 @@ from genlm_ray.link import COUNTERS, Configuration
 from genlm_ray.router import AnyQuery, Router
 from genlm_ray.spec import ReplicaSpec, Resources
 
-__all__ = ["RayEngine"]
-
 
 class RayEngine:
     """Replicas of a model, which are loaded for this program or served to several programs.

@@ -20,8 +20,6 @@ from genlm_ray.wire import (
     pack_queries,
 )
 
-__all__ = ["COUNTERS", "Configuration", "ReplicaLink"]
-
 COUNTERS = frozenset({"tokens_evaluated", "tokens_computed"})
 """Counters that continue when a replica is restarted."""
 

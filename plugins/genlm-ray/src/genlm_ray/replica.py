@@ -37,8 +37,6 @@ from genlm_ray.session import Prefix, Session, SharedEngine
 from genlm_ray.spec import ReplicaSpec, versions
 from genlm_ray.wire import TRANSPORT, ReplicaRequest, unpack_queries
 
-__all__ = ["Replica"]
-
 logger = logging.getLogger("genlm.ray")
 
 

@@ -24,8 +24,6 @@ import numpy as np
 from genlm.plugin import GroupQuery, Query, TokenSequence, Turns
 from genlm_ray.wire import PlacedGeneration
 
-__all__ = ["AnyQuery", "Context", "RoutedQuery", "Router", "row_count"]
-
 AnyQuery = Query | GroupQuery
 
 ContextKey = tuple[str | None, bytes]

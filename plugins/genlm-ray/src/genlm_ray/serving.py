@@ -14,17 +14,6 @@ from genlm.plugin import GenlmError, ModelLoadError
 from genlm_ray import cluster
 from genlm_ray.spec import ReplicaSpec, Resources, ServingLimits, version_of
 
-__all__ = [
-    "ServingLimits",
-    "actors_of",
-    "kill",
-    "load_replicas",
-    "serve",
-    "served",
-    "stop",
-    "wait_until_loaded",
-]
-
 _DESCRIBE_TIMEOUT_S = 10.0
 """Timeout for the descriptions of loaded replicas."""
 

@@ -34,8 +34,6 @@ from genlm_ray.client_reductions import SHARED_ROWS, ClientEngine, has_client_co
 from genlm_ray.router import AnyQuery, row_count
 from genlm_ray.wire import Generations
 
-__all__ = ["Prefix", "Session", "SharedEngine"]
-
 Prefix = tuple[tuple[int, ...], str | None]
 """Token ids and the driver's name of the adapter."""
 

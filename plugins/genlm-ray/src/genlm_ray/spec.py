@@ -11,8 +11,6 @@ from typing import Any
 
 from genlm.plugin import ModelLoadError, find_backend
 
-__all__ = ["UNLIMITED", "ReplicaSpec", "Resources", "ServingLimits", "version_of", "versions"]
-
 Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
 
 _COMPARED_DISTRIBUTIONS = ("genlm-core", "genlm-ray", "torch", "numpy")

@@ -28,19 +28,6 @@ from genlm.plugin import (
     pack_sequences,
 )
 
-__all__ = [
-    "TRANSPORT",
-    "Generations",
-    "PackedGroup",
-    "PackedQueries",
-    "PlacedGeneration",
-    "ReplicaRequest",
-    "pack_group",
-    "pack_queries",
-    "place_sample",
-    "unpack_queries",
-]
-
 TRANSPORT = Transport("a replica", ray.cloudpickle.dumps)
 """Packs reductions and results; classes of a program's main module are sent by value."""
 

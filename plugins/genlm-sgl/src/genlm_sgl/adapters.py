@@ -16,8 +16,6 @@ from genlm import prefix
 from genlm.plugin import AdapterError, EvaluationError, read_lora_config
 from genlm_sgl.served_model import ServedModel
 
-__all__ = ["Adapters"]
-
 
 class Adapters(prefix.Adapters[str]):
     """SGLang's ids of the loaded adapters. Only memory limits their number.

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["OUTPUT_BIAS", "CheckpointBiases"]
-
 OUTPUT_BIAS = "lm_head.bias"
 """Transformers' name of the bias of the logits."""
 

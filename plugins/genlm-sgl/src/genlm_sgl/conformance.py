@@ -15,8 +15,6 @@ import torch
 
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 
-__all__ = ["TinyLlama", "targets"]
-
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"enable_lora": True, "max_total_tokens": 4096},
     # A pass has at most 40 new tokens and 8 sequences, the cache holds a few prompts.

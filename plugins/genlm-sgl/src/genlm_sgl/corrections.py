@@ -22,8 +22,6 @@ from genlm_sgl.model_checks import BuiltModel, check_model, correct_model, rope_
 from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import installed_version
 
-__all__ = ["ModelCorrections"]
-
 _OVERRIDES = "json_model_override_args"
 
 _POST_BIAS_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

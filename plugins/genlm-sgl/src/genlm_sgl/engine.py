@@ -51,8 +51,6 @@ from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import check_version, installed_version
 
-__all__ = ["SGLEngine"]
-
 logger = logging.getLogger("genlm_sgl")
 
 _LOGITS_PER_PASS = 2**27

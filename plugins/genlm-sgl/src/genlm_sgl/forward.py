@@ -26,8 +26,6 @@ from genlm.prefix import (
 from genlm_sgl.adapters import Adapters
 from genlm_sgl.served_model import ServedModel
 
-__all__ = ["SGLangForward"]
-
 _MAX_DECODED_TOKENS = 8
 """Maximum number of new tokens of a segment that is decoded."""
 

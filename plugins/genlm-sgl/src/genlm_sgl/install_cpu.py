@@ -19,8 +19,6 @@ from pathlib import Path
 
 from genlm_sgl.versions import NEWEST
 
-__all__ = ["commands", "main", "other_requirements"]
-
 REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
 
 

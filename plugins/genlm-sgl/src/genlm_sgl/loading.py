@@ -11,19 +11,6 @@ import torch
 
 from genlm.plugin import ModelLoadError, cache_budget_bytes, describe_error, dtype_name
 
-__all__ = [
-    "check_imported_modules",
-    "checked_options",
-    "cpu_running_requests",
-    "cpu_sizes",
-    "cpu_token_capacity",
-    "default_options",
-    "environment",
-    "load_error",
-    "options_mapping",
-    "runs_on_cpu",
-]
-
 _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
 

@@ -19,8 +19,6 @@ import torch
 from genlm.plugin import ModelFacts, ModelLoadError, rope_settings
 from genlm_sgl.versions import installed_version
 
-__all__ = ["BuiltModel", "check_model", "correct_model", "rope_overrides"]
-
 _TORCH_NATIVE = "torch_native"
 
 _APPROXIMATIONS = {

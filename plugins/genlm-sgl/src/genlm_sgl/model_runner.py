@@ -8,14 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = [
-    "LoadWeightsHook",
-    "Weights",
-    "build_runner",
-    "destroy_process_groups",
-    "server_options",
-]
-
 Weights = Iterator[tuple[str, Any]]
 
 LoadWeightsHook = Callable[[Any, Weights], Weights]

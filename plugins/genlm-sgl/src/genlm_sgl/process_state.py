@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["QuietLogger", "quiet"]
-
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:

@@ -22,8 +22,6 @@ from genlm.plugin import EvaluationError, ModelLoadError, device_index
 from genlm.prefix import Segment, Slots
 from genlm_sgl.model_runner import LoadWeightsHook, build_runner, destroy_process_groups
 
-__all__ = ["ServedModel"]
-
 Integers = npt.NDArray[np.int64]
 
 

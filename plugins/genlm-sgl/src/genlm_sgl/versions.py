@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-__all__ = ["NEWEST", "OLDEST", "check_version", "installed_version"]
-
 OLDEST = (0, 5, 23)
 NEWEST = (0, 5, 23)
 """Tested versions; see docs/sglang-engine.md."""

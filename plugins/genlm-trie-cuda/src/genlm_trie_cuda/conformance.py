@@ -17,8 +17,6 @@ import torch
 from genlm.testing import TrieTarget
 from genlm_trie_cuda.trie import DeviceTrie
 
-__all__ = ["targets"]
-
 
 def targets(folder: Path) -> Iterator[TrieTarget]:
     """Yield a target for each path.

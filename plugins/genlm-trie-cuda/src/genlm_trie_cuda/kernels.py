@@ -17,8 +17,6 @@ Triton compiles these functions from their source and supports a subset of Pytho
 import triton
 import triton.language as tl
 
-__all__ = ["build_trees", "combine_intervals", "gather_prefixes", "load_weights"]
-
 SUM = tl.constexpr(0)
 MAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)

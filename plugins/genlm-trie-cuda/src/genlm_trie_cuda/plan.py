@@ -24,8 +24,6 @@ from genlm.plugin import TrieLayout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BLOCK", "ROWS_AT_ONCE", "Stage", "TreePlan"]
-
 BLOCK = 128
 """Number of entries of a block; three stages cover two million tokens. With 512 entries, the
 float32 kernel needs more registers than a thread of an NVIDIA GPU has."""

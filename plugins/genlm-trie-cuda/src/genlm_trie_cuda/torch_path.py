@@ -16,8 +16,6 @@ import torch
 from genlm.plugin import TrieLayout
 from genlm_trie_cuda.plan import TreePlan
 
-__all__ = ["Operation", "reduce_nodes", "reduce_rows", "result_dtype"]
-
 Operation = Literal["sum", "max", "logsumexp"]
 
 State: TypeAlias = tuple[torch.Tensor, ...]

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from genlm_trie_cuda.torch_path import Operation
 
-__all__ = ["DeviceTrie", "Kernels"]
-
 Kernels: TypeAlias = Literal["triton", "torch"]
 
 

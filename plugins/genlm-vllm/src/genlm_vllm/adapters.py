@@ -27,8 +27,6 @@ from genlm.plugin import (
 )
 from genlm_vllm.worker import call_workers
 
-__all__ = ["Adapters"]
-
 _SUPPORTED = frozenset({"alpha_pattern", "rank_pattern", "target_parameters", "use_rslora"})
 """Settings beyond plain LoRA that vLLM supports."""
 

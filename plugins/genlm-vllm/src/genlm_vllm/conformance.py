@@ -13,8 +13,6 @@ from typing import Any
 
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 
-__all__ = ["TINY_KV_BYTES", "TinyLlama", "targets"]
-
 TINY_KV_BYTES = 6 * 2**15
 """Size of six blocks of 32 tokens, one of which vLLM reserves, so that a batch must queue."""
 

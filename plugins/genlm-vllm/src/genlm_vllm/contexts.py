@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from genlm.plugin import Query
 from genlm_vllm.running_requests import Parent, ResidentRequest
 
-__all__ = ["ContextTable"]
-
 _MAX_EXTENSION_TOKENS = 8
 """Maximum number of tokens by which a query may extend a context; the table has one look-up for
 each length. Queries that add more tokens use vLLM's prefix cache."""

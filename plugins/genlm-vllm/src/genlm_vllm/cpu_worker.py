@@ -23,8 +23,6 @@ from vllm.v1.worker import cpu_worker
 from genlm.plugin import free_memory_bytes
 from genlm_vllm.worker import RowWorker
 
-__all__ = ["CPUWorker"]
-
 
 class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
     """vLLM's worker with two corrections and `RowWorker` as a base class.

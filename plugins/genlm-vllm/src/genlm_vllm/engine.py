@@ -42,8 +42,6 @@ from genlm_vllm.waiting_groups import WaitingGroups
 from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
-__all__ = ["VLLMEngine"]
-
 _MAX_SOCKET_FOLDER = 107 - 37
 """Maximum length of the path of a folder for sockets: Linux limits the paths of sockets to 107
 characters, and vLLM's names have 36."""

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_fallback_attention"]
-
 _Attention = Callable[..., tuple[torch.Tensor, None]]
 
 

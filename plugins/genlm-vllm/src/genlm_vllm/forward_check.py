@@ -13,8 +13,6 @@ import torch
 
 from genlm.plugin import describe_error, free_memory_bytes
 
-__all__ = ["forward_problem"]
-
 Ids = tuple[int, ...]
 
 _LENGTHS = (1, 7, 40, 70)

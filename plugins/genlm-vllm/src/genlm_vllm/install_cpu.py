@@ -18,8 +18,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
-__all__ = ["VERSION", "main", "pip_requirements"]
-
 VERSION = "0.32.0"
 
 _OMITTED = frozenset({"torchvision", "torchaudio", "torchcodec", "vllm"})

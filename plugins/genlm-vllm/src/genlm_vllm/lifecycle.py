@@ -39,8 +39,6 @@ from genlm_vllm.processes import (
 from genlm_vllm.versions import check_version
 from genlm_vllm.worker import call_workers
 
-__all__ = ["load_vllm", "shut_down"]
-
 _WAIT_S = 5e-5
 """Polling interval while a worker computes its reply."""
 

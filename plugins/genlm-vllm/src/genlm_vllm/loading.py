@@ -15,15 +15,6 @@ from typing import Any
 
 from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
 
-__all__ = [
-    "CPU_WORKER",
-    "adapter_capacity",
-    "checked_options",
-    "engine_arguments",
-    "format_options",
-    "needs_processes",
-]
-
 CPU_BLOCK_SIZE = 32
 """Tokens in a KV block on the CPU, the smallest size that vLLM supports there. With vLLM's
 default of 128, prefixes of fewer tokens would not be cached."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LongPrompts"]
-
 _MAX_BEGUN = 2
 """Number of incomplete long requests from which no further one begins if others wait."""
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from genlm_vllm.processes import Outputs
 
-__all__ = ["ComputedPart", "NewQuery", "StepInputs", "VocabularyIds"]
-
 
 @dataclass(frozen=True)
 class VocabularyIds:

@@ -21,8 +21,6 @@ from genlm.plugin import (
 )
 from genlm_vllm.versions import check_version
 
-__all__ = ["check_served", "required_arguments"]
-
 _WRONG_DEFINITIONS = {
     "BloomForCausalLM": "computes the exact GELU instead of its tanh approximation",
     "Gemma3nForCausalLM": "omits the token embeddings of each layer",

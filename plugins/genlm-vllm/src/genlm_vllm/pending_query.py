@@ -6,8 +6,6 @@ from genlm.plugin import GroupQuery, Query
 from genlm_vllm.processes import without_frames
 from genlm_vllm.running_requests import ResidentRequest
 
-__all__ = ["PendingQuery"]
-
 
 class PendingQuery:
     """A query, the requests that compute its sequences, and its state.

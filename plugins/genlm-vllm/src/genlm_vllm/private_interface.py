@@ -19,8 +19,6 @@ from packaging.version import Version
 from genlm.plugin import ModelLoadError
 from genlm_vllm.versions import TESTED, check_version
 
-__all__ = ["changes", "check_private_interface"]
-
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 
 _NAMES: Mapping[str, str] = {

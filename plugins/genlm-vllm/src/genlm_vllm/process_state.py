@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 
-__all__ = ["Accelerator", "keep_transformers_classes", "log_variables"]
-
 _LOG_VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 
 

@@ -22,22 +22,6 @@ from typing import Any
 from genlm import EngineDiedError
 from genlm.plugin import GroupReduction, Reduction, Transport, describe_error
 
-__all__ = [
-    "SOCKETS",
-    "TRANSPORT",
-    "VARIABLE",
-    "ExecutorError",
-    "FailureLog",
-    "Outputs",
-    "ends_while_starting",
-    "engine_died",
-    "record_failures",
-    "shut_down_executor",
-    "shut_down_unfinished",
-    "skip_finalization",
-    "without_frames",
-]
-
 SOCKETS = "GENLM_VLLM_SOCKETS"
 """Environment variable with the folder for the sockets of vLLM's processes."""
 

@@ -36,8 +36,6 @@ from genlm_vllm.processes import Outputs
 from genlm_vllm.running_requests import Parent, ResidentRequest, Room, RunningRequests
 from genlm_vllm.workers import Workers
 
-__all__ = ["Residents"]
-
 
 class Residents:
     """Computes queries with requests that stay in vLLM.

@@ -16,8 +16,6 @@ import torch
 
 from genlm.plugin import EvaluationError, device_index
 
-__all__ = ["REQUEST_PREFIX", "RowSampler", "replace_sampler"]
-
 REQUEST_PREFIX = "genlm-"
 """Prefix of the ids of this library's requests."""
 

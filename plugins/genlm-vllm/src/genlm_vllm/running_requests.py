@@ -23,8 +23,6 @@ from genlm_vllm.long_prompts import LongPrompts
 from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
 
-__all__ = ["Parent", "ResidentRequest", "Room", "RunningRequests", "why_not_resident"]
-
 Room = npt.NDArray[np.int64]
 """Number of places in vLLM's batch and of KV blocks, shape `(2,)`."""
 

@@ -23,8 +23,6 @@ from genlm_vllm.processes import without_frames
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
 
-__all__ = ["ScoreStore", "Span", "start_scores"]
-
 _LOGITS_PER_PIECE = 2**22
 """Maximum number of logits in a piece: 16 MiB in float32, which the allocator reuses. Larger
 pieces would cause page faults."""

@@ -6,8 +6,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from genlm.plugin import MissingRequirementError
 
-__all__ = ["DISTRIBUTIONS", "INSTALL", "SUPPORTED", "TESTED", "check_version"]
-
 TESTED = ("0.32.0", "0.33.0")
 """Tested versions (CPU builds), oldest first."""
 

@@ -10,8 +10,6 @@ from genlm.plugin import GroupQuery, GroupTurns, Lineage
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import ResidentRequest, Room
 
-__all__ = ["WaitingGroups"]
-
 _UNUSED_STEPS = 16
 """Number of steps after which an idle population, whose caller may keep it without further
 requests, loses its requests if room is scarce."""

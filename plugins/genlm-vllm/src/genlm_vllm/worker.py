@@ -33,8 +33,6 @@ from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
 from genlm_vllm.worker_rows import WorkerRows
 
-__all__ = ["Reply", "RowWorker", "call_workers"]
-
 _MAX_REPLY_BYTES = 2**24
 """Maximum number of bytes of a reply with several results. vLLM passes replies of less than 24
 MiB through memory that the processes share, and larger ones through a socket, which takes more

@@ -26,8 +26,6 @@ from genlm_vllm.processes import Outputs, without_frames
 from genlm_vllm.row_sampler import RowSampler
 from genlm_vllm.scores import ScoreStore
 
-__all__ = ["WorkerRows"]
-
 _MAX_GATHERED_LOGITS = 2**22
 """Maximum number of logits that are copied at once from a batch with other rows."""
 

@@ -11,8 +11,6 @@ from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.worker import Reply, call_workers
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """The workers of an engine, in this process or in others.

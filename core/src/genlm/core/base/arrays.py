@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["check_readable", "host_array", "native_array", "signed_index", "unreadable_tensor"]
-
 
 def host_array(values: Any, argument: str) -> npt.NDArray[Any]:
     """Return numbers as a numpy array, which may share the memory of an array or a tensor.

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["blocking", "is_blocking", "off_loop", "raise_stop_iteration", "run_blocking"]
-
 S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,16 +15,6 @@ from genlm.core.base.errors import (
     describe_error,
 )
 
-__all__ = [
-    "as_genlm_error",
-    "errors_of",
-    "free_locals",
-    "import_required",
-    "map_batch",
-    "result_count_error",
-    "with_places",
-]
-
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["cached_property", "renew_in_forks"]
-
 T = TypeVar("T")
 
 _Lock = type(threading.Lock())

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["Stages", "loading_stage", "show_stages"]
-
 TICK_S = 1.0
 """Seconds between two refreshes of the elapsed time of a stage."""
 

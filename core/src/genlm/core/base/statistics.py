@@ -11,8 +11,6 @@ from typing import Any
 
 from genlm.core.base.forking import renew_in_forks
 
-__all__ = ["RequestCounters", "SchedulerStatistics", "Statistics"]
-
 _GAUGES = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
 """Fields that are not cumulative; the difference of two snapshots contains the later value."""
 

@@ -33,22 +33,6 @@ _SHORT = 512
 
 _BOOLEAN_DTYPES = frozenset({"bool", "torch.bool"})
 
-__all__ = [
-    "checked_batch",
-    "checked_builder",
-    "checked_count",
-    "checked_ids",
-    "checked_integer",
-    "checked_integers",
-    "checked_limits",
-    "checked_number",
-    "checked_stop",
-    "checked_token_ids",
-    "is_integer",
-    "is_model_object",
-    "is_sequence_like",
-]
-
 
 def checked_token_ids(
     token_ids: Integers, *, vocab_size: int, max_context: int | None
@@ -271,6 +255,7 @@ def _reject_booleans(values: Iterable[Any], argument: str) -> None:
 def outside_vocabulary(
     ids: tuple[int, ...], vocab_size: int, argument: str = ""
 ) -> TokenIdError:
+    """Return the error of the first id that is outside the vocabulary."""
     position = next(i for i, value in enumerate(ids) if not 0 <= value < vocab_size)
     return TokenIdError(ids[position], position, vocab_size, argument)
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.query import GroupQuery
     from genlm.core.rows.groups import GroupWork
 
-__all__ = ["BatchEngine"]
-
 logger = logging.getLogger("genlm")
 
 _GROUP_VALUES = 2**26

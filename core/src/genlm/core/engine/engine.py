@@ -16,17 +16,6 @@ from genlm.core.base.errors import UnsupportedCapabilityError
 from genlm.core.queries.query import Completion, Query
 from genlm.core.vocab import Vocabulary
 
-__all__ = [
-    "Capability",
-    "Engine",
-    "LoraEngine",
-    "PrefixCacheEngine",
-    "WeightsEngine",
-    "call_each",
-    "checked_engine",
-    "require_capability",
-]
-
 logger = logging.getLogger("genlm")
 
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from genlm.core.engine.engine import Engine
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["GroupEngine", "MemberColumns", "with_groups"]
-
 _FIRST_QUERY_ID = 2**48
 """First id of the queries of divided groups, above the ids of the scheduler's queries."""
 

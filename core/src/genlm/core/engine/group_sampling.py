@@ -38,16 +38,6 @@ if TYPE_CHECKING:
 
     from genlm.core.vocab import Vocabulary
 
-__all__ = [
-    "GroupSampling",
-    "MemberRuns",
-    "RowRequest",
-    "SampledGroup",
-    "SamplingRun",
-    "result_error",
-    "sampling_of",
-]
-
 RowRequest = tuple[int, TokenSequence, Reduction]
 """A place in a group, its sequence, and the requested reduction of its row."""
 

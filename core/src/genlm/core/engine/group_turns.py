@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from genlm.core.queries.query import GroupQuery
 
-__all__ = ["GroupTurns", "oldest_first"]
-
 _MAX_DEFERRALS = 64
 """Maximum number of choices of other groups for which a group waits while room is scarce."""
 

@@ -12,8 +12,6 @@ from genlm.core.queries.query import Completion
 if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
 
-__all__ = ["Halving", "UnfinishedError", "completions_of"]
-
 Batch = TypeVar("Batch", "list[Any]", "Integers64")
 
 

@@ -17,8 +17,6 @@ from genlm.core.rows.row_weights import RowWeights
 if TYPE_CHECKING:
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["JoinedRun", "joining_key"]
-
 
 class JoinedRun(SamplingRun):
     """The continuations of several group queries with equal `joining_key`, drawn together.

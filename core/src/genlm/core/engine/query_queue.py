@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import Query
 
-__all__ = ["QueryQueue", "Turns"]
-
 
 class Turns:
     """Numbers the turns of pending queries, which are computed by turn, then by age.

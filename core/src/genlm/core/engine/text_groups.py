@@ -21,8 +21,6 @@ from genlm.core.queries.query import (
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import ScoreColumns
 
-__all__ = ["text_completion", "text_group"]
-
 
 def text_group(query: Query) -> GroupQuery:
     """Return the group query for the rows that predict the targets of a query."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from genlm.core.model.adapters import Adapters
     from genlm.core.model.requests import Requests
 
-__all__ = ["AdapterMethods"]
-
 
 class AdapterMethods:
     """The methods of `AsyncLM` that load, unload and select LoRA adapters."""

@@ -23,8 +23,6 @@ from genlm.core.scheduler import Scheduler
 if TYPE_CHECKING:
     from genlm.core.engine.engine import LoraEngine
 
-__all__ = ["Adapters"]
-
 _PRELOADED = "the model itself"
 """Takes the place of the folder of an adapter that the engine has preloaded."""
 

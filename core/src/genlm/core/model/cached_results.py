@@ -15,8 +15,6 @@ from genlm.core.queries.query import Reduction
 from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
 from genlm.core.rows.outputs import reduce_rows
 
-__all__ = ["COPIED_ON_LOOP", "CachedResult", "CachedResults"]
-
 CachedResult: TypeAlias = tuple[Entry, Reduction | None]
 """An entry of the output cache, and the requested reduction; None for the stored value."""
 

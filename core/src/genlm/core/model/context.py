@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     TokenIds: TypeAlias = Integers | "Context"
     TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
-__all__ = ["Context"]
-
 
 class Context:
     """A sequence of token ids of one model and adapter, created with `AsyncLM.context`.

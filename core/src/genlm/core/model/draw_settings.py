@@ -18,8 +18,6 @@ from genlm.core.rows.row_weights import RowWeights, check_log_masses
 if TYPE_CHECKING:
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["DrawSettings"]
-
 
 class DrawSettings(NamedTuple):
     """Checked arguments of a draw from the members of a population.

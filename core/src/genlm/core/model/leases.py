@@ -10,8 +10,6 @@ from typing import Any
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.engine.engine import call_each
 
-__all__ = ["ContextKey", "ContextLease", "LeaseTable"]
-
 ContextKey = tuple[str | None, bytes]
 """The engine name of the adapter, and the key of the token sequence."""
 

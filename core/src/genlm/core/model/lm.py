@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from genlm.core.engine.engine import PrefixCacheEngine
     from genlm.core.model.context import TokenBatch, TokenIds
 
-__all__ = ["AsyncLM", "load_model", "load_model_by_name"]
-
 DEFAULT_CACHE_BYTES = 256 * 2**20
 """256 MiB: 500 rows over 128,000 ids, 65,000 rows over 1,000 ids."""
 

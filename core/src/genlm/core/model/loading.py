@@ -17,8 +17,6 @@ from genlm.core.queries.query import Query
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["engine_builder", "with_first_row"]
-
 _FIRST_ROW_ID = -1
 """Query id of the first row; the scheduler's query ids begin at 0."""
 

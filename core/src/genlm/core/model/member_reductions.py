@@ -20,8 +20,6 @@ from genlm.core.rows.reductions import TopTokens
 if TYPE_CHECKING:
     from genlm.core.engine.group_sampling import GroupSampling
 
-__all__ = ["MemberReductions"]
-
 
 class MemberReductions(Members):
     """Rows and reductions of the members of a population; see `Population`."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
     from genlm.core.model.requests import Requests
 
-__all__ = ["ArrayLike", "Flags", "Members", "checked_array", "initial_members"]
-
 Flags: TypeAlias = npt.NDArray[np.bool_]
 ArrayLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
 MembersT = TypeVar("MembersT", bound="Members")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["DrawnTokens", "Population", "SampledTokens"]
-
 
 class SampledTokens(NamedTuple):
     """Continuations of the members of a population. All tensors are in main memory.

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from genlm.core.rows.masks import MaskLike
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["ReductionMethods"]
-
 T = TypeVar("T")
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from genlm.core.rows.output_cache import OutputCache
     from genlm.core.scheduler import Scheduler
 
-__all__ = ["Item", "ModelIdentity", "Requests", "RowKey", "drop_results"]
-
 
 class ModelIdentity:
     """Identity of a model in keys; models that `with_lora` returns share it.

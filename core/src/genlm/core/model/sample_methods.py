@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.query import GroupQuery, Query
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["SampleMethods"]
-
 logger = logging.getLogger("genlm")
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from genlm.core.model.requests import Item, Requests
     from genlm.core.queries.query import GroupReduction, Reduction
 
-__all__ = ["ScoreMethods"]
-
 _SHOWN_AFTER = 256
 """Number of requests after which a progress bar shows their progress."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.vocab import Token, Vocabulary
 
-__all__ = ["TextMethods"]
-
 
 class TextMethods:
     """The vocabulary of `AsyncLM`, and its conversions between texts and token ids."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from genlm.core.rows.output_cache import OutputCache
     from genlm.core.scheduler import Scheduler
 
-__all__ = ["WeightMethods", "Weights"]
-
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[Any], object]
 """Weights by name, or a function of the engine that changes them."""
 

@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     from genlm.core.engine.engine import Engine
     from genlm.core.trie.trie import TokenCharacterTrie
 
-__all__ = [
-    "find_backend",
-    "get_backend",
-    "get_trie",
-    "is_strict",
-    "list_backends",
-    "refresh",
-    "use_backend",
-]
-
 _SELECTED_NAMES: ContextVar[Mapping[Kind, str]] = ContextVar(
     "genlm_backends", default=MappingProxyType({})
 )

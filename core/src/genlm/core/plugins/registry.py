@@ -23,8 +23,6 @@ from genlm.core.base.errors import BrokenPluginError, describe_error
 from genlm.core.plugins import spec as hookspecs
 from genlm.core.plugins.spec import API_VERSION, PROJECT, BackendInfo, BackendSpec, Kind, Status
 
-__all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins", "variable_entries"]
-
 CORE = "genlm-core"
 """The distribution of the core, whose backends are always installed."""
 

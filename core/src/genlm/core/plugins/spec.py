@@ -15,18 +15,6 @@ from genlm.core.base.errors import (
     PluginError,
 )
 
-__all__ = [
-    "API_VERSION",
-    "PROJECT",
-    "TESTED",
-    "BackendInfo",
-    "BackendSpec",
-    "Kind",
-    "Status",
-    "genlm_backends",
-    "hookimpl",
-]
-
 PROJECT = "genlm"
 """pluggy's project name and the group of the entry points."""
 

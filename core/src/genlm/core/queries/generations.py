@@ -22,19 +22,6 @@ from genlm.core.base.errors import (
 )
 from genlm.core.queries.sequence import TokenSequence
 
-__all__ = [
-    "NO_TOKEN",
-    "Contexts",
-    "Generation",
-    "Integers64",
-    "Lineage",
-    "Suffixes",
-    "distinct_sequences",
-    "first_generation",
-    "is_ascending",
-    "raise_member_errors",
-]
-
 Integers64 = npt.NDArray[np.int64]
 
 NO_TOKEN = -1

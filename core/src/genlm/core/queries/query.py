@@ -27,21 +27,6 @@ if TYPE_CHECKING:
     from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
     from genlm.core.queries.generations import Generation, Integers64
 
-__all__ = [
-    "ROW_ONLY",
-    "Completion",
-    "GroupQuery",
-    "GroupReduction",
-    "GroupResult",
-    "GroupValues",
-    "Outputs",
-    "Query",
-    "Reduced",
-    "Reduction",
-    "TokenScores",
-    "check_query",
-]
-
 Outputs: TypeAlias = "tuple[Reduction | GroupReduction | None, ...]"
 
 ROW_ONLY: tuple[None] = (None,)

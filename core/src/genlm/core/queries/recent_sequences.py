@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from genlm.core.queries.sequence import TokenSequence
 
-__all__ = ["SHORTEST", "RecentSequences"]
-
 SHORTEST = 64
 """Shorter lists are not stored: they are packed in less time than a lookup takes."""
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-__all__ = ["BLOCK_TOKENS", "PackedSequences", "TokenSequence", "pack_sequences"]
-
 BLOCK_TOKENS = 128
 """Number of ids in a full block. Extending a sequence copies its tail, 4 bytes per id."""
 

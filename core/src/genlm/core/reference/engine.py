@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from genlm.core.reference.ngram import Floats
 
-__all__ = ["ReferenceEngine"]
-
 
 class ReferenceEngine(BatchEngine):
     """Exact next-byte distributions of an interpolated n-gram model.

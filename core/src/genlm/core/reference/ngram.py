@@ -26,8 +26,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["END_OF_TEXT", "SYMBOLS", "NgramModel", "exact_row"]
-
 END_OF_TEXT = 256
 """The symbol that ends a document, and precedes its first byte as history."""
 

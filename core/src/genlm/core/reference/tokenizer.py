@@ -12,14 +12,6 @@ from importlib import resources
 from genlm.core.reference.ngram import END_OF_TEXT, SYMBOLS
 from genlm.core.vocab import Token, Vocabulary
 
-__all__ = [
-    "END_OF_TEXT_BYTES",
-    "ByteTokenizer",
-    "byte_vocabulary",
-    "default_text",
-    "split_documents",
-]
-
 END_OF_TEXT_BYTES = b"<|endoftext|>"
 """Text of the end-of-text token; `encode` never returns id 256 for it."""
 

@@ -18,8 +18,6 @@ from genlm.core.base.errors import describe_error
 from genlm.core.rows.logits import moved
 from genlm.core.rows.row_weights import RowWeights
 
-__all__ = ["draw_on_device", "has_kernels", "log_sums_on_device"]
-
 _logger = logging.getLogger("genlm")
 
 _SIZE = 512

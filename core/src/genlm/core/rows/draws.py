@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
-__all__ = [
-    "DrawnTokens",
-    "batch_draw",
-    "batch_draw_without_replacement",
-    "batch_log_mass",
-    "draw_from_logits",
-]
-
 _INF = float("inf")
 
 _DRAWS_IN_TURNS = 128

@@ -27,18 +27,6 @@ from genlm.core.rows.logits import main_memory, moved
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
 
-__all__ = [
-    "DrawColumns",
-    "JoinableReduction",
-    "MassColumns",
-    "Rows",
-    "ScoreColumns",
-    "SharedReduction",
-    "TokenColumns",
-    "TopColumns",
-    "checked_reduction",
-]
-
 
 class Rows(GroupReduction):
     """The rows themselves: one column, shape `(n, vocab_size)`, on the engine's device."""

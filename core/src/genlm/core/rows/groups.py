@@ -28,8 +28,6 @@ from genlm.core.rows.logits import (
 )
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["Columns", "GroupWork", "compute_columns"]
-
 
 def compute_columns(
     reduction: GroupReduction,

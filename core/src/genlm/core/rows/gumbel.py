@@ -12,8 +12,6 @@ import torch
 
 from genlm.core.rows.logits import moved
 
-__all__ = ["gumbel_top_k"]
-
 # SplitMix64, as in `sampling`, with the constants as signed integers.
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64

@@ -13,8 +13,6 @@ import torch
 from genlm.core.rows.logits import moved, row_parts
 from genlm.core.rows.selection import SUM_BLOCK, to_float64
 
-__all__ = ["DrawnIds", "draw_ids", "draw_with_blocks"]
-
 _LARGEST_SHARE = 1 - 2.0**-52
 """A sum times this share is below the sum, also after rounding."""
 

@@ -18,8 +18,6 @@ from genlm.core.rows.group_reductions import JoinableReduction
 from genlm.core.rows.groups import GroupWork
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["divide_groups", "divide_reductions", "joined_reduction", "reduce_groups"]
-
 
 def divide_reductions(reductions: Sequence[GroupReduction]) -> list[list[int]]:
     """Divide the indices of reductions into sets for `joined_reduction`."""

@@ -19,20 +19,6 @@ from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import GroupValues
 from genlm.core.vocab import Vocabulary
 
-__all__ = [
-    "checked_values",
-    "copied_rows",
-    "device_index",
-    "invalid_computation",
-    "invalid_rows",
-    "known_logits",
-    "main_memory",
-    "moved",
-    "row_parts",
-    "rows_from_logits",
-    "scratch_memory",
-]
-
 _SUM_TOLERANCE = 1e-2
 """Maximum distance of the sum of a row's probabilities from 1. Rows of a correct engine are
 within 1e-4; the larger bound distinguishes a broken computation from coarse rounding."""

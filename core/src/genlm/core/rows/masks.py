@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     MaskLike: TypeAlias = "Mask | Integers | Sequence[bool]"
 
-__all__ = ["Mask"]
-
 _Words = np.ndarray[Any, np.dtype[np.uint8]]
 
 _FORMS = (

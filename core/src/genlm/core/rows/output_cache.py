@@ -16,8 +16,6 @@ from genlm.core.base.validation import checked_integer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "OutputCache", "copy_result", "entry_copy", "entry_value"]
-
 Entry: TypeAlias = "tuple[Any, torch.device | None, int]"
 """A result, its original device, and the number of bytes that it counts."""
 

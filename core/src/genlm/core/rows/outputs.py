@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.query import Outputs
     from genlm.core.vocab import Vocabulary
 
-__all__ = ["reduce_logits", "reduce_rows"]
-
 _NUMBERS = frozenset({int, float, bool})
 
 _NO_REDUCTION = type(None)

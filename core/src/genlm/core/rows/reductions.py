@@ -28,16 +28,6 @@ from genlm.core.rows.masks import Mask
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
 
-__all__ = [
-    "BiasedDraw",
-    "Draw",
-    "DrawnToken",
-    "LogMass",
-    "TokenLogprobs",
-    "TopK",
-    "TopTokens",
-]
-
 _ID_BYTES = 40
 """Memory of a Python integer and of the reference to it in a tuple."""
 

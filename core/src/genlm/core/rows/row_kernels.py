@@ -19,8 +19,6 @@ Triton compiles these functions from their source and supports a subset of Pytho
 import triton
 import triton.language as tl
 
-__all__ = ["draw_tokens", "sum_blocks"]
-
 
 @triton.jit
 def finite_shift(top):

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     )
     _TableAndIndex: TypeAlias = "tuple[_MaskTable, torch.Tensor | None]"
 
-__all__ = ["RowMasks"]
-
 
 class RowMasks:
     """A set of tokens for each row of a batch.
@@ -54,6 +52,8 @@ class RowMasks:
         ValueError: The number of masks differs from that of rows, or a mask has another size.
         QueryError: As `Mask`.
     """
+
+    _compute: Callable[[], RowMasks]  # of deferred masks
 
     def __init__(
         self,

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
-__all__ = ["RowPart", "RowWeights", "check_log_masses", "checked_biases"]
-
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
 """Range of float32 to which other temperatures are clipped. At the lowest, only the most likely
 id has a weight above 0; at the highest, all weights are equal."""

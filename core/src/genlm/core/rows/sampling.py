@@ -26,15 +26,6 @@ from genlm.core.base.validation import checked_integer
 from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.row_weights import RowWeights
 
-__all__ = [
-    "checked_seed",
-    "draw_tokens",
-    "stream_seeds",
-    "stream_uniform",
-    "stream_uniforms",
-    "uniforms",
-]
-
 _Words = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "SUM_BLOCK",
-    "batch_top_k",
-    "block_sums",
-    "to_float64",
-]
-
 _BLOCKS = (64, 16)
 """Sizes of blocks of adjacent ids; at first, only the largest entry of each block is compared.
 The smaller size is for large k."""

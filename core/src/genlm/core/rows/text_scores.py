@@ -29,8 +29,6 @@ from genlm.core.rows.logits import (
 )
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["PieceScores", "ReducedText", "TextResult"]
-
 # Number of logits that are normalised at once on a CPU: 1 MiB in float32, for its caches.
 _VALUES_AT_ONCE = 2**18
 

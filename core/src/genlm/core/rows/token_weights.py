@@ -16,16 +16,6 @@ from genlm.core.rows.logits import moved
 from genlm.core.rows.row_weights import RowPart
 from genlm.core.rows.selection import block_sums
 
-__all__ = [
-    "UNDERFLOW",
-    "TokenWeights",
-    "compute_weights",
-    "masked_scores",
-    "masked_sums",
-    "relative_scores",
-    "reweight",
-]
-
 UNDERFLOW = 1e-20
 """A sum of weights below this bound has underflowed in float32."""
 

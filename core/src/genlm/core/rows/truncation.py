@@ -9,8 +9,6 @@ import torch
 from genlm.core.rows.logits import moved
 from genlm.core.rows.selection import batch_top_k, block_sums, to_float64
 
-__all__ = ["truncate"]
-
 _CANDIDATES = (256, 8192)
 """Numbers of largest weights that are tried for top-p: the first on CPUs, both on GPUs."""
 

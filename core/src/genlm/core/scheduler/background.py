@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from genlm.core.base.forking import renew_in_forks
 
-__all__ = ["run_in_background", "start_background_thread"]
-
 
 class _Background:
     """The background thread of this process and its queue of functions."""

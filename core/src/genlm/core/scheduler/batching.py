@@ -24,8 +24,6 @@ from collections.abc import Callable
 
 from genlm.core.scheduler.request_table import RequestTable
 
-__all__ = ["BatchingPolicy", "IdleFlush"]
-
 MAX_ITERATIONS = 8
 """Maximum number of event-loop iterations for which a growing batch is delayed."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from genlm.core.scheduler.background import run_in_background
 
-__all__ = ["Call", "ReleaseQueue"]
-
 logger = logging.getLogger("genlm")
 
 RELEASE_DELAY_S = 0.01

@@ -18,8 +18,6 @@ from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
 from genlm.core.rows.output_cache import copy_result
 from genlm.core.scheduler.request_table import Evaluation, Request
 
-__all__ = ["Delivery", "LateResults", "distribute"]
-
 
 def distribute(evaluation: Evaluation) -> None:
     """Write the values of an evaluation into its requests.

@@ -16,8 +16,6 @@ from typing import Any
 
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["SLOW_STEP_S", "StepObserver"]
-
 logger = logging.getLogger("genlm.batches")
 
 SLOW_STEP_S = 10.0

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from genlm.core.base.statistics import SchedulerStatistics
 
-__all__ = ["Evaluation", "Future", "Identified", "Request", "RequestTable"]
-
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 """Future on which a coroutine or a thread waits."""
 

@@ -25,8 +25,6 @@ from genlm.core.rows.output_cache import OutputCache
 from genlm.core.rows.outputs import reduce_rows
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["check_results", "store_results"]
-
 Completed = Sequence[tuple[Evaluation, Completion]]
 
 

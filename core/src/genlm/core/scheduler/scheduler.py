@@ -23,8 +23,6 @@ from genlm.core.scheduler.background import run_in_background, start_background_
 from genlm.core.scheduler.request_table import Identified, Request
 from genlm.core.scheduler.worker import Submission, Worker
 
-__all__ = ["Scheduler"]
-
 logger = logging.getLogger("genlm")
 
 EngineT = TypeVar("EngineT")

@@ -9,8 +9,6 @@ from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import Completion, GroupQuery
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["step_engine", "submit_evaluations"]
-
 
 def submit_evaluations(engine: Any, evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     """Submit the queries of evaluations; return the evaluations that the engine rejected."""

@@ -40,8 +40,6 @@ from genlm.core.scheduler.request_table import Evaluation, Identified, Request, 
 from genlm.core.scheduler.results import check_results, store_results
 from genlm.core.scheduler.steps import step_engine, submit_evaluations
 
-__all__ = ["Submission", "Worker"]
-
 logger = logging.getLogger("genlm")
 
 Submission = tuple[Identified, Hashable, Hashable]

@@ -20,8 +20,6 @@ from genlm.core.trie.reductions import Operation
 from genlm.core.trie.trie import TokenCharacterTrie
 from genlm.core.trie.weights import Returns, check_returns
 
-__all__ = ["AsyncTokenCharacterTrie"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reduction:

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from genlm.core.base.errors import MissingRequirementError
 from genlm.core.trie.reductions import Floats, Take
 
-__all__ = ["compiled_take", "use_compiled"]
-
 COMPILED_FROM_NODES = 200_000
 """Number of nodes from which on a trie is compiled by default: about 50,000 tokens.
 Importing numba and compiling take a second or two, once per process. Compiled code saves about

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from genlm.core.base.errors import VocabularyError
 from genlm.core.trie.symbols import Symbols, sorted_order
 
-__all__ = ["TrieLayout"]
-
 Indices = npt.NDArray[np.int32]
 
 

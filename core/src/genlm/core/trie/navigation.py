@@ -15,8 +15,6 @@ import numpy.typing as npt
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import FIRST_OBJECT, is_byte, symbols_of_codes
 
-__all__ = ["Navigation"]
-
 
 class Navigation:
     """Look-up of nodes by prefix, symbol, interval and token.

@@ -15,8 +15,6 @@ from genlm.core.trie.reductions import Floats, Operation
 from genlm.core.trie.segment_tree import Indices, interval_pieces
 from genlm.core.trie.weights import Rows, numpy_rows
 
-__all__ = ["partial_weights"]
-
 _COMBINE: dict[Operation, np.ufunc] = {
     "sum": np.add,
     "max": np.maximum,

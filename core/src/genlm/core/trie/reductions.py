@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from genlm.core.trie.segment_tree import Indices, SegmentTree
 
-__all__ = ["Floats", "Operation", "Take", "reduce_rows"]
-
 Operation = Literal["sum", "max", "logsumexp"]
 Floats = npt.NDArray[np.floating[Any]]
 Take = Callable[[Floats, Indices, Floats], None]

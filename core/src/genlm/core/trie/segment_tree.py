@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
 
-__all__ = ["Indices", "SegmentTree", "interval_pieces"]
-
 Indices = npt.NDArray[np.integer[Any]]
 
 

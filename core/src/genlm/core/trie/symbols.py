@@ -17,14 +17,6 @@ import numpy.typing as npt
 
 from genlm.core.base.errors import VocabularyError
 
-__all__ = [
-    "FIRST_OBJECT",
-    "Symbols",
-    "is_byte",
-    "sorted_order",
-    "symbols_of_codes",
-]
-
 FIRST_OBJECT = 256
 """Code of the first symbol other than a byte."""
 

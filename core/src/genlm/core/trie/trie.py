@@ -33,8 +33,6 @@ from genlm.core.trie.weights import (
     read_rows,
 )
 
-__all__ = ["TokenCharacterTrie"]
-
 
 class TokenCharacterTrie(Navigation):
     """The trie of the byte prefixes of a vocabulary, and reductions of weights over its nodes.

@@ -18,8 +18,6 @@ from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.symbols import is_byte
 from genlm.core.trie.weights import numpy_rows, read_rows
 
-__all__ = ["dot_source", "edge_label", "node_values", "visible_nodes"]
-
 Values: TypeAlias = npt.NDArray[np.float64]
 
 MAX_CHILDREN = 16

@@ -17,8 +17,6 @@ from genlm.core.base.errors import WeightsError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Returns", "Rows", "check_returns", "convert_result", "numpy_rows", "read_rows"]
-
 Returns = Literal["numpy", "torch"]
 """Type of a result: a numpy array, or a torch tensor on the device of the weights."""
 

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["DecoderChain", "UnknownStepError", "byte_level_bytes"]
-
 Piece = str | bytes
 """A token between two steps: text, or bytes after a step that produces bytes."""
 

@@ -10,8 +10,6 @@ from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain, UnknownStepError
 from genlm.core.vocab.verification import check_added, check_decoding, is_text
 
-__all__ = ["fast_tokenizer_bytes"]
-
 
 def fast_tokenizer_bytes(backend: Any, tokenizer: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a `tokenizers.Tokenizer`.

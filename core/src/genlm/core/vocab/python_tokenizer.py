@@ -14,8 +14,6 @@ from genlm.core.base.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain
 from genlm.core.vocab.verification import check_added, check_decoding
 
-__all__ = ["python_tokenizer_bytes", "sentencepiece_bytes", "tiktoken_bytes"]
-
 
 def tiktoken_bytes(encoding: Any) -> dict[int, bytes]:
     """Read the bytes of every id of a `tiktoken.Encoding`.

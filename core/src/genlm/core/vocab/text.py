@@ -16,8 +16,6 @@ from genlm.core.vocab import Vocabulary
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
 
-__all__ = ["Tokenizer", "decode", "decode_bytes", "encode", "encode_chat", "search_stop"]
-
 
 class Tokenizer(Protocol):
     """Interface of a vocabulary's tokenizer for `llm.encode`.

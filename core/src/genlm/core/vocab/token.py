@@ -10,8 +10,6 @@ from typing import Any
 
 from genlm.core.base.validation import is_integer
 
-__all__ = ["Token"]
-
 
 class Token(bytes):
     """An entry of a vocabulary: a `bytes` object with a token id, which identifies it.

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from genlm.core.base.errors import VocabularyError
 
-__all__ = ["check_added", "check_decoding", "is_text"]
-
 Decode = Callable[[list[int]], str]
 
 Context = tuple[tuple[int, ...], bytes]

@@ -26,8 +26,6 @@ from genlm.core.vocab.verification import check_decoding
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Vocabulary", "decode_vocab"]
-
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 

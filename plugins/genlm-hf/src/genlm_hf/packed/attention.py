@@ -30,8 +30,6 @@ from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
-__all__ = ["PackedForward", "takes_positions"]
-
 # Maximum entries of a mask, or of the scores of all heads, at once: 4 MiB, or 16 in float32.
 _MASK_ENTRIES = 2**22
 

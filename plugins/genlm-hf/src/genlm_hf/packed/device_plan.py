@@ -16,8 +16,6 @@ from genlm.plugin import moved
 from genlm.prefix import Segment, Slots
 from genlm_hf.packed.plan import PackedPlan, QueryGroup
 
-__all__ = ["DeviceChunk", "DeviceChunks", "DeviceGroup", "DevicePlan"]
-
 # Maximum bytes of suffixes gathered at once on a CPU, so that reads hit its cache. More is
 # slower, especially beyond 32 MiB, where every allocation maps new pages.
 _GATHERED_BYTES = 2**20

@@ -39,8 +39,6 @@ from genlm_hf.packed.work_items import (
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
-__all__ = ["KernelSteps", "check_kernels"]
-
 _logger = logging.getLogger("genlm_hf")
 
 # With more tokens, computation takes longer than the launches.

@@ -24,16 +24,6 @@ from genlm.plugin import describe_error
 from genlm.prefix import UnsupportedModelError
 from genlm_hf.storage import LayerShape
 
-__all__ = [
-    "Attend",
-    "AttentionLayer",
-    "AttentionLayout",
-    "UnsupportedMaskError",
-    "read_layout",
-    "register",
-    "window_of",
-]
-
 # Names of registered attention functions. transformers makes masks for the second only.
 _ATTENTION, _RECORDING_ATTENTION = "genlm", "genlm_recording"
 

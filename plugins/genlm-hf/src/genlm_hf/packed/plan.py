@@ -39,8 +39,6 @@ from genlm.prefix import (
     plan_batches,
 )
 
-__all__ = ["PackedPlan", "QueryGroup", "plan_forward", "plan_table"]
-
 # In slots read, measured on two CPU cores: a group costs as much as reading 2,000
 # slots, and gathering a slot as much as reading three.
 _GROUP_COST = 2000

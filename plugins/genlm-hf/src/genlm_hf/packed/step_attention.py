@@ -13,8 +13,6 @@ from genlm_hf.packed.plan import Integers
 from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
 from genlm_hf.storage import KVStorage
 
-__all__ = ["StepMemory", "keys_at_once", "step_attention", "tile_of"]
-
 # Rows of a tile of scores, and maximum number of query tokens of a tile.
 _TILE_ROWS, _TILE_TOKENS = 64, 16
 

@@ -21,18 +21,6 @@ import numpy as np
 from genlm.prefix import SCRATCH_SLOT
 from genlm_hf.packed.plan import Integers, PackedPlan
 
-__all__ = [
-    "FIELDS",
-    "Sections",
-    "StepSize",
-    "WorkItems",
-    "flattened",
-    "graph_size",
-    "power_of_two",
-    "sections",
-    "work_items",
-]
-
 Part = TypeVar("Part")
 
 FIELDS = 5

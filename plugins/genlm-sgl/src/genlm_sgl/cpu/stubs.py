@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CALLED", "PACKAGES", "Unpinned", "installed_stubs", "stub_packages"]
-
 PACKAGES = ("sgl_kernel", "torchvision")
 """Packages that are stubbed if they are not installed."""
 
@@ -41,6 +39,7 @@ class Absent:
         return Absent(f"{self._name}.{attribute}")
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise an error that names the absent package."""
         CALLED.append(self._name)
         package = self._name.partition(".")[0]
         raise NotImplementedError(

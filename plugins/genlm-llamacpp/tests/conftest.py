@@ -43,6 +43,7 @@ def check_memory(engine: LlamaCppEngine) -> None:
     assert sorted([*sequences._free, *sequences._idle, *sequences._pinned]) == list(
         range(sequences._count)
     )
+    assert sequences._prompts <= sequences._idle.keys()
     assert sum(map(len, sequences._marks)) == len(sequences._seq_id_by_key)
     for (adapter, key), seq_id in sequences._seq_id_by_key.items():
         assert sequences._adapters[seq_id] == adapter

@@ -44,6 +44,15 @@ def test_random_batches_have_the_right_rows(make, name):
             expected = torch.stack([model.logprobs(ids) for ids in unique])
             torch.testing.assert_close(rows.double(), expected, atol=tolerance, rtol=0)
             check_memory(engine)
+            text = [*generator.choice(requested)[:58], 1, 2]
+            [scores] = engine.score([Query(0, text[:-1], targets=tuple(text[-2:]))])
+            expected = torch.stack(
+                [model.logprobs(text[:-2])[text[-2]], model.logprobs(text[:-1])[text[-1]]]
+            )
+            torch.testing.assert_close(
+                scores.logprobs.double(), expected, atol=tolerance, rtol=0
+            )
+            check_memory(engine)
         assert engine.statistics()["sequences_evicted"] > 0
     finally:
         engine.close()
@@ -90,6 +99,28 @@ def test_a_prompt_longer_than_the_window_is_kept_when_its_extensions_are_release
             engine.release_context(None, longer.sequence.key)
             check_memory(engine)
         assert engine.statistics()["tokens_computed"] == 40 + 3
+    finally:
+        engine.close()
+
+
+def test_scored_texts_leave_only_the_prompt_of_the_last_step(llama):
+    """All later requests iterate over the cells of a shared cache."""
+    engine = llama.engine(kv_unified=True)
+    requested, prompt = list(range(100, 130)), list(range(20))
+    try:
+        engine.evaluate([Query(0, requested)])  # not only a prompt of texts
+        for text, start in (
+            (list(range(40, 70)), 1),
+            ([*requested, *range(9)], 30),
+            ([*range(200, 220), *range(9)], 20),
+            ([*prompt, *range(30, 60)], 20),
+            ([*prompt, *range(60, 90)], 20),
+        ):
+            engine.score([Query(0, text[:-1], targets=tuple(text[start:]))])
+            check_memory(engine)
+        lengths = engine._sequences._lengths
+        assert sorted(lengths[lengths > 0].tolist()) == [20, 30]
+        assert engine.statistics()["tokens_computed"] == 30 + 29 + 9 + 28 + 49 + 30
     finally:
         engine.close()
 

@@ -344,8 +344,11 @@ class LlamaCppEngine(BatchEngine):
             members: The receiver's index of the first of these logits; later ones follow it.
         """
         rows = self._sequences.find(adapter, sequences, firsts)
+        are_texts = isinstance(receiver, PieceScores)
+        if are_texts:
+            self._sequences.remove_prompts(rows)
         if self._run(adapter, rows, receiver, members):
-            self._sequences.commit(adapter, rows, sequences)
+            self._sequences.commit(adapter, rows, sequences, are_texts=are_texts)
             return
         order = np.argsort(rows.counts, kind="stable")
         middle = len(sequences) // 2

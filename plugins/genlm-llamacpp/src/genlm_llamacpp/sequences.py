@@ -49,6 +49,7 @@ class Sequences:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pinned: list[int] = []
         self._of_populations: set[int] = set()
+        self._prompts: set[int] = set()  # sequences that hold only a prompt of scored texts
         self.evicted = 0
 
     def reset(self, count: int) -> None:
@@ -58,6 +59,7 @@ class Sequences:
         self._idle.clear()
         self._pinned.clear()
         self._of_populations.clear()
+        self._prompts.clear()
         self._seq_id_by_key.clear()
         for marks in self._marks:
             marks.clear()
@@ -146,23 +148,47 @@ class Sequences:
         return True
 
     def commit(
-        self, adapter: str | None, rows: Extensions, requests: Sequence[TokenSequence]
+        self,
+        adapter: str | None,
+        rows: Extensions,
+        requests: Sequence[TokenSequence],
+        *,
+        are_texts: bool = False,
     ) -> None:
-        """Record that the memory holds all tokens of the claimed rows of requests."""
+        """Record that the memory holds all tokens of the claimed rows of requests.
+
+        Of scored texts, only the prompts are kept, because every cell of a shared cache slows
+        down later requests.
+        """
         self._ids[np.repeat(rows.seq_ids, rows.counts), rows.positions] = rows.token_ids
         self._lengths[rows.seq_ids] = rows.lengths
-        for seq_id, tokens in zip(rows.seq_ids.tolist(), requests, strict=True):
+        columns = (rows.seq_ids.tolist(), requests, rows.firsts.tolist(), rows.is_new.tolist())
+        for seq_id, tokens, first, is_new in zip(*columns, strict=True):
             if not self._memory.can_cut:
                 self._forget(seq_id)  # the state of shorter requests is overwritten
             self._adapters[seq_id] = adapter
             self._idle[seq_id] = None
-            self._mark(seq_id, adapter, tokens.key, len(tokens))
+            if not are_texts:
+                self._prompts.discard(seq_id)
+                self._mark(seq_id, adapter, tokens.key, len(tokens))
+                continue
+            if is_new:
+                self._prompts.add(seq_id)
+            if first:  # a prompt of one token saves nothing
+                self._mark(seq_id, adapter, tokens.prefix_key(first + 1), first + 1)
+            self._shorten(seq_id)
 
     def roll_back(self, rows: Extensions) -> None:
         """Restore the state before `claim` after a failure."""
         columns = (rows.seq_ids.tolist(), rows.starts.tolist(), rows.is_new.tolist())
         for seq_id, start, is_new in zip(*columns, strict=True):
             self._restore(seq_id, start, is_new=is_new)
+
+    def remove_prompts(self, rows: Extensions) -> None:
+        """Remove prompts that only scored texts had, except those that `rows` continue."""
+        for seq_id in self._prompts.difference(rows.sources.tolist()):
+            del self._idle[seq_id]
+            self._remove(seq_id)
 
     def idle_by_key(self, adapter: str | None, keys: Iterable[bytes]) -> dict[bytes, int]:
         """Return the idle sequences of indexed requests by their keys."""
@@ -336,5 +362,6 @@ class Sequences:
         self._memory.cut(seq_id, 0)
         self._forget(seq_id)
         self._of_populations.discard(seq_id)
+        self._prompts.discard(seq_id)
         self._lengths[seq_id] = 0
         self._free.append(seq_id)

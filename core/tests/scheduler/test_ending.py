@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import sys
 import textwrap
 import threading
@@ -227,6 +228,18 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
     done = run_code(program + ending, support, status=status, timeout=TIMEOUT_S)
     assert done.stderr == ""
     assert done.stdout.split() == ["told", "closed"]
+
+
+@pytest.mark.parametrize("method", ["close", "statistics"])
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
+def test_an_engine_that_raises_while_it_is_closed_ends(start, method, error, caplog):
+    def fail(*_):
+        raise error
+
+    llm, _ = start(type("Failing", (ScriptedEngine,), {method: fail})())
+    with caplog.at_level(logging.CRITICAL, "genlm"):
+        llm.close()
+    assert llm._scheduler._worker.ended.is_set()  # the exit of the interpreter waits for it
 
 
 def test_a_thread_does_not_end_while_the_interpreter_is_finalised(pytestconfig):

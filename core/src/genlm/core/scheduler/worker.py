@@ -277,11 +277,11 @@ class Worker:
             self._wake_engine = None
         try:
             engine.close()
-        except Exception:
+        except BaseException:  # `ended` must be set
             logger.exception("closing %s raised", type(engine).__name__)
         try:
             self._final_statistics = dict(getattr(engine, "statistics", dict)())
-        except Exception:
+        except BaseException:
             logger.exception("the statistics of %s raised", type(engine).__name__)
         self._engine = None
         # This frame may stay alive, and with it this object: some libraries store errors of

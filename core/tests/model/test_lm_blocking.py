@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -224,3 +225,18 @@ def test_the_thread_of_finalizers_starts_with_a_model_and_not_in_a_finalizer(
     assert set(threading.enumerate()) == threads
     make_model(ScriptedEngine())
     assert called.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("no"), SystemExit(3)])
+def test_functions_that_raise_do_not_end_the_thread_of_finalizers(
+    error: BaseException, make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    make_model(ScriptedEngine())
+    called = threading.Event()
+    with caplog.at_level(logging.CRITICAL, "genlm"):
+        background.run_in_background(fail)
+        background.run_in_background(called.set)
+        assert called.wait(TIMEOUT_S)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 
 from genlm.core.base.forking import renew_in_forks
+
+logger = logging.getLogger("genlm")
 
 
 class _Background:
@@ -23,7 +26,10 @@ class _Background:
 
     def run(self) -> None:
         while True:
-            self.functions.get()()
+            try:
+                self.functions.get()()
+            except BaseException:  # no function may end the thread
+                logger.exception("a function on the background thread raised")
 
 
 _background = _Background()

@@ -195,6 +195,16 @@ def test_draws_with_a_bias_invert_the_biased_distribution(
     assert shared[4] != drawn[4]
 
 
+def test_seeds_of_any_size_draw_independently(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    seeds = [1, 2**64 - 1, 2**64, 2**64 + 1, 2**128 + 1, 2**200 + 1]
+    draws = [[llm.draw_sync([i], seed=seed).token_id for i in range(SIZE)] for seed in seeds]
+    assert len(set(map(tuple, draws))) == len(seeds)
+    for i in range(SIZE):
+        drawn = llm.batch_draw_sync([[i]] * len(seeds), seed=seeds)
+        assert [token.token_id for token in drawn] == [of_seed[i] for of_seed in draws]
+
+
 def test_a_bias_of_another_shape_or_without_a_value_is_refused(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(SIZE))
     with pytest.raises(ValueError, match=r"a bias of shape \(3,\) for 1 rows over 16 tokens"):

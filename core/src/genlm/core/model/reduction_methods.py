@@ -36,7 +36,7 @@ from genlm.core.rows.reductions import (
     TopTokens,
 )
 from genlm.core.rows.row_weights import checked_biases
-from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
+from genlm.core.rows.sampling import checked_seed, seed_word, stream_seeds, stream_uniform
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -402,7 +402,7 @@ def _uniform(context: TokenIds, seed: int | None) -> float:
         return secrets.randbits(53) / 2**53
     # An object without a length is rejected later, with the request.
     length = len(context) if is_sequence_like(context) else 0
-    return stream_uniform(checked_integer("seed", seed, 0), length)
+    return stream_uniform(seed_word(checked_integer("seed", seed, 0)), length)
 
 
 def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:

@@ -38,6 +38,11 @@ def checked_seed(seed: Any) -> int:
     return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)
 
 
+def seed_word(seed: int) -> int:
+    """Return a seed below 2**64 unchanged, and a number below 2**64 for a larger one."""
+    return seed if seed <= _MASK else _key(seed)
+
+
 def stream_seeds(seed: int | None, count: int) -> list[int]:
     """Derive one seed per sequence, distinct and independent, from one seed.
 

@@ -98,6 +98,7 @@ def test_concurrent_continuations_share_the_passes_of_the_engine(
     ]
     assert batch_sample(llm, prompts, 8, seed=5) == expected
     assert len(engine.batches) == 16
+    assert llm.population(prompts).sample_sync(8, seed=5).token_ids.tolist() == expected
 
 
 class Joining(ScriptedEngine):

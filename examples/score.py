@@ -24,9 +24,9 @@ def beginning(llm):
 
 def mutual_information(llm, first, second):
     """Pointwise mutual information in nats: how much likelier `second` is after `first`."""
-    start, text = beginning(llm), llm.encode(second, begin=False)
-    contexts = [start + llm.encode(first, begin=False), start]
-    after, alone = logprobs(llm, [text, text], contexts)
+    ids, start = llm.encode_continuation(first, second)
+    contexts = [ids[:start], beginning(llm)]
+    after, alone = logprobs(llm, [ids[start:]] * 2, contexts)
     return after - alone
 
 

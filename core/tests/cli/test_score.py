@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import genlm
 from genlm import AsyncLM, Token, Vocabulary
 from genlm.cli import app
-from genlm.cli.score import _encode_text
-from genlm.cli.text_file import LineOfText
 from genlm.core.model import lm
 
 TEXTS = ["The cat sat.", "Ünicode, too ", "x"]
@@ -72,37 +71,6 @@ def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
     assert "".join(texts) == " cat sat."
     assert math.fsum(logprobs) == result["logprob"]
     assert result["token_ids"] == ids[len(encode("The")) :]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("ta", [b"ta"]),  # the tokenizer adds a token for a space
-        ("ab", [b"a", b"b"]),  # its first token is " a"
-        (" ab", [b" a", b"b"]),  # it adds no space
-        ("bt", [b"b", b"t"]),  # no token is "bt"
-        ("cb", [b" cb"]),  # no tokens are "cb"
-    ],
-)
-def test_a_text_after_a_prompt_has_no_space_that_the_tokenizer_adds(
-    text: str, expected: list[bytes]
-) -> None:
-    merges = ["xt", "xa", "xb", "x▁", "▁a", "ta", "▁b"]
-    pairs = [*map(tuple, merges), ("▁b", "t")]
-    pieces = ["<unk>", *"▁abtx", *merges, "▁bt"]
-    if text == "cb":
-        model = tokenizers.models.WordLevel({"<unk>": 0, "▁x": 1, "▁cb": 2, "▁xcb": 3}, "<unk>")
-    else:
-        model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
-    tokenizer.decoder = tokenizers.decoders.Metaspace()
-    vocabulary = Vocabulary.from_tokenizer(tokenizer)
-    # The prompt and the text have a token in common, so they are encoded separately.
-    encoded = _encode_text(vocabulary, [0], LineOfText(1, text, "x", {}))
-    tokens = [vocabulary.byte_vocab[i].byte_string for i in encoded.ids]
-    assert tokens[encoded.start :] == expected
-    assert b"".join(tokens[: encoded.start]) == b"<unk> x"
 
 
 def test_other_fields_of_a_line_are_copied_but_replace_no_result() -> None:
@@ -334,6 +302,34 @@ def test_texts_that_the_tokenizer_changes_are_named(monkeypatch: pytest.MonkeyPa
     result = score("-", stdin='{"prompt": "ab", "text": " ca"}\n')
     assert result.exit_code == 0, result.output
     assert "warning" not in result.stderr
+
+
+class Spaced(genlm.BatchEngine):
+    """Every token has the same probability; the tokenizer adds a space before every text."""
+
+    def __init__(self, _: str) -> None:
+        pieces = {piece: i for i, piece in enumerate(["<s>", "▁", "a", "b", "▁a"])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, [("▁", "a")]))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
+        tokenizer.decoder = tokenizers.decoders.Metaspace()
+        self.vocabulary = Vocabulary.from_tokenizer(
+            PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>"
+            )
+        )
+
+    evaluate = Lowercasing.evaluate
+
+
+def test_a_space_that_the_tokenizer_adds_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lm, "load_model", lambda *_, **__: AsyncLM(lambda: Spaced("")))
+    first, second, third = scores("--tokens", stdin="ab\nb a\n a\n")
+    assert [token for token, _ in first["token_logprobs"]] == ["a", "b"]
+    assert [token for token, _ in second["token_logprobs"]] == ["", "b", " a"]
+    assert third["token_bytes"] == [2]
+    assert (first["token_bytes"], second["token_bytes"]) == ([1, 1], [0, 1, 2])
 
 
 @pytest.mark.parametrize("command", ["score", "bench"])

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import genlm
 from genlm import Token, TokenizerError, Vocabulary
 from genlm.core.vocab import text as text_module
-from genlm.core.vocab.text import encode, encode_chat
+from genlm.core.vocab.text import encode, encode_chat, encode_continuation
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 PIECES = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
@@ -146,6 +146,86 @@ def test_an_end_that_the_tokenizer_adds_is_left_out() -> None:
     vocabulary = sentencepiece_like(ends=True)
     assert spelled(vocabulary, encode(vocabulary, "a")) == [b"<s>", b" a"]
     assert spelled(vocabulary, encode(vocabulary, "a</s>"))[-1] == b"</s>"
+
+
+def word_piece() -> Vocabulary:
+    """As BERT: `[CLS]` begins and `[SEP]` ends every text."""
+    pieces = {piece: n for n, piece in enumerate(["[UNK]", "[CLS]", "[SEP]", "a", "##a"])}
+    backend = tokenizers.Tokenizer(models.WordPiece(pieces, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return Vocabulary.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **names))
+
+
+def test_a_separator_that_the_tokenizer_adds_is_left_out() -> None:
+    vocabulary = word_piece()
+    assert spelled(vocabulary, encode(vocabulary, "")) == [b"[CLS]"]
+    assert spelled(vocabulary, encode(vocabulary, "aa")) == [b"[CLS]", b" a", b"a"]
+    assert spelled(vocabulary, encode(vocabulary, "a[SEP]"))[-1] == b"[SEP]"
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "begin"),
+    [
+        (byte_level(), [b"<|end|>"]),
+        (byte_level(bos_token=None), [b"<|end|>"]),
+        (sentencepiece_like(), [b"<s>"]),
+        (word_piece(), [b"[CLS]"]),
+    ],
+    ids=["GPT-2", "Qwen", "Llama", "BERT"],
+)
+def test_a_text_is_encoded_after_the_begin_token_or_a_prompt(
+    vocabulary: Vocabulary, begin: list[bytes]
+) -> None:
+    with genlm.AsyncLM(lambda: Engine(vocabulary)) as llm:
+        ids, start = llm.encode_continuation("", "a a")
+        assert spelled(vocabulary, ids[:start]) == begin
+        assert llm.decode(ids) == "a a"
+        ids, start = llm.encode_continuation("a", " aa")
+        assert spelled(vocabulary, ids[: len(begin)]) == begin
+        assert (llm.decode(ids[:start]), llm.decode(ids[start:])) == ("a", " aa")
+        ids, start = llm.encode_continuation("a", "")
+        assert len(ids) == start
+
+
+def test_the_first_token_follows_nothing_if_there_is_no_begin_token() -> None:
+    vocabulary = byte_level(bos_token=None, eos_token=None)
+    assert encode_continuation(vocabulary, "", "a") == (encode(vocabulary, "a"), 1)
+    assert encode_continuation(vocabulary, "aa", "a") == (encode(vocabulary, "aaa"), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ta", [b"ta"]),  # the tokenizer adds a token for a space
+        ("ab", [b"a", b"b"]),  # its first token is " a"
+        (" ab", [b" a", b"b"]),  # it adds no space
+        ("bt", [b"b", b"t"]),  # no token is "bt"
+        ("cb", [b" cb"]),  # no tokens are "cb"
+    ],
+)
+def test_a_text_after_a_prompt_has_no_space_that_the_tokenizer_adds(
+    text: str, expected: list[bytes]
+) -> None:
+    merges = ["xt", "xa", "xb", "x▁", "▁a", "ta", "▁b"]
+    pairs = [*map(tuple, merges), ("▁b", "t")]
+    pieces = ["<unk>", *"▁abtx", *merges, "▁bt"]
+    if text == "cb":
+        model = models.WordLevel({"<unk>": 0, "▁x": 1, "▁cb": 2, "▁xcb": 3}, "<unk>")
+    else:
+        model = models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    tokenizer.decoder = decoders.Metaspace()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    # The prompt and the text have a token in common, so they are encoded separately.
+    ids, start = encode_continuation(vocabulary, "x", text)
+    assert spelled(vocabulary, ids[start:]) == expected
+    assert b"".join(spelled(vocabulary, ids[:start])) == b" x"
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])

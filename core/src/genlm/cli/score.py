@@ -177,11 +177,10 @@ def score(
 
 def _encode_texts(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_EncodedText]:
     """Encode all texts; raise an error for a text that cannot be scored."""
-    begin = _begin_ids(llm.vocabulary)
     encoded = []
     for text in texts:
         try:
-            item = _encode_text(llm.vocabulary, begin, text)
+            item = _encode_text(llm.vocabulary, text)
         except GenlmError as error:
             raise bad_value("FILE", f"line {text.line}: {error}") from error
         if len(item.ids) <= item.start:
@@ -246,51 +245,17 @@ def _check_lengths(
         )
 
 
-def _begin_ids(vocabulary: Vocabulary) -> list[int]:
-    """Return the ids before the first token of a text: BOS, or else the end-of-text token."""
+def _encode_text(vocabulary: Vocabulary, text: LineOfText) -> _EncodedText:
+    """Encode a text and its prompt; without a prompt and BOS, the first token is not scored."""
     from genlm.cli.text_ids import text_ids
+    from genlm.core.vocab.text import encode_continuation
 
-    begin = text_ids(vocabulary, "")
-    eos = vocabulary.eos_token_id
-    return begin if begin or eos is None else [eos]
-
-
-def _encode_text(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _EncodedText:
-    """Encode a text and its prompt together if a token boundary is between them."""
-    from genlm.cli.text_ids import text_ids
-
-    def encode_with_begin(content: str) -> list[int]:
-        ids = text_ids(vocabulary, content)
-        return ids if ids[: len(begin)] == begin else [*begin, *ids]
-
+    ids, start = encode_continuation(vocabulary, text.prompt or "", text.text, text_ids)
     size = len(text.text.encode())
     if not text.prompt:
-        ids = encode_with_begin(text.text)
-        if begin:
-            return _EncodedText(ids, len(begin), size)
-        return _EncodedText(ids, 1, size - sum(len(vocabulary.byte_vocab[i]) for i in ids[:1]))
-    prompt_ids = encode_with_begin(text.prompt)
-    ids = encode_with_begin(text.prompt + text.text)
-    if ids[: len(prompt_ids)] != prompt_ids:
-        text_alone = text_ids(vocabulary, text.text, begin=False)
-        ids = [*prompt_ids, *_without_added_space(vocabulary, text_alone, text.text)]
-    return _EncodedText(ids, len(prompt_ids), size)
-
-
-def _without_added_space(vocabulary: Vocabulary, ids: list[int], text: str) -> list[int]:
-    """Remove the space that many SentencePiece tokenizers add at the start of every text."""
-    tokens = [vocabulary.byte_vocab[i].byte_string for i in ids]
-    if b"".join(tokens) != b" " + text.encode():
-        return ids
-    rest, first = tokens[0][1:], list[int]()
-    while rest:  # by its longest beginning that is a token
-        ends = range(len(rest), 0, -1)
-        end = next((end for end in ends if vocabulary.ids_of(rest[:end])), None)
-        if end is None:
-            return ids
-        first.append(vocabulary.ids_of(rest[:end])[0])
-        rest = rest[end:]
-    return [*first, *ids[1:]]
+        unscored = (i for i in ids[:start] if i not in vocabulary.special_ids)
+        size -= sum(len(vocabulary.byte_vocab[i]) for i in unscored)
+    return _EncodedText(ids, start, size)
 
 
 def _score_text(
@@ -313,6 +278,8 @@ def _score_text(
         return score
     ids = encoded.ids[encoded.start :]
     tokens = [vocabulary.byte_vocab[i].byte_string for i in ids]
+    if b"".join(tokens) == b" " + text.text.encode():  # the tokenizer added the space
+        tokens[0] = tokens[0][1:]
     names = (token.decode(errors="replace") for token in tokens)
     return dataclasses.replace(
         score,

@@ -9,7 +9,13 @@ from genlm.core.base.error_handling import map_batch
 from genlm.core.base.validation import checked_batch
 from genlm.core.model.context import Context
 from genlm.core.model.population import Population
-from genlm.core.vocab.text import decode, decode_bytes, encode, encode_chat
+from genlm.core.vocab.text import (
+    decode,
+    decode_bytes,
+    encode,
+    encode_chat,
+    encode_continuation,
+)
 
 if TYPE_CHECKING:
     from genlm.core.model.context import TokenBatch, TokenIds
@@ -44,15 +50,17 @@ class TextMethods:
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Encode a text with the model's BOS convention.
 
-        Special tokens that the tokenizer adds are kept, except an EOS token at the end. If it
-        adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the separator of the
-        training texts of such models (GPT-2, GPT-NeoX), unless the tokenizer was created with
-        `add_bos_token=False`.
+        Special tokens that the tokenizer adds are kept, except an EOS or SEP token at the end.
+        If it adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the separator
+        of the training texts of such models (GPT-2, GPT-NeoX), unless the tokenizer was created
+        with `add_bos_token=False`.
 
         Args:
             text: Text to encode. The tokenizer decides whether names of special tokens in the
                 text are encoded as these tokens.
-            begin: Whether the text begins a sequence; False adds no special tokens.
+            begin: Whether the text begins a sequence; False adds no special tokens. Many
+                SentencePiece tokenizers also add a space at the start of every text, which
+                `encode_continuation` removes.
 
         Raises:
             TokenizerError: The engine's tokenizer has no `encode`.
@@ -60,6 +68,30 @@ class TextMethods:
             ValueError: `text` has a surrogate, which is not a character.
         """
         return encode(self.vocabulary, text, begin=begin)
+
+    def encode_continuation(self, prompt: str, text: str) -> tuple[list[int], int]:
+        """Encode a text after a prompt, to score the text.
+
+            ids, start = llm.encode_continuation("The answer is", " yes")
+            scores = await llm.score(ids, start)
+
+        The prompt and the text are encoded together if a token boundary is between them.
+        Otherwise they are encoded separately, and the space that many SentencePiece tokenizers
+        add at the start of a text is removed.
+
+        Args:
+            prompt: Text that is not scored; may be empty.
+            text: Text that follows the prompt.
+
+        Returns:
+            The ids of both, and the number of ids before those of `text`. The first ids are
+            those of `encode("")`, such as BOS, or else EOS. If the vocabulary has neither and
+            the prompt is empty, the number is 1, because the first token cannot be scored.
+
+        Raises:
+            GenlmError: As `encode`.
+        """
+        return encode_continuation(self.vocabulary, prompt, text)
 
     def decode(self, token_ids: TokenIds, *, special_tokens: bool = False) -> str:
         """Decode token ids from the exact bytes of their tokens.

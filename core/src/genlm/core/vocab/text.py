@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     genlm work without it. These members of a tokenizer with `encode` are used if it has them:
 
     - `bos_token_id`, `eos_token_id`: BOS and EOS ids, or None. Those of sentencepiece and
-      tiktoken (`eot_token`) are used, too.
+      tiktoken (`eot_token`) are used, too. `sep_token_id`: an id that ends texts like EOS.
     - `encode(text, add_special_tokens=False)`: the ids of the text without special tokens.
     - `all_special_ids`: ids that are not text; by default the BOS and EOS ids.
     - `apply_chat_template(messages, ...)`, as in transformers, for `llm.encode_chat`.
@@ -66,18 +66,58 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
 def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]) -> list[int]:
     """Return the ids of a text with BOS, given its ids with and without special tokens.
 
-    Special tokens that the tokenizer adds remain, except EOS at the end, because the text is
-    continued. If it adds no special token, `bos_token_id` is prepended if it equals
+    Special tokens that the tokenizer adds remain, except EOS or SEP at the end, because the
+    text is continued. If it adds no special token, `bos_token_id` is prepended if it equals
     `eos_token_id`, the separator of the training texts (GPT-2, GPT-NeoX).
     """
     bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
     if ids != without_special:
-        is_ended = ids[-1:] == [eos] != without_special[-1:]
+        ends = ([eos], [getattr(vocabulary.tokenizer, "sep_token_id", None)])
+        is_ended = ids[-1:] in ends and ids[-1:] != without_special[-1:]
         return ids[:-1] if is_ended else ids
     options = getattr(vocabulary.tokenizer, "init_kwargs", {})
     if bos is None or bos != eos or options.get("add_bos_token") is False:
         return ids
     return ids if ids[:1] == [bos] else [bos, *ids]
+
+
+def encode_continuation(
+    vocabulary: Vocabulary,
+    prompt: str,
+    text: str,
+    encode: Callable[..., list[int]] = encode,
+) -> tuple[list[int], int]:
+    """Encode a text after a prompt by `encode`; see `AsyncLM.encode_continuation`."""
+    begin = encode(vocabulary, "")
+    if not begin and vocabulary.eos_token_id is not None:
+        begin = [vocabulary.eos_token_id]
+
+    def encode_with_begin(content: str) -> list[int]:
+        ids = encode(vocabulary, content)
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+    prompt_ids = encode_with_begin(prompt) if prompt else begin
+    ids = encode_with_begin(prompt + text)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        text_alone = encode(vocabulary, text, begin=False)
+        ids = [*prompt_ids, *_without_added_space(vocabulary, text_alone, text)]
+    return ids, max(1, len(prompt_ids))
+
+
+def _without_added_space(vocabulary: Vocabulary, ids: list[int], text: str) -> list[int]:
+    """Remove the space that many SentencePiece tokenizers add at the start of every text."""
+    tokens = [vocabulary.byte_vocab[i].byte_string for i in ids]
+    if b"".join(tokens) != b" " + text.encode():
+        return ids
+    rest, first = tokens[0][1:], list[int]()
+    while rest:  # by its longest beginning that is a token
+        ends = range(len(rest), 0, -1)
+        end = next((end for end in ends if vocabulary.ids_of(rest[:end])), None)
+        if end is None:
+            return ids
+        first.append(vocabulary.ids_of(rest[:end])[0])
+        rest = rest[end:]
+    return [*first, *ids[1:]]
 
 
 def decode_bytes(

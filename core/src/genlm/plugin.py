@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.base.errors import VocabularyError as VocabularyError
     from genlm.core.base.errors import WeightsError as WeightsError
     from genlm.core.base.errors import describe_error as describe_error
+    from genlm.core.base.loop_batches import LoopBatches as LoopBatches
     from genlm.core.base.progress import loading_stage as loading_stage
     from genlm.core.engine.batch_engine import BatchEngine as BatchEngine
     from genlm.core.engine.engine import Capability as Capability

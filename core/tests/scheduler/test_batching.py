@@ -12,6 +12,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import Completion
+from genlm.core.base import loop_batches
 from genlm.core.scheduler import batching
 
 
@@ -53,7 +54,7 @@ def test_an_endless_stream_of_arrivals_does_not_hold_a_batch_back_for_ever(start
             later_requests.append(asyncio.create_task(llm.next_token_logprobs([0, *ids])))
             await asyncio.sleep(0)
             time.sleep(1e-4)  # the engine's thread does not wait for the interpreter
-        assert len(later_requests) > batching.MAX_ITERATIONS
+        assert len(later_requests) > loop_batches.MAX_ITERATIONS
         await asyncio.gather(*later_requests)
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
@@ -98,7 +99,7 @@ def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypa
         particles = [asyncio.create_task(particle(i)) for i in range(4)]
         await asyncio.to_thread(engine.wait_until_entered)
         straggler = asyncio.create_task(particle(4))
-        for _ in range(batching.MAX_ITERATIONS + 2):
+        for _ in range(loop_batches.MAX_ITERATIONS + 2):
             await asyncio.sleep(0)
         engine.release()
         await asyncio.gather(*particles, straggler)
@@ -116,7 +117,7 @@ def test_a_straggler_leaves_when_the_callers_of_the_step_ask_nothing_more(start,
         request = asyncio.create_task(llm.next_token_logprobs([1]))
         await asyncio.to_thread(engine.wait_until_entered)
         straggler = asyncio.create_task(llm.next_token_logprobs([2]))
-        for _ in range(batching.MAX_ITERATIONS + 2):
+        for _ in range(loop_batches.MAX_ITERATIONS + 2):
             await asyncio.sleep(0)
         engine.release()
         await asyncio.gather(request, straggler)

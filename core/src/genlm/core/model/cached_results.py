@@ -11,12 +11,16 @@ from typing import Any, TypeAlias
 import torch
 
 from genlm.core.base.blocking import is_blocking
+from genlm.core.base.loop_batches import LoopBatches
 from genlm.core.queries.query import Reduction
 from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
 from genlm.core.rows.outputs import reduce_rows
 
 CachedResult: TypeAlias = tuple[Entry, Reduction | None]
 """An entry of the output cache, and the requested reduction; None for the stored value."""
+
+_Request: TypeAlias = tuple[list[CachedResult], asyncio.Future[list[Any]]]
+"""Results that a coroutine requests, and the future of their values."""
 
 COPIED_ON_LOOP = 2**16
 """Maximum number of bytes copied on the event loop; this takes as long as a thread switch."""
@@ -25,57 +29,15 @@ _REDUCED_AT_ONCE = 2**24
 """Maximum number of values of cached rows reduced at once: 64 MiB in float32."""
 
 
-class _Batch:
-    """The results that coroutines request in one iteration of their event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._requests: list[tuple[list[CachedResult], asyncio.Future[list[Any]]]] = []
-
-    def add(self, cached: list[CachedResult]) -> asyncio.Future[list[Any]]:
-        """Return the future of the values of some results."""
-        future = self._loop.create_future()
-        self._requests.append((cached, future))
-        return future
-
-    def start(self) -> None:
-        """Compute all results on another thread."""
-        try:
-            self._loop.run_in_executor(None, self._compute)
-        except RuntimeError as error:  # the event loop or the interpreter is being closed
-            self._deliver([error] * len(self._requests))
-
-    def _compute(self) -> None:
-        parts = [cached for cached, _ in self._requests]
-        together = _attempt(list(itertools.chain(*parts)))
-        values: list[list[Any] | Exception]
-        if isinstance(together, Exception):  # such as out of memory: not that of each request
-            values = [_attempt(cached) for cached in parts]
-        else:
-            remaining = iter(together)
-            values = [list(itertools.islice(remaining, len(cached))) for cached in parts]
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self._deliver, values)
-
-    def _deliver(self, values: Sequence[list[Any] | Exception]) -> None:
-        for (_, future), value in zip(self._requests, values, strict=True):
-            if future.done():  # its coroutine was cancelled
-                continue
-            if isinstance(value, Exception):
-                future.set_exception(value)
-            else:
-                future.set_result(value)
-
-
 class CachedResults:
     """Computes requested results from entries of the output cache.
 
-    Copies of few bytes are made at once. Other results that are requested in one iteration of
-    an event loop are computed together, on another thread.
+    Copies of few bytes are made at once. Other results that coroutines of an event loop request
+    together are computed together, on another thread.
     """
 
     def __init__(self) -> None:
-        self._batches: dict[asyncio.AbstractEventLoop, _Batch] = {}
+        self._requests: LoopBatches[_Request] = LoopBatches(_compute_on_thread)
 
     async def values(self, cached: list[CachedResult]) -> list[Any]:
         """Return results, which belong to the caller, or exceptions of reductions."""
@@ -85,17 +47,40 @@ class CachedResults:
         if is_blocking():
             return _compute(cached)
         loop = asyncio.get_running_loop()
-        batch = self._batches.get(loop)
-        if batch is None:
-            for other in list(self._batches):  # of all threads
-                if other.is_closed():  # it never starts its batch
-                    self._batches.pop(other, None)
-            batch = self._batches[loop] = _Batch(loop)
-            loop.call_soon(self._start, loop)  # after this iteration
-        return await batch.add(cached)
+        future: asyncio.Future[list[Any]] = loop.create_future()
+        self._requests.add(loop, (cached, future))
+        return await future
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._batches.pop(loop).start()
+
+def _compute_on_thread(requests: list[_Request]) -> None:
+    """Compute the results of a batch on another thread."""
+    try:
+        asyncio.get_running_loop().run_in_executor(None, _compute_all, requests)
+    except RuntimeError as error:  # the event loop or the interpreter is being closed
+        _deliver(requests, [error] * len(requests))
+
+
+def _compute_all(requests: list[_Request]) -> None:
+    parts = [cached for cached, _ in requests]
+    together = _attempt(list(itertools.chain(*parts)))
+    values: list[list[Any] | Exception]
+    if isinstance(together, Exception):  # such as out of memory: not that of each request
+        values = [_attempt(cached) for cached in parts]
+    else:
+        remaining = iter(together)
+        values = [list(itertools.islice(remaining, len(cached))) for cached in parts]
+    with contextlib.suppress(RuntimeError):  # the event loop is closed
+        requests[0][1].get_loop().call_soon_threadsafe(_deliver, requests, values)
+
+
+def _deliver(requests: list[_Request], values: Sequence[list[Any] | Exception]) -> None:
+    for (_, future), value in zip(requests, values, strict=True):
+        if future.done():  # its coroutine was cancelled
+            continue
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
 
 
 def _attempt(cached: list[CachedResult]) -> list[Any] | Exception:

@@ -1,10 +1,7 @@
 """The batching policy: when the requests in the inbox are dispatched to the engine.
 
-No timer is used: an idle engine receives a batch when the event loop has run ready callbacks.
-Coroutines that are ready in the same iteration of the event loop as a request are likely to
-submit requests, too. The first request of an iteration therefore schedules a callback at the
-end of the loop's queue. The callback flushes the inbox if the last iteration has added no
-request; otherwise it is rescheduled, a bounded number of times.
+No timer is used: an idle engine receives a batch when the event loop of its callers has run
+ready callbacks and adds no further requests (`LoopBatches`). The loop then flushes the inbox.
 
 After a step, the callers that received results are likely to submit their next requests. A
 request that arrived during the step is therefore held until the event loop has run these
@@ -18,14 +15,9 @@ most for about the duration of the last step.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
 
 from genlm.core.scheduler.request_table import RequestTable
-
-MAX_ITERATIONS = 8
-"""Maximum number of event-loop iterations for which a growing batch is delayed."""
 
 GRACE_SHARE = 0.1
 """Maximum grace period, as a share of the last step. It costs at most this share of the
@@ -98,33 +90,3 @@ class BatchingPolicy:
         return (
             None if self._grace_until_s is None else self._grace_until_s - time.perf_counter()
         )
-
-
-class IdleFlush:
-    """Flushes the inbox once the running event loop adds no further requests."""
-
-    def __init__(self, flush: Callable[[], None], count_inbox: Callable[[], int]) -> None:
-        self._flush = flush
-        self._count_inbox = count_inbox
-        # Event loops with a pending callback. Several threads use the set, without a lock, by
-        # atomic operations only.
-        self._scheduled: set[asyncio.AbstractEventLoop] = set()
-
-    def schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Flush after the running event loop has run its ready callbacks."""
-        if loop not in self._scheduled:
-            for scheduled_loop in list(self._scheduled):
-                if scheduled_loop.is_closed():  # its callback never runs
-                    self._scheduled.discard(scheduled_loop)
-            self._scheduled.add(loop)
-            loop.call_soon(self._flush_or_reschedule, loop, 0, MAX_ITERATIONS)
-
-    def _flush_or_reschedule(
-        self, loop: asyncio.AbstractEventLoop, last_count: int, iterations: int
-    ) -> None:
-        count = self._count_inbox()
-        if count > last_count and iterations:
-            loop.call_soon(self._flush_or_reschedule, loop, count, iterations - 1)
-            return
-        self._scheduled.discard(loop)
-        self._flush()

@@ -11,6 +11,7 @@ and the delivery becomes the result of the evaluations concerned.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import threading
@@ -28,11 +29,12 @@ from genlm.core.base.errors import (
     describe_error,
 )
 from genlm.core.base.forking import renew_in_forks
+from genlm.core.base.loop_batches import LoopBatches
 from genlm.core.base.statistics import SchedulerStatistics
 from genlm.core.engine.engine import call_each
 from genlm.core.queries.query import GroupQuery
 from genlm.core.rows.output_cache import OutputCache
-from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
+from genlm.core.scheduler.batching import BatchingPolicy
 from genlm.core.scheduler.calls import Call, ReleaseQueue
 from genlm.core.scheduler.delivery import Delivery, LateResults, distribute
 from genlm.core.scheduler.observation import StepObserver
@@ -82,7 +84,7 @@ class Worker:
         self._engine: Any = None
         self._final_statistics: Mapping[str, Any] = {}
         self._wake_engine: Callable[[], None] | None = None
-        self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
+        self._arrivals: LoopBatches[None] = LoopBatches(lambda _: self.flush())
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.ended, self.is_exiting = threading.Event(), False
         # Arguments, not attributes: a reference cycle would delay freeing the model's memory.
@@ -138,7 +140,7 @@ class Worker:
             for place, (query, key, output) in enumerate(submissions):
                 self._table.enqueue(request, place, query, key, output, arrived_s)
         if not isinstance(request.future, concurrent.futures.Future):
-            self._idle_flush.schedule(request.future.get_loop())
+            self._flush_later(request.future.get_loop())
 
     def leave(self, request: Request) -> None:
         """Remove an abandoned request; abort evaluations without other requests."""
@@ -428,11 +430,15 @@ class Worker:
             delivery.process(self._late)
             with self._lock:
                 waits_for_callers = delivery.reaches_loops and self._delay(step_s)
-            delivery.send(afterwards=self._idle_flush.schedule if waits_for_callers else None)
+            delivery.send(afterwards=self._flush_later if waits_for_callers else None)
         except BaseException as error:
             self._fail(finished, requests, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _flush_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Flush once the running event loop adds no further requests."""
+        self._arrivals.add(loop, None)
 
     def _delay(self, step_s: float) -> bool:
         """Delay the next batch or step; whether that ends when event loops have run callers."""

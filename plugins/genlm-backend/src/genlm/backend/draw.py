@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 import genlm
-from genlm.plugin import describe_error, draw_tokens
+from genlm.plugin import LoopBatches, describe_error, draw_tokens
 
 __all__ = [
     "DRAW_METHODS",
@@ -38,9 +38,6 @@ Row = torch.Tensor | npt.NDArray[Any] | Sequence[float]
 
 Picker = Callable[[torch.Tensor], torch.Tensor]
 """Function from rows of log-probabilities `(n, vocab)` to drawn indices `(n,)`."""
-
-MAX_ITERATIONS = 8
-"""Maximum number of event loop iterations for which calls wait for further calls."""
 
 MAX_VALUES = 2**22
 """Maximum number of entries in a reduction; 32 MiB in float64, as 32 rows of 128,000 tokens."""
@@ -205,32 +202,17 @@ class _Call:
     future: asyncio.Future[Any]
 
 
-_waiting: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
-"""Pending calls of each event loop."""
-
-
 async def _submit(
     reduce: Callable[[list[_Call]], list[Any]], row: torch.Tensor, detail: Any = None
 ) -> Any:
     loop = asyncio.get_running_loop()
     call = _Call(reduce, row, detail, loop.create_future())
-    calls = _waiting.setdefault(loop, [])
-    calls.append(call)
-    if len(calls) == 1:
-        for other in list(_waiting):  # of all threads
-            if other.is_closed():  # its callback never runs
-                _waiting.pop(other, None)
-        loop.call_soon(_complete_all, loop, 0, MAX_ITERATIONS)
+    _calls.add(loop, call)
     return await call.future
 
 
-def _complete_all(loop: asyncio.AbstractEventLoop, before: int, iterations: int) -> None:
-    """Complete the calls of an event loop after an iteration without further calls."""
-    calls = _waiting[loop]
-    if len(calls) > before and iterations:
-        loop.call_soon(_complete_all, loop, len(calls), iterations - 1)
-        return
-    del _waiting[loop]
+def _complete(calls: list[_Call]) -> None:
+    """Complete the calls of an event loop."""
     batches: dict[Any, list[_Call]] = {}
     for call in calls:
         if not call.future.done():  # else it was cancelled
@@ -240,6 +222,10 @@ def _complete_all(loop: asyncio.AbstractEventLoop, before: int, iterations: int)
         size = max(1, MAX_VALUES // len(batch[0].row))
         for begin in range(0, len(batch), size):
             _finish(batch[begin : begin + size])
+
+
+_calls = LoopBatches(_complete)
+"""Pending calls of each event loop."""
 
 
 def _finish(batch: list[_Call]) -> None:

@@ -107,13 +107,7 @@ async def steer(
     """
     if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
-    population = _initial_population(llm, prompt, size)
-    size = len(population)
-    every = np.ones(size, bool)
-    weights = np.zeros(size)
-    weights += 0.0 if log_weights is None else _checked_logs(log_weights, every, "log_weights")
-    if np.isneginf(weights).any():
-        population = population.finish(np.isneginf(weights))
+    particles = _first_particles(llm, prompt, size, log_weights)
     max_tokens = checked_integer("max_tokens", max_tokens, 0)
     temperature = checked_number("temperature", temperature)
     if potential is not None and not callable(potential):
@@ -122,25 +116,13 @@ async def steer(
             f"log-factors, shape (n,)"
         )
     stop_ids, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
+    if isinstance(constraint, Language) and stop_texts:
+        raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
     ends = np.array(sorted(stop_ids), np.int64)
-    if isinstance(constraint, Language):
-        if stop_texts:
-            raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
-        language_stop = None if stop is None else ends
-        # Automata and grammars may be compiled for the vocabulary.
-        constraint = await off_loop(constraint.start, llm, size, text=text, stop=language_stop)
-    elif text:
-        raise ValueError("text belongs to the texts of a Language; pass one as constraint")
-    if not isinstance(constraint, Constraint | None):
-        raise TypeError(
-            f"constraint={constraint!r}; expected a Language or a Constraint of "
-            f"genlm.constraints, such as Automaton.regex(pattern)"
-        )
-    if constraint is not None and len(constraint) != size:
-        raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
+    language_stop = None if stop is None else ends
     particle_filter = _Filter(
-        Particles(population, weights, History(), llm),
-        constraint,
+        particles,
+        await _first_constraint(constraint, llm, len(particles), text, language_stop),
         potential,
         bias,
         ends=ends,
@@ -149,6 +131,7 @@ async def steer(
         resample_below=resample_below,
         seed=checked_seed(seed),
     )
+    population = particles.population
     lengths = population.lengths[~population.finished].tolist()
     room = (llm.max_context or math.inf) + 1 - max(lengths, default=0)
     steps = int(min(max_tokens, room))
@@ -160,8 +143,8 @@ async def steer(
             if particles.population.finished.all():
                 return
     if steps < max_tokens:
-        unfinished = int((~particle_filter.particles.population.finished).sum())
-        llm._log_cut(unfinished, size, max_tokens)  # noqa: SLF001 - the warning of `sample`
+        unfinished = int((~particles.population.finished).sum())
+        llm._log_cut(unfinished, len(particles), max_tokens)  # noqa: SLF001 - as `sample` does
 
 
 def steer_sync(
@@ -203,6 +186,46 @@ def _initial_population(
             count,
         )
     return prompt
+
+
+def _first_particles(
+    llm: AsyncLM,
+    prompt: TokenIds | Population,
+    size: int | None,
+    log_weights: LogWeights | None,
+) -> Particles:
+    """Return the particles before the first step; those without weight are finished."""
+    population = _initial_population(llm, prompt, size)
+    weights = np.zeros(len(population))
+    if log_weights is not None:
+        weights += _checked_logs(log_weights, np.ones(len(population), bool), "log_weights")
+    is_dead = np.isneginf(weights)
+    if is_dead.any():
+        population = population.finish(is_dead)
+    return Particles(population, weights, History(), llm)
+
+
+async def _first_constraint(
+    constraint: Language | Constraint | None,
+    llm: AsyncLM,
+    size: int,
+    text: bytes,
+    stop: npt.NDArray[np.int64] | None,
+) -> Constraint | None:
+    """Return the constraint of the first particles."""
+    if isinstance(constraint, Language):
+        # Another thread compiles automata and grammars for the vocabulary.
+        constraint = await off_loop(constraint.start, llm, size, text=text, stop=stop)
+    elif text:
+        raise ValueError("text belongs to the texts of a Language; pass one as constraint")
+    if not isinstance(constraint, Constraint | None):
+        raise TypeError(
+            f"constraint={constraint!r}; expected a Language or a Constraint of "
+            f"genlm.constraints, such as Automaton.regex(pattern)"
+        )
+    if constraint is not None and len(constraint) != size:
+        raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
+    return constraint
 
 
 class _Filter:

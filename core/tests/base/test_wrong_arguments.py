@@ -152,6 +152,10 @@ def test_of_results_that_have_ids(llm: AsyncLM) -> None:
             ask(drawn)
     with pytest.raises(genlm.TokenTypeError, match=r"pass its token_ids$"):
         context.extend(llm.top_tokens_sync(context, 2))  # type: ignore[arg-type]
+    population = llm.population([[1], [2]])
+    for draws in (population.draw_sync(), population.sample_sync(2)):
+        with pytest.raises(genlm.TokenTypeError, match=r"Tokens; pass its token_ids$"):
+            population.extend(draws)  # type: ignore[arg-type]
 
 
 def test_of_one_mask_for_several_contexts(llm: AsyncLM) -> None:

@@ -688,7 +688,7 @@ def test_a_bias_that_is_no_number_fails_the_members_that_have_it(
             lambda bias: population.log_mass_sync([1, 2], bias=bias),
             lambda bias: population.draw_without_replacement_sync(2, bias=bias, seed=1),
         ):
-            with pytest.raises(genlm.PopulationError, match="bias is NaN or inf") as raised:
+            with pytest.raises(genlm.PopulationError, match=r"NaN or .* by -inf$") as raised:
                 ask(bias)
             assert raised.value.members == (1,)
     excluded = population.draw_sync([3, 4], bias=of_tokens, temperature=temperature, seed=1)

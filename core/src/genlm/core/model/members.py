@@ -223,6 +223,9 @@ class Members:
 
     def _checked_tokens(self, token_ids: ArrayLike) -> Integers64:
         """Return token ids of the members, shape `(n,)` or `(n, k)`, -1 for no token."""
+        if isinstance(token_ids, tuple) and hasattr(token_ids, "token_ids"):  # a draw
+            found = f"{type(token_ids).__name__}; pass its token_ids"
+            raise TokenTypeError(found, "token_ids", "integers")
         ids = checked_array(token_ids)
         if ids.ndim not in {1, 2} or len(ids) != len(self):
             raise ValueError(

@@ -115,9 +115,10 @@ class Population(MemberReductions):
         `exp((logprob + bias) / temperature)`. The random number of a member depends on the
         seed, on the index of the member, and on the number of tokens that the population was
         extended by; it is the same on every engine and device. One seed therefore suffices for
-        all steps, and copies of a member draw independently. Draws from a population that
-        `AsyncLM.population` creates from these sequences need another seed, because it begins
-        with the first random numbers again.
+        all steps, and copies of a member draw independently. Different populations have the
+        same random numbers at the same step. For independent draws, use different seeds for two
+        parts of a population, for a draft model and its target, and for a population that
+        `AsyncLM.population` creates from these sequences, which begins with the first step.
 
         Args:
             masks: Allowed tokens; None for all. One mask for all members, in any form that

@@ -290,7 +290,11 @@ def check_log_masses(log_masses: torch.Tensor, members: Integers64, count: int) 
     """
     values = log_masses.numpy()
     if not values.max(initial=-math.inf) < math.inf:  # true for NaN
-        error = ValueError("bias is NaN or inf for a token that may be drawn")
+        error = ValueError(
+            "bias is NaN or inf for a token that may be drawn; a bias that was computed from "
+            "rows is so for ids without logits, whose log-probability is -inf: replace it by "
+            "-inf"
+        )
         raise PopulationError(members[~(values < math.inf)].tolist(), count, error)
 
 

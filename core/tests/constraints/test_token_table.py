@@ -6,12 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 from constrained_model import TOKENS, SmallEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 import genlm
 from genlm.constraints import Automaton
+from genlm.constraints import token_table as token_table_module
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, minimise
 from genlm.constraints.states import DEAD, FINISHED, LIVE
 from genlm.constraints.text_tokens import TextTokens
@@ -83,38 +85,38 @@ def test_rows_in_any_order_are_those_of_the_definition(
             row = expected[state - LIVE]
             goal = state if token_id < 0 else row[token_id]
             assert after == [goal, DEAD, FINISHED, goal]
-        places = token_table.places_of(members)
-        words = token_table.masks.numpy()[places]
-        masks = np.unpackbits(
+        masks, places = token_table.masks(members)
+        words = masks.numpy()[places]
+        allowed = np.unpackbits(
             words.view(np.uint8), axis=1, count=len(texts), bitorder="little"
         ).astype(bool)
-        assert masks[0].tolist() == [s != DEAD for s in expected[state - LIVE]]
-        assert not masks[1:3].any()
+        assert allowed[0].tolist() == [s != DEAD for s in expected[state - LIVE]]
+        assert not allowed[1:3].any()
 
 
 def test_rows_are_computed_for_the_states_that_members_have() -> None:
     language = Automaton.regex(r"[ab]{40}")
     with genlm.AsyncLM(SmallEngine) as llm:
         constraint = language.start(llm, 3)
-        table = constraint.table
-        assert len(table.masks) == 2  # dead and finished
-        constraint.masks()
-        assert len(table.masks) == 3
+        assert len(constraint.masks()[0]) == 3  # with those of dead and finished
         after = constraint.advance([TOKEN_A, TOKEN_A, -1])
-        after.masks()
-        assert len(table.masks) == 4
-        assert language.start(llm, 1).table is table
+        assert len(after.masks()[0]) == 4
+        assert language.start(llm, 1).table is constraint.table
+
+
+def chain_table(count: int) -> tuple[ByteTable, TextTokens]:
+    """An automaton whose states form a chain, and its tokens."""
+    successors = np.full((count, 256), NO_STATE)
+    successors[:-1, ord("a")] = np.arange(1, count)
+    successors[:-1, ord("b")] = np.arange(1, count)
+    table = ByteTable(successors, np.arange(count) == count - 1)
+    return table, tokens_of([b"a", b"b", b"ab"], [])
 
 
 def test_threads_may_need_states_at_the_same_time() -> None:
-    texts = [b"a", b"b", b"ab"]
-    successors = np.full((60, 256), NO_STATE)
-    successors[:-1, ord("a")] = np.arange(1, 60)
-    successors[:-1, ord("b")] = np.arange(1, 60)
-    table = ByteTable(successors, np.arange(60) == 59)
-    tokens = tokens_of(texts, [])
+    table, tokens = chain_table(60)
     expected = expected_rows(table, tokens)
-    token_table = TokenTable(table, tokens, TokenTrie(texts))
+    token_table = TokenTable(table, tokens, TokenTrie(tokens.texts))
     barrier = threading.Barrier(8)
 
     def walk(seed: int) -> None:
@@ -125,9 +127,29 @@ def test_threads_may_need_states_at_the_same_time() -> None:
                 expected[state - LIVE][0],
                 expected[state - LIVE][2],
             ]
-            masks = token_table.masks_of(states)
+            masks = token_table.row_masks(states)
             assert bool(masks.is_empty[0]) == (set(expected[state - LIVE]) == {DEAD})
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(walk, range(8)))
-    assert len(token_table.masks) == 2 + 60
+    assert len(token_table.masks(np.array([DEAD]))[0]) == 2 + 60
+
+
+def test_the_memory_of_rows_is_bounded_and_dropped_rows_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, tokens = chain_table(60)
+    expected = expected_rows(table, tokens)
+    token_table = TokenTable(table, tokens, TokenTrie(tokens.texts))
+    row_bytes = len(tokens.texts) + 1
+    monkeypatch.setattr(token_table_module, "MAX_ROW_BYTES", 10 * row_bytes)
+    states, sizes = LIVE + np.arange(60), []
+    for part in [*states[:, None], states[:20], states[5:8], states[30:33]]:
+        after = token_table.after(part, np.full(len(part), 2))
+        assert after.tolist() == [expected[state - LIVE][2] for state in part]
+        sizes.append(len(token_table.masks(part)[0]))
+        assert token_table.row_masks(part).is_empty.tolist() == [
+            set(expected[state - LIVE]) == {DEAD} for state in part
+        ]
+    assert max(sizes[:60]) == 10
+    assert sizes[60:] == [22, 22, 5]

@@ -164,12 +164,11 @@ class _AutomatonConstraint(StateConstraint):
     def __init__(self, table: TokenTable, states: TokenStates) -> None:
         super().__init__(states, table.vocab_size)
         self.table = table
-        self._row_masks = RowMasks.deferred(lambda: table.masks_of(states), len(states))
+        self._row_masks = RowMasks.deferred(lambda: table.row_masks(states), len(states))
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of states, and the place of each member's state among them."""
-        places = self.table.places_of(self.states)
-        return self.table.masks, places
+        return self.table.masks(self.states)
 
     def _draw_masks(self) -> tuple[RowMasks, None]:
         return self._row_masks, None

@@ -25,6 +25,9 @@ TokenStates: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 _VALUES_AT_ONCE = 2**23
 """Maximum number of successors that are computed at once."""
 
+MAX_ROW_BYTES = 2**30
+"""Maximum memory of the rows of a table, unless a single call needs more."""
+
 
 class _Level(NamedTuple):
     """The prefixes of tokens that have the same length, in order.
@@ -106,6 +109,26 @@ token_tries = PerVocabulary(
 """The trie of a vocabulary, without the tokens that end a text."""
 
 
+class _Rows:
+    """Rows of some states of a table, in the order in which they were added.
+
+    Attributes:
+        count: Number of rows.
+        place_of: Row of each state of the automaton, -1 for none.
+        successors: State after each token; in the last column, the state of the row.
+        words: Allowed tokens, packed bits.
+        masks: The masks of all rows; all draws share copies on devices.
+    """
+
+    masks: RowMasks
+
+    def __init__(self, states: int, vocab_size: int, kind: np.dtype[Any]) -> None:
+        self.count = 0
+        self.place_of = np.full(states, -1)
+        self.successors = np.empty((0, vocab_size + 1), kind)
+        self.words = np.empty((0, -(-vocab_size // 32)), np.int32)
+
+
 class TokenTable:
     r"""The successors of the states of an automaton for the tokens of a vocabulary.
 
@@ -114,8 +137,9 @@ class TokenTable:
     text without continuations leads there. Tokens after which no text can be completed lead to
     the dead state.
 
-    The rows of a state are computed when they are first needed, because most states of large
-    automata never are: `\w{9}` has 2,700. May be used by several threads.
+    The row of a state is computed when it is first needed, because most states of large
+    automata never are: `\w{9}` has 2,700. If the rows would exceed `MAX_ROW_BYTES`, earlier
+    rows are dropped, and computed again when they are needed. May be used by several threads.
 
     Args:
         table: The automaton over bytes.
@@ -141,37 +165,45 @@ class TokenTable:
         self.starts = self._resolved[LIVE:]
         self._lock = threading.Lock()
         renew_in_forks(self)
-        # Rows of states in the order in which they were needed; -1 for none.
-        self._place_of = np.full(count, -1)
-        self._successors = np.empty((0, trie.count + 1), kind)
-        self._words = np.empty((0, -(-trie.count // 32)), np.int32)
-        self._add(np.array([DEAD, FINISHED]))
+        self._row_bytes = (trie.count + 1) * kind.itemsize + trie.count // 8
+        self._rows = self._first_rows(np.array([], np.int64))
 
-    def places_of(self, states: TokenStates) -> Integers64:
-        """Return the row in `masks` of each of some states."""
-        places: Integers64 = self._place_of[states]
-        if places.size and np.minimum.reduce(places) < 0:
-            with self._lock:
-                is_new = self._place_of[states] < 0
-                self._add(np.unique(states[is_new]).astype(np.int64))
-            places = self._place_of[states]
-        return places
+    def masks(self, states: TokenStates) -> tuple[torch.Tensor, Integers64]:
+        """Return masks as packed bits, and the place of each state's mask among them."""
+        rows, places = self._rows_of(states)
+        return torch.from_numpy(rows.words[: rows.count]), places
 
-    @property
-    def masks(self) -> torch.Tensor:
-        """Allowed tokens of the states that were needed, packed bits."""
-        return torch.from_numpy(self._words[: self._row_masks.count])
-
-    def masks_of(self, states: TokenStates) -> RowMasks:
-        """Return the masks of members in some states; all draws share copies on devices."""
-        places = self.places_of(states)
-        return RowMasks(self._row_masks, len(states), self.vocab_size, places)
+    def row_masks(self, states: TokenStates) -> RowMasks:
+        """Return the masks of members in some states."""
+        rows, places = self._rows_of(states)
+        return RowMasks(rows.masks, len(states), self.vocab_size, places)
 
     def after(self, states: TokenStates, token_ids: Integers64) -> TokenStates:
         """Return the states after tokens; -1 for no token. Both have shape `(n,)`."""
-        places = self.places_of(states)
-        after: TokenStates = self._successors[places, token_ids]
+        rows, places = self._rows_of(states)
+        after: TokenStates = rows.successors[places, token_ids]
         return after
+
+    def _rows_of(self, states: TokenStates) -> tuple[_Rows, Integers64]:
+        """Return rows that include those of some states, and their places."""
+        rows = self._rows
+        places: Integers64 = rows.place_of[states]
+        if places.size and np.minimum.reduce(places) < 0:
+            with self._lock:
+                rows, needed = self._rows, np.unique(states).astype(np.int64)
+                new = needed[rows.place_of[needed] < 0]
+                if (rows.count + len(new)) * self._row_bytes <= MAX_ROW_BYTES:
+                    self._add(rows, new)
+                else:
+                    rows = self._rows = self._first_rows(needed)
+            places = rows.place_of[states]
+        return rows, places
+
+    def _first_rows(self, states: Integers64) -> _Rows:
+        """Return the rows of some states, of the dead state and of the finished state."""
+        rows = _Rows(len(self._steps), self.vocab_size, self._steps.dtype)
+        self._add(rows, np.union1d(states, [DEAD, FINISHED]))
+        return rows
 
     def _resolve(self) -> TokenStates:
         """Return what a state is as a successor: itself, the dead or the finished state."""
@@ -193,42 +225,41 @@ class TokenTable:
             resolved[is_over] = FINISHED
         return resolved
 
-    def _add(self, states: Integers64) -> None:
+    def _add(self, rows: _Rows, states: Integers64) -> None:
         """Compute the rows of states that have none."""
-        begin = int((self._place_of >= 0).sum())
-        end = begin + len(states)
-        if end > len(self._words):
-            self._grow(max(end, min(2 * len(self._words), len(self._steps))))
+        begin, end = rows.count, rows.count + len(states)
+        if end > len(rows.words):
+            most = min(len(self._steps), MAX_ROW_BYTES // self._row_bytes)
+            self._grow(rows, max(end, min(2 * len(rows.words), most)))
         stop = self._tokens.stop
         for reached in self._trie.successors(self._steps, states):
             part, states = states[: len(reached)], states[len(reached) :]
-            rows = slice(begin, begin := begin + len(part))
+            places = slice(begin, begin := begin + len(part))
             successors = self._resolved[reached]
             successors[:, stop] = np.where(self._accepting[part], FINISHED, DEAD)[:, None]
-            self._words[rows] = self._tokens.pack(successors != DEAD).numpy()
+            rows.words[places] = self._tokens.pack(successors != DEAD).numpy()
             successors[part == FINISHED] = FINISHED
-            self._successors[rows, :-1], self._successors[rows, -1] = successors, part
-        self._row_masks = RowMasks(torch.from_numpy(self._words[:end]), end, self.vocab_size)
+            rows.successors[places, :-1], rows.successors[places, -1] = successors, part
+        rows.masks = RowMasks(torch.from_numpy(rows.words[:end]), end, self.vocab_size)
+        rows.count = end
         # At last, because other threads read it without the lock.
-        self._place_of[self._successors[:end, -1]] = np.arange(end)
+        rows.place_of[rows.successors[:end, -1]] = np.arange(end)
 
-    def _grow(self, rows: int) -> None:
+    def _grow(self, rows: _Rows, capacity: int) -> None:
         """Make room for the rows of states.
 
         Raises:
             MemoryError: Less memory is free.
         """
-        columns = self._successors.shape[1]
-        needed = rows * (columns * self._successors.itemsize + columns // 8)
-        free = free_memory_bytes()
+        needed, free = capacity * self._row_bytes, free_memory_bytes()
         if needed > free:
             raise MemoryError(
-                f"the table of an automaton for {rows:,} states and {self.vocab_size:,} tokens "
-                f"needs about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free. Use a "
-                f"language of fewer states, or check the texts with `Python`"
+                f"the table of an automaton for {capacity:,} states and {self.vocab_size:,} "
+                f"tokens needs about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are "
+                f"free. Use a language of fewer states, or check the texts with `Python`"
             )
-        for name in ("_successors", "_words"):
-            before = getattr(self, name)
-            after = np.empty((rows, before.shape[1]), before.dtype)
+        for name in ("successors", "words"):
+            before = getattr(rows, name)
+            after = np.empty((capacity, before.shape[1]), before.dtype)
             after[: len(before)] = before
-            setattr(self, name, after)
+            setattr(rows, name, after)

@@ -101,6 +101,15 @@ def test_the_table_escapes_what_a_terminal_would_interpret() -> None:
     assert result.stdout.splitlines()[-1].endswith("a\\x00b\\tc\\x1b[31m d\\u2028e\u00e9")
 
 
+def test_a_long_text_is_cut_and_the_figures_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genlm.cli.output._PIPE_WIDTH", 80)
+    _, head, first, *_ = score("-", stdin="a " * 100 + "\n").stdout.splitlines()
+    assert " ".join(head.split()).startswith("line log-probability tokens perplexity bits per")
+    assert len(first.rstrip()) == 80
+    assert first.count("\N{HORIZONTAL ELLIPSIS}") == 1
+    assert first.rstrip().endswith("\N{HORIZONTAL ELLIPSIS}")
+
+
 def test_the_terminal_shows_a_table_and_the_output_is_a_file(tmp_path: Path) -> None:
     path, output = tmp_path / "texts.txt", tmp_path / "scores.jsonl"
     path.write_bytes("\r\n".join(TEXTS).encode())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from genlm.cli.arguments import (
     EngineOption,
@@ -297,9 +298,11 @@ def _print(scores: Sequence[TextScore], title: str) -> None:
     console.print(title, style="bold")
     figures = ("line", "log-probability", "tokens", "perplexity", "bits per byte")
     table = borderless_table(*figures, justify="right", no_wrap=True)
-    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    table.add_column("text")
     for score in scores[:_MAX_ROWS]:
-        table.add_row(str(score.line), *_figures(score), _printable(score.text))
+        # A column without wrapping would take the width of the figures.
+        text = Text(_printable(score.text), no_wrap=True, overflow="ellipsis")
+        table.add_row(str(score.line), *_figures(score), text)
     if len(scores) > _MAX_ROWS:
         table.add_row("...", *[""] * 4, f"{len(scores) - _MAX_ROWS:,} more; --output has all")
     if len(scores) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from genlm import Completion, rows_from_logits
+from genlm import Completion
 from genlm.core.rows import outputs
 
 from .attention import CONTEXT, MISSING, SIZE
@@ -121,25 +121,12 @@ class RowsKept(CachedEngine):
         ]
 
 
-@engine_mutant(killed_by="near-misses-are-told-apart")
-class BufferReused(CachedEngine):
-    """Writes every lone row into the same output buffer."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.buffer = torch.empty(1, SIZE)
-
-    def rows(self, logits):
-        rows = rows_from_logits(logits, self.vocabulary)
-        return self.buffer.copy_(rows) if len(rows) == 1 else rows
-
-
 @core_fault(
     outputs,
-    "_copies",
+    "copied_rows",
     found_by="engine/test_engine.py::test_every_row_owns_exactly_its_memory_and_can_be_changed",
 )
-def views_of_the_rows_of_a_part(_copies):
+def views_of_the_rows_of_a_part(_copied_rows):
     """Returns views of memory in which the next rows are computed."""
     return list
 

@@ -73,13 +73,13 @@ def results(engine: Joint, queries: Sequence[GroupQuery]) -> dict[int, GroupResu
 def joined_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of groups whose reductions were computed as those of one."""
     sizes = []
-    original = joined_groups._reduce_joined
+    original = joined_groups.reduce_groups
 
     def recorded(works: Any, *arguments: Any) -> None:
         original(works, *arguments)
-        sizes.append(len(works))
+        sizes.extend([len(works)] if len(works) > 1 else [])
 
-    monkeypatch.setattr(joined_groups, "_reduce_joined", recorded)
+    monkeypatch.setattr(joined_groups, "reduce_groups", recorded)
     return sizes
 
 

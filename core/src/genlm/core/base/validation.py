@@ -123,8 +123,6 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
     Sets, mappings and generators are rejected: their order is undefined, or they can be
     read only once. Arrays of booleans are masks and are also rejected.
     """
-    if type(values) is list or type(values) is tuple:  # most frequent
-        return _integers(values, argument)
     array_values = getattr(values, "tolist", None)
     if array_values is None and (
         isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
@@ -200,12 +198,9 @@ def is_model_object(value: object) -> bool:
 
 def checked_integer(name: str, value: Any, minimum: int) -> int:
     """Return an integer of any kind as an `int`; reject values below `minimum`."""
-    if type(value) is int:  # most frequent
-        number = value
-    elif is_integer(value):
-        number = index(value)
-    else:
+    if not is_integer(value):
         raise TypeError(f"{name}={_short_repr(value)}; expected an integer, {minimum} or more")
+    number = index(value)
     if number < minimum:
         raise ValueError(f"{name}={number}; it must be {minimum} or more")
     return number
@@ -213,10 +208,7 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
 
 def checked_number(name: str, value: Any) -> float:
     """Return a finite, non-negative number as a float."""
-    if type(value) is float:  # most frequent
-        number: float | None = value
-    else:
-        number = None if isinstance(value, (str, bytes)) else _float(value)
+    number = None if isinstance(value, (str, bytes)) else _float(value)
     if number is None:
         raise TypeError(f"{name}={_short_repr(value)}; expected a number, 0 or more")
     if not 0 <= number < math.inf:

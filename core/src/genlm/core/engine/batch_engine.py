@@ -90,7 +90,7 @@ class BatchEngine(abc.ABC):
         Returns:
             Natural-log probabilities, shape `(len(queries), vocabulary.size)`,
             float32, normalised, row i for query i (`genlm.rows_from_logits` computes
-            them from logits). The engine must not reuse the memory.
+            them from logits). The engine may reuse the memory in its next step.
         """
 
     def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
@@ -103,8 +103,8 @@ class BatchEngine(abc.ABC):
             queries: As `evaluate`.
 
         Returns:
-            Rows or logits, one for each query. The engine may reuse the memory of logits in its
-            next step.
+            Rows or logits, one for each query. The engine may reuse the memory in its next
+            step.
 
         Raises:
             UnfinishedError: Only a part of a query, which was chosen alone, was computed. It

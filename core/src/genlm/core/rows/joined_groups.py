@@ -60,16 +60,6 @@ def reduce_groups(
         computed: Rows or logits of their sequences, one group after the other.
         vocabulary: Vocabulary of the rows.
     """
-    if len(works) == 1:
-        works[0].reduce(np.arange(len(works[0].query.wanted)), computed)
-    else:
-        _reduce_joined(works, computed, vocabulary)
-
-
-def _reduce_joined(
-    works: Sequence[GroupWork], computed: GroupValues, vocabulary: Vocabulary
-) -> None:
-    """Reduce the values of several groups as those of one group."""
     queries = [work.query for work in works]
     ends = np.cumsum([len(query.wanted) for query in queries])
     begins = [0, *ends[:-1].tolist()]

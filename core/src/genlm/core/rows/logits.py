@@ -23,10 +23,6 @@ _SUM_TOLERANCE = 1e-2
 """Maximum distance of the sum of a row's probabilities from 1. Rows of a correct engine are
 within 1e-4; the larger bound distinguishes a broken computation from coarse rounding."""
 
-_STACKED_SIZE = 2**14
-"""Maximum size of rows that are stacked for the check: for larger rows the copy takes more
-time than one operation for each row."""
-
 _VALUES_ON_CPU = 2**20
 """Maximum number of entries of rows that are computed at once on a CPU: 4 MiB in float32, so
 that intermediate results stay in the CPU's caches and memory does not grow with the batch."""
@@ -247,8 +243,6 @@ def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
     """Sum the probabilities of each row; one transfer for rows on a GPU."""
     if not len(rows):
         return []
-    if len(rows[0]) > _STACKED_SIZE and rows[0].device.type == "cpu":
-        return [row.exp().sum().item() for row in rows]
     # In place where the memory is new: a second allocation of this size is slow on CPUs.
     weights = torch.stack(rows).exp_() if isinstance(rows, list) else rows.exp()
     sums: list[float] = weights.sum(-1).tolist()

@@ -49,8 +49,7 @@ def reduce_rows(rows: torch.Tensor, outputs: Sequence[Outputs]) -> list[Reduced 
 
     Returns:
         The `Reduced` of each query, or the error of a row that is not a distribution. Rows
-        among the values are copies; if there is one row, and it has separate memory, it is the
-        row itself.
+        among the values are copies.
     """
     return _reduce(rows, outputs, None)
 
@@ -106,7 +105,7 @@ def _reduce_part(
             results[row][place] = value
 
     def copy(places: list[_Place], rows: torch.Tensor) -> None:
-        copies = _copies(_select_rows(rows, [row for row, _ in places]))
+        copies = copied_rows(_select_rows(rows, [row for row, _ in places]))
         for (row, place), row_copy in zip(places, copies, strict=True):
             results[row][place] = row_copy
 
@@ -147,19 +146,10 @@ def _row_memory(
     logits: torch.Tensor, kinds: Collection[type], size: int
 ) -> torch.Tensor | None:
     """Return memory for rows that are copied for their callers; None for new memory."""
-    if logits.device.type != "cpu" or len(logits) == 1 or logits.shape[1] < size:
+    if logits.device.type != "cpu" or logits.shape[1] < size:
         return None
     # Results of other reductions may refer to the rows.
     return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
-
-
-def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return rows that share no memory, so that callers can change them."""
-    # A slice would keep the whole tensor alive; an expanded row aliases itself.
-    owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
-    if len(rows) == 1 and owns_memory and not rows.is_inference():
-        return [rows[0]]
-    return copied_rows(rows)
 
 
 def _select_rows(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:

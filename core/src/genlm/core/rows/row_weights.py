@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,11 +90,7 @@ class RowWeights:
             masks = RowMasks(masks, count, vocab_size, mask_index)
         self.count = count
         self.masks: RowMasks | None = masks
-        self._temperature = (
-            _one_temperature(temperature)
-            if type(temperature) is float
-            else _checked_temperatures(temperature)
-        )
+        self._temperature = _checked_temperatures(temperature)
         if self._temperature.shape not in {(), (count,)}:
             raise ValueError(
                 f"temperature has shape {self._temperature.shape}; expected a number or one "
@@ -306,10 +301,6 @@ def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:
         raise ValueError(f"temperature={wrong[0]}; it must be finite and not negative")
     clipped = np.clip(temperatures, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
     return np.where(temperatures == 0, 0.0, clipped)
-
-
-_one_temperature = functools.lru_cache(16)(_checked_temperatures)
-"""The same for a float; the array must not be changed."""
 
 
 def _per_row(setting: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:

@@ -89,6 +89,8 @@ class SampleMethods:
             top_p: Share of the probability at the temperature, after top-k, in (0, 1]; draws
                 are limited to the fewest most likely tokens that reach it.
             seed: Random seed, valid on every engine with equal rows; None for fresh randomness.
+                Each call begins with the first random number of the seed. Use different seeds
+                for parts of a text that are drawn by several calls.
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:

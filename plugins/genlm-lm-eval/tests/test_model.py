@@ -120,6 +120,12 @@ def test_a_continuation_beyond_the_context_is_refused(lm):
         lm._loglikelihood_tokens([(None, [1], [5] * 65)])
 
 
+def test_a_continuation_that_the_tokenizer_joins_with_its_context_is_refused(lm):
+    """Its log-probability would be 0, that of the best answer; `hf` refuses it, too."""
+    with pytest.raises(ValueError, match=r"'e' has no token to score: .* the context, 'Onc'"):
+        lm.loglikelihood(requests("loglikelihood", ("a", "b"), ("Onc", "e")))
+
+
 def test_no_text_has_the_log_probability_zero(lm):
     assert lm.loglikelihood_rolling(requests("loglikelihood_rolling", ("",))) == [0.0]
     assert lm.loglikelihood([]) == lm.loglikelihood_rolling([]) == lm.generate_until([]) == []

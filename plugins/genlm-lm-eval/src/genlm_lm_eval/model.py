@@ -237,10 +237,11 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         """Return the log-probability of each continuation and whether it is the greedy one.
 
         A context without tokens, which the harness's model `hf` refuses, is replaced by the
-        prefix token. A continuation without tokens has log-probability 0.
+        prefix token. An empty continuation has log-probability 0.
 
         Raises:
-            ValueError: The model was loaded with `enable_thinking`.
+            ValueError: The model was loaded with `enable_thinking`, or the tokenizer joins a
+                continuation with the last token of its context, so that it has no token.
         """
         if self.enable_thinking:
             raise ValueError(
@@ -298,7 +299,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         with bar:
             for places in _batches(texts, self.texts_at_once):
                 batch = [texts[place][-(self.max_length + 1) :] for place in places]
-                counts = [self._check_length(requests[place][2]) for place in places]
+                counts = [self._checked_length(requests[place]) for place in places]
                 starts = [len(text) - count for text, count in zip(batch, counts, strict=True)]
                 scores = self.llm.batch_token_scores_sync(batch, starts)
                 for place, score in zip(places, scores, strict=True):
@@ -310,7 +311,14 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 bar.update(len(places))
         return answers
 
-    def _check_length(self, continuation: Sequence[int]) -> int:
+    def _checked_length(self, request: ScoredRequest) -> int:
+        """Return the number of tokens of a continuation, which can be scored."""
+        texts, _, continuation = request
+        if texts is not None and texts[1] and not continuation:
+            raise ValueError(
+                f"the continuation {texts[1]!r} has no token to score: the tokenizer joins it "
+                f"with the end of the context, {texts[0][-20:]!r}"
+            )
         if len(continuation) > self.max_length:
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens cannot be scored with "

@@ -224,7 +224,7 @@ def measure(options: argparse.Namespace, peer: Peer | None) -> tuple[Samples, di
                 for name, run in contestants.items():
                     samples.add(case, name, run())
             after = lm.statistics()
-            asked = after.tokens_asked - before.tokens_asked
+            asked = after.tokens_requested - before.tokens_requested
             computed = _computed(after) - _computed(before)
             computed_per_asked[str(case)] = round(computed / asked, 5)
             speeds = samples.against_lockstep(str(case)).items()

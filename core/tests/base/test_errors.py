@@ -22,7 +22,7 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (
         errors.ContextLengthError(10, 8, is_text=True),
         {"length": 10, "max_context": 8, "is_text": True},
-        ["text of 10 tokens", "context of 8, with which texts of 9 tokens", "shorten it"],
+        ["text of 10 tokens", "context of 8 tokens, texts of at most 9 tokens", "shorten it"],
     ),
     (
         errors.TokenIdError(70, 2, 64),

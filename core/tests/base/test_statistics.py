@@ -12,13 +12,13 @@ from genlm import Statistics
 
 EMPTY = Statistics(
     joined=0, dispatched=0, answered=0, failed=0, abandoned=0, batches=0, batch_sizes={},
-    queue_seconds=0.0, pending=0, waiting=0, requests=0, cache_hits=0, tokens_asked=0,
+    queue_seconds=0.0, pending=0, waiting=0, requests=0, cache_hits=0, tokens_requested=0,
     cache_entries=0, cache_bytes=0, seconds=0.0, engine={},
 )  # fmt: skip
 BUSY = Statistics(
     joined=100, dispatched=1000, answered=990, failed=7, abandoned=3, batches=25,
     batch_sizes={40: 24, 37: 1}, queue_seconds=2.0, pending=1, waiting=2, requests=4000,
-    cache_hits=2900, tokens_asked=123_456, cache_entries=990, cache_bytes=5 * 2**20,
+    cache_hits=2900, tokens_requested=123_456, cache_entries=990, cache_bytes=5 * 2**20,
     seconds=8.0, engine={"tokens_evaluated": 1000, "tokens_computed": 250, "path": "a<b"},
 )  # fmt: skip
 

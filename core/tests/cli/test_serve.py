@@ -87,7 +87,7 @@ def test_status_lists_all_models_or_one(server: Server) -> None:
 
 def test_a_model_is_ended_by_name(server: Server) -> None:
     result = run("--stop", "--name", "chat", cluster=("--address", "x:1"))
-    assert "ended chat: 2 replicas" in result.output
+    assert "stopped chat (2 replicas)" in result.output
     assert server.calls == [("join", "x:1", False), ("stop", "chat", "x:1")]
 
 

@@ -118,7 +118,11 @@ def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) 
     llm.next_token_logprobs_sync([1])
     assert len(engine.batches) == 2
     statistics = llm.statistics()
-    assert (statistics.requests, statistics.tokens_asked, statistics.cache_hits) == (3, 3, 1)
+    assert (statistics.requests, statistics.tokens_requested, statistics.cache_hits) == (
+        3,
+        3,
+        1,
+    )
 
 
 def test_a_number_of_rows_is_no_cache(make_model: MakeModel) -> None:
@@ -175,7 +179,7 @@ def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeM
     assert statistics.answered == 4
     assert statistics.failed == 1
     assert statistics.abandoned == statistics.pending == statistics.waiting == 0
-    assert statistics.tokens_asked == 5 + 6 + 2
+    assert statistics.tokens_requested == 5 + 6 + 2
     assert statistics.cache_entries == 4
     assert statistics.cache_bytes == 4 * ROW_BYTES + 4 * 7  # of [1], [2, 3], [4], [5, 6, 8]
     assert sum(size * n for size, n in statistics.batch_sizes.items()) == 5
@@ -221,10 +225,10 @@ def test_statistics_add_up_exactly_whatever_threads_and_loops_ask(
         return tokens
 
     with ThreadPoolExecutor(threads) as pool:
-        tokens_asked = sum(pool.map(work, range(threads)))
+        tokens_requested = sum(pool.map(work, range(threads)))
     statistics = llm.statistics()
     assert statistics.requests == threads * rounds * 5
-    assert statistics.tokens_asked == tokens_asked
+    assert statistics.tokens_requested == tokens_requested
     assert (
         statistics.requests
         == statistics.cache_hits + statistics.joined + statistics.answered + statistics.failed

@@ -35,7 +35,7 @@ from .test_scoring import right_scores
 PATHS = ("tree", "alone")
 
 
-class Adapters(prefix.Adapters[Path]):
+class Adapters(prefix.ModelAdapters[Path]):
     """Adapters by name; `active` is the one that is applied."""
 
     active: str | None = None
@@ -150,7 +150,7 @@ def test_the_path_without_a_cache_can_be_requested() -> None:
     figures = Engine(execution_path="alone").statistics()
     assert (figures["execution_path"], figures["execution_path_reason"]) == (
         "alone",
-        "asked for",
+        "requested",
     )
 
 

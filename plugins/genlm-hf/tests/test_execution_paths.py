@@ -123,7 +123,7 @@ def test_an_execution_path_can_be_requested(llama: Any, mamba: Any, tokenizer: A
         engine.statistics()["execution_path_reason"],
     ) == (
         "padded",
-        "asked for",
+        "requested",
     )
     with pytest.raises(
         ModelLoadError, match="execution_path='packed' cannot serve MambaForCausalLM"

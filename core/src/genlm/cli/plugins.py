@@ -111,17 +111,17 @@ def _print(info: BackendInfo, console: Console) -> None:
 def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
     """Yield the requirements and capabilities of a backend, and how to load it."""
     name = info.provider if info.status == "ambiguous" else info.name
-    yield "needs", ", ".join(info.requires) or "nothing else"
+    yield "requires", ", ".join(info.requires) or "nothing else"
     for versions in tested_versions(info.tested):
         yield "tested with", versions
     for capability in info.capabilities:
-        yield "can", f"{capability}: {_CAPABILITIES.get(capability, 'see its pages')}"
+        yield "capability", f"{capability}: {_CAPABILITIES.get(capability, 'see its pages')}"
     if info.kind == "engine":
         yield "load", f"genlm.load_model(model, {name!r}, **options)"
     else:
         yield "load", f"genlm.get_trie({name!r})(vocabulary, **options)"
     if info.conformance:
-        yield "certify", f"genlm check {name}"
+        yield "check", f"genlm check {name}"
 
 
 def _options(options: list[Option] | None, target: str) -> Table | str:

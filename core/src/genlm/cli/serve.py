@@ -78,7 +78,7 @@ def serve(
     typer.echo(f"joined the Ray cluster at {address}", err=True)
     if stop:
         count = server.stop(name, address)
-        typer.echo(f"ended {name}: {count} replicas")
+        typer.echo(f"stopped {name} ({count} replica{'s' * (count != 1)})")
         status_code = 0
         return
     if status:

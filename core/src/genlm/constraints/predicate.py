@@ -73,8 +73,8 @@ class Python(Language):
     calling thread, only for tokens that `draw` did not return.
 
     Without stop ids, texts end only where the texts of `within` do, for example those of
-    `Automaton.regex(".{1,80}")`. A text that no accepted token continues dies, because the
-    functions do not determine whether a text has continuations.
+    `Automaton.regex(".{1,80}")`. A particle dies if no token after its text is accepted: the
+    functions do not determine in advance whether a text has continuations.
 
     Args:
         prefix: Function of the bytes of a text that returns whether the text can be continued

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.generations import Integers64 as Integers64
     from genlm.core.rows.text_scores import PieceScores as PieceScores
     from genlm.core.rows.text_scores import TextResult as TextResult
-    from genlm.prefix.engine import Adapters as Adapters
+    from genlm.prefix.engine import ModelAdapters as ModelAdapters
     from genlm.prefix.engine import PrefixEngine as PrefixEngine
     from genlm.prefix.execution_path import PathChoice as PathChoice
     from genlm.prefix.execution_path import SelfTest as SelfTest

@@ -71,7 +71,7 @@ class BlockTable:
     """The slots of n sequences.
 
     Attributes:
-        trunk: Common first slots of all rows, not all slots of a row unless its end was freed.
+        trunk: Common first slots of all rows. A row has further slots unless its end was freed.
         slots: The slots after the trunk, shape `(n, longest)`, int32; entries after the end of
             a row are undefined.
         lengths: Number of slots of each row after the trunk, shape `(n,)`.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 AnyQuery = TypeVar("AnyQuery", Query, GroupQuery)
 
 
-class Adapters(AdapterTable[T]):
+class ModelAdapters(AdapterTable[T]):
     """The adapters of one model."""
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class PrefixEngine(BatchEngine):
     capability_hints: Mapping[Capability, str]
 
     _choice: PathChoice
-    _adapters: Adapters[Any]
+    _adapters: ModelAdapters[Any]
     _embedding_rows: int
     _load_weights: Callable[[Mapping[str, Any]], None] | None
     _tokens_evaluated = 0
@@ -62,7 +62,7 @@ class PrefixEngine(BatchEngine):
     def serve(
         self,
         choice: PathChoice,
-        adapters: Adapters[Any],
+        adapters: ModelAdapters[Any],
         *,
         embedding_rows: int,
         hints: Mapping[Capability, str] | None = None,

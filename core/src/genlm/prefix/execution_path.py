@@ -80,7 +80,7 @@ class PathChoice:
     Attributes:
         name: One of the engine's `ServeOptions.paths`.
         path: Execution path that computes the rows.
-        reason: Reason why no faster path was chosen, `"the fastest"` or `"asked for"`.
+        reason: Reason why no faster path was chosen, `"the fastest"` or `"requested"`.
         error: Largest error in log-probability in the self-test; None without a test.
     """
 
@@ -200,7 +200,7 @@ def choose_path(
         ModelLoadError: The requested path does not support the model.
     """
     requested = options.execution_path
-    reason, refusals = "asked for" if requested else "the fastest", []
+    reason, refusals = "requested" if requested else "the fastest", []
     choice = None
     for name, build in faster.items():
         if requested not in {None, name}:

@@ -35,7 +35,7 @@ from genlm_hf.peft_layers import (
 _LAYER_ADAPTER_TYPES = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 
 
-class Adapters(prefix.Adapters[str]):
+class Adapters(prefix.ModelAdapters[str]):
     """The adapters of one model: preloaded ones and those loaded later.
 
     Outside of `activate` the model is in the state in which its owner left it, who may switch,

@@ -27,7 +27,7 @@ _Layers = dict[str, Module]
 """Layers by their paths in the model."""
 
 
-class Adapters(prefix.Adapters[_Layers]):
+class Adapters(prefix.ModelAdapters[_Layers]):
     """The adapters of one model.
 
     Args:

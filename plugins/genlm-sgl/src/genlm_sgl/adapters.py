@@ -17,7 +17,7 @@ from genlm.plugin import AdapterError, EvaluationError, read_lora_config
 from genlm_sgl.served_model import ServedModel
 
 
-class Adapters(prefix.Adapters[str]):
+class Adapters(prefix.ModelAdapters[str]):
     """SGLang's ids of the loaded adapters. Only memory limits their number.
 
     Args:

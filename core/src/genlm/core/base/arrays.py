@@ -35,7 +35,7 @@ def host_array(values: Any, argument: str) -> npt.NDArray[Any]:
 
 
 def native_array(array: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
-    """Return an array of which torch can make a tensor: native, contiguous and writable.
+    """Return an array for `torch.from_numpy`: of native byte order, contiguous and writable.
 
     It is copied if it has another byte order, strides or dtype, or is read-only.
     """

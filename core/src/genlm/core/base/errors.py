@@ -114,10 +114,11 @@ class ContextLengthError(QueryError):
     def __str__(self) -> str:
         if self.is_text:
             return (
-                f"a text of {self.length} tokens is longer than the context of "
-                f"{self.max_context}, with which texts of {self.max_context + 1} tokens can be "
-                f"scored, because the last token is not part of a context; shorten it, load a "
-                f"model with a longer context, or score it in windows (`score` with stride=)"
+                f"a text of {self.length} tokens is too long: with a context of "
+                f"{self.max_context} tokens, texts of at most {self.max_context + 1} tokens "
+                f"can be scored, because the last token is not part of a context; shorten it, "
+                f"load a model with a longer context, or score it in windows (`score` with "
+                f"stride=)"
             )
         return (
             f"a sequence of {self.length} tokens is longer than the context of "

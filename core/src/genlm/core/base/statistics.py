@@ -27,7 +27,7 @@ class RequestCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = self._cache_hits = self._tokens_asked = 0
+        self._requests = self._cache_hits = self._tokens_requested = 0
         self._start_s = time.monotonic()
         renew_in_forks(self)
 
@@ -36,7 +36,7 @@ class RequestCounters:
         with self._lock:
             self._requests += requests
             self._cache_hits += hits
-            self._tokens_asked += tokens
+            self._tokens_requested += tokens
 
     def snapshot(self) -> dict[str, Any]:
         """Return the counters, and the seconds since the start."""
@@ -44,7 +44,7 @@ class RequestCounters:
             return {
                 "requests": self._requests,
                 "cache_hits": self._cache_hits,
-                "tokens_asked": self._tokens_asked,
+                "tokens_requested": self._tokens_requested,
                 "seconds": time.monotonic() - self._start_s,
             }
 
@@ -107,7 +107,7 @@ class Statistics(SchedulerStatistics):
         requests: Requests for rows and continuations; a population makes one request per
             distinct sequence.
         cache_hits: Requests with a result from the output cache.
-        tokens_asked: Sum of the lengths of the requested sequences, cached or not.
+        tokens_requested: Sum of the lengths of the requested sequences, cached or not.
         cache_entries: Current number of rows in the output cache.
         cache_bytes: Memory of these rows and of the token ids in their keys.
         seconds: Time since the model was loaded; not compared by `==`.
@@ -117,7 +117,7 @@ class Statistics(SchedulerStatistics):
 
     requests: int
     cache_hits: int
-    tokens_asked: int
+    tokens_requested: int
     cache_entries: int
     cache_bytes: int
     seconds: float = field(compare=False)
@@ -203,7 +203,7 @@ class Statistics(SchedulerStatistics):
         yield "requests", f"{self.requests:,}", rate
         yield "  from the output cache", f"{self.cache_hits:,}", f"{self.cache_hit_ratio:.1%}"
         yield "  joined a pending one", f"{self.joined:,}", f"{self.joined_ratio:.1%}"
-        yield "tokens requested", f"{self.tokens_asked:,}", ""
+        yield "tokens requested", f"{self.tokens_requested:,}", ""
         yield "evaluations answered", f"{self.answered:,}", ""
         yield "  failed", f"{self.failed:,}", ""
         yield "  abandoned", f"{self.abandoned:,}", ""

@@ -48,8 +48,7 @@ class BatchEngine(abc.ABC):
     logged. When the device has failed, or all parts of the batch raise the
     same error, all of its queries fail. Populations are computed in parts, between which steps
     evaluate other queries. The queries of a long batch of one caller take turns with those of
-    other callers: a query that arrives later precedes those of which a larger number of queries
-    of their request is computed first.
+    other callers (`Turns`), so a later request does not wait for the whole batch.
 
     Attributes:
         vocabulary: Tokens whose ids are those of queries and the indices of rows.

@@ -230,7 +230,7 @@ class SamplingRun(_Continuations):
 
 
 def sampling_of(query: GroupQuery) -> GroupSampling:
-    """Return the sampling parameters of a query, which must have some."""
+    """Return `query.sampling`, which must not be None."""
     assert query.sampling is not None  # noqa: S101 - checked by callers
     return query.sampling
 

@@ -22,9 +22,9 @@ class UnfinishedError(Exception):
 class Halving(Generic[Batch]):
     """Evaluates a batch and, if that raises, its halves recursively, to isolate failing items.
 
-    Halving stops when it cannot isolate items: when the device has failed, or when both halves
-    of a batch raise the same error, their first and last items raise it alone, and no item of
-    the batch has been evaluated yet. All remaining items then fail.
+    Halving stops, and all remaining items fail, in two cases: the device has failed; or no item
+    has been evaluated successfully, both halves of a batch raise the same error, and so do the
+    first and the last item of each half alone.
 
     Attributes:
         recovered_error: Description of the error of a batch whose items were all evaluated

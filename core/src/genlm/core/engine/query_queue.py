@@ -15,10 +15,10 @@ from genlm.core.queries.query import Query
 class Turns:
     """Numbers the turns of pending queries, which are computed by turn, then by age.
 
-    The turn of a query is the number of queries of its request before it (`Query.turn`), plus
-    the current turn when it was submitted, which follows that of the first query of the last
-    step. Later queries are therefore never of the same turn as that first query, and only
-    finitely many of them precede a pending query.
+    The turn of a query is the current turn at its submission, plus the number of queries of its
+    request before it (`Query.turn`). The current turn is always larger than the turn of the
+    first query of the last step. The turns of later queries are then larger, too, so later
+    queries do not delay a pending query indefinitely.
 
     Attributes:
         current: The current turn.

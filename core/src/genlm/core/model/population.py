@@ -255,7 +255,7 @@ class Population(MemberReductions):
         limits[active] = limit[active]
         if self._lm.max_context is not None:
             room = self._lm.max_context + 1 - self.lengths.numpy()
-            # A member without room keeps a limit of 1, and fails as it does in `draw`.
+            # A member whose context is full keeps a limit of 1, so that it fails as in `draw`.
             limits = np.minimum(limits, np.maximum(room, 1))
         sampling = GroupSampling(
             self._places,

@@ -30,7 +30,8 @@ NO_TOKEN = -1
 _EMPTY: Integers64 = np.empty(0, np.int64)
 
 _STORED_EVERY = 64
-"""One of so many lineages keeps the `TokenSequence` objects of its sequences."""
+"""Lineages whose depth is a multiple of this number keep the `TokenSequence` objects of their
+sequences."""
 
 
 class Suffixes(NamedTuple):
@@ -119,8 +120,9 @@ class Lineage:
         """Return one sequence.
 
         It extends the sequence of its nearest ancestor that has one, and is stored. Of the
-        ancestors, only the first lineage, the nearest one with stored sequences, and one of
-        `_STORED_EVERY` keep them, for members that are not requested at every step.
+        ancestors, only the first lineage, the nearest one with stored sequences, and those
+        whose depth is a multiple of `_STORED_EVERY` keep them, for members that are not
+        requested at every step.
         """
         stored = self._storage()
         sequence = stored[place]

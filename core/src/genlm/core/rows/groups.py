@@ -175,7 +175,7 @@ class GroupWork:
         return part
 
     def put_back(self, place: int) -> None:
-        """Mark a sequence as not done, of which only a part was computed."""
+        """Mark a sequence as not done, because only a part of it was computed."""
         self._remaining = np.insert(self._remaining, 0, place)
 
     def reduce(self, part: Integers64, computed: GroupValues) -> None:

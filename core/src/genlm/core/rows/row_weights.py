@@ -57,8 +57,8 @@ class RowWeights:
     Args:
         shape: Number of rows, and number of ids in the vocabulary.
         masks: The tokens that may be drawn, as `RowMasks` takes them; None for all.
-        mask_index: The mask of each row, shape `(n,)`; by default mask i is that of row i, or
-            one mask that of all.
+        mask_index: The mask of each row, shape `(n,)`; by default row i has mask i, or all rows
+            have the only mask.
         temperature: A number that is finite and not negative, or one for each row. At
             temperature 0 the token with the largest `logprob + bias` has all the weight, the
             lowest of equals.
@@ -240,7 +240,7 @@ class RowWeights:
                 those of row i are `rows[i]`.
         """
         rows, masks, device = rows.detach(), self.masks, rows.device
-        free = None if masks is None else masks.unrestricted
+        unrestricted = None if masks is None else masks.unrestricted
         temperatures = self.temperatures
         top_k, top_p = _per_row(self.top_k, self.count), _per_row(self.top_p, self.count)
         parts = row_parts(self.count, rows.shape[1], device)
@@ -260,7 +260,7 @@ class RowWeights:
                 top_k[begin:end],
                 top_p[begin:end],
                 None if masks is None else masks.factors(begin, end, device),
-                None if free is None else moved(free[begin:end], device),
+                None if unrestricted is None else moved(unrestricted[begin:end], device),
                 _part_values(self._bias, begin, end, device),
                 _part_values(self._offset, begin, end, device),
                 memory[: end - begin],

@@ -441,7 +441,7 @@ class Worker:
         self._arrivals.add(loop, None)
 
     def _delay(self, step_s: float) -> bool:
-        """Delay the next batch or step; whether that ends when event loops have run callers."""
+        """Delay the next batch or step; return whether flushes of event loops end the delay."""
         if not self._table.in_engine:
             return self._policy.begin_grace_period(step_s)
         if getattr(self._engine, "is_deferring", False):

@@ -44,12 +44,29 @@ class RandomEngine(BatchEngine):
         return torch.from_numpy(rows).log().float()
 
 
-def mass_after(token_ids: tuple[int, ...], text: bytes) -> np.ndarray:
+class SpacedEngine(RandomEngine):
+    """The same rows for tokens with spaces; the tokenizer adds a space to every text."""
+
+    TEXTS = tuple(text.replace(b"b", b" ") for text in TEXTS)
+
+    def __init__(self) -> None:
+        tokens = [genlm.Token(index, text) for index, text in enumerate(self.TEXTS)]
+        tokenizer = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD, encode=self.encode)
+        self.vocabulary = Vocabulary(tokenizer, tokens, list(map(repr, self.TEXTS)), (MISSING,))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert (text, add_special_tokens) == ("a", False)
+        return [self.TEXTS.index(b" a")]
+
+
+def mass_after(
+    token_ids: tuple[int, ...], text: bytes, texts: Sequence[bytes] = TEXTS
+) -> np.ndarray:
     """Probability of the text followed by each byte or the end, by a model without `PAD`."""
     mass, probabilities = np.zeros(257), row(token_ids)
     probabilities[PAD] = 0
     probabilities /= probabilities.sum()
-    for token, written in enumerate(TEXTS):
+    for token, written in enumerate(texts):
         if token == EOS:
             mass[STOP] += probabilities[token] * (text == b"")
         elif token in {PAD, MISSING}:
@@ -58,7 +75,7 @@ def mass_after(token_ids: tuple[int, ...], text: bytes) -> np.ndarray:
             mass[written[len(text)]] += probabilities[token]
         elif text.startswith(written):
             longer = (*token_ids, token)
-            mass += probabilities[token] * mass_after(longer, text[len(written) :])
+            mass += probabilities[token] * mass_after(longer, text[len(written) :], texts)
     return mass
 
 
@@ -103,6 +120,29 @@ def test_the_probability_of_the_text_is_the_product_of_its_bytes(llm):
         mass = mass_after((1, 2), b"abba"[:end])
         expected += math.log(mass[byte] / mass.sum())
     assert reader.logprob == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("text", [b"", b"a", b" a", b"a aa "])
+def test_a_space_that_the_tokenizer_adds_is_no_part_of_a_text_that_begins(text):
+    expected = mass_after((EOS,), b" " + text, SpacedEngine.TEXTS)
+    if text[:1] != b" ":
+        without_space = mass_after((EOS,), text, SpacedEngine.TEXTS)
+        without_space[ord(" ")] *= text != b""
+        expected += without_space
+    with genlm.AsyncLM(SpacedEngine) as llm:
+        reader = genlm.ByteReader(llm, width=10_000)
+        reader.start_sync([EOS])
+        reader.read_sync(text)
+        assert reader.is_exact
+        assert math.exp(reader.logprob) == pytest.approx(expected.sum(), abs=1e-6)
+        found = reader.probabilities()
+        np.testing.assert_allclose(found, expected / expected.sum(), atol=1e-6)
+        reader.start_sync([EOS, 1])  # a prompt
+        prompted = mass_after((EOS, 1), b"", SpacedEngine.TEXTS)
+        np.testing.assert_allclose(reader.probabilities(), prompted, atol=1e-6)
+        narrow = genlm.ByteReader(llm, width=1)
+        narrow.start_sync([EOS])
+        assert not narrow.is_exact
 
 
 def test_the_end_of_a_text_may_be_another_token_or_none(llm):

@@ -25,6 +25,7 @@ from genlm.core.base.validation import checked_integer, checked_number, checked_
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.trie.trie import TokenCharacterTrie
+from genlm.core.vocab.text import adds_space
 
 if TYPE_CHECKING:
     import torch
@@ -110,15 +111,29 @@ class ByteReader:
     async def start(self, token_ids: Sequence[int] | Context) -> None:
         """Start after some tokens, such as a BOS token or a prompt.
 
+        After special tokens only, the text has just begun. If the tokenizer adds a space to the
+        start of every text, as many SentencePiece tokenizers do, the model writes it, too. It
+        is then not part of the text, as for `llm.decode`.
+
         Raises:
             QueryError: The ids are not a sequence that the model can continue.
             RuntimeError: Another method of the reader is running.
         """
         if not isinstance(token_ids, Context):
             token_ids = self.llm.context(token_ids)
+        vocabulary = self.llm.vocabulary
+        begins = vocabulary.special_ids.issuperset(token_ids.token_ids)
         with self._exclusive():
-            await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
-            self.logprob, self.is_exact = 0.0, True
+            before = self._beam, self.is_exact
+            try:
+                self.is_exact = True
+                await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
+                if begins and adds_space(vocabulary):
+                    await self._read_added_space()
+            except BaseException:
+                self._beam, self.is_exact = before
+                raise
+            self.logprob = 0.0
 
     start_sync = blocking(start)
 
@@ -210,6 +225,18 @@ class ByteReader:
             )
         await self._prune(beam)
         self.logprob += float(np.log(probability))
+
+    async def _read_added_space(self) -> None:
+        """Continue the only hypothesis with a space, and without one."""
+        [start] = self._beam
+        node = self._trie.child(self._trie.root, ord(" "))
+        if node is None:
+            return
+        row = start.row.copy()
+        row[self._trie.tokens_below(node)] = 0
+        sums = self._trie.partial_sum(row, self._trie.child_prefixes(self._trie.root))
+        without_space = replace(start, mass=sums.sum(), row=row, sums=sums)
+        await self._prune([*self._advance(node, start), without_space])
 
     def _advance(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
         """Advance to a node: within the partial token, and by the tokens that end there."""

@@ -133,7 +133,7 @@ def decode_bytes(
     if not omitted.isdisjoint(ids):
         kept = tuple(token for token in ids if token not in omitted)
     data = b"".join(map(vocabulary.byte_vocab.__getitem__, kept))  # tokens are bytes
-    if ids and ids[0] in omitted and data.startswith(b" ") and _adds_a_space(vocabulary):
+    if ids and ids[0] in omitted and data.startswith(b" ") and adds_space(vocabulary):
         data = data[1:]
     return data
 
@@ -144,7 +144,7 @@ def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool 
     return data.decode(errors="replace")
 
 
-def _adds_a_space(vocabulary: Vocabulary) -> bool:
+def adds_space(vocabulary: Vocabulary) -> bool:
     """Whether the tokenizer prepends a space to every text, as many SentencePiece ones do."""
     try:
         ids = encode(vocabulary, "a", begin=False)

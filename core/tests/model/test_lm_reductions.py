@@ -533,7 +533,7 @@ def test_a_text_may_have_one_token_more_than_the_context(
 ) -> None:
     llm = make_model(engine(max_context=4))
     assert llm.score_sync([1, 2, 3, 4, 5]).tolist() == loop_over_rows([1, 2, 3, 4, 5], 1)
-    message = r"a text of 6 tokens .* context of 4, with which texts of 5 tokens.* stride="
+    message = r"a text of 6 tokens .* context of 4 tokens, texts of at most 5 tokens .* stride="
     with pytest.raises(ContextLengthError, match=message) as raised:
         llm.score_sync([1, 2, 3, 4, 5, 6])
     assert (raised.value.length, raised.value.max_context) == (6, 4)

@@ -715,7 +715,7 @@ def test_settings_that_cannot_be_meant_are_refused_before_anything_is_computed(
 def test_continuations_that_cannot_be_scored_name_their_members() -> None:
     with genlm.AsyncLM(lambda: TinyEngine(max_context=3)) as llm:
         population = llm.population([1], 3)
-        with pytest.raises(genlm.PopulationError, match="longer than the context") as raised:
+        with pytest.raises(genlm.PopulationError, match="of 5 tokens is too long") as raised:
             population.score_sync([[-1] * 4, [1, 2, -1, -1], [1, 2, 3, 4]])
         assert raised.value.members == (2,)
         with pytest.raises(genlm.PopulationError, match="outside the vocabulary") as raised:

@@ -701,6 +701,10 @@ def test_settings_that_cannot_be_meant_are_refused_before_anything_is_computed(
     population = tiny.population([1], 3)
     with pytest.raises(ValueError, match="temperature above 0; top_tokens"):
         population.draw_without_replacement_sync(2, temperature=[1, 0, 1])
+    with pytest.raises(ValueError, match=r"temperature has shape \(2,\); expected a number"):
+        population.draw_sync(temperature=[1.0, 2.0])
+    with pytest.raises(ValueError, match="temperature=nan; it must be finite"):
+        population.draw_sync(temperature=[1.0, float("nan"), 1.0])
     with pytest.raises(ValueError, match="mask_index without masks"):
         population.draw_sync(mask_index=[0, 0, 1])
     with pytest.raises(TypeError, match="bias has values of type bool"):
@@ -778,6 +782,10 @@ def test_arguments_of_a_population_are_refused_with_a_hint(llm: genlm.AsyncLM) -
         genlm.Population.cat([population, llm.context([1])])
     with pytest.raises(ValueError, match=r"token_ids has lists of different lengths$"):
         population.score_sync([[[1], [1, 2]], [[1]]])
+    with pytest.raises(ValueError, match=r"continuations of shape \(2,\); expected \(2, k\)"):
+        population.score_sync([1, 2])
+    with pytest.raises(ValueError, match="a continuation has a token after -1"):
+        population.score_sync([[1, -1, 2], [1, 2, 3]])
     with pytest.raises(genlm.TokenTypeError, match="must be integers"):
         population.extend([[1], [1, 0.5]])
     with pytest.raises(ValueError, match=r"mask_index has lists of different lengths$"):

@@ -211,6 +211,12 @@ def test_a_negative_bound_is_refused(bounds: dict[str, int], named: str) -> None
         OutputCache(**{"max_entries": 1, **bounds})
 
 
+def test_the_tensors_of_a_result_count() -> None:
+    cache = OutputCache(2, max_bytes=1000)
+    cache.put("a", (torch.zeros(100), torch.zeros(100)))
+    assert cache.nbytes == 800
+
+
 class DeviceRow:
     """Stands for a tensor on an accelerator, so that moving it can be seen without one."""
 

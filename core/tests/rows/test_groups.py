@@ -232,11 +232,12 @@ def drawn(
     masks: Any = None,
     mask_index: Any = None,
     draws: int | None = None,
+    **options: Any,
 ) -> Any:
     """The result of one draw for each member, or of several without replacement."""
     wanted, count = np.arange(len(values)), len(row_of)
     uniforms = np.random.default_rng(0).random((count, draws) if draws else count)
-    weights = RowWeights((count, vocabulary.size), masks, mask_index)
+    weights = RowWeights((count, vocabulary.size), masks, mask_index, **options)
     reduction = DrawColumns(weights, uniforms)
     generation = Generation(Lineage.of_sequences([]))
     work = groups.GroupWork(GroupQuery(0, generation, wanted, row_of, reduction), vocabulary)
@@ -245,13 +246,16 @@ def drawn(
 
 
 @pytest.mark.parametrize("size", [300, 1100])
-def test_draws_from_logits_are_those_from_rows(size: int) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": np.arange(-60.0, 60.0)}, {"temperature": 0.5}, {"top_k": 3}]
+)
+def test_draws_from_logits_are_those_from_rows(size: int, options: dict[str, Any]) -> None:
     vocabulary = ids(size, 0, 7)
     logits = 5 * torch.randn(40, size + 20, generator=torch.Generator().manual_seed(1))
     row_of = np.random.default_rng(1).permutation(np.arange(120) % 40)
-    from_logits = drawn(logits, row_of, vocabulary, are_logits=True)
+    from_logits = drawn(logits, row_of, vocabulary, are_logits=True, **options)
     rows = rows_from_logits(logits, vocabulary)
-    expected = drawn(rows, row_of, vocabulary, are_logits=False)
+    expected = drawn(rows, row_of, vocabulary, are_logits=False, **options)
     for one, other in zip(from_logits.columns, expected.columns, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 

@@ -7,7 +7,6 @@ coroutine method and as its blocking twin (`..._sync`).
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,7 +18,6 @@ from genlm.core.base.validation import (
     checked_batch,
     checked_count,
     checked_ids,
-    checked_integer,
     checked_limits,
     checked_number,
     is_sequence_like,
@@ -398,17 +396,13 @@ def _draw(
 
 def _uniform(context: TokenIds, seed: int | None) -> float:
     """Return the random number of a draw: that of the seed's stream at the context's length."""
-    if seed is None:
-        return secrets.randbits(53) / 2**53
     # An object without a length is rejected later, with the request.
     length = len(context) if is_sequence_like(context) else 0
-    return stream_uniform(seed_word(checked_integer("seed", seed, 0)), length)
+    return stream_uniform(seed_word(checked_seed(seed)), length)
 
 
-def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
+def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int]:
     """Return the seed of each context."""
-    if seed is None:
-        return [None] * count
     if not is_sequence_like(seed):
         return stream_seeds(checked_seed(seed), count)
     seeds = list(cast("Sequence[int]", seed))

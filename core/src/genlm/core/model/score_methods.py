@@ -277,8 +277,6 @@ class ScoreMethods:
 
 def _combine_scores(windows: list[TokenScores]) -> TokenScores:
     """Combine the scores of the windows of a text; none if no token is scored."""
-    if len(windows) == 1:
-        return windows[0]
     if not windows:
         return TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
     return TokenScores(*(torch.cat(parts) for parts in zip(*windows, strict=True)))

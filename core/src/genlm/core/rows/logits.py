@@ -241,8 +241,6 @@ def _invalid_sums(
 
 def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
     """Sum the probabilities of each row; one transfer for rows on a GPU."""
-    if not len(rows):
-        return []
     # In place where the memory is new: a second allocation of this size is slow on CPUs.
     weights = torch.stack(rows).exp_() if isinstance(rows, list) else rows.exp()
     sums: list[float] = weights.sum(-1).tolist()

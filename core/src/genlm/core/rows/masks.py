@@ -137,8 +137,6 @@ class Mask:
         return _from_bytes(operation(self.packed, other.packed).tobytes(), self.vocab_size)
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         if not isinstance(other, Mask):
             return NotImplemented
         return self.vocab_size == other.vocab_size and self._bytes == other._bytes

@@ -217,8 +217,6 @@ class RowWeights:
         has_row_limits = self.top_k.ndim or self.top_p.ndim
         if is_first.all() or self._offset is not None or has_row_biases or has_row_limits:
             return members, members
-        if self.masks is None and not self._temperature.ndim:
-            return np.flatnonzero(is_first), np.cumsum(is_first) - 1
         keys = row_of
         if self.masks is not None:
             places = self.masks.places.numpy()
@@ -339,8 +337,6 @@ def _biases(
     bias: Any, count: int, size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the biases of tokens, `(1 or n, size)`, and those of rows, `(1 or n,)`."""
-    if type(bias) is float and bias == 0:
-        return None, None
     if isinstance(bias, torch.Tensor) and bias.dtype != torch.bool:
         check_readable(bias, "bias")
         if bias.is_complex():

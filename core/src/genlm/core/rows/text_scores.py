@@ -89,8 +89,6 @@ class PieceScores:
         begins = np.searchsorted(self._keys, keys, "left")
         counts = np.searchsorted(self._keys, keys, "right") - begins
         rows = np.repeat(np.arange(len(keys)), counts)
-        if not len(rows):
-            return
         # The targets of each key follow each other.
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         members = self._members[np.repeat(begins, counts) + offsets]

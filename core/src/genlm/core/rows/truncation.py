@@ -41,8 +41,6 @@ def truncate(
         truncated[places], is_short = _limit_weights(
             rows, largest, top_k[pending], top_p[pending]
         )
-        if width == size or not has_no_top_k[pending].any():
-            break
         pending = pending[has_no_top_k[pending] & is_short.cpu().numpy()]
         if not len(pending):
             break

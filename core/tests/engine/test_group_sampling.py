@@ -118,6 +118,19 @@ def test_members_that_are_queries_of_their_own_draw_what_those_of_groups_do() ->
     assert (results[0][0][:, -1] < 0).any()
 
 
+def test_single_queries_of_a_sample_need_no_normalised_rows() -> None:
+    class Recording(TinyEngine):
+        def submit(self, query: genlm.Query) -> None:
+            draws.extend(query.outputs)
+            super().submit(query)
+
+    draws: list[Any] = []
+    with genlm.AsyncLM(Recording, output_cache=genlm.OutputCache(0)) as llm:
+        llm.population([1], 2).sample_sync(2, seed=1)
+    assert len(draws) >= 2
+    assert all(draw.reads_logits for draw in draws)
+
+
 def test_a_member_that_fails_ends_its_small_group() -> None:
     engine = TinyEngine()
     with genlm.AsyncLM(lambda: engine, output_cache=genlm.OutputCache(0)) as llm:

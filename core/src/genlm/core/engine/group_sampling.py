@@ -253,7 +253,10 @@ class MemberRuns(_Continuations):
         self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
         self._seeds: list[int] = sampling.seeds.tolist()
         self._temperatures: list[float] = sampling.weights.temperatures.tolist()
-        self._top_k_and_p = int(sampling.weights.top_k), float(sampling.weights.top_p)
+        # Without a limit it is the size of the vocabulary. Draws with a limit need rows.
+        top_k = int(sampling.weights.top_k)
+        self._top_k = top_k if top_k < vocabulary.size else None
+        self._top_p = float(sampling.weights.top_p)
         self._limits: list[int] = sampling.max_tokens.tolist()
         self._finished: list[bool] = sampling.finished.tolist()
         self._drawn: list[list[DrawnToken]] = [[] for _ in self._sequences]
@@ -318,7 +321,7 @@ class MemberRuns(_Continuations):
             return None
         position = sampling.step + len(self._drawn[member])
         uniform = stream_uniform(self._seeds[member], position)
-        draw = Draw(uniform, self._temperatures[member], None, *self._top_k_and_p)
+        draw = Draw(uniform, self._temperatures[member], None, self._top_k, self._top_p)
         return member, sequence, draw
 
     def _leased_generation(self) -> Generation:

@@ -129,6 +129,15 @@ def test_the_separator_of_training_texts_begins_a_text() -> None:
     assert spelled(vocabulary, encode(vocabulary, "<|end|>a")) == [b"<|end|>", b"a"]
 
 
+def test_a_separator_that_the_tokenizer_puts_before_a_text_begins_an_empty_one() -> None:
+    vocabulary = byte_level()  # as OPT
+    vocabulary.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 0)]
+    )
+    assert encode(vocabulary, "") == [0]
+    assert spelled(vocabulary, encode(vocabulary, "a")) == [b"<|end|>", b"a"]
+
+
 def test_a_tokenizer_made_to_add_nothing_is_believed() -> None:
     vocabulary = byte_level(add_bos_token=False)
     assert spelled(vocabulary, encode(vocabulary, "a")) == [b"a"]
@@ -145,7 +154,7 @@ def test_a_beginning_that_is_not_the_separator_is_left_to_the_tokenizer() -> Non
 def test_an_end_that_the_tokenizer_adds_is_left_out() -> None:
     vocabulary = sentencepiece_like(ends=True)
     assert spelled(vocabulary, encode(vocabulary, "a")) == [b"<s>", b" a"]
-    assert spelled(vocabulary, encode(vocabulary, "a</s>"))[-1] == b"</s>"
+    assert spelled(vocabulary, encode(vocabulary, "a</s>")) == [b"<s>", b" a", b"</s>"]
 
 
 def word_piece() -> Vocabulary:
@@ -165,7 +174,7 @@ def test_a_separator_that_the_tokenizer_adds_is_left_out() -> None:
     vocabulary = word_piece()
     assert spelled(vocabulary, encode(vocabulary, "")) == [b"[CLS]"]
     assert spelled(vocabulary, encode(vocabulary, "aa")) == [b"[CLS]", b" a", b"a"]
-    assert spelled(vocabulary, encode(vocabulary, "a[SEP]"))[-1] == b"[SEP]"
+    assert spelled(vocabulary, encode(vocabulary, "a[SEP]")) == [b"[CLS]", b" a", b"[SEP]"]
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,12 @@ def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]
     `eos_token_id`, the separator of the training texts (GPT-2, GPT-NeoX).
     """
     bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
+    if ids == [bos]:
+        return ids
     if ids != without_special:
         ends = ([eos], [getattr(vocabulary.tokenizer, "sep_token_id", None)])
-        is_ended = ids[-1:] in ends and ids[-1:] != without_special[-1:]
+        text = ids[len(ids) - 1 - len(without_special) : -1]
+        is_ended = ids[-1:] in ends and text == without_special
         return ids[:-1] if is_ended else ids
     options = getattr(vocabulary.tokenizer, "init_kwargs", {})
     if bos is None or bos != eos or options.get("add_bos_token") is False:
@@ -93,7 +96,7 @@ def encode_continuation(
         begin = [vocabulary.eos_token_id]
 
     def encode_with_begin(content: str) -> list[int]:
-        ids = encode(vocabulary, content)
+        ids = encode(vocabulary, content, begin=False)
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     prompt_ids = encode_with_begin(prompt) if prompt else begin

@@ -198,9 +198,12 @@ def is_model_object(value: object) -> bool:
 
 def checked_integer(name: str, value: Any, minimum: int) -> int:
     """Return an integer of any kind as an `int`; reject values below `minimum`."""
-    if not is_integer(value):
+    if type(value) is int:  # most frequent
+        number = value
+    elif is_integer(value):
+        number = index(value)
+    else:
         raise TypeError(f"{name}={_short_repr(value)}; expected an integer, {minimum} or more")
-    number = index(value)
     if number < minimum:
         raise ValueError(f"{name}={number}; it must be {minimum} or more")
     return number
@@ -208,7 +211,10 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
 
 def checked_number(name: str, value: Any) -> float:
     """Return a finite, non-negative number as a float."""
-    number = None if isinstance(value, (str, bytes)) else _float(value)
+    if type(value) is float:  # most frequent
+        number: float | None = value
+    else:
+        number = None if isinstance(value, (str, bytes)) else _float(value)
     if number is None:
         raise TypeError(f"{name}={_short_repr(value)}; expected a number, 0 or more")
     if not 0 <= number < math.inf:

@@ -92,6 +92,8 @@ class DrawSettings(NamedTuple):
             PopulationError: As `check_log_masses`.
         """
         check_log_masses(masses, self.active, len(self.log_mass))
+        if len(self.active) == len(self.log_mass):
+            return masses
         log_mass = torch.from_numpy(self.log_mass.copy())
         log_mass[self.active] = masses
         return log_mass

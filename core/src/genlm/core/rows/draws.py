@@ -333,6 +333,8 @@ def _drawn_tokens(
 def _concatenate(
     parts: list[DrawnTokens], rows: torch.Tensor, shape: tuple[int, ...]
 ) -> DrawnTokens:
+    if len(parts) == 1:
+        return parts[0]
     if not parts:
         ids = torch.empty(0, *shape, dtype=torch.long, device=rows.device)
         numbers = rows.new_empty(0, *shape)

@@ -146,6 +146,9 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._remaining = np.arange(len(query.wanted))
         self._columns = Columns(query.reduction, len(query.row_of))
+        self._is_identity = len(query.row_of) == len(query.wanted) and is_ascending(
+            query.row_of
+        )
 
     @functools.cached_property
     def _by_row(self) -> Integers64:
@@ -230,6 +233,8 @@ class GroupWork:
 
     def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
         """Return the members of some rows, by row, and the place of each one's row."""
+        if self._is_identity:
+            return places, np.arange(len(places))
         begins = self._bounds[places]
         counts = self._bounds[places + 1] - begins
         ends = np.cumsum(counts)

@@ -57,6 +57,8 @@ def draw_ids(
         drawn = draw_with_blocks(weights[rows], sums[rows], uniforms[part], part_rows)
         ids.append(drawn.token_ids)
         logprobs.append(drawn.logprobs)
+    if len(ids) == 1:
+        return ids[0], logprobs[0]
     if not ids:
         return torch.empty(0, dtype=torch.long, device=weights.device), weights.new_empty(0)
     return torch.cat(ids), torch.cat(logprobs)

@@ -62,6 +62,8 @@ class OutputCache:
 
     def find(self, key: Hashable) -> Entry | None:
         """Return an entry, whose result must not be changed, or None."""
+        if self.max_entries == 0:
+            return None
         with self._lock:
             if key not in self._entries:  # cheaper than the exception
                 return None
@@ -74,6 +76,8 @@ class OutputCache:
         Replacing a row by a row of the same size evicts no other row. A row of more than
         `max_bytes` is not stored, and the previous row of its key is removed.
         """
+        if self.max_entries == 0:
+            return
         device = getattr(row, "device", None)
         nbytes = _nbytes(row) + _key_nbytes(key)
         if self.max_bytes is not None and nbytes > self.max_bytes:

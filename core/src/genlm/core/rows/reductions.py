@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -203,12 +203,17 @@ def _draw_columns(
     weights = RowWeights(
         values.shape,
         masks if any(mask is not None for mask in masks) else None,
-        temperature=[request.temperature for request in requests],
+        temperature=_setting([request.temperature for request in requests]),
         bias=bias,
-        top_k=[request.top_k for request in requests],
-        top_p=[request.top_p for request in requests],
+        top_k=_setting([request.top_k for request in requests]),
+        top_p=_setting([request.top_p for request in requests]),
     )
     return DrawColumns(weights, np.array([request.uniform for request in requests]))
+
+
+def _setting(values: list[Any]) -> Any:
+    """Return a setting of requests: one value if all are equal, which is faster."""
+    return values[0] if values.count(values[0]) == len(values) else values
 
 
 def _drawn_tokens(columns: tuple[torch.Tensor, ...]) -> list[DrawnToken]:

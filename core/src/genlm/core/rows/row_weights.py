@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,7 +91,11 @@ class RowWeights:
             masks = RowMasks(masks, count, vocab_size, mask_index)
         self.count = count
         self.masks: RowMasks | None = masks
-        self._temperature = _checked_temperatures(temperature)
+        self._temperature = (
+            _one_temperature(temperature)
+            if type(temperature) is float
+            else _checked_temperatures(temperature)
+        )
         if self._temperature.shape not in {(), (count,)}:
             raise ValueError(
                 f"temperature has shape {self._temperature.shape}; expected a number or one "
@@ -217,6 +222,8 @@ class RowWeights:
         has_row_limits = self.top_k.ndim or self.top_p.ndim
         if is_first.all() or self._offset is not None or has_row_biases or has_row_limits:
             return members, members
+        if self.masks is None and not self._temperature.ndim:
+            return np.flatnonzero(is_first), np.cumsum(is_first) - 1
         keys = row_of
         if self.masks is not None:
             places = self.masks.places.numpy()
@@ -301,6 +308,10 @@ def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:
     return np.where(temperatures == 0, 0.0, clipped)
 
 
+_one_temperature = functools.lru_cache(16)(_checked_temperatures)
+"""The same for a float; the array must not be changed."""
+
+
 def _per_row(setting: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     return setting if setting.ndim else np.full(count, setting)
 
@@ -337,6 +348,8 @@ def _biases(
     bias: Any, count: int, size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the biases of tokens, `(1 or n, size)`, and those of rows, `(1 or n,)`."""
+    if type(bias) is float and bias == 0:
+        return None, None
     if isinstance(bias, torch.Tensor) and bias.dtype != torch.bool:
         check_readable(bias, "bias")
         if bias.is_complex():

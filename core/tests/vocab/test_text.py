@@ -201,6 +201,12 @@ def test_a_text_is_encoded_after_the_begin_token_or_a_prompt(
         assert len(ids) == start
 
 
+def test_a_name_of_the_begin_token_in_a_text_is_encoded_as_by_encode() -> None:
+    vocabulary = sentencepiece_like()
+    assert encode_continuation(vocabulary, "", "<s>a") == (encode(vocabulary, "<s>a"), 1)
+    assert encode(vocabulary, "<s>a")[:2] == [0, 0]
+
+
 def test_the_first_token_follows_nothing_if_there_is_no_begin_token() -> None:
     vocabulary = byte_level(bos_token=None, eos_token=None)
     assert encode_continuation(vocabulary, "", "a") == (encode(vocabulary, "a"), 1)

@@ -96,7 +96,7 @@ def encode_continuation(
         begin = [vocabulary.eos_token_id]
 
     def encode_with_begin(content: str) -> list[int]:
-        ids = encode(vocabulary, content, begin=False)
+        ids = encode(vocabulary, content)
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     prompt_ids = encode_with_begin(prompt) if prompt else begin

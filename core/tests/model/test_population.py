@@ -479,6 +479,22 @@ def test_draws_without_replacement_are_ordered_and_different(llm: genlm.AsyncLM)
     assert torch.equal(single.token_ids, drawn.token_ids[:, 0])
 
 
+@pytest.mark.parametrize("bias", [0.0, np.linspace(-9, 9, SIZE)])
+def test_draws_without_replacement_close_to_temperature_0_are_the_most_likely_tokens(
+    llm: genlm.AsyncLM, bias: Any
+) -> None:
+    population = llm.population([[1], [2], [3]])
+    drawn = population.draw_without_replacement_sync(4, MASKS, temperature=1e-30, bias=bias)
+    for member, (ids, logprobs) in enumerate(zip(drawn.token_ids, drawn.logprobs, strict=True)):
+        allowed, logs = np.flatnonzero(MASKS[member]).tolist(), row([member + 1])
+        values = logs + torch.as_tensor(bias)
+        expected = sorted(allowed, key=lambda token: -float(values[token]))[:4]
+        assert ids.tolist() == expected + [-1] * (4 - len(expected))
+        torch.testing.assert_close(
+            logprobs[: len(expected)].double(), logs[expected], atol=1e-5, rtol=0
+        )
+
+
 def test_samples_are_repeated_draws_and_end_with_a_stop(llm: genlm.AsyncLM) -> None:
     population, steps = llm.population([1], 8), []
     sampled = population.sample_sync(4, stop=[2, "de"], seed=9)

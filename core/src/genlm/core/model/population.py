@@ -179,7 +179,9 @@ class Population(MemberReductions):
             k: Number of tokens, at least 1 and at most the size of the vocabulary.
             masks: As `draw`.
             mask_index: As `draw`.
-            temperature: As `draw`, above 0.
+            temperature: As `draw`, above 0. At a temperature close to 0, such as 1e-30, the
+                tokens are the most likely allowed ones, in order, for example of a beam search
+                under a constraint.
             bias: As `draw`.
             seed: As `draw`.
 

@@ -51,6 +51,14 @@ def test_a_request_ends_with_the_last_of_its_evaluations() -> None:
     assert table.finish(second) == [request]
 
 
+def test_a_caller_that_leaves_twice_leaves_once() -> None:
+    table = RequestTable(max_pending=None)
+    leaving, waiting = enqueued(table, 0), enqueued(table, 1)
+    (evaluation,) = table.take(None, 0.0)
+    assert table.leave(leaving) == table.leave(leaving) == []
+    assert table.finish(evaluation) == [waiting]
+
+
 def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_ended() -> None:
     table = RequestTable(max_pending=None)
     request = Request(concurrent.futures.Future(), 2)

@@ -41,6 +41,7 @@ DECODERS = [
     decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " ")]),
     decoders.Sequence([decoders.Sequence([decoders.WordPiece()]), decoders.Fuse()]),
     decoders.Sequence([decoders.Strip("#", 2, 0), decoders.ByteLevel()]),
+    decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)]),
 ]
 
 

@@ -127,15 +127,11 @@ def decode_bytes(
     vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False
 ) -> bytes:
     """Return the exact bytes of token ids; see `AsyncLM.decode_bytes`."""
-    ids = checked_integers(token_ids)
-    if -1 in ids:  # arrays of populations are padded with -1, which stands for no token
-        ids = tuple(token for token in ids if token != -1)
+    # Arrays of populations are padded with -1, which stands for no token.
+    ids = [token for token in checked_integers(token_ids) if token != -1]
     checked_ids(ids, vocabulary.size)
     omitted = frozenset() if special_tokens else vocabulary.special_ids
-    kept = ids
-    if not omitted.isdisjoint(ids):
-        kept = tuple(token for token in ids if token not in omitted)
-    data = b"".join(map(vocabulary.byte_vocab.__getitem__, kept))  # tokens are bytes
+    data = b"".join(vocabulary.byte_vocab[token] for token in ids if token not in omitted)
     if ids and ids[0] in omitted and data.startswith(b" ") and adds_space(vocabulary):
         data = data[1:]
     return data

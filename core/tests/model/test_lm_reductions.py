@@ -306,6 +306,62 @@ def test_reductions_are_cached_and_cached_rows_answer_them(make_model: MakeModel
     assert len(engine.batches) == 3
 
 
+def entropies(rows: torch.Tensor) -> torch.Tensor:
+    return torch.special.entr(rows.exp()).sum(-1)
+
+
+def best_two(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = rows.topk(2)
+    return values, ids
+
+
+def test_functions_of_rows_are_called_once_for_all_requests(make_model: MakeModel) -> None:
+    counts: list[int] = []
+
+    def counted(rows: torch.Tensor) -> torch.Tensor:
+        counts.append(len(rows))
+        return entropies(rows)
+
+    llm, contexts = make_model(ScriptedEngine(SIZE)), [[1], [2], [1], [3, 4]]
+    functions = [counted, best_two, counted, counted]
+    found = llm.batch_reduce_sync(contexts, functions)
+    assert counts == [2]  # equal requests share a result
+    for context, function, result in zip(contexts, functions, found, strict=True):
+        expected = oracle_row(context, None, SIZE)
+        if function is counted:
+            torch.testing.assert_close(result, entropies(expected))
+        else:
+            assert isinstance(result, tuple)
+            for one, other in zip(result, expected.topk(2), strict=True):
+                torch.testing.assert_close(one, other)
+    [first, _, equal, _] = found
+    first.zero_()  # the caller's
+    assert equal > 0
+    assert llm.statistics().cache_entries == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda rows: rows.sum(), r"<lambda> returned a tensor of shape \(\) for 1 rows"),
+        (lambda rows: rows.sum(-1).tolist(), "<lambda> returned list for 1 rows; expected a"),
+        (lambda rows: rows.missing, "<lambda> raised AttributeError"),
+    ],
+)
+def test_what_a_function_of_rows_returns_is_checked(
+    function: Any, message: str, make_model: MakeModel
+) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    for reduced in (
+        lambda: llm.reduce_sync([1], function),
+        lambda: llm.population([1], 3).reduce_sync(function),
+        lambda: llm.reduce_text_sync([1, 2], function),
+    ):
+        with pytest.raises(genlm.GenlmError, match=message):
+            reduced()
+    assert llm.reduce_sync([1], entropies) > 0
+
+
 def test_a_result_that_is_none_is_evaluated_each_time(make_model: MakeModel) -> None:
     engine = ScriptedEngine(SIZE)
     llm = make_model(engine)
@@ -428,7 +484,8 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "1 sequences of token ids for 2",
     ),
     ("reduce", {"reduction": Rows()}, TypeError, "populations and reduce_text compute a Group"),
-    ("reduce", {"reduction": Entropy}, TypeError, "expected an object of a subclass of"),
+    ("reduce", {"reduction": Entropy}, TypeError, "expected a function of rows, or an object"),
+    ("batch_reduce", {"reductions": best_two}, ValueError, "one reduction for 2 contexts"),
     ("reduce", {"reduction": Listed([1])}, TypeError, "Listed.* cannot be hashed, and equal"),
     ("score", {"start": 0}, ValueError, "start=0; it must be 1 or more"),
     ("score", {"start": 4}, ValueError, "start=4 of a text of 3 tokens"),

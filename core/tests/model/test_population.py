@@ -479,6 +479,19 @@ def test_draws_without_replacement_are_ordered_and_different(llm: genlm.AsyncLM)
     assert torch.equal(single.token_ids, drawn.token_ids[:, 0])
 
 
+def test_a_function_of_rows_is_called_with_each_distinct_row(llm: genlm.AsyncLM) -> None:
+    counts: list[int] = []
+
+    def largest(rows: torch.Tensor) -> torch.Tensor:
+        counts.append(len(rows))
+        return rows.amax(1)
+
+    found = llm.population([[1], [2], [1], [1, 2]])[[3, 0, 1, 2, 0]].reduce_sync(largest)
+    expected = [float(row(ids).max()) for ids in ([1, 2], [1], [2], [1], [1])]
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    assert sum(counts) == 3
+
+
 @pytest.mark.parametrize("bias", [0.0, np.linspace(-9, 9, SIZE)])
 def test_draws_without_replacement_close_to_temperature_0_are_the_most_likely_tokens(
     llm: genlm.AsyncLM, bias: Any

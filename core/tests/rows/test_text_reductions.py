@@ -229,6 +229,17 @@ def test_a_reduction_of_fewer_results_than_rows_is_an_error(
         make_model(engine()).reduce_text_sync([1, 2, 3, 4], OneTooFew())
 
 
+@pytest.mark.parametrize("engine", [Scoring, Rows])
+def test_a_function_of_rows_has_the_rows_of_all_positions(
+    engine: type, make_model: MakeModel
+) -> None:
+    ids = [1, 2, 3, 2, 5]
+    values, best = make_model(engine()).reduce_text_sync(ids, lambda rows: rows.max(-1)[:], 2)
+    expected = rows_of(ids, 2).max(-1)
+    torch.testing.assert_close(values, expected.values)
+    assert torch.equal(best, expected.indices)
+
+
 def test_an_engine_that_knows_nothing_of_them_is_named(make_model: MakeModel) -> None:
     llm = make_model(IgnoresOutputs())
     with pytest.raises(EvaluationError, match="TokenScores for a query that requests Reduced"):
@@ -241,7 +252,7 @@ def test_an_engine_that_knows_nothing_of_them_is_named(make_model: MakeModel) ->
         (
             ([1, 2], "entropy"),
             TypeError,
-            "expected a genlm.GroupReduction or a genlm.Reduction",
+            "expected a function of rows, a genlm.GroupReduction or a genlm.Reduction",
         ),
         (([1, 2], Entropy(), 0), ValueError, "start=0"),
         (([1, 2], Entropy(), 3), ValueError, "start=3 of a text of 2 tokens"),

@@ -14,6 +14,7 @@ import torch
 
 from genlm import DrawnToken, get_backend
 from genlm.core.rows.reductions import Draw
+from genlm.core.rows.row_functions import ColumnsOfFunction, ReductionOfFunction
 from genlm.plugin import (
     Completion,
     EvaluationError,
@@ -22,7 +23,7 @@ from genlm.plugin import (
     Reduction,
 )
 from genlm_ray import client_reductions
-from genlm_ray.client_reductions import SHARED_ROWS
+from genlm_ray.client_reductions import SHARED_ROWS, _is_client_code, has_client_code
 from genlm_ray.session import Session, SharedEngine
 from genlm_ray.wire import pack_queries, unpack_queries
 
@@ -57,6 +58,13 @@ class Gated:
             Completion(query.query_id, row.clone())
             for query, row in zip(batch, rows, strict=True)
         ]
+
+
+def test_functions_of_rows_are_user_code_like_classes():
+    """Replicas that several programs share call them on a thread of the program."""
+    assert has_client_code(Query(0, (1,), outputs=(ReductionOfFunction(len),)))
+    assert _is_client_code(ColumnsOfFunction(lambda rows: rows))
+    assert not has_client_code(Query(0, (1,), outputs=(Draw(0.5), None)))
 
 
 def _run(main, engine=None, *, is_open=True):

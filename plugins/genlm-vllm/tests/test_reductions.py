@@ -16,6 +16,7 @@ from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 from genlm import DrawnToken, EvaluationError
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.reductions import Draw, LogMass, TopK
+from genlm.core.rows.row_functions import ReductionOfFunction
 from genlm.plugin import PackedCompletions, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
@@ -227,12 +228,13 @@ def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
 # -- where they are computed ----------------------------------------------------------
 
 
-def test_reductions_are_computed_in_vllms_process(engine: Any) -> None:
-    results = finish(
-        engine,
-        [submit(engine, i, outputs=(user_reductions.ProcessId(),)) for i in prompts(3, 4)],
-    )
-    processes = {result.values[0] for result in results}
+@pytest.mark.parametrize(
+    "reduction",
+    [user_reductions.ProcessId(), ReductionOfFunction(user_reductions.process_ids)],
+)
+def test_reductions_are_computed_in_vllms_process(engine: Any, reduction: Any) -> None:
+    results = finish(engine, [submit(engine, i, outputs=(reduction,)) for i in prompts(3, 4)])
+    processes = {int(result.values[0]) for result in results}
     assert len(processes) == 1
     assert (os.getpid() in processes) is is_local(engine)
 

@@ -56,7 +56,8 @@ def _is_client_code(output: Any) -> bool:
         return False
     if not type(output).__module__.startswith(_TRUSTED):
         return True
-    return _is_client_code(getattr(output, "reduction", None))  # wrapped by one of genlm
+    wrapped = getattr(output, "reduction", None) or getattr(output, "function", None)
+    return _is_client_code(wrapped)
 
 
 class ClientEngine(BatchEngine):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from genlm.core.queries.query import Reduction
     from genlm.core.rows.masks import MaskLike
     from genlm.core.rows.reductions import DrawnToken, TopTokens
+    from genlm.core.rows.row_functions import RowFunction
 
     TokenIds: TypeAlias = Integers | "Context"
     TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
@@ -129,7 +130,7 @@ class Context:
         options: dict[str, Any] = {"temperature": temperature, "bias": bias, "seed": seed}
         return self._lm.draw(self, mask, top_k=top_k, top_p=top_p, **options)
 
-    def reduce(self, reduction: Reduction) -> Coroutine[Any, Any, Any]:
+    def reduce(self, reduction: Reduction | RowFunction) -> Coroutine[Any, Any, Any]:
         """Return a reduction of the row; see `AsyncLM.reduce`."""
         return self._lm.reduce(self, reduction)
 

@@ -19,6 +19,7 @@ from genlm.core.rows.reductions import TopTokens
 
 if TYPE_CHECKING:
     from genlm.core.engine.group_sampling import GroupSampling
+    from genlm.core.rows.row_functions import RowFunction
 
 
 class MemberReductions(Members):
@@ -80,20 +81,20 @@ class MemberReductions(Members):
 
     top_tokens_sync = blocking(top_tokens)
 
-    async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
+    async def reduce(self, reduction: GroupReduction | Reduction | RowFunction) -> Any:
         """Return a user-defined reduction of the row of each member.
 
         Args:
-            reduction: A `GroupReduction`, whose columns have an entry for each member, or a
-                `Reduction` that all members share.
+            reduction: A function of rows, as for `AsyncLM.reduce`; or a `Reduction` that all
+                members share; or a `GroupReduction`, which has values of each member.
 
         Returns:
             The results of all members: a tensor whose first dimension is n, or a tuple of such
             tensors.
 
         Raises:
-            TypeError: `reduction` is of another class.
-            PopulationError: As `next_token_logprobs`, or `compute` of the reduction raised.
+            TypeError: `reduction` is of another type.
+            PopulationError: As `next_token_logprobs`, or the function raised.
         """
         columns = await self._reduce(checked_reduction(reduction))
         return columns[0] if len(columns) == 1 else columns

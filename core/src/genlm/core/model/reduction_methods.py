@@ -33,6 +33,7 @@ from genlm.core.rows.reductions import (
     TopK,
     TopTokens,
 )
+from genlm.core.rows.row_functions import ReductionOfFunction, is_row_function
 from genlm.core.rows.row_weights import checked_biases
 from genlm.core.rows.sampling import checked_seed, seed_word, stream_seeds, stream_uniform
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from genlm.core.model.members import ArrayLike
     from genlm.core.model.requests import Requests
     from genlm.core.rows.masks import MaskLike
+    from genlm.core.rows.row_functions import RowFunction
     from genlm.core.vocab import Vocabulary
 
 T = TypeVar("T")
@@ -61,22 +63,31 @@ class ReductionMethods:
     # -- any reduction ----------------------------------------------------------------
 
     async def reduce(
-        self, context: TokenIds, reduction: Reduction, *, lora_name: str | None = None
+        self,
+        context: TokenIds,
+        reduction: Reduction | RowFunction,
+        *,
+        lora_name: str | None = None,
     ) -> Any:
         """Return a reduction of the row of a context.
 
         Args:
             context: Token ids or a `Context`.
-            reduction: Instance of a subclass of `Reduction`.
+            reduction: Instance of a subclass of `Reduction`; or a function of rows, shape
+                `(n, vocab_size)`, which must not change them and returns a tensor whose first
+                dimension is n, or a tuple of such tensors. Concurrent requests with the same
+                function share its calls. If the engine runs in other processes, these must be
+                able to import the class or the function.
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            The result of `compute` for this request, which belongs to the caller. A result
-            None is not cached.
+            The result of `compute` for this request, or the entry of the function's tensor, in
+            main memory; it belongs to the caller. Results of functions and results None are not
+            cached.
 
         Raises:
-            TypeError: `reduction` is not a `Reduction`.
-            EvaluationError: `compute` of the reduction raised.
+            TypeError: `reduction` is neither a `Reduction` nor a function.
+            EvaluationError: `compute` of the reduction, or the function, raised.
             GenlmError: As `next_token_logprobs`.
         """
         checked = _checked_reduction(reduction)
@@ -87,7 +98,7 @@ class ReductionMethods:
     async def batch_reduce(
         self,
         contexts: TokenBatch,
-        reductions: Sequence[Reduction],
+        reductions: Sequence[Reduction | RowFunction],
         *,
         lora_name: str | None = None,
     ) -> list[Any]:
@@ -95,20 +106,20 @@ class ReductionMethods:
 
         Args:
             contexts: Several sequences of token ids, or `Context` objects.
-            reductions: One reduction per context; they may be of different classes.
+            reductions: One reduction per context, as for `reduce`; they may differ.
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
             The results, in order.
 
         Raises:
-            TypeError: An element of `reductions` is not a `Reduction`.
+            TypeError: An element of `reductions` is neither a `Reduction` nor a function.
             ValueError: The numbers of reductions and contexts differ.
             GenlmError: As `reduce`, for the first context that fails; its `places` are the
                 indices of all contexts that fail.
         """
         contexts = list(checked_batch(contexts))
-        if isinstance(reductions, Reduction | GroupReduction):
+        if isinstance(reductions, Reduction | GroupReduction) or callable(reductions):
             count = len(contexts)
             raise ValueError(f"one reduction for {count} contexts; pass [reduction] * {count}")
         checked = map_batch(_checked_reduction, reductions)
@@ -362,7 +373,9 @@ class ReductionMethods:
         return items
 
 
-def _checked_reduction(reduction: object) -> Reduction:
+def _checked_reduction(reduction: Any) -> Reduction:
+    if is_row_function(reduction) and not isinstance(reduction, Reduction | GroupReduction):
+        reduction = ReductionOfFunction(reduction)
     if not isinstance(reduction, Reduction):
         hint = (
             "; populations and reduce_text compute a GroupReduction"
@@ -370,7 +383,8 @@ def _checked_reduction(reduction: object) -> Reduction:
             else ""
         )
         raise TypeError(
-            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}{hint}"
+            f"expected a function of rows, or an object of a subclass of genlm.Reduction; "
+            f"found {reduction!r}{hint}"
         )
     try:
         hash(reduction)

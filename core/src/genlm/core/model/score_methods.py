@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.model.requests import Item, Requests
     from genlm.core.queries.query import GroupReduction, Reduction
+    from genlm.core.rows.row_functions import RowFunction
 
 _SHOWN_AFTER = 256
 """Number of requests after which a progress bar shows their progress."""
@@ -147,7 +148,7 @@ class ScoreMethods:
     async def reduce_text(
         self,
         token_ids: TokenIds,
-        reduction: GroupReduction | Reduction,
+        reduction: GroupReduction | Reduction | RowFunction,
         start: int = 1,
         *,
         lora_name: str | None = None,
@@ -159,8 +160,8 @@ class ScoreMethods:
 
         Args:
             token_ids: As `score`.
-            reduction: A `GroupReduction`, whose columns have an entry for each position, or a
-                `Reduction` that all positions share.
+            reduction: A function of rows, as for `AsyncLM.reduce`; or a `Reduction` that all
+                positions share; or a `GroupReduction`, which has values of each position.
             start: First position whose row is reduced, as `score`.
             lora_name: As `score`.
 
@@ -169,9 +170,9 @@ class ScoreMethods:
             `len(token_ids) - start`, or a tuple of such tensors.
 
         Raises:
-            TypeError: `reduction` is of another class, or `start` is not an integer.
+            TypeError: `reduction` is of another type, or `start` is not an integer.
             ValueError: `start` is below 1 or above the number of tokens.
-            EvaluationError: `compute` of the reduction raised.
+            EvaluationError: The function raised.
             GenlmError: As `next_token_logprobs`.
         """
         group = checked_reduction(reduction)

@@ -24,6 +24,7 @@ from genlm.core.rows.draws import (
     draw_from_logits,
 )
 from genlm.core.rows.logits import main_memory, moved
+from genlm.core.rows.row_functions import ColumnsOfFunction, RowFunction, is_row_function
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
 
@@ -159,15 +160,18 @@ class SharedReduction(GroupReduction):
         return (_column(results, kind)[row_of],)
 
 
-def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
+def checked_reduction(reduction: GroupReduction | Reduction | RowFunction) -> GroupReduction:
     """Return a reduction whose results are columns."""
     if isinstance(reduction, Reduction):
         return SharedReduction(reduction)
-    if not isinstance(reduction, GroupReduction):
-        raise TypeError(
-            f"expected a genlm.GroupReduction or a genlm.Reduction; found {reduction!r}"
-        )
-    return reduction
+    if isinstance(reduction, GroupReduction):
+        return reduction
+    if is_row_function(reduction):
+        return ColumnsOfFunction(reduction)
+    raise TypeError(
+        f"expected a function of rows, a genlm.GroupReduction or a genlm.Reduction; found "
+        f"{reduction!r}"
+    )
 
 
 def _column(values: Sequence[Any], kind: type) -> torch.Tensor:

@@ -340,6 +340,16 @@ def test_functions_of_rows_are_called_once_for_all_requests(make_model: MakeMode
     assert llm.statistics().cache_entries == 0
 
 
+def test_a_reduction_that_can_be_called_is_a_reduction(make_model: MakeModel) -> None:
+    class Called(Entropy):
+        def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    llm = make_model(ScriptedEngine(SIZE))
+    assert llm.reduce_sync([1], Called()) == llm.reduce_sync([1], Entropy())
+    assert llm.population([1], 1).reduce_sync(Called()) > 0
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

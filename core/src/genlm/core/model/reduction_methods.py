@@ -374,7 +374,7 @@ class ReductionMethods:
 
 
 def _checked_reduction(reduction: Any) -> Reduction:
-    if is_row_function(reduction) and not isinstance(reduction, Reduction | GroupReduction):
+    if is_row_function(reduction):
         reduction = ReductionOfFunction(reduction)
     if not isinstance(reduction, Reduction):
         hint = (

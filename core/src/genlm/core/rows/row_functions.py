@@ -19,8 +19,8 @@ tensor whose first dimension is n, or a tuple of such tensors."""
 
 
 def is_row_function(value: object) -> bool:
-    """Whether a value can be called with rows; classes of reductions cannot."""
-    return callable(value) and not isinstance(value, type)
+    """Whether a value is to be called with rows; reductions and their classes are not."""
+    return callable(value) and not isinstance(value, Reduction | GroupReduction | type)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,16 @@ import torch
 import genlm
 
 
-class Each(genlm.GroupReduction):
-    """A function of the rows of some positions, and of columns with an entry for each."""
+class Divergence(genlm.GroupReduction):
+    """The Kullback-Leibler divergence at each position from the teacher's row there."""
 
-    def __init__(self, function, *columns):
-        self.function, self.columns = function, columns
+    def __init__(self, teacher):
+        self.teacher = teacher
 
     def compute(self, rows, row_of, members):
-        columns = (column[members].to(rows.device) for column in self.columns)
-        return tuple(self.function(rows[row_of.to(rows.device)], *columns))
-
-
-def divergence(rows, teacher):
-    """Yield the Kullback-Leibler divergence of each row from the teacher's row."""
-    terms = teacher.exp() * (teacher - rows)
-    yield terms.nan_to_num(0).sum(1)  # 0 times -inf for ids that no token has
+        teacher = self.teacher[members].to(rows.device)
+        terms = teacher.exp() * (teacher - rows[row_of.to(rows.device)])
+        return (terms.nan_to_num(0).sum(1),)  # 0 times -inf for ids that no token has
 
 
 def divergences(teacher, teacher_prompt, student, student_prompt, text, piece=128):
@@ -34,9 +29,9 @@ def divergences(teacher, teacher_prompt, student, student_prompt, text, piece=12
     results = []
     for begin in range(0, len(text), piece):
         part, place = [*teacher_prompt, *text[: begin + piece]], len(teacher_prompt) + begin
-        rows = teacher.reduce_text_sync(part, Each(lambda rows: [rows]), place)
+        rows = teacher.reduce_text_sync(part, lambda rows: rows, place)
         part, place = [*student_prompt, *text[: begin + piece]], len(student_prompt) + begin
-        results.append(student.reduce_text_sync(part, Each(divergence, rows), place))
+        results.append(student.reduce_text_sync(part, Divergence(rows), place))
     return torch.cat(results)
 
 
@@ -44,7 +39,7 @@ if __name__ == "__main__":
     with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         short, text = llm.encode("The method"), llm.encode(" raises an error.", begin=False)
         prompt = llm.encode("If the file cannot be opened, the method")
-        best = Each(lambda rows: rows.topk(4))
         print("cross entropy", -llm.score_sync(short + text, len(short)))
         print("divergence", divergences(llm, prompt, llm, short, text))
-        print("targets", llm.reduce_text_sync(prompt + text, best, len(prompt)))
+        targets = llm.reduce_text_sync(prompt + text, lambda rows: rows.topk(4), len(prompt))
+        print("targets", targets)

@@ -287,8 +287,9 @@ def test_losses_of_a_student_are_those_in_float64(models, matrices):
     for piece in (3, 128):
         found = distil.divergences(models[0], prompts[0], models[1], prompts[1], text, piece)
         np.testing.assert_allclose(found, exact, atol=1e-5)
-    best = distil.Each(lambda rows: rows.topk(4))
-    logprobs, _ = models[0].reduce_text_sync([*prompts[0], *text], best, len(prompts[0]))
+    logprobs, _ = models[0].reduce_text_sync(
+        [*prompts[0], *text], lambda rows: rows.topk(4), len(prompts[0])
+    )
     np.testing.assert_allclose(logprobs, np.log(-np.sort(-teacher)[:, :4]), atol=1e-5)
 
 

@@ -61,6 +61,8 @@ class SlotReferences:
             np.subtract.at(self.counts, slots, _ONE)
             self.counts[SCRATCH_SLOT] = _PERMANENT
             unused = slots[self.counts[slots] == 0]
+            if not len(unused):  # most often: the next token continues the slots
+                break
             freed.append(np.unique(unused))
             slots = self.parents[freed[-1]]
         return np.concatenate(freed)

@@ -57,7 +57,7 @@ def continuation(
     for column in tokens.T:
         extended = np.flatnonzero(column >= 0)
         keys = last[extended] * size + column[extended]
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        first, inverse = _unique(keys)
         leaders, numbers = extended[first], count + inverse
         queries.append((column[leaders], leaders, lengths[leaders]))
         parents.append(last[leaders])
@@ -109,3 +109,16 @@ def joined(batches: Sequence[TableBatch]) -> TableBatch:
         rows=np.concatenate(rows),
         results=np.concatenate(results),
     )
+
+
+def _unique(keys: Integers64) -> tuple[Integers64, Integers64]:
+    """Return the first index of each distinct key, and the distinct key of each entry.
+
+    Most often all keys are distinct, which a sort of the keys alone shows.
+    """
+    in_order = np.sort(keys)
+    if (in_order[1:] != in_order[:-1]).all():
+        numbers = np.arange(len(keys))
+        return numbers, numbers
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return first, inverse

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genlm.core.rows import logits as rows_module
 from genlm.core.rows import truncation
 from genlm.core.rows.selection import batch_top_k
 from genlm.core.rows.truncation import truncate
@@ -47,11 +48,17 @@ def test_the_largest_come_in_order_and_of_equals_the_lowest_ids(
 
 
 @pytest.mark.parametrize("k", [1, 5, 60])
-def test_rows_of_other_layouts_have_the_same_largest(k: int) -> None:
+def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = coarse_rows(7, 1300, 0, 40)
-    _, ids = batch_top_k(rows, k)
+    values, ids = batch_top_k(rows, k)
     for same in (rows.T.contiguous().T, torch.cat([rows, rows], 1)[:, :1300]):
         assert torch.equal(batch_top_k(same, k)[1], ids)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3000)
+    largest = batch_top_k(rows, k)
+    assert torch.equal(largest[0], values)
+    assert torch.equal(largest[1], ids)
     assert [tuple(column.shape) for column in batch_top_k(rows[:0], k)] == [(0, k), (0, k)]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from genlm.core.rows.logits import row_parts
+
 _BLOCKS = (64, 16)
 """Sizes of blocks of adjacent ids; at first, only the largest entry of each block is compared.
 The smaller size is for large k."""
@@ -24,13 +26,25 @@ def batch_top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     Returns:
         Log-probabilities, the largest first, and their ids, both of shape `(n, k)`.
     """
+    bounds = row_parts(len(rows), rows.shape[1], rows.device)
+    parts = [_top_k(rows[begin:end], k) for begin, end in bounds]
+    if not parts:
+        return rows[:, :k], torch.empty(0, k, dtype=torch.long, device=rows.device)
+    values, ids = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `k` largest entries of each row in descending order, and their ids.
+
+    The k largest are in the k blocks with the largest maxima: each of these has an entry that
+    precedes all entries of any other block.
+    """
     size = rows.shape[1]
     block = next((block for block in _BLOCKS if 2 * k * block <= size), None)
     if block is None:
         ids = _first_ids(rows, torch.arange(size, device=rows.device), k)
         return rows.gather(1, ids), ids
-    # The k largest are in the k blocks with the largest maxima: each of these has an entry that
-    # precedes all entries of any other block.
     whole = size // block * block
     maxima = rows[:, :whole].unfold(1, block, block).amax(-1)
     if whole < size:

@@ -32,6 +32,19 @@ def thread_and_values(values: list[Any]) -> Any:
     return threading.current_thread(), *values
 
 
+async def waiting_for(llm: Any, future: Future[str]) -> asyncio.Task[Any]:
+    """Return a request whose function has returned a future."""
+    entered, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def then(values: list[Any]) -> Future[str]:
+        loop.call_soon_threadsafe(entered.set)
+        return future
+
+    waiting = asyncio.create_task(result_of(llm, then))
+    await entered.wait()
+    return waiting
+
+
 def test_a_function_is_called_on_the_engines_thread(start):
     llm, _ = start()
     thread, row = asyncio.run(result_of(llm, thread_and_values))
@@ -51,15 +64,7 @@ def test_the_result_of_a_future_is_delivered_when_it_ends(start):
     future: Future[str] = Future()
 
     async def program() -> str:
-        entered = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def then(values: list[Any]) -> Future[str]:
-            loop.call_soon_threadsafe(entered.set)
-            return future
-
-        waiting = asyncio.create_task(result_of(llm, then))
-        await entered.wait()
+        waiting = await waiting_for(llm, future)
         other = asyncio.create_task(llm.next_token_logprobs([2]))
         torch.testing.assert_close(await other, oracle_row([2], None, 16))
         assert not waiting.done()
@@ -76,15 +81,7 @@ def test_a_request_that_waits_for_a_future_ends_with_all_others(start, end):
     future: Future[str] = Future()
 
     async def program() -> None:
-        entered = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def then(values: list[Any]) -> Future[str]:
-            loop.call_soon_threadsafe(entered.set)
-            return future
-
-        waiting = asyncio.create_task(result_of(llm, then))
-        await entered.wait()
+        waiting = await waiting_for(llm, future)
         await llm.next_token_logprobs([2])  # a later step of the engine
         getattr(llm, end)()
         with pytest.raises(QueryResetError if end == "cancel_all" else EngineClosedError):

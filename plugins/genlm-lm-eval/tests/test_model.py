@@ -122,7 +122,7 @@ def test_a_continuation_beyond_the_context_is_refused(lm):
 
 def test_a_continuation_that_the_tokenizer_joins_with_its_context_is_refused(lm):
     """Its log-probability would be 0, that of the best answer; `hf` refuses it, too."""
-    with pytest.raises(ValueError, match=r"'e' has no token to score: .* the context, 'Onc'"):
+    with pytest.raises(ValueError, match=r"'e' cannot be scored: .* the context, 'Onc'"):
         lm.loglikelihood(requests("loglikelihood", ("a", "b"), ("Onc", "e")))
 
 

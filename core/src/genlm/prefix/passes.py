@@ -119,7 +119,7 @@ class TreePasses:
                 self._drop()  # frees its slots, which are sufficient for every part
                 is_computed = yield from self._compute_long(part, retained)
             if not is_computed:
-                self._drop()  # there are no uncached tokens; this releases the cached prefix
+                self._drop()  # ends the use of the cached prefix, which may then be evicted
                 yield index
         if self._pass.parts:
             yield self._compute()

@@ -240,8 +240,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         prefix token. An empty continuation has log-probability 0.
 
         Raises:
-            ValueError: The model was loaded with `enable_thinking`, or the tokenizer joins a
-                continuation with the last token of its context, so that it has no token.
+            ValueError: The model was loaded with `enable_thinking`, or the tokenizer encodes a
+                continuation as a part of the last token of its context.
         """
         if self.enable_thinking:
             raise ValueError(
@@ -316,8 +316,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         texts, _, continuation = request
         if texts is not None and texts[1] and not continuation:
             raise ValueError(
-                f"the continuation {texts[1]!r} has no token to score: the tokenizer joins it "
-                f"with the end of the context, {texts[0][-20:]!r}"
+                f"the continuation {texts[1]!r} cannot be scored: the tokenizer encodes it as "
+                f"a part of the last token of the context, {texts[0][-20:]!r}"
             )
         if len(continuation) > self.max_length:
             raise ValueError(

@@ -127,8 +127,8 @@ class Router:
         self._turns = Turns()
         self._waiting: dict[int, RoutedQuery] = {}  # by query id
         self._sent: dict[int, RoutedQuery] = {}
-        # Heaps, in which queries that are no longer waiting or unanswered may remain: waiting
-        # queries by turn and order, and ids of unanswered queries of a single sequence by turn.
+        # Heaps with lazy deletion: the waiting queries by turn and order, and the ids of the
+        # unanswered queries of a single sequence by turn.
         self._queue: list[tuple[int, int, RoutedQuery]] = []
         self._turn_queue: list[tuple[int, int]] = []
         self._siblings: Counter[Context | None] = Counter()  # number of waiting queries

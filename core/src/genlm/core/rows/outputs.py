@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,9 +34,6 @@ _NO_REDUCTION = type(None)
 
 _Compute: TypeAlias = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any] | None]
 """`Reduction.compute` or `compute_from_logits` of a class."""
-
-_Place: TypeAlias = tuple[int, int]
-"""Index of a query, and place of an output among those of the query."""
 
 
 def reduce_rows(rows: torch.Tensor, outputs: Sequence[Outputs]) -> list[Reduced | Exception]:
@@ -89,57 +87,91 @@ def _reduce(
 def _reduce_part(
     values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
 ) -> list[Reduced | Exception]:
-    results: list[list[Any]] = [[None] * len(row_outputs) for row_outputs in outputs]
-    places_of: dict[type, list[_Place]] = {}
-    logits_places: dict[type, list[_Place]] = {}
-    for row, row_outputs in enumerate(outputs):
-        for place, output in enumerate(row_outputs):
-            reads_logits = vocabulary is not None and getattr(output, "reads_logits", False)
-            by_kind = logits_places if reads_logits else places_of
-            by_kind.setdefault(type(output), []).append((row, place))
+    part = _PartOutputs(outputs)
+    if vocabulary is None:
+        part.compute_from_rows(values, is_normalised=False)
+    else:
+        part.compute_from_logits(values, vocabulary)
+        if part.remaining:
+            memory = _row_memory(values, part.remaining, vocabulary.size)
+            rows = rows_from_logits(values, vocabulary, out=memory)
+            part.compute_from_rows(rows, is_normalised=True)
+    return part.results()
 
-    def reduce(compute: _Compute, places: list[_Place], rows: torch.Tensor) -> None:
-        requests = [outputs[row][place] for row, place in places]
-        reduced = _compute(compute, _select_rows(rows, [row for row, _ in places]), requests)
-        for (row, place), value in zip(places, reduced, strict=True):
-            results[row][place] = value
 
-    def copy(places: list[_Place], rows: torch.Tensor) -> None:
-        copies = copied_rows(_select_rows(rows, [row for row, _ in places]))
-        for (row, place), row_copy in zip(places, copies, strict=True):
-            results[row][place] = row_copy
+class _PartOutputs:
+    """The outputs of some rows in one list, and their values.
 
-    if vocabulary is not None:
-        for kind, places in logits_places.items():
+    Attributes:
+        remaining: Indices of the outputs that have no value yet, by the class of the output.
+
+    Args:
+        outputs: As `reduce_rows`.
+    """
+
+    def __init__(self, outputs: Sequence[Outputs]) -> None:
+        self._counts = [len(row_outputs) for row_outputs in outputs]
+        self._outputs = [output for row_outputs in outputs for output in row_outputs]
+        self._row_of = [row for row, count in enumerate(self._counts) for _ in range(count)]
+        self._values: list[Any] = [None] * len(self._outputs)
+        self._invalid: dict[int, Exception] = {}
+        self.remaining: dict[type, list[int]] = {}
+        for index, output in enumerate(self._outputs):
+            self.remaining.setdefault(type(output), []).append(index)
+
+    def compute_from_logits(self, values: torch.Tensor, vocabulary: Vocabulary) -> None:
+        """Compute the outputs that read logits; those that need their rows remain."""
+        outputs, unknown = self._outputs, self.remaining
+        self.remaining = {}
+        for kind, indices in unknown.items():
+            reading = [i for i in indices if getattr(outputs[i], "reads_logits", False)]
+            if not reading:
+                self.remaining[kind] = indices
+                continue
             logits = known_logits(values, vocabulary)
             if logits.shape[1] == vocabulary.size:
-                reduce(kind.compute_from_logits, places, logits)  # type: ignore[attr-defined]
-            # Whether a request needs its row depends on this request alone.
-            missing = [
-                (row, place)
-                for row, place in places
-                if results[row][place] is None or isinstance(results[row][place], Exception)
-            ]
-            if missing:
-                places_of.setdefault(kind, []).extend(missing)
-    invalid: dict[int, Exception] = {}
-    if places_of:
-        if vocabulary is None:
-            rows, is_normalised = values, False
-        else:
-            memory = _row_memory(values, places_of, vocabulary.size)
-            rows, is_normalised = rows_from_logits(values, vocabulary, out=memory), True
-        invalid = invalid_rows(rows, rows.shape[1], normalised=is_normalised)
-        for kind, places in places_of.items():
-            valid = [place for place in places if place[0] not in invalid]
+                self._reduce(kind.compute_from_logits, reading, logits)  # type: ignore[attr-defined]
+            # Whether an output needs its row depends on this output alone.
+            if missing := [i for i in indices if not self._has_value(i)]:
+                self.remaining[kind] = missing
+
+    def compute_from_rows(self, rows: torch.Tensor, *, is_normalised: bool) -> None:
+        """Compute the remaining outputs of the rows that are distributions."""
+        self._invalid = invalid_rows(rows, rows.shape[1], normalised=is_normalised)
+        for kind, indices in self.remaining.items():
+            valid = [i for i in indices if self._row_of[i] not in self._invalid]
             if valid and kind is _NO_REDUCTION:
-                copy(valid, rows)
+                self._store(valid, copied_rows(self._select(rows, valid)))
             elif valid:
-                reduce(kind.compute, valid, rows)  # type: ignore[attr-defined]
-    return [
-        invalid.get(row) or Reduced(tuple(row_results))
-        for row, row_results in enumerate(results)
-    ]
+                self._reduce(kind.compute, valid, rows)  # type: ignore[attr-defined]
+
+    def results(self) -> list[Reduced | Exception]:
+        """Return the values of each row, or the error of a row that is not a distribution."""
+        values = iter(self._values)
+        row_values = [tuple(itertools.islice(values, count)) for count in self._counts]
+        return [
+            self._invalid.get(row) or Reduced(values) for row, values in enumerate(row_values)
+        ]
+
+    def _has_value(self, index: int) -> bool:
+        value = self._values[index]
+        return value is not None and not isinstance(value, Exception)
+
+    def _reduce(self, compute: _Compute, indices: list[int], values: torch.Tensor) -> None:
+        requests = [self._outputs[i] for i in indices]
+        self._store(indices, _compute(compute, self._select(values, indices), requests))
+
+    def _select(self, values: torch.Tensor, indices: list[int]) -> torch.Tensor:
+        """Return the rows of outputs: a view of consecutive rows, else a copy."""
+        rows = [self._row_of[i] for i in indices]
+        first, count = rows[0], len(rows)
+        if rows == list(range(first, first + count)):
+            return values[first : first + count]
+        return values[moved(torch.tensor(rows), values.device)]
+
+    def _store(self, indices: list[int], values: Sequence[Any]) -> None:
+        for index, value in zip(indices, values, strict=True):
+            self._values[index] = value
 
 
 def _row_memory(
@@ -150,14 +182,6 @@ def _row_memory(
         return None
     # Results of other reductions may refer to the rows.
     return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
-
-
-def _select_rows(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return rows by index: a view of consecutive rows, else a copy."""
-    first, count = indices[0], len(indices)
-    if indices == list(range(first, first + count)):
-        return rows[first : first + count]
-    return rows[moved(torch.tensor(indices), rows.device)]
 
 
 def _own_copy(value: Any, rows: torch.Tensor) -> Any:

@@ -123,6 +123,8 @@ def test_the_tokenizer_outlives_the_engine_and_renders_chats(llama):
         [{"role": "user", "content": "Once"}], chat_template=template
     )
     assert tokenizer.decode(found) == "[user] Once"
+    with pytest.raises(ValueError, match="the file has no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Once"}])
 
 
 @pytest.mark.parametrize("token_id", [-1, -100, 10**6])

@@ -116,12 +116,19 @@ class GgufTokenizer:
         return_dict: bool = False,  # noqa: ARG002 - argument of transformers
         **variables: Any,
     ) -> Any:
-        """Return the ids of messages, formatted by the file's chat template."""
+        """Return the ids of messages, formatted by the file's chat template.
+
+        Raises:
+            ValueError: The file has no chat template, and none is passed.
+        """
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        source = chat_template or self.chat_template
+        if source is None:
+            raise ValueError("the file has no chat template; pass chat_template=")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
-        template = environment.from_string(chat_template or self.chat_template or "")
+        template = environment.from_string(source)
         ids = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
         names = {key: self.text(i).decode() for key, i in ids.items() if i is not None}
         text = template.render(

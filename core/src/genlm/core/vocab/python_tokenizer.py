@@ -1,8 +1,9 @@
 """Tokenizers without a `tokenizers` backend: tiktoken, SentencePiece and Python ones.
 
-Tokenizers written in Python (slow ones of transformers, and those of remote code) are
-recognised by their parts: a tiktoken encoding, a vocabulary of bytes, a SentencePiece model,
-the byte table of GPT-2, or the WordPiece of BERT.
+Tokenizers written in Python (slow ones of transformers, those of remote code, and wrappers of
+mistral-common) are recognised by their parts: a tokenizer of mistral-common, a tiktoken
+encoding, a vocabulary of bytes, a SentencePiece model, the byte table of GPT-2, or the
+WordPiece of BERT.
 """
 
 from __future__ import annotations
@@ -52,12 +53,28 @@ def sentencepiece_bytes(processor: Any) -> dict[int, bytes]:
     return derived | named
 
 
+def _mistral_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """Read the bytes of every id of a tokenizer of mistral-common: Tekken or SentencePiece.
+
+    Special tokens of Tekken have the ids below `num_special_tokens`.
+    """
+    if not hasattr(tokenizer, "id_to_byte_piece"):
+        return sentencepiece_bytes(_part_with(tokenizer, "get_piece_size"))
+    first = tokenizer.num_special_tokens
+    bytes_by_id = {key: tokenizer.id_to_piece(key).encode() for key in range(first)}
+    for key in range(first, tokenizer.n_words):
+        bytes_by_id[key] = tokenizer.id_to_byte_piece(key)
+    return bytes_by_id
+
+
 def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a tokenizer that is written in Python.
 
     The bytes of tokens in the base vocabulary are those to which they decode in mid-text. The
     bytes of added and special tokens are their content as UTF-8; see `decode_vocab`.
     """
+    if (mistral := _mistral_part(tokenizer)) is not None:
+        return _mistral_bytes(mistral)
     family = _family(tokenizer)
     if family is None:
         raise VocabularyError(
@@ -101,6 +118,13 @@ def _family(tokenizer: Any) -> Callable[[Any], dict[int, bytes]] | None:
     if hasattr(tokenizer, "byte_decoder"):
         return _byte_level
     return _word_piece if hasattr(tokenizer, "wordpiece_tokenizer") else None
+
+
+def _mistral_part(tokenizer: Any) -> Any:
+    """Return the tokenizer of mistral-common in one of transformers or vLLM, or None."""
+    part = getattr(tokenizer, "tokenizer", None)
+    part = getattr(getattr(part, "instruct_tokenizer", None), "tokenizer", part)
+    return part if hasattr(part, "num_special_tokens") and hasattr(part, "n_words") else None
 
 
 def _tiktoken_parts(tokenizer: Any) -> dict[int, bytes]:

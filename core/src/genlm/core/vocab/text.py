@@ -179,12 +179,6 @@ def encode_chat(
             "encode takes a text"
         )
     method = _method(vocabulary, "apply_chat_template")
-    template = getattr(vocabulary.tokenizer, "chat_template", "")
-    if template is None and template_options.get("chat_template") is None:
-        raise TokenizerError(
-            f"{type(vocabulary.tokenizer).__name__} has no chat template: the model was not "
-            f"trained on conversations. Pass chat_template=, or encode a text"
-        )
     try:
         ids = method(
             list(messages),

@@ -213,8 +213,8 @@ def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
     UTF-8. All derived bytes are compared with the tokenizer's decoding.
 
     Args:
-        tokenizer: A tokenizer of transformers (fast or Python), `tokenizers`,
-            `sentencepiece` or `tiktoken`; not changed.
+        tokenizer: A tokenizer of transformers (fast, Python, or of mistral-common),
+            `tokenizers`, `sentencepiece` or `tiktoken`; not changed.
 
     Returns:
         The tokens, and strings of them for display, with `\x..` for bytes that are not UTF-8;
@@ -255,7 +255,8 @@ def _special_ids(tokenizer: Any, size: int) -> Iterator[int]:
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if hasattr(tokenizer, "get_added_tokens_decoder"):
         added = tokenizer.get_added_tokens_decoder()
-    yield from (key for key, token in (added or {}).items() if token.special)
+    if isinstance(added, Mapping):  # a method that raises for tokenizers of mistral-common
+        yield from (key for key, token in added.items() if token.special)
     if hasattr(tokenizer, "decode_single_token_bytes"):  # tiktoken
         yield from map(tokenizer.encode_single_token, tokenizer.special_tokens_set)
     if hasattr(tokenizer, "get_piece_size"):  # sentencepiece

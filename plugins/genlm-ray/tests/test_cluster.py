@@ -333,16 +333,16 @@ def test_the_command_ends_after_its_table_although_the_head_hangs():
     assert "the Ray cluster does not answer" in done.stderr
 
 
-def test_a_process_that_sends_no_token_gets_the_error_of_ray():
+def test_a_process_that_sends_no_token_or_has_none_gets_the_error_of_ray(tmp_path):
     address = ray.get_runtime_context().gcs_address
     attempts = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
     command = "from genlm.cli import app; import sys; app(['serve', '--status', *sys.argv[1:]])"
 
-    def serve(mode: str) -> subprocess.CompletedProcess[str]:
+    def serve(mode: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", command, "--address", address],
             capture_output=True, text=True, timeout=300, check=False,
-            env=os.environ | attempts | {"RAY_AUTH_MODE": mode},
+            env=os.environ | attempts | variables | {"RAY_AUTH_MODE": mode},
         )  # fmt: skip
 
     refused = serve("disabled")
@@ -350,8 +350,21 @@ def test_a_process_that_sends_no_token_gets_the_error_of_ray():
     message = refused.stderr.splitlines()[-1]
     assert "AuthenticationError" in message
     assert "RAY_AUTH_MODE is currently 'disabled' (not 'token')" in message
+    missing = serve("token", HOME=str(tmp_path))
+    assert missing.returncode == 1
+    assert "no authentication token was found" in missing.stderr.splitlines()[-1]
     joined = serve("token")
     assert joined.returncode == 0, joined.stderr
+
+
+def test_the_cluster_of_this_machine_is_asked_with_its_token(monkeypatch):
+    modes = []
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setattr(
+        cluster, "GcsClient", lambda **_: modes.append(os.environ["RAY_AUTH_MODE"])
+    )
+    cluster._check_head("auto")
+    assert modes == ["token"]
 
 
 def test_an_interrupted_reservation_is_given_back(monkeypatch):

@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -127,6 +131,10 @@ def _check_head(target: str) -> None:
     if target.startswith("ray://"):  # Ray's client has a timeout
         return
     try:
+        # `GcsClient` ends the process if the token is missing, and retries for 10 s without.
+        if target == "auto":
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
         address = canonicalize_bootstrap_address(target)
     except Exception:  # noqa: BLE001 - `ray.init` raises it too
         return

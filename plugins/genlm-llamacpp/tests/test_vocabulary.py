@@ -87,6 +87,16 @@ def test_byte_level_bpe(tmp_path):
     assert tokenizer.init_kwargs == {}
 
 
+def test_begin_and_end_tokens_that_the_file_lacks_are_no_tokens_of_text(tmp_path):
+    """llama.cpp has the default id 11 for both."""
+    tokens = [*((letter, _NORMAL) for letter in "abcdefghijklmnop"), ("<|end|>", _CONTROL)]
+    flags = {"token_merges": ["a b"]}
+    tokenizer = written(tmp_path / "bpe.gguf", "gpt2", tokens, scores=False, **flags)
+    found = read_vocabulary(tokenizer)
+    assert (found.bos_token_id, found.eos_token_id) == (None, None)
+    assert found.special_ids == {16}
+
+
 def test_wordpiece(tmp_path):
     """llama.cpp's converter writes word starts with U+2581, and continuations without ##."""
     tokens = [("[UNK]", _UNKNOWN), ("[CLS]", _CONTROL), ("[SEP]", _CONTROL)]

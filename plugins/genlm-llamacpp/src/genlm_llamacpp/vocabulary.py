@@ -52,9 +52,12 @@ class GgufTokenizer:
         self._vocab = self._llama.llama_model_get_vocab(model)
         self.size = int(self._llama.llama_vocab_n_tokens(self._vocab))
         self.kind = int(self._llama.llama_vocab_type(self._vocab))
-        self.bos_token_id = self._id(self._llama.llama_vocab_bos(self._vocab))
-        self.eos_token_id = self._id(self._llama.llama_vocab_eos(self._vocab))
-        self.init_kwargs = _add_bos_setting(self._llama, model)
+        settings = functools.partial(_setting, self._llama, model)
+        bos, eos = self._llama.llama_vocab_bos, self._llama.llama_vocab_eos
+        self.bos_token_id = self._id(bos(self._vocab), settings("bos_token_id"))
+        self.eos_token_id = self._id(eos(self._vocab), settings("eos_token_id"))
+        add_bos = settings("add_bos_token")
+        self.init_kwargs = {} if add_bos is None else {"add_bos_token": add_bos == "true"}
         template = self._llama.llama_model_chat_template(model, None)
         self.chat_template = None if template is None else template.decode(errors="replace")
 
@@ -154,16 +157,23 @@ class GgufTokenizer:
         if not 0 <= token_id < self.size:  # llama.cpp would end the process
             raise IndexError(f"token id {token_id} of a vocabulary of {self.size} ids")
 
-    def _id(self, token_id: int) -> int | None:
-        return token_id if 0 <= token_id < self.size else None
+    def _id(self, token_id: int, setting: str | None) -> int | None:
+        """Return an id of llama.cpp, or None if it is a default that is a token of text.
+
+        If a file has no `setting`, the default for byte-level BPE is 11 for example.
+        """
+        is_valid = 0 <= token_id < self.size
+        is_text = is_valid and setting is None and self.attributes(token_id) & _NORMAL
+        return token_id if is_valid and not is_text else None
 
 
-def _add_bos_setting(library: Any, model: int) -> dict[str, bool]:
-    text = ctypes.create_string_buffer(8)
-    key = b"tokenizer.ggml.add_bos_token"
+def _setting(library: Any, model: int, name: str) -> str | None:
+    """Return a setting of the tokenizer in a GGUF file, or None."""
+    text = ctypes.create_string_buffer(16)
+    key = f"tokenizer.ggml.{name}".encode()
     if library.llama_model_meta_val_str(model, key, text, len(text)) < 0:
-        return {}
-    return {"add_bos_token": text.value == b"true"}
+        return None
+    return text.value.decode()
 
 
 def read_vocabulary(tokenizer: GgufTokenizer) -> Vocabulary:

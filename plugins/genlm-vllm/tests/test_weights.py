@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+import genlm
 from genlm import AsyncLM, EngineDiedError
+from genlm.testing import TinyModel, families
 from genlm_vllm.conformance import TinyLlama
 
 IDS = [5, 9, 250, 17, 80]
+OPTIONS = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 
 
 @pytest.fixture
@@ -58,6 +61,34 @@ def test_vllm_can_be_used_on_the_thread_of_the_engine(llm: AsyncLM, tiny: TinyLl
     expected = tiny.weights[1][1](tuple(IDS), None)
     for row in population.next_token_logprobs_sync():
         torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama with tied embeddings", "gemma2 with capped scores", "mixtral"]
+)
+def test_tied_embeddings_and_experts_are_replaced(name: str, tmp_path: Path) -> None:
+    model = TinyModel.of(tmp_path, families(32)[name])
+    read, expected = model.weights[1]
+    with genlm.load_model(model.path, "vllm", engine_opts=OPTIONS) as llm:
+
+        def check(expected: Any) -> None:
+            row = llm.next_token_logprobs_sync(IDS).double()
+            torch.testing.assert_close(row, expected(tuple(IDS), None), atol=1e-4, rtol=0)
+
+        def reload(engine: Any) -> None:
+            engine.llm_engine.collective_rpc(
+                "reload_weights", kwargs={"weights_path": str(model.path)}
+            )
+
+        weights = dict(read())
+        llm.update_weights(weights)  # a checkpoint, which has tied weights once
+        check(expected)
+        llm.update_weights(reload)
+        check(model.weights[0][1])
+        if name != "mixtral":  # a state_dict has them twice
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+            llm.update_weights(weights)
+            check(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`CPUWorker`: vLLM's worker for the CPU with two corrections.
+"""`CPUWorker`: vLLM's worker for the CPU with three corrections.
 
 vLLM's worker counts the file cache of a control group as used memory, and refuses a KV cache of
 any size when the group has read many files. `CPUWorker` measures free memory with the core.
@@ -7,6 +7,8 @@ vLLM's attention reads whole KV blocks and multiplies entries beyond the context
 0 is NaN, so NaN of one request would reach later requests that reuse its blocks. `CPUWorker`
 zeroes blocks before they are reused. vLLM's scheduler lists them (`lifecycle`), as it does
 for recurrent models, for which vLLM zeroes them itself.
+
+vLLM's `reload_weights` leaves the packed copies of some weights as they were (`cpu_packing`).
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker import cpu_worker
 
 from genlm.plugin import free_memory_bytes
+from genlm_vllm.cpu_packing import packing_again
 from genlm_vllm.worker import RowWorker
 
 
 class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
-    """vLLM's worker with two corrections and `RowWorker` as a base class.
+    """vLLM's worker with three corrections and `RowWorker` as a base class.
 
     vLLM cannot mix `RowWorker` into this class after mixing it into the class of vLLM.
     """
@@ -52,6 +55,11 @@ class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
                     layer.kv_cache[blocks] = 0  # the first dimension is the block
             scheduler_output.new_block_ids_to_zero = None
         return super().execute_model(scheduler_output)
+
+    def reload_weights(self, *arguments: Any, **options: Any) -> None:
+        """Replace the weights of the model, packed copies included."""
+        with packing_again(self.model_runner.get_model()):
+            super().reload_weights(*arguments, **options)
 
 
 @contextmanager

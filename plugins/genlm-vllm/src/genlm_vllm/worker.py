@@ -26,6 +26,7 @@ from genlm.plugin import (
     Reduced,
     describe_error,
 )
+from genlm_vllm.cpu_packing import packing_again
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import TRANSPORT, ExecutorError, record_failures, skip_finalization
@@ -248,7 +249,10 @@ class RowWorker:
 
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        with set_current_vllm_config(self.vllm_config):
+        if config.hf_text_config.tie_word_embeddings and not hasattr(model, "lm_head"):
+            # `state_dict` of a transformers model has the tied weights under both names.
+            weights = {name: weights[name] for name in weights if name != "lm_head.weight"}
+        with set_current_vllm_config(self.vllm_config), packing_again(model):
             initialize_layerwise_reload(model)
             loaded = model.load_weights(weights.items())
             finalize_layerwise_processing(model, config)

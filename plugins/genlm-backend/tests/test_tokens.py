@@ -108,6 +108,14 @@ def test_strings_of_bytes_that_are_not_utf_8(tokenizer, fallback, expected):
     assert bytes_to_strs(tokenizer, byte_vocab, fallback) == str_vocab
 
 
+def test_names_of_a_tokenizer_that_takes_lists_only():
+    class Names:  # as vLLM's tokenizer of mistral-common
+        def convert_ids_to_tokens(self, token_ids):
+            return [f"name {token_id}" for token_id in token_ids]
+
+    assert bytes_to_strs(Names(), [b"a", b"\xff"], "tokenizer") == ["a", "name 1"]
+
+
 def test_an_unknown_fallback_is_refused(tokenizer):
     with pytest.raises(ValueError, match="expected one of tokenizer, latin1, replace"):
         decode_vocab(tokenizer, byte2str_fallback="utf-16")

@@ -152,8 +152,10 @@ class SampleMethods:
     ) -> AsyncIterator[DrawnToken]:
         """Draw a continuation and yield every token as soon as it is drawn; see `sample`.
 
+            characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
             async for token in llm.stream(ids, 50, seed=1):
-                print(llm.decode([token.token_id]), end="", flush=True)
+                text = characters.decode(llm.decode_bytes([token.token_id]))
+                print(text, end="", flush=True)       # a token may end within a character
 
         The tokens are those of `sample` with the same arguments. `token.logprob` is the model's
         log-probability of the token, and `token.draw_logprob` the log-probability with which it

@@ -14,7 +14,7 @@ __all__ = ["bytes_to_strs", "decode_vocab"]
 def _tokenizer_name(tokenizer: Any, token_id: int, token: bytes) -> str:
     """Return the tokenizer's name of a token, or the escaped bytes if names are unavailable."""
     if hasattr(tokenizer, "convert_ids_to_tokens"):
-        return str(tokenizer.convert_ids_to_tokens(token_id))
+        return str(tokenizer.convert_ids_to_tokens([token_id])[0])
     return token.decode(errors="backslashreplace")
 
 

@@ -7,6 +7,7 @@ the type checker complains about an ignore that nothing needs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import assert_type
 
@@ -16,7 +17,7 @@ import torch
 
 import genlm
 from genlm.constraints import Automaton
-from genlm.smc import resampled, steer
+from genlm.smc import Particles, resampled, steer, steer_sync
 from genlm.testing import EngineTarget
 
 
@@ -66,6 +67,12 @@ async def steers_particles(llm: genlm.AsyncLM, judge: genlm.Population) -> None:
     steer(llm, [1], 3, max_tokens=2, bias=lambda population: population.lengths)
     async for particles in steer(llm, judge, max_tokens=2, log_weights=torch.zeros(3)):
         assert_type(particles.history[0].is_resampled, bool)
+    async with aclosing(steer(llm, [1], 3, max_tokens=2)) as states:
+        assert_type(await anext(states), Particles)
+    async with aclosing(llm.stream([1], 3)) as tokens:
+        assert_type(await anext(tokens), genlm.DrawnToken)
+    assert_type(list(steer_sync(llm, [1], 3, max_tokens=2, bias=rows)), list[Particles])
+    steer_sync(llm, [1], 3, max_tokens=2, resample=0.3)  # type: ignore[call-arg]
     ancestors, log_weights = resampled(torch.zeros(3), 0.5)
     assert_type(log_weights, torch.Tensor)
     judge = judge[ancestors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from programs import run_code, run_program
 from typer.testing import CliRunner
 
 import genlm
-from genlm.cli import app
+from genlm.cli import app, main
 from genlm.cli.arguments import backends
 
 INTERRUPTED = """
@@ -49,6 +50,22 @@ def test_ctrl_c_while_a_command_imports_leaves_no_traceback() -> None:
     result = run_code(code, "demo", "--backend", "reference", status=None)
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
+
+
+def test_an_error_of_the_system_is_printed_as_one_line(monkeypatch, capsys) -> None:
+    def write_to_a_full_disk() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(main.__globals__, "app", write_to_a_full_disk)
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err == "genlm: [Errno 28] No space left on device\n"
+
+
+def test_characters_that_the_output_cannot_encode_are_escaped() -> None:
+    code = "from genlm.cli import main; main.__globals__['app'] = lambda: print('é'); main()"
+    result = run_code(code, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert result.stdout == "\\xe9\n"
 
 
 def test_shells_complete_the_names_of_backends() -> None:

@@ -69,6 +69,12 @@ def test_a_prompt_that_breaks_the_constraint_is_a_usage_error() -> None:
     assert "more than 5" in " ".join(result.stderr.split())
 
 
+def test_a_prompt_of_undecodable_bytes_is_a_usage_error() -> None:
+    result = invoke(*OPTIONS, "--prompt", "caf\udce9")
+    assert result.exit_code == 2
+    assert "not UTF-8" in result.stderr
+
+
 def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENLM_BACKEND", "reference")
     result = invoke("demo", "--particles", "2", "--max-tokens", "2")

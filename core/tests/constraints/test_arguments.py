@@ -111,6 +111,13 @@ def test_a_copy_of_a_language_has_the_same_texts(llm, language, copied):
     assert all(map(torch.equal, drawn, expected))
 
 
+def test_a_constraint_is_its_own_copy_and_cannot_be_pickled(llm, language):
+    constraint = language.start(llm, 2)
+    assert copy.copy(constraint) is copy.deepcopy(constraint) is constraint
+    with pytest.raises(TypeError, match="pickle its language"):
+        pickle.dumps(constraint)
+
+
 def test_llguidance_takes_whole_characters_as_the_beginning(llm):
     with pytest.raises(ValueError, match="llguidance takes only whole characters"):
         LANGUAGES["llguidance"].start(llm, 1, text=b"a\xc3")

@@ -134,6 +134,12 @@ def test_a_twin_of_a_method_that_needs_an_event_loop_says_so() -> None:
         run_blocking(failing())
 
 
+def test_a_coroutine_without_an_event_loop_of_asyncio_says_so(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine())
+    with pytest.raises(RuntimeError, match=r"event loop of asyncio.*suffix _sync"):
+        llm.next_token_logprobs([1]).send(None)
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import math
 import threading
@@ -869,6 +870,13 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
     for message, (error, options) in refused.items():
         with pytest.raises(error, match=message):
             next(steer_sync(llm, PROMPT, **{"size": 2, "max_tokens": 1, **options}))
+
+
+def test_the_blocking_form_has_the_signature_and_the_docstring_of_steer():
+    assert inspect.signature(steer_sync) == inspect.signature(steer)
+    assert "The blocking form of `steer`" in steer_sync.__doc__
+    assert steer_sync.__name__ == "steer_sync"
+    assert "resample_below:" in steer_sync.__doc__
 
 
 def test_a_seed_reproduces_a_filter_in_both_forms(llm):

@@ -73,6 +73,8 @@ def test_the_history_has_the_figures_of_all_steps(states):
     dead = Step(np.full(2, -1), np.full(2, -np.inf), np.ones(2, bool), np.arange(2))
     assert dead.effective_sample_size == 0
     assert dead.log_evidence == -np.inf
+    equal = Step(np.zeros(10), np.zeros(10), np.zeros(10, bool), np.arange(10))
+    assert equal.log_evidence == 0
 
 
 def test_texts_are_those_after_the_prompt(states):

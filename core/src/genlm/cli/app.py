@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 import traceback
 from typing import Annotated
@@ -58,14 +59,18 @@ def options(
 
 
 def main() -> None:
-    """Run the command line. A `GenlmError` is printed as one line, and the exit code is 1.
+    """Run the command line. An error is printed as one line, and the exit code is 1.
 
-    With `GENLM_STRICT=1` the traceback of its cause is printed first.
+    With `GENLM_STRICT=1` the traceback of the error, or of the cause of a `GenlmError`, is
+    printed first. Characters that standard output cannot encode are printed as escapes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
-    except GenlmError as error:
-        if is_strict() and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+    except (GenlmError, OSError) as error:  # OSError: such as a full disk
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if is_strict() and cause is not None:
+            traceback.print_exception(cause)
         typer.echo(f"genlm: {error}", err=True)
         sys.exit(1)

@@ -35,7 +35,11 @@ def demo(
     from genlm.cli.text_ids import text_ids
     from genlm.smc import steer_sync
 
-    if max(map(len, _WORD.findall(prompt.encode())), default=0) > max_letters:
+    try:
+        text = prompt.encode()
+    except UnicodeEncodeError as error:
+        raise bad_value("--prompt", "not UTF-8") from error
+    if max(map(len, _WORD.findall(text)), default=0) > max_letters:
         raise bad_value(
             "--prompt",
             f"the prompt {prompt!r} itself has a word of more than {max_letters} letters",
@@ -56,7 +60,7 @@ def demo(
             particles,
             max_tokens=max_tokens,
             constraint=max_word_length(max_letters),
-            text=prompt.encode(),
+            text=text,
             seed=seed,
             progress=Console(stderr=True).is_terminal,
         )

@@ -63,6 +63,18 @@ class StateConstraint(Constraint):
     def __len__(self) -> int:
         return len(self.states)
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Constraint belongs to a vocabulary and cannot be pickled; pickle its language, "
+            "and create it again with the language's method start"
+        )
+
     def advance(self, token_ids: IntegersLike) -> Self:
         """Return the constraint after tokens, which is already computed for drawn tokens."""
         ids = checked_array(token_ids)

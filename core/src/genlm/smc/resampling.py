@@ -162,8 +162,11 @@ def resampled(
 
 
 def log_mean(log_weights: Floats) -> float:
-    """Return the log of the mean weight."""
-    return float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
+    """Return the log of the mean weight, which is exact for equal weights."""
+    largest = log_weights.max()
+    if largest == -np.inf:
+        return -np.inf
+    return float(np.log(np.exp(log_weights - largest).mean()) + largest)
 
 
 def effective_size(log_weights: Floats) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from genlm.constraints.protocol import Constraint, Language, attribute_values
 from genlm.core.base.arrays import host_array
-from genlm.core.base.blocking import off_loop, run_blocking
+from genlm.core.base.blocking import blocking_iterator, off_loop
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.model.population import Population
 from genlm.core.rows.draws import DrawnTokens
@@ -53,7 +53,7 @@ async def steer(
     resample_below: float = 0.5,
     seed: int | None = None,
     progress: bool = False,
-) -> AsyncIterator[Particles]:
+) -> AsyncGenerator[Particles, None]:
     """Continue a prompt with a particle filter, and yield the particles after each step.
 
     Every particle is extended by a token drawn from the tokens that the constraint allows. Its
@@ -147,21 +147,7 @@ async def steer(
         llm._log_cut(unfinished, len(particles), max_tokens)  # noqa: SLF001 - as `sample` does
 
 
-def steer_sync(
-    llm: AsyncLM,
-    prompt: TokenIds | Population,
-    size: int | None = None,
-    *,
-    max_tokens: int,
-    **options: Any,
-) -> Iterator[Particles]:
-    """Yield the particles of `steer` with the same options, on the calling thread."""
-    states = steer(llm, prompt, size, max_tokens=max_tokens, **options)
-    while True:
-        try:
-            yield run_blocking(anext(states))  # type: ignore[arg-type]
-        except StopAsyncIteration:
-            return
+steer_sync = blocking_iterator(steer)
 
 
 def _initial_population(

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 S = TypeVar("S")
@@ -42,15 +42,35 @@ def blocking(
     def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return run_blocking(method(self, *args, **kwargs))
 
-    twin.__name__ = name or f"{method.__name__}_sync"
-    twin.__qualname__ = method.__qualname__.removesuffix(method.__name__) + twin.__name__
+    _describe_twin(twin, method, name or f"{method.__name__}_sync")
+    return twin
+
+
+def blocking_iterator(function: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
+    """Return the blocking twin of an asynchronous generator; see `blocking`."""
+
+    @functools.wraps(function)
+    def twin(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        results = function(*args, **kwargs)
+        while True:
+            try:
+                yield run_blocking(anext(results))  # type: ignore[arg-type]
+            except StopAsyncIteration:
+                return
+
+    _describe_twin(twin, function, f"{function.__name__}_sync")
+    return twin
+
+
+def _describe_twin(twin: Callable[..., Any], method: Callable[..., Any], name: str) -> None:
+    twin.__name__ = name
+    twin.__qualname__ = method.__qualname__.removesuffix(method.__name__) + name
     summary, _, details = (inspect.getdoc(method) or "").partition("\n")
     twin.__doc__ = (
         f"{summary}\n\nThe blocking form of `{method.__name__}`: waits on the calling thread, "
         f"also in a running\nevent loop, which it blocks. Ctrl-C ends the wait and cancels the "
         f"request.\n{details}"
     )
-    return twin
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,7 @@ forwards them to replicas. Their tokens are drawn on the engine's thread; see
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -149,7 +149,7 @@ class SampleMethods:
         top_p: float | None = None,
         seed: int | None = None,
         lora_name: str | None = None,
-    ) -> AsyncIterator[DrawnToken]:
+    ) -> AsyncGenerator[DrawnToken, None]:
         """Draw a continuation and yield every token as soon as it is drawn; see `sample`.
 
             characters = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -159,8 +159,7 @@ class Scheduler(Generic[EngineT]):
             self.reject_engine_thread()
             request = Request(concurrent.futures.Future(), len(submissions), then)
         else:
-            future = asyncio.get_running_loop().create_future()
-            request = Request(future, len(submissions), then)
+            request = Request(_new_future(), len(submissions), then)
         try:
             self._worker.enqueue(request, submissions)
         except BaseException:
@@ -284,6 +283,16 @@ class Scheduler(Generic[EngineT]):
                 "called on the engine's own thread, which would wait for itself; "
                 "call it on another thread"
             )
+
+
+def _new_future() -> asyncio.Future[list[Any]]:
+    try:
+        return asyncio.get_running_loop().create_future()
+    except RuntimeError:
+        raise RuntimeError(
+            "coroutines of genlm need a running event loop of asyncio; with trio, call the "
+            "methods with the suffix _sync on another thread, as by trio.to_thread.run_sync"
+        ) from None
 
 
 def _checked_limit(name: str, value: int | None) -> int | None:

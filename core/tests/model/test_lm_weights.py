@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
@@ -44,6 +45,13 @@ class TrainedEngine(ScriptedEngine):
 
 def expected(token_ids: Sequence[int], n: int) -> torch.Tensor:
     return oracle_row(token_ids, "w" * (n + 1), VOCAB_SIZE)
+
+
+class Sharded(torch.Tensor):
+    """A tensor with the method of `torch.distributed.tensor.DTensor`."""
+
+    def full_tensor(self) -> torch.Tensor:
+        raise AssertionError("called by one rank only")
 
 
 def weights(n: int) -> dict[str, torch.Tensor]:
@@ -246,11 +254,27 @@ def test_an_engine_without_the_capability_refuses(make_model: MakeModel) -> None
         ([torch.ones(2), torch.ones(2)], "the name of a weight is|expected a mapping"),
         ({}, "weights is empty"),
         ({1: torch.ones(2)}, "the name of a weight is 1"),
+        ({"n": None}, "the weight 'n' is a NoneType; expected a tensor"),
+        ({"n": torch.tensor(1, device="meta")}, "'n' is on the meta device and has no data"),
+        ({"n": torch.tensor(1).as_subclass(Sharded)}, "'n' is sharded; pass .* full_tensor"),
     ],
 )
 def test_values_that_are_no_weights_are_refused(
     make_model: MakeModel, value: Any, message: str
 ) -> None:
     llm = make_model(TrainedEngine(VOCAB_SIZE))
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         llm.update_weights(value)
+    assert_current(llm, 0, [1])
+
+
+def test_weights_may_be_arrays_of_numpy(make_model: MakeModel) -> None:
+    class TensorEngine(TrainedEngine):
+        def update_weights(self, weights: Mapping[str, Any] | None) -> None:
+            assert weights is not None
+            assert isinstance(weights["n"], torch.Tensor)
+            super().update_weights(weights)
+
+    llm = make_model(TensorEngine(VOCAB_SIZE))
+    llm.update_weights({"n": np.array(2)})
+    assert_current(llm, 2, [1])

@@ -73,9 +73,9 @@ CHANGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda weights: {**weights, "model.norm.weight": torch.ones(3)},
         r"'model.norm.weight' has shape \(\d+,\); found \(3,\)",
     ),
-    "no tensor": (
-        lambda weights: {**weights, "model.norm.weight": "ones"},
-        "'model.norm.weight' has shape .*; found str",
+    "whole numbers": (
+        lambda weights: {**weights, "model.norm.weight": weights["model.norm.weight"].int()},
+        "'model.norm.weight' has dtype torch.float32; found torch.int32",
     ),
 }
 

@@ -25,7 +25,7 @@ from genlm import (
     UnknownAdapterError,
     UnsupportedCapabilityError,
 )
-from genlm.testing import TINY_LLAMA, TinyModel
+from genlm.testing import TINY_LLAMA, TinyModel, families
 from genlm_mlx import forward
 from genlm_mlx.engine import MLXEngine
 
@@ -125,6 +125,17 @@ def test_a_model_of_another_thread_is_served_once_it_is_evaluated(llama: TinyMod
     with AsyncLM(lambda: MLXEngine.from_model(*loaded), name="mlx") as llm:
         row = llm.next_token_logprobs_sync([5, 6, 7])
     torch.testing.assert_close(row.double(), llama.logprobs([5, 6, 7]), rtol=0, atol=1e-5)
+
+
+def test_tied_weights_may_have_both_names(tmp_path: Path) -> None:
+    model = TinyModel.of(tmp_path, families(8)["gemma2 with capped scores"])
+    read, expected = model.weights[1]
+    weights = dict(read())
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # as in a state_dict
+    with AsyncLM(lambda: MLXEngine(model.path, dtype="float32"), name="mlx") as llm:
+        llm.update_weights(weights)
+        row = llm.next_token_logprobs_sync([5, 6, 7])
+    torch.testing.assert_close(row.double(), expected((5, 6, 7), None), rtol=0, atol=1e-5)
 
 
 def test_either_kind_of_tokenizer_is_taken(llama: TinyModel) -> None:

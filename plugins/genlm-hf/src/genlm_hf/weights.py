@@ -34,13 +34,13 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
         )
     for name, value in weights.items():
         target = targets[name]
-        if not isinstance(value, torch.Tensor) or value.shape != target.shape:
-            found = tuple(getattr(value, "shape", ())) or type(value).__name__
+        if value.shape != target.shape:
+            found = tuple(value.shape)
             raise ValueError(f"{name!r} has shape {tuple(target.shape)}; found {found}")
-        if value.is_floating_point() and not target.is_floating_point():
+        if value.is_floating_point() != target.is_floating_point():
             raise ValueError(
-                f"{name!r} has dtype {target.dtype}; the weights of quantised models cannot be "
-                f"replaced"
+                f"{name!r} has dtype {target.dtype}; found {value.dtype}. The weights of "
+                f"quantised models cannot be replaced"
             )
     with torch.no_grad():
         for name, value in weights.items():

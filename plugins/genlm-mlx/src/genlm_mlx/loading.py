@@ -142,6 +142,8 @@ def load_weights(model: Any, weights: Mapping[str, Any]) -> None:
     arrays = {
         name: array.astype(dtypes[name]) if name in dtypes else array
         for name, array in arrays.items()
+        # `state_dict` of a transformers model has tied weights under both names.
+        if name in dtypes or name != "lm_head.weight"
     }
     mx.eval(arrays)
     model.load_weights(list(arrays.items()))  # compares names and shapes first

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
@@ -43,15 +44,18 @@ class WeightMethods:
 
         Args:
             weights: All weights by name, as a mapping or as pairs: `model.state_dict()` of a
-                transformers model, or the tensors of a checkpoint. They are copied, and must
-                not change during the call. Or a function that changes the weights, which is
-                called with the engine on the engine's thread. None if the weights have been
-                changed already and no request was pending.
+                transformers model, or the tensors of a checkpoint. Weights that the model
+                shares may have one name or all. Their dtypes and devices may differ from the
+                model's. They are copied, and must not change during the call. Or a function
+                that changes the weights, which is called with the engine on the engine's
+                thread. None if the weights have been changed already and no request was
+                pending.
 
         Raises:
             UnsupportedCapabilityError: The engine cannot replace weights.
-            ValueError: The weights do not fit the model, which is unchanged.
-            TypeError: `weights` is of another type.
+            ValueError: The weights do not fit the model, which is unchanged, or one of them has
+                no data in this process: it is on the meta device, or sharded.
+            TypeError: `weights` or one of them is of another type.
             EngineDiedError: The engine raised while it replaced the weights, and was closed.
             Exception: The error of a function that changes the weights.
         """
@@ -133,7 +137,23 @@ def _checked_weights(
         raise TypeError(
             "weights is empty" if wrong is None else f"the name of a weight is {wrong!r}"
         )
-    return {
-        name: value.detach() if isinstance(value, torch.Tensor) else value
-        for name, value in by_name.items()
-    }
+    return {name: _checked_weight(name, value) for name, value in by_name.items()}
+
+
+def _checked_weight(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not hasattr(value, "shape"):
+        raise TypeError(f"the weight {name!r} is a {type(value).__name__}; expected a tensor")
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "full_tensor"):  # of torch.distributed.tensor.DTensor
+        raise ValueError(
+            f"the weight {name!r} is sharded; pass the result of its method full_tensor(), "
+            f"which every rank must call"
+        )
+    if value.is_meta:
+        raise ValueError(
+            f"the weight {name!r} is on the meta device and has no data; pass tensors with data"
+        )
+    return value.detach()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections import OrderedDict
 from typing import Any
 
 import pytest
 
 from genlm import Query
-from genlm.core.scheduler.request_table import Evaluation, Request, RequestTable
+from genlm.core.scheduler.request_table import (
+    Evaluation,
+    EvaluationQueue,
+    Request,
+    RequestTable,
+)
 
 
-class Interrupted(OrderedDict[int, Any]):
+class Interrupted(EvaluationQueue):
     """Is interrupted before it takes anything."""
 
     def __setitem__(self, key: int, value: Any) -> None:
@@ -34,7 +38,7 @@ def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None
     table.inbox = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         enqueued(table, 0)
-    table.inbox = OrderedDict()
+    table.inbox = EvaluationQueue()
     second = enqueued(table, 1)
     (evaluation,) = table.take(None, 0.0)
     assert consumers_of(evaluation) == [(second, 0)]
@@ -69,3 +73,38 @@ def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_
     assert table.leave(request) == [1]
     assert table.leave(request) == []
     assert table.statistics().abandoned == 1
+
+
+def enqueue_batch(table: RequestTable, query_ids: range) -> None:
+    request = Request(concurrent.futures.Future(), len(query_ids))
+    for place, query_id in enumerate(query_ids):
+        table.enqueue(request, place, Query(query_id, (1,)), None, None, 0.0)
+
+
+def taken(table: RequestTable, limit: int) -> list[int]:
+    evaluations = table.take(limit, 0.0)
+    for evaluation in evaluations:
+        table.finish(evaluation)
+    return [evaluation.query.query_id for evaluation in evaluations]
+
+
+@pytest.mark.parametrize("max_pending", [None, 2])
+def test_a_long_batch_takes_turns_with_later_requests(max_pending: int | None) -> None:
+    table = RequestTable(max_pending)
+    enqueue_batch(table, range(6))
+    assert taken(table, 2) == [0, 1]
+    enqueue_batch(table, range(6, 7))
+    enqueue_batch(table, range(7, 9))
+    order = [query_id for _ in range(4) for query_id in taken(table, 2)]
+    if max_pending is None:
+        assert order == [6, 7, 2, 8, 3, 4, 5]
+    else:  # 2 and 3 were accepted before
+        assert order == [2, 3, 6, 7, 8, 4, 5]
+
+
+def test_requests_after_an_exclusive_call_come_after_all_earlier_ones() -> None:
+    table = RequestTable(None)
+    enqueue_batch(table, range(3))
+    assert table.separate_later_requests() == {0, 1, 2}
+    enqueue_batch(table, range(3, 4))
+    assert [taken(table, 1) for _ in range(4)] == [[0], [1], [2], [3]]

@@ -1,18 +1,20 @@
 """The request table: unfinished evaluations in their queues, and the requests for them.
 
 This module uses no threads, event loops or engines; the worker guards the table with its lock.
-All operations that read no whole queue take O(1) time per evaluation.
+All operations that read no whole queue take O(log n) time per evaluation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections import Counter, OrderedDict
+import heapq
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from genlm.core.base.statistics import SchedulerStatistics
+from genlm.core.engine.query_queue import Turns
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 """Future on which a coroutine or a thread waits."""
@@ -66,6 +68,7 @@ class Evaluation:
 
     Attributes:
         query: The query for the engine.
+        turn: Evaluations leave a queue by turn, then by age; see `Turns`.
         key: Requests with equal keys share an evaluation; None is never shared.
         consumers: Triples of a request, the place of the evaluation in the request, and the
             place of the requested output.
@@ -78,12 +81,15 @@ class Evaluation:
     """
 
     __slots__ = (
-        *("arrived_s", "consumers", "has_failed", "key", "outputs", "query", "values"),
-        "waiting",
+        *("arrived_s", "consumers", "has_failed", "key", "outputs", "query", "turn"),
+        *("values", "waiting"),
     )
 
-    def __init__(self, query: Any, key: Hashable, output: Hashable, arrived_s: float) -> None:
+    def __init__(
+        self, query: Any, turn: int, key: Hashable, output: Hashable, arrived_s: float
+    ) -> None:
         self.query = query
+        self.turn = turn
         self.key = key
         self.consumers: list[tuple[Request, int, int]] = []
         self.waiting = 0
@@ -118,11 +124,42 @@ class Evaluation:
         return self.outputs is _ROW_ONLY
 
 
+class EvaluationQueue(dict[int, Evaluation]):
+    """Evaluations by query id, in order of arrival, which can also be taken by turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived: list[int] = []  # ids that are not yet in the heap
+        self._heap: list[tuple[int, int]] = []  # turns and ids, also of removed evaluations
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Add an evaluation."""
+        query_id = evaluation.query.query_id
+        self._arrived.append(query_id)
+        self[query_id] = evaluation
+
+    def pop_first(self) -> Evaluation:
+        """Remove and return the oldest evaluation of the first turn."""
+        for query_id in self._arrived:
+            if query_id in self:
+                heapq.heappush(self._heap, (self[query_id].turn, query_id))
+        self._arrived.clear()
+        while self._heap[0][1] not in self:
+            heapq.heappop(self._heap)
+        return self.pop(self._heap[0][1])
+
+    def clear(self) -> None:
+        """Remove all evaluations."""
+        super().clear()
+        self._arrived.clear()
+        self._heap.clear()
+
+
 class RequestTable:
-    """All unfinished evaluations, in order of arrival, and the counters of the scheduler.
+    """All unfinished evaluations and the counters of the scheduler.
 
     An evaluation moves from the backlog, if `max_pending` is reached, to the inbox and then to
-    the engine.
+    the engine. The evaluations of a long request take turns with those of later requests.
 
     Attributes:
         inbox: Accepted evaluations that are not yet in the engine, by query id.
@@ -132,10 +169,11 @@ class RequestTable:
     """
 
     def __init__(self, max_pending: int | None) -> None:
-        self.inbox: OrderedDict[int, Evaluation] = OrderedDict()
+        self.inbox = EvaluationQueue()
         self.in_engine: dict[int, Evaluation] = {}
         self.needs_flush = False
-        self._backlog: OrderedDict[int, Evaluation] = OrderedDict()
+        self._backlog = EvaluationQueue()
+        self._turns = Turns()
         self._joinable: dict[Hashable, Evaluation] = {}
         self._max_pending = max_pending
         self._joined = self._answered = self._failed = self._abandoned = 0
@@ -170,10 +208,10 @@ class RequestTable:
                 f"query id {query_id} belongs to an unfinished request; every query of a "
                 f"scheduler needs a unique id (from itertools.count, for example)"
             )
-        evaluation = Evaluation(query, key, output, arrived_s)
+        evaluation = Evaluation(query, self._turns.current + place, key, output, arrived_s)
         evaluation.add(request, place, output)
         queue = self._backlog if self._backlog or self._is_full else self.inbox
-        queue[query_id] = evaluation
+        queue.add(evaluation)
         if key is not None:  # last: no request may join an evaluation that is not queued
             self._joinable[key] = evaluation
 
@@ -200,12 +238,14 @@ class RequestTable:
         return aborted
 
     def take(self, limit: int | None, now_s: float) -> list[Evaluation]:
-        """Move up to `limit` evaluations from the inbox to the engine, oldest first."""
+        """Move up to `limit` evaluations from the inbox to the engine, by turn."""
         if limit is None or limit >= len(self.inbox):
             evaluations = list(self.inbox.values())
             self.inbox.clear()
         else:
-            evaluations = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
+            evaluations = [self.inbox.pop_first() for _ in range(limit)]
+        if evaluations:
+            self._turns.begin_step(min(evaluation.turn for evaluation in evaluations))
         self.needs_flush = self.needs_flush and bool(self.inbox)
         for evaluation in evaluations:
             self.in_engine[evaluation.query.query_id] = evaluation
@@ -219,8 +259,14 @@ class RequestTable:
             del self._joinable[evaluation.key]
 
     def separate_later_requests(self) -> set[int]:
-        """Prevent further requests from joining any evaluation; return their query ids."""
+        """Order further requests behind all evaluations, which they cannot join.
+
+        Returns:
+            The query ids of the evaluations.
+        """
         self._joinable.clear()
+        waiting = (*self.inbox.values(), *self._backlog.values())
+        self._turns.begin_step(max((evaluation.turn for evaluation in waiting), default=0))
         return {*self.in_engine, *self.inbox, *self._backlog}
 
     def count_in_inbox(self, matches: Callable[[Any], bool]) -> int:
@@ -309,6 +355,5 @@ class RequestTable:
             if queue.pop(evaluation.query.query_id, None) is not None:
                 break
         while self._backlog and not self._is_full:
-            query_id, accepted = self._backlog.popitem(last=False)
-            self.inbox[query_id] = accepted
+            self.inbox.add(self._backlog.pop_first())
             self.needs_flush = True

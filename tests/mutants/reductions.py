@@ -58,10 +58,12 @@ def one_token_too_many(truncate):
     return lambda weights, top_k, top_p: truncate(weights, top_k + 1, top_p)
 
 
-@core_mutant(genlm.core.rows.outputs, "_select_rows", killed_by="draws-are-those-of-the-seed")
-def rows_by_place_in_the_group(_select_rows):
+@core_mutant(
+    genlm.core.rows.outputs._PartOutputs, "_select", killed_by="draws-are-those-of-the-seed"
+)
+def rows_by_place_in_the_group(_select):
     """Reduces the first rows of a batch in place of those that ask for it."""
-    return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
+    return lambda _self, rows, indices: rows[torch.arange(len(indices)) % len(rows)]
 
 
 @core_mutant(Evaluation, "add", killed_by="draws-are-those-of-the-seed")

@@ -10,7 +10,7 @@ _BLOCKS = (64, 16)
 """Sizes of blocks of adjacent ids; at first, only the largest entry of each block is compared.
 The smaller size is for large k."""
 
-SUM_BLOCK = 512
+SUM_BLOCK = 256
 """Number of adjacent ids whose weights are summed together."""
 
 _LARGEST_ID = 2**31 - 1

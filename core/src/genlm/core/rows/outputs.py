@@ -147,8 +147,8 @@ class _PartOutputs:
 
     def results(self) -> list[Reduced | Exception]:
         """Return the values of each row, or the error of a row that is not a distribution."""
-        values = iter(self._values)
-        row_values = [tuple(itertools.islice(values, count)) for count in self._counts]
+        remaining = iter(self._values)
+        row_values = [tuple(itertools.islice(remaining, count)) for count in self._counts]
         return [
             self._invalid.get(row) or Reduced(values) for row, values in enumerate(row_values)
         ]

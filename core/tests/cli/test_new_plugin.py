@@ -135,3 +135,14 @@ def test_a_folder_that_exists_is_not_changed(tmp_path):
     assert list((tmp_path / "genlm-mine").iterdir()) == []
     new(tmp_path, "mine", "--folder", "elsewhere/mine")
     assert (tmp_path / "elsewhere" / "mine" / "pyproject.toml").exists()
+
+
+def test_an_error_of_writing_names_the_file(tmp_path, monkeypatch):
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")  # errors of writing name no file
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    folder = tmp_path / "mine"
+    result = CliRunner().invoke(app, ["plugin", "new", "mine", "--folder", str(folder)])
+    assert result.exit_code == 2
+    assert "cannot write None" not in result.stderr

@@ -99,5 +99,5 @@ def _write(root: Path, name: str) -> dict[str, Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}") from error
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from error
     return written

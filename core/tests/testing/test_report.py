@@ -248,3 +248,9 @@ def test_the_list_has_every_check_with_its_law_and_runs_none(check):
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines == [f"{c.id}[scripted]: {c.property}" for c in all_checks("engine")]
+
+
+def test_the_list_can_be_json(check):
+    result = check("--list", "--json", build=None)
+    expected = {f"{c.id}[scripted]": c.property for c in all_checks("engine")}
+    assert json.loads(result.output) == expected

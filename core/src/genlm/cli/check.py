@@ -87,8 +87,12 @@ def check(
         except (LookupError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
         if as_list:
-            for case in run.cases:
-                typer.echo(f"{case.id}: {case.check.property}")
+            properties = {case.id: case.check.property for case in run.cases}
+            if as_json:
+                print_json(properties)
+                return
+            for name, text in properties.items():
+                typer.echo(f"{name}: {text}")
             return
         report = _run_cases(run, quiet=as_json, fail_fast=fail_fast)
     if as_json:

@@ -189,18 +189,54 @@ def test_strings_among_bytes_that_are_not_special_are_an_error():
         decode_vocab(tokenizer)
 
 
-def test_a_python_tokenizer_of_no_known_kind_is_an_error_naming_its_class():
-    class Characters(PreTrainedTokenizer):
-        vocab_size = 2
+class Characters(PreTrainedTokenizer):
+    def __init__(self, *names):
+        self.vocab = {
+            name: n for n, name in enumerate(["<end>", "a", "é", "\N{FAMILY}", *names])
+        }
+        super().__init__(eos_token="<end>")
 
-        def get_vocab(self):
-            return {"a": 0, "b": 1}
+    @property
+    def vocab_size(self):
+        return len(self.vocab)
 
-        def _convert_token_to_id(self, token):
-            return self.get_vocab().get(token)
+    def get_vocab(self):
+        return self.vocab
 
-    with pytest.raises(VocabularyError, match=r"Characters is not a supported tokenizer"):
-        decode_vocab(Characters())
+    def _tokenize(self, text, **_):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.vocab[token]
+
+    def _convert_id_to_token(self, index):
+        return [*self.vocab][index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_tokens_of_another_kind_are_texts():
+    tokenizer = Characters(" ", "the")
+    assert [token.decode() for token in decode_vocab(tokenizer)[0]] == [*tokenizer.vocab]
+
+
+def test_tokens_that_are_decoded_as_other_texts_are_an_error():
+    class Words(Characters):
+        def convert_tokens_to_string(self, tokens):
+            return " ".join(tokens)
+
+    with pytest.raises(VocabularyError, match="Words decodes the ids"):
+        decode_vocab(Words())
+    with pytest.raises(VocabularyError, match="Characters decodes the ids"):
+        decode_vocab(Characters("\ud800"))
+    with pytest.raises(VocabularyError, match=r"neither special nor texts: '\ufffd' \(id 4\)"):
+        decode_vocab(Characters("\ufffd"))
+
+
+def test_a_tokenizer_of_no_known_kind_is_an_error_naming_its_class():
+    with pytest.raises(VocabularyError, match=r"builtins.object is not a supported tokenizer"):
+        decode_vocab(object())
 
 
 def test_encodings_are_recognised_before_wrappers():

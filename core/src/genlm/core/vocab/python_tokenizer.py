@@ -3,7 +3,7 @@
 Tokenizers written in Python (slow ones of transformers, those of remote code, and wrappers of
 mistral-common) are recognised by their parts: a tokenizer of mistral-common, a tiktoken
 encoding, a vocabulary of bytes, a SentencePiece model, the byte table of GPT-2, or the
-WordPiece of BERT.
+WordPiece of BERT. The tokens of others are texts, such as characters.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
     if family is None:
         raise VocabularyError(
             f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__} is not a supported "
-            f"tokenizer: it has no tiktoken encoding, SentencePiece model, byte_decoder or "
-            f"WordPiece vocabulary. Pass its fast version, or a tokenizers.Tokenizer, "
-            f"SentencePieceProcessor or tiktoken.Encoding"
+            f"tokenizer: it has no get_vocab, tiktoken encoding or SentencePiece model. Pass "
+            f"its fast version, or a tokenizers.Tokenizer, SentencePieceProcessor or "
+            f"tiktoken.Encoding"
         )
     derived = family(tokenizer)
     if family is not _sentencepiece_parts:  # wrappers of SentencePiece decode no byte pieces
@@ -117,7 +117,7 @@ def _family(tokenizer: Any) -> Callable[[Any], dict[int, bytes]] | None:
         return _bytes_names
     if hasattr(tokenizer, "byte_decoder"):
         return _byte_level
-    return _word_piece if hasattr(tokenizer, "wordpiece_tokenizer") else None
+    return _word_piece if hasattr(tokenizer, "wordpiece_tokenizer") else _texts
 
 
 def _mistral_part(tokenizer: Any) -> Any:
@@ -163,6 +163,15 @@ def _word_piece(tokenizer: Any) -> dict[int, bytes]:
     chain = DecoderChain({"type": "WordPiece", "prefix": "##", "cleanup": False})
     ids_by_name: Mapping[str, int] = tokenizer.get_vocab()
     return dict(zip(ids_by_name.values(), chain.decode(ids_by_name), strict=True))
+
+
+def _texts(tokenizer: Any) -> dict[int, bytes]:
+    return _by_name(
+        tokenizer,
+        # U+FFFD is the name of all parts of characters, of which the vocabulary lists one.
+        lambda name: None if "\ufffd" in name else name.encode(errors="replace"),
+        "texts",
+    )
 
 
 def _by_name(

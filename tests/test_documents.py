@@ -76,6 +76,7 @@ def test_the_guide_runs_from_top_to_bottom_as_it_stands(caplog, spans):
     assert names["product"].logsumexp(0) == pytest.approx(0, abs=1e-4)
     assert names["difference"].abs().max() > 0.1
     assert names["accuracy"] in (0.0, 1.0)
+    assert names["ratios"].tolist() == pytest.approx([1] * len(names["ratios"]), abs=1e-4)
     assert "genlm-hf: step of 2 queries, 2 finished, 2 tokens computed, " in caplog.text
     assert {span.name for span in spans.get_finished_spans()} == {"genlm.batch"}
 

@@ -6,13 +6,16 @@ The conformance suite tests rows after an update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from genlm import AsyncLM, EngineDiedError
+from genlm.testing import TinyModel, families
 from genlm_sgl.conformance import TinyLlama
+from genlm_sgl.engine import SGLEngine
 
 IDS = [5, 9, 250, 17, 80]
 
@@ -52,6 +55,19 @@ def test_weights_that_do_not_fit_end_the_engine(
         llm.update_weights(weights)
     with pytest.raises(EngineDiedError, match=message):
         llm.next_token_logprobs_sync(IDS)
+
+
+def test_the_given_tensors_are_not_changed(tmp_path: Path) -> None:
+    model = TinyModel.of(tmp_path, families(8)["gemma"])
+    read, expected = model.weights[1]
+    weights = dict(read())
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    options = {"device": "cpu", "dtype": "float32", "max_total_tokens": 640}
+    with AsyncLM(lambda: SGLEngine(model.path, engine_opts=options), name="sgl") as llm:
+        llm.update_weights(weights)
+        row = llm.next_token_logprobs_sync(IDS)
+    torch.testing.assert_close(row.double(), expected(tuple(IDS), None), atol=1e-4, rtol=0)
+    torch.testing.assert_close(weights, before, atol=0, rtol=0)
 
 
 def test_the_model_can_be_changed_on_the_thread_of_the_engine(

@@ -397,8 +397,10 @@ class ServedModel:
             }
             for mark in marks.values():
                 mark.fill_(math.nan)
+            # SGLang's Gemma adds 1 to the given weights of norms.
+            tensors = [(name, t.clone() if t.ndim == 1 else t) for name, t in weights]
             updater = self._runner.weight_updater
-            is_loaded, message = updater.update_weights_from_tensor(list(weights))
+            is_loaded, message = updater.update_weights_from_tensor(tensors)
             absent = [name for name, mark in marks.items() if mark.isnan().any()]
         if not is_loaded:
             raise EvaluationError(f"SGLang did not load the weights: {message}")

@@ -258,8 +258,9 @@ def invalid_computation(result: str) -> EvaluationError:
         result: Description of the invalid result.
     """
     return EvaluationError(
-        f"the engine computed {result}. The computation overflowed, or the engine does not "
-        f"serve this model correctly: try dtype='float32' or another engine"
+        f"the engine computed {result}. The weights contain NaN, the computation overflowed, "
+        f"or the engine does not serve this model correctly: try dtype='float32' or another "
+        f"engine"
     )
 
 

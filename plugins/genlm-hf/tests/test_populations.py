@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+import genlm
 from genlm import AsyncLM
 from genlm.core.model.population import Population
 from genlm_hf.engine import HFEngine
@@ -18,7 +20,7 @@ from .families import FAMILIES
 from .population import Oracle, bytes_per_token, used
 from .test_adapters import make_adapter
 from .test_cached import MODELS
-from .tiny import build_model, ids_of_lengths
+from .tiny import build_model, ids_of_lengths, llama_settings
 
 CASES = {**MODELS} | {name: FAMILIES[name] for name in ("gpt_oss", "gemma2 with capped scores")}
 OWN_ATTENTION = ("gptj", "bloom", "falcon with grouped heads", "gpt_neo")
@@ -145,3 +147,36 @@ def test_padding_of_members_never_reaches_beyond_the_positions_that_a_model_has(
             rows = asyncio.run(population.next_token_logprobs())
             sequences = [context.token_ids for context in population]
             assert Oracle(model).largest_error(sequences, list(rows)) <= 1e-4
+
+
+class Highest(genlm.Reduction):
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> list[float]:
+        return rows.amax(1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_torch_changes_no_result(tokenizer: Any, dtype: Any) -> None:
+    ids, _ = ids_of_lengths(9, 5)
+    model = build_model("llama", **llama_settings())
+
+    def results() -> list[torch.Tensor]:
+        with genlm.load_model(model, "hf", tokenizer=tokenizer) as llm:
+            assert "packed" in llm.statistics().engine["execution_path"]
+            tensors = [llm.score_sync(ids), llm.next_token_logprobs_sync(ids)]
+            for count in (1, 4):  # separate sequences, and a population as arrays
+                population = llm.population(ids, count)
+                limits = [3, 0, 2, 3][:count]
+                sampled = population.sample_sync(limits, stop=(), temperature=0.7, seed=1)
+                tensors += [sampled.logprobs, sampled.draw_logprob]
+                tensors += [population.score_sync(sampled.token_ids)]
+                tensors += [population.reduce_sync(Highest())]
+            return tensors
+
+    expected, default = results(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(default)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

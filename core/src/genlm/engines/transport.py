@@ -161,7 +161,7 @@ class Transport:
         values = _unpack(data, load_error)
         for index, place in enumerate(places):
             assert packed.rows is not None  # noqa: S101 - there are rows
-            values[place] = row = torch.empty(packed.rows.shape[1])
+            values[place] = row = torch.empty(packed.rows.shape[1], dtype=torch.float32)
             row.numpy()[:] = packed.rows[index]
         completions, begin = [], 0
         for (query_id, is_checked), count in zip(ids, counts, strict=True):

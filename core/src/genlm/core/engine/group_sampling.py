@@ -195,8 +195,9 @@ class SamplingRun(_Continuations):
         if len(self._active) < count:
             active = torch.from_numpy(self._active)
             token_ids = torch.full((count,), NO_TOKEN).index_copy_(0, active, token_ids)
-            logprobs = torch.zeros(count).index_copy_(0, active, logprobs)
-            draw_logprob = torch.zeros(count).index_copy_(0, active, draw_logprob)
+            zeros = torch.zeros(count, dtype=torch.float32)
+            logprobs = zeros.index_copy(0, active, logprobs)
+            draw_logprob = zeros.index_copy(0, active, draw_logprob)
         self._columns.append((token_ids, logprobs, draw_logprob))
         new_ids = token_ids.numpy()
         self.generation, self._places = self.generation.extended(self._places, new_ids[:, None])
@@ -301,12 +302,14 @@ class MemberRuns(_Continuations):
         raise_member_errors(self._errors, np.arange(count), None, count)
         longest = max(map(len, self._drawn))
         token_ids = torch.full((count, longest), NO_TOKEN)
-        numbers = torch.zeros(2, count, longest)
+        numbers = torch.zeros(2, count, longest, dtype=torch.float32)
         for member, drawn in enumerate(self._drawn):
             if drawn:
                 ids, logprobs, _, draw_logprobs = zip(*drawn, strict=True)
                 token_ids[member, : len(drawn)] = torch.tensor(ids)
-                numbers[:, member, : len(drawn)] = torch.tensor([logprobs, draw_logprobs])
+                numbers[:, member, : len(drawn)] = torch.tensor(
+                    [logprobs, draw_logprobs], dtype=torch.float32
+                )
         generation, places = self._leased_generation(), self._sampling.places
         if self._sampling.returns_generation:
             generation, places = generation.extended(places, token_ids.numpy())

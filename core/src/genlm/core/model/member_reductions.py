@@ -61,7 +61,7 @@ class MemberReductions(Members):
         """
         ids = self._checked_tokens(token_ids)
         if not ids.size:
-            return torch.empty(ids.shape)
+            return torch.empty(ids.shape, dtype=torch.float32)
         columns = torch.from_numpy(ids.reshape(len(ids), -1))
         logprobs: torch.Tensor
         [logprobs] = await self._reduce(TokenColumns(columns))

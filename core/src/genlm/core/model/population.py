@@ -270,7 +270,7 @@ class Population(MemberReductions):
         )
         if not len(active):
             self._lm._scheduler.check_open()  # noqa: SLF001 - internal to genlm.core.model
-            empty = torch.empty(count, 0)
+            empty = torch.empty(count, 0, dtype=torch.float32)
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
         step = self._step + group.token_ids.shape[1]
@@ -309,7 +309,7 @@ class Population(MemberReductions):
         counts = (ids >= 0).sum(1)
         if (np.arange(ids.shape[1]) < counts[:, None]).tobytes() != (ids >= 0).tobytes():
             raise ValueError("a continuation has a token after -1; -1 is for its end only")
-        logprobs = torch.zeros(ids.shape)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32)
         members = np.flatnonzero(counts).tolist()
         contexts = [self._context(member) for member in members]
         texts = [

@@ -145,7 +145,7 @@ class SharedReduction(GroupReduction):
         """Reduce each distinct row once."""
         del members
         if not len(rows):
-            return (torch.empty(0),)
+            return (torch.empty(0, dtype=torch.float32),)
         kind, requests = type(self.reduction), [self.reduction] * len(rows)
         with errors_of(f"{kind.__name__}.compute"):
             results = list(kind.compute(rows, requests))
@@ -180,7 +180,8 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
             return torch.stack(list(values)).cpu()
         if isinstance(values[0], np.ndarray):
             return torch.from_numpy(np.stack(values))
-        return torch.tensor(values)
+        is_float = isinstance(values[0], float)
+        return torch.tensor(values, dtype=torch.float32 if is_float else None)
     except (TypeError, ValueError, RuntimeError) as error:
         raise EvaluationError(
             f"{kind.__name__}.compute returned {type(values[0]).__name__} for a row, which "

@@ -277,7 +277,8 @@ def _record_mask(
 ) -> torch.Tensor:
     assert _active.recorder is not None  # noqa: S101 - our own mistake
     mark = _active.recorder.add_mask(window_of(mask_function))
-    return torch.full((batch_size, 1, q_length, kv_length), mark, device=device)
+    size = (batch_size, 1, q_length, kv_length)
+    return torch.full(size, mark, dtype=torch.float32, device=device)
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

@@ -211,7 +211,7 @@ class AsyncLM(abc.ABC):
 
     def _table(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         if not rows:
-            return torch.empty(0, len(self.byte_vocab))
+            return torch.empty(0, len(self.byte_vocab), dtype=torch.float32)
         return torch.stack(tuple(rows))
 
 

@@ -9,7 +9,7 @@ import tiktoken
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
-from genlm import VocabularyError
+from genlm import ModelLoadError, VocabularyError
 from genlm_hf.engine import HFEngine
 
 from .tiny import WIDTH, alone, answers, build_model, ids_of_lengths, llama_settings
@@ -88,6 +88,11 @@ def test_a_compiled_model_is_served_without_its_wrapper(llama: Any, tokenizer: A
     engine = HFEngine.from_model(torch.compile(llama, backend="eager"), tokenizer)
     assert engine.statistics()["execution_path"] == "packed"
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+
+
+def test_other_modules_are_refused(llama: Any, tokenizer: Any) -> None:
+    with pytest.raises(ModelLoadError, match="Sequential is not a model of transformers"):
+        HFEngine.from_model(torch.nn.Sequential(llama), tokenizer)
 
 
 def test_a_replaced_forward_method_is_kept(llama: Any, tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from genlm.plugin import (
     Capability,
     Completion,
+    ModelLoadError,
     Vocabulary,
     context_window,
     free_memory_bytes,
@@ -166,10 +167,15 @@ class HFEngine(PrefixEngine):
         at that time, and queries can name any of its adapters unless some are merged.
 
         Raises:
-            ModelLoadError: The model is an encoder-decoder or not a causal language model, or
-                has adapters that act outside of its layers.
+            ModelLoadError: The model is not of transformers, an encoder-decoder or not a causal
+                language model, or has adapters that act outside of its layers.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
+        if not hasattr(model, "config"):
+            raise ModelLoadError(
+                f"{type(model).__name__} is not a model of transformers; if it contains one, "
+                f"as DistributedDataParallel does, pass that model, such as model.module"
+            )
         check_decoder(model.config, type(model).__name__)
         serving = ServeOptions(
             paths=PATHS,

@@ -19,7 +19,8 @@
   `read_lora_config`, `AdapterTable`
 - processes: `Transport`, which sends requested outputs and results, `pack_sequences`,
   `picklable_error`
-- loading: `loading_stage`, which reports the stages of loading to users who request progress
+- loading: `loading_stage`, which reports the stages of loading to users who request progress,
+  `check_options`
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
 - errors of engines and plugins, `describe_error`
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.group_turns import oldest_first as oldest_first
     from genlm.core.engine.query_queue import Turns as Turns
     from genlm.core.model.leases import ContextLease as ContextLease
+    from genlm.core.model.loading import check_options as check_options
     from genlm.core.plugins.lookup import find_backend as find_backend
     from genlm.core.plugins.lookup import get_backend as get_backend
     from genlm.core.plugins.lookup import get_trie as get_trie

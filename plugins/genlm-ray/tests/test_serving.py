@@ -329,6 +329,9 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
     cluster.remove(others)
     with pytest.raises(ModelLoadError, match="no text to train"):
         serving.serve("lost", "no/such/file", "reference", resources=RESOURCES)
+    options = {"resources": RESOURCES, "engine_opts": {"ordr": 3}}
+    with pytest.raises(ModelLoadError, match=r"'reference' takes no option 'ordr'.*'order'\?$"):
+        serving.serve("lost", "demo", "reference", **options)
     assert "lost" not in {item["name"] for item in serving.served(address)}
 
 

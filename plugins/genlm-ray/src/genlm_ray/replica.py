@@ -28,6 +28,7 @@ from genlm.plugin import (
     GenlmError,
     ModelLoadError,
     PackedCompletions,
+    check_options,
     describe_error,
     get_backend,
     picklable_error,
@@ -65,7 +66,9 @@ class Replica:
 
     def _build(self) -> Engine:
         spec = self._spec
-        engine = get_backend(spec.engine)(spec.model, **(spec.engine_opts or {}))
+        build, options = get_backend(spec.engine), spec.engine_opts or {}
+        check_options(build, spec.engine, options)
+        engine = build(spec.model, **options)
         gc.freeze()  # garbage collections omit the loaded objects
         return engine
 

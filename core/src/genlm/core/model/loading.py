@@ -45,7 +45,7 @@ def engine_builder(
     build = get_backend(info.provider)
     if is_model_object(model):
         build = _model_object_builder(build, info.name, model, options)
-    _check_options(build, info.name, options, common_options)
+    check_options(build, info.name, options, common_options)
     return info.name, lambda: with_first_row(build(model, **options), info.name, model)
 
 
@@ -128,10 +128,23 @@ def _model_object_builder(
     return from_model
 
 
-def _check_options(
-    build: Callable[..., Any], backend: str, options: Mapping[str, Any], common: Sequence[str]
+def check_options(
+    build: Callable[..., Any],
+    backend: str,
+    options: Mapping[str, Any],
+    common: Sequence[str] = (),
 ) -> None:
-    """Reject unknown options before loading."""
+    """Reject unknown options before loading.
+
+    Args:
+        build: The callable of `get_backend`.
+        backend: Name of the backend for messages.
+        options: The keyword arguments for `build`.
+        common: Further options that the message lists.
+
+    Raises:
+        TypeError: `build` does not accept an option; the message suggests another.
+    """
     parameters = list(inspect.signature(build).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
@@ -140,7 +153,8 @@ def _check_options(
     if unknown:
         raise TypeError(
             f"backend {backend!r} takes no option {', '.join(map(repr, unknown))}. "
-            f"It takes: {', '.join(accepted) or 'none'}. On any backend: {', '.join(common)}"
+            f"It takes: {', '.join(accepted) or 'none'}"
+            + (f". On any backend: {', '.join(common)}" if common else "")
             + _advice(build, unknown[0], options[unknown[0]], [*accepted, *common])
         )
 

@@ -254,6 +254,7 @@ def test_an_engine_without_the_capability_refuses(make_model: MakeModel) -> None
         ([torch.ones(2), torch.ones(2)], "the name of a weight is|expected a mapping"),
         ({}, "weights is empty"),
         ({1: torch.ones(2)}, "the name of a weight is 1"),
+        (asyncio.sleep, "a coroutine function; pass a function"),
         ({"n": None}, "the weight 'n' is a NoneType; expected a tensor"),
         ({"n": torch.tensor(1, device="meta")}, "'n' is on the meta device and has no data"),
         ({"n": torch.tensor(1).as_subclass(Sharded)}, "'n' is sharded; pass .* full_tensor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -123,6 +124,8 @@ def _checked_weights(
         raise TypeError(
             f"weights={weights!r}; pass the tensors, such as safetensors.torch.load_file(path)"
         )
+    if inspect.iscoroutinefunction(weights):
+        raise TypeError("weights is a coroutine function; pass a function")
     if weights is None or callable(weights):
         return weights
     try:

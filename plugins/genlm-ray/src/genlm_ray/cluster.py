@@ -203,7 +203,7 @@ def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
 
 
 def _local_hosts() -> set[str]:
-    return {"127.0.0.1", ray.util.get_node_ip_address()}
+    return {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
 
 
 def _is_same(address: str, joined: str) -> bool:
@@ -213,10 +213,11 @@ def _is_same(address: str, joined: str) -> bool:
     if address == joined or port != joined_port:
         return address == joined
     try:
-        resolved = socket.gethostbyname(host)
+        resolved = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
         return False
-    return resolved == joined_host or {resolved, joined_host} <= _local_hosts()
+    local = _local_hosts()
+    return joined_host in resolved or (joined_host in local and not resolved.isdisjoint(local))
 
 
 def _init_ray(arguments: dict[str, Any]) -> None:

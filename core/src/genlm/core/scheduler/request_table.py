@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import heapq
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ _ROW_ONLY: dict[Hashable, int] = {None: 0}
 
 _NO_VALUES: list[Any] = []
 """`Evaluation.values` before the results are known; shared, so it must not be changed."""
+
+_TURN = operator.attrgetter("turn")
 
 
 class Identified(Protocol):
@@ -127,32 +130,29 @@ class Evaluation:
 class EvaluationQueue(dict[int, Evaluation]):
     """Evaluations by query id, in order of arrival, which can also be taken by turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._arrived: list[int] = []  # ids that are not yet in the heap
-        self._heap: list[tuple[int, int]] = []  # turns and ids, also of removed evaluations
+    _heap: list[tuple[int, int]] | None = None
+    """Turns and ids, also of removed evaluations; None if evaluations are not taken by turn."""
 
     def add(self, evaluation: Evaluation) -> None:
         """Add an evaluation."""
         query_id = evaluation.query.query_id
-        self._arrived.append(query_id)
         self[query_id] = evaluation
+        if self._heap is not None:
+            heapq.heappush(self._heap, (evaluation.turn, query_id))
 
     def pop_first(self) -> Evaluation:
         """Remove and return the oldest evaluation of the first turn."""
-        for query_id in self._arrived:
-            if query_id in self:
-                heapq.heappush(self._heap, (self[query_id].turn, query_id))
-        self._arrived.clear()
-        while self._heap[0][1] not in self:
-            heapq.heappop(self._heap)
-        return self.pop(self._heap[0][1])
+        if self._heap is None:
+            self._heap = [(evaluation.turn, query_id) for query_id, evaluation in self.items()]
+            heapq.heapify(self._heap)
+        while (query_id := heapq.heappop(self._heap)[1]) not in self:
+            pass
+        return self.pop(query_id)
 
     def clear(self) -> None:
         """Remove all evaluations."""
         super().clear()
-        self._arrived.clear()
-        self._heap.clear()
+        self._heap = None
 
 
 class RequestTable:
@@ -245,7 +245,7 @@ class RequestTable:
         else:
             evaluations = [self.inbox.pop_first() for _ in range(limit)]
         if evaluations:
-            self._turns.begin_step(min(evaluation.turn for evaluation in evaluations))
+            self._turns.begin_step(min(map(_TURN, evaluations)))
         self.needs_flush = self.needs_flush and bool(self.inbox)
         for evaluation in evaluations:
             self.in_engine[evaluation.query.query_id] = evaluation

@@ -82,6 +82,19 @@ def test_a_setting_that_the_engine_does_not_know_is_refused(
     assert lora(tmp_path, {name}, **change)[name] == value
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"r": 0}, {"r": "8"}, {"r": None}, {"lora_alpha": "16"}, {"lora_alpha": float("nan")}],
+    ids=str,
+)
+def test_ranks_and_scales_that_are_not_numbers_are_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    [(name, value)] = change.items()
+    with pytest.raises(AdapterError, match=re.escape(f"has {name}={value!r}")):
+        lora(tmp_path, None, **change)
+
+
 def test_an_engine_that_runs_peft_refuses_only_what_changes_the_base_model(
     tmp_path: Path,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,17 @@ def test_folders_without_one_adapter_are_refused(llama, tmp_path):
         (tmp_path / "adapter.gguf").write_bytes(b"nothing")
         with pytest.raises(AdapterError, match="could not load adapter 'red'"):
             lm.load_lora(tmp_path, "red")
+
+
+def test_settings_of_peft_that_its_gguf_file_ignores_are_refused(llama, tmp_path):
+    with AsyncLM(llama.engine) as lm:
+        shutil.copytree(llama.adapters["red"], tmp_path / "red")
+        settings = tmp_path / "red" / "adapter_config.json"
+        settings.write_text(
+            settings.read_text().replace('"use_rslora": false', '"use_rslora": true')
+        )
+        with pytest.raises(AdapterError, match="has use_rslora=True"):
+            lm.load_lora(tmp_path / "red", "red")
 
 
 def test_the_demo_model_is_that_of_genlm_hf(tmp_path):

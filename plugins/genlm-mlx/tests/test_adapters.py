@@ -154,11 +154,13 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     (broken / "adapter_config.json").write_text("{")
     dora, other, elsewhere = tmp_path / "peft", tmp_path / "other", tmp_path / "elsewhere"
     cut = tmp_path / "cut"
-    for copy in (dora, other, elsewhere, cut):
+    ranks = tmp_path / "ranks"
+    for copy in (dora, other, elsewhere, cut, ranks):
         shutil.copytree(llama.adapters["red"], copy)
     (cut / "adapter_model.safetensors").write_bytes(b"x" * 20)
     change_settings(dora, use_dora=True)
     change_settings(other, peft_type="IA3")
+    change_settings(ranks, r=6)
     peft_weights = mx.load(str(elsewhere / "adapter_model.safetensors"))
     moved = {key.replace("layers.1", "layers.7"): array for key, array in peft_weights.items()}
     mx.save_safetensors(str(elsewhere / "adapter_model.safetensors"), moved)
@@ -171,6 +173,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
         (other, "of type IA3"),
         (elsewhere, "has no such layer"),
         (cut, "MLX cannot read"),
+        (ranks, "which do not fit r=6"),
         (tmp_path, "not a folder with adapter_config.json"),
     ):
         with pytest.raises(AdapterError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -85,6 +86,7 @@ def read_lora_config(
             f"adapter {name!r} in {str(folder)!r} is of type {kind}; only LORA adapters are "
             f"supported"
         )
+    _check_scale(name, folder, config)
     unsupported = {
         key: value
         for key, value in config.items()
@@ -118,6 +120,19 @@ def _read_config(name: str, folder: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise AdapterError(f"adapter {name!r}: {str(file)!r} contains no settings")
     return config
+
+
+def _check_scale(name: str, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)  # peft's defaults
+    if not (isinstance(rank, int) and rank > 0):
+        raise AdapterError(
+            f"adapter {name!r} in {str(folder)!r} has r={rank!r}; a rank is a positive integer"
+        )
+    if not (isinstance(alpha, (int, float)) and math.isfinite(alpha)):
+        raise AdapterError(
+            f"adapter {name!r} in {str(folder)!r} has lora_alpha={alpha!r}, which is not a "
+            f"finite number"
+        )
 
 
 def _is_supported(key: str, supported: Collection[str] | None) -> bool:

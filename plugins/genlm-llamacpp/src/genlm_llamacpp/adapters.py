@@ -6,7 +6,7 @@ from pathlib import Path
 
 from genlm.plugin import AdapterTable
 from genlm_llamacpp.context import LlamaContext
-from genlm_llamacpp.files import adapter_file
+from genlm_llamacpp.files import adapter_file, adapter_settings
 
 
 class Adapters(AdapterTable[int]):
@@ -25,7 +25,10 @@ class Adapters(AdapterTable[int]):
         self._context.activate(None if name is None else self.loaded[name])
 
     def _load(self, name: str, path: Path) -> int:
-        return self._context.load_adapter(name, adapter_file(name, path))
+        file = adapter_file(name, path)
+        if (file.parent / "adapter_model.safetensors").is_file():  # the converted adapter
+            adapter_settings(name, file.parent)
+        return self._context.load_adapter(name, file)
 
     def _unload(self, name: str, adapter: int) -> None:  # noqa: ARG002
         self._context.free_adapter(adapter)

@@ -19,6 +19,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from genlm_llamacpp.files import adapter_settings
+
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # gguf.TokenType
 
 ARCHITECTURES = {
@@ -71,8 +73,11 @@ def write_adapter(folder: Path, file: Path, config: Any) -> None:
         folder: Folder with `adapter_config.json` and `adapter_model.safetensors`.
         file: The file to write.
         config: transformers config of the model.
+
+    Raises:
+        AdapterError: The adapter has settings that GGUF does not store.
     """
-    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings = adapter_settings(folder.name, folder)
     names = _names(config)
     writer = gguf.GGUFWriter(file, _architecture_name(config))
     writer.add_type(gguf.GGUFType.ADAPTER)

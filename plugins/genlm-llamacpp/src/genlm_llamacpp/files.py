@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from genlm.plugin import AdapterError, ModelLoadError, model_source
+from genlm.plugin import AdapterError, ModelLoadError, model_source, read_lora_config
 
 _DEMO = Path(__file__).parent / "demo.gguf"
 
@@ -51,6 +53,18 @@ def adapter_file(name: str, path: Path) -> Path:
             f"llama.cpp's convert_lora_to_gguf.py converts adapters of peft"
         )
     return files[0]
+
+
+def adapter_settings(name: str, folder: Path) -> Mapping[str, Any]:
+    """Return the settings of an adapter of peft that can be converted to GGUF.
+
+    Converters ignore other settings: a GGUF file has one `lora_alpha`, which is divided by the
+    rank of each layer.
+
+    Raises:
+        AdapterError: As `genlm.plugin.read_lora_config`.
+    """
+    return read_lora_config(name, folder, engine="llama.cpp", supported={"rank_pattern"})
 
 
 def _gguf_files(path: Path) -> list[Path]:

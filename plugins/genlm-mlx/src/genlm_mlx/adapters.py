@@ -88,6 +88,8 @@ class Adapters(prefix.ModelAdapters[_Layers]):
 
     def _load_from_peft(self, name: str, folder: Path) -> _Layers:
         config = read_lora_config(name, folder, engine="genlm-mlx", supported={"use_rslora"})
+        rank = config.get("r", 8)
+        scale = config.get("lora_alpha", 8) / rank ** (0.5 if config.get("use_rslora") else 1)
         layers: _Layers = {}
         for path, (down, up) in _factors(name, folder).items():
             linear = self._base_layers.get(path)
@@ -97,12 +99,13 @@ class Adapters(prefix.ModelAdapters[_Layers]):
                     f"adapter {name!r} changes the linear layer {path!r}; the model has "
                     f"{actual}"
                 )
-            layer = LoRALinear.from_base(linear, r=down.shape[0], scale=_scale(config, down))
+            layer = LoRALinear.from_base(linear, r=rank, scale=scale)
             expected = [tuple(layer.lora_a.shape), tuple(layer.lora_b.shape)]
             if [down.T.shape, up.T.shape] != expected:
                 raise AdapterError(
                     f"adapter {name!r}: its matrices for {path!r} have the shapes "
-                    f"{down.shape} and {up.shape}, which do not fit the model's layer"
+                    f"{down.shape} and {up.shape}, which do not fit r={rank} and the model's "
+                    f"layer"
                 )
             layer.lora_a, layer.lora_b = down.T, up.T
             layers[path] = layer
@@ -143,12 +146,6 @@ def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
             f"loaded as adapters. Load the fine-tuned model instead"
         )
     return config
-
-
-def _scale(config: Mapping[str, Any], down: mx.array) -> float:
-    rank = down.shape[0]
-    alpha = float(config.get("lora_alpha", 8))
-    return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
 
 
 def _factors(name: str, folder: Path) -> dict[str, tuple[mx.array, mx.array]]:

@@ -75,15 +75,19 @@ def test_tied_embeddings_and_experts_are_replaced(name: str, tmp_path: Path) -> 
             row = llm.next_token_logprobs_sync(IDS).double()
             torch.testing.assert_close(row, expected(tuple(IDS), None), atol=1e-4, rtol=0)
 
-        def reload(engine: Any) -> None:
-            engine.llm_engine.collective_rpc(
-                "reload_weights", kwargs={"weights_path": str(model.path)}
+        def reload(**options: Any) -> None:
+            llm.update_weights(
+                lambda engine: engine.llm_engine.collective_rpc(
+                    "reload_weights", kwargs=options
+                )
             )
 
         weights = dict(read())
         llm.update_weights(weights)  # a checkpoint, which has tied weights once
         check(expected)
-        llm.update_weights(reload)
+        reload(weights_path=str(model.path))
+        check(model.weights[0][1])
+        reload(weights_iterator=[], is_checkpoint_format=False)  # processes no weights
         check(model.weights[0][1])
         if name != "mixtral":  # a state_dict has them twice
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

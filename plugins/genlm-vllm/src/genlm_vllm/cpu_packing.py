@@ -28,10 +28,17 @@ def packing_again(model: torch.nn.Module) -> Iterator[None]:
 
     layers = list(model.modules()) if current_platform.is_cpu() else []
     methods = {layer: getattr(layer, "quant_method", None) for layer in layers}
-    for method in methods.values():
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None  # vLLM builds it again
+    kernels = {
+        method: method.moe_kernel
+        for method in methods.values()
+        if isinstance(method, UnquantizedFusedMoEMethod)
+    }
+    for method in kernels:
+        method.moe_kernel = None  # vLLM builds it again when it processes new weights
     yield
+    for method, kernel in kernels.items():
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
     for layer, method in methods.items():
         if isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod):
             method.process_weights_after_loading(layer)

@@ -277,5 +277,5 @@ def test_weights_may_be_arrays_of_numpy(make_model: MakeModel) -> None:
             super().update_weights(weights)
 
     llm = make_model(TensorEngine(VOCAB_SIZE))
-    llm.update_weights({"n": np.array(2)})
+    llm.update_weights({"n": np.broadcast_to(2, ())})  # read-only, as arrays of JAX
     assert_current(llm, 2, [1])

@@ -12,7 +12,7 @@ import torch
 import genlm
 
 from .test_adapters import make_adapter
-from .tiny import alone, build_model, ids_of_lengths, llama_settings
+from .tiny import WIDTH, alone, build_model, ids_of_lengths, llama_settings
 
 IDS, _ = ids_of_lengths(9, 5)
 
@@ -72,6 +72,10 @@ CHANGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "another shape": (
         lambda weights: {**weights, "model.norm.weight": torch.ones(3)},
         r"'model.norm.weight' has shape \(\d+,\); found \(3,\)",
+    ),
+    "an array of another library": (
+        lambda weights: {**weights, "model.norm.weight": memoryview(bytes(WIDTH))},
+        "'model.norm.weight' is a memoryview; expected a torch.Tensor",
     ),
     "whole numbers": (
         lambda weights: {**weights, "model.norm.weight": weights["model.norm.weight"].int()},

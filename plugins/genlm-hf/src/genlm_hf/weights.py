@@ -34,9 +34,12 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
         )
     for name, value in weights.items():
         target = targets[name]
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name!r} is a {type(value).__name__}; expected a torch.Tensor")
         if value.shape != target.shape:
-            found = tuple(value.shape)
-            raise ValueError(f"{name!r} has shape {tuple(target.shape)}; found {found}")
+            raise ValueError(
+                f"{name!r} has shape {tuple(target.shape)}; found {tuple(value.shape)}"
+            )
         if value.is_floating_point() != target.is_floating_point():
             raise ValueError(
                 f"{name!r} has dtype {target.dtype}; found {value.dtype}. The weights of "

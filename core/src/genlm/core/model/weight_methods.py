@@ -145,7 +145,7 @@ def _checked_weights(
 
 def _checked_weight(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
+        value = torch.tensor(value)  # `from_numpy` warns about read-only arrays, as of JAX
     if not hasattr(value, "shape"):
         raise TypeError(f"the weight {name!r} is a {type(value).__name__}; expected a tensor")
     if not isinstance(value, torch.Tensor):

@@ -151,8 +151,8 @@ def test_padding_of_members_never_reaches_beyond_the_positions_that_a_model_has(
 
 class Highest(genlm.Reduction):
     @classmethod
-    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> list[float]:
-        return rows.amax(1).tolist()
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> list[Any]:
+        return [(highest, [0, highest]) for highest in rows.amax(1).tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -160,7 +160,7 @@ def test_the_default_dtype_of_torch_changes_no_result(tokenizer: Any, dtype: Any
     ids, _ = ids_of_lengths(9, 5)
     model = build_model("llama", **llama_settings())
 
-    def results() -> list[torch.Tensor]:
+    def results() -> list[Any]:
         with genlm.load_model(model, "hf", tokenizer=tokenizer) as llm:
             assert "packed" in llm.statistics().engine["execution_path"]
             tensors = [llm.score_sync(ids), llm.next_token_logprobs_sync(ids)]

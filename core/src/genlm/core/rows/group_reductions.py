@@ -180,8 +180,9 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
             return torch.stack(list(values)).cpu()
         if isinstance(values[0], np.ndarray):
             return torch.from_numpy(np.stack(values))
-        is_float = isinstance(values[0], float)
-        return torch.tensor(values, dtype=torch.float32 if is_float else None)
+        numbers = np.asarray(values)
+        is_float = numbers.dtype.kind == "f"
+        return torch.from_numpy(numbers.astype(np.float32) if is_float else numbers)
     except (TypeError, ValueError, RuntimeError) as error:
         raise EvaluationError(
             f"{kind.__name__}.compute returned {type(values[0]).__name__} for a row, which "

@@ -142,6 +142,7 @@ def test_a_process_joins_one_cluster_at_a_time():
 def test_the_address_of_this_machine_may_have_another_name(monkeypatch, host):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "203.0.113.5")
     assert cluster._is_same(f"{host}:6379", "203.0.113.5:6379")
+    assert cluster._is_same(f"{host}:6379", "[::1]:6379")
     assert not cluster._is_same(f"{host}:6379", "203.0.113.6:6379")
 
 

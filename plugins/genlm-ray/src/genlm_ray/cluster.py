@@ -216,7 +216,7 @@ def _is_same(address: str, joined: str) -> bool:
         resolved = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
         return False
-    local = _local_hosts()
+    joined_host, local = joined_host.strip("[]"), _local_hosts()
     return joined_host in resolved or (joined_host in local and not resolved.isdisjoint(local))
 
 

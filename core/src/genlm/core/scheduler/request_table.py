@@ -136,17 +136,17 @@ class EvaluationQueue(dict[int, Evaluation]):
     def add(self, evaluation: Evaluation) -> None:
         """Add an evaluation."""
         query_id = evaluation.query.query_id
-        self[query_id] = evaluation
         if self._heap is not None:
             heapq.heappush(self._heap, (evaluation.turn, query_id))
+        self[query_id] = evaluation
 
     def pop_first(self) -> Evaluation:
         """Remove and return the oldest evaluation of the first turn."""
         if self._heap is None:
             self._heap = [(evaluation.turn, query_id) for query_id, evaluation in self.items()]
             heapq.heapify(self._heap)
-        while (query_id := heapq.heappop(self._heap)[1]) not in self:
-            pass
+        while (query_id := self._heap[0][1]) not in self:
+            heapq.heappop(self._heap)
         return self.pop(query_id)
 
     def clear(self) -> None:

@@ -52,11 +52,11 @@ class GgufTokenizer:
         self._vocab = self._llama.llama_model_get_vocab(model)
         self.size = int(self._llama.llama_vocab_n_tokens(self._vocab))
         self.kind = int(self._llama.llama_vocab_type(self._vocab))
-        settings = functools.partial(_setting, self._llama, model)
+        setting = functools.partial(_setting, self._llama, model)
         bos, eos = self._llama.llama_vocab_bos, self._llama.llama_vocab_eos
-        self.bos_token_id = self._id(bos(self._vocab), settings("bos_token_id"))
-        self.eos_token_id = self._id(eos(self._vocab), settings("eos_token_id"))
-        add_bos = settings("add_bos_token")
+        self.bos_token_id = self._id(bos(self._vocab), setting("bos_token_id"))
+        self.eos_token_id = self._id(eos(self._vocab), setting("eos_token_id"))
+        add_bos = setting("add_bos_token")
         self.init_kwargs = {} if add_bos is None else {"add_bos_token": add_bos == "true"}
         template = self._llama.llama_model_chat_template(model, None)
         self.chat_template = None if template is None else template.decode(errors="replace")

@@ -147,10 +147,10 @@ class _PartOutputs:
 
     def results(self) -> list[Reduced | Exception]:
         """Return the values of each row, or the error of a row that is not a distribution."""
-        remaining = iter(self._values)
-        row_values = [tuple(itertools.islice(remaining, count)) for count in self._counts]
+        values = iter(self._values)
+        row_values = [tuple(itertools.islice(values, count)) for count in self._counts]
         return [
-            self._invalid.get(row) or Reduced(values) for row, values in enumerate(row_values)
+            self._invalid.get(row) or Reduced(outputs) for row, outputs in enumerate(row_values)
         ]
 
     def _has_value(self, index: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -118,6 +119,17 @@ def test_a_removed_adapter_leaves_the_base_model_and_can_be_loaded_again(
         [answer] = engine.step()
         expected = llama.logprobs((3, 1, 4))
         torch.testing.assert_close(answer.result.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_loading_an_adapter_leaves_no_random_keys_to_compute(
+    engine: MLXEngine, llama: TinyModel, write: Callable[..., Path]
+) -> None:
+    mx.eval(mx.random.state)
+    for name, folder in (("red", llama.adapters["red"]), ("both", write("both"))):
+        engine.add_adapter(name, str(folder))
+        graph = io.StringIO()
+        mx.export_to_dot(graph, *mx.random.state)
+        assert "Random" not in graph.getvalue()
 
 
 def test_weights_of_dora_are_served_as_mlx_lm_does(

@@ -116,6 +116,9 @@ def _prepare(layers: _Layers) -> _Layers:
     for layer in layers.values():
         layer.eval()  # without dropout
         mx.eval(layer.parameters())
+    # The initial weights were random and are not computed. MLX keeps the graph of their keys
+    # until the next key is computed.
+    mx.eval(mx.random.state)
     return layers
 
 

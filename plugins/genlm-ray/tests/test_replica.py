@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from genlm import AdapterError, ModelLoadError
+from genlm import AdapterLimitError, ModelLoadError
 from genlm.plugin import (
     EvaluationError,
     Generation,
@@ -93,7 +93,7 @@ def test_a_program_may_load_so_many_adapters(tmp_path):
 
     async def main(served, engine):
         await served.attach("driver", "session", {"poet": path}, [])
-        with pytest.raises(AdapterError, match=r"at most 1 adapters .* 2"):
+        with pytest.raises(AdapterLimitError, match=r"at most 1 adapters .* 2"):
             await served.configure("session", {"poet": path, "bard": path}, [])
         assert list(engine._adapters.loaded) == ["poet-driver"]
         assert await served.configure("session", {"bard": path}, [])

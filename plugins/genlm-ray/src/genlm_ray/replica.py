@@ -22,7 +22,7 @@ import ray
 
 from genlm import EngineDiedError
 from genlm.plugin import (
-    AdapterError,
+    AdapterLimitError,
     Engine,
     EvaluationError,
     GenlmError,
@@ -173,12 +173,13 @@ class Replica:
             Whether the session has not ended.
 
         Raises:
-            AdapterError: An adapter cannot be loaded, or their number exceeds the limit.
+            AdapterError: An adapter cannot be loaded.
+            AdapterLimitError: The number of adapters exceeds the limit.
             EvaluationError: The number of tokens of the prefixes exceeds the limit.
         """
         distinct = dict.fromkeys(prefixes)
         limits = self._spec.limits
-        limits.check(AdapterError, adapters=len(adapters))
+        limits.check(AdapterLimitError, adapters=len(adapters))
         limits.check(EvaluationError, prefix_tokens=sum(len(ids) for ids, _ in distinct))
         async with self._loading:
             state = self._sessions.get(session)

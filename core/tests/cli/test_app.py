@@ -60,6 +60,10 @@ def test_an_error_of_the_system_is_printed_as_one_line(monkeypatch, capsys) -> N
     with pytest.raises(SystemExit, match="1"):
         main()
     assert capsys.readouterr().err == "genlm: [Errno 28] No space left on device\n"
+    monkeypatch.setenv("GENLM_STRICT", "1")
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert "in write_to_a_full_disk" in capsys.readouterr().err
 
 
 def test_characters_that_the_output_cannot_encode_are_escaped() -> None:

@@ -102,8 +102,11 @@ def test_a_long_batch_takes_turns_with_later_requests(max_pending: int | None) -
         assert order == [2, 3, 6, 7, 8, 4, 5]
 
 
-def test_requests_after_an_exclusive_call_come_after_all_earlier_ones() -> None:
-    table = RequestTable(None)
+@pytest.mark.parametrize("max_pending", [None, 1])
+def test_requests_after_an_exclusive_call_come_after_all_earlier_ones(
+    max_pending: int | None,
+) -> None:
+    table = RequestTable(max_pending)
     enqueue_batch(table, range(3))
     assert table.separate_later_requests() == {0, 1, 2}
     enqueue_batch(table, range(3, 4))

@@ -12,7 +12,7 @@ import torch
 import genlm
 
 from .test_adapters import make_adapter
-from .tiny import WIDTH, alone, build_model, ids_of_lengths, llama_settings
+from .tiny import alone, build_model, ids_of_lengths, llama_settings
 
 IDS, _ = ids_of_lengths(9, 5)
 
@@ -74,7 +74,7 @@ CHANGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         r"'model.norm.weight' has shape \(\d+,\); found \(3,\)",
     ),
     "an array of another library": (
-        lambda weights: {**weights, "model.norm.weight": memoryview(bytes(WIDTH))},
+        lambda weights: {**weights, "model.norm.weight": memoryview(bytes(32))},
         "'model.norm.weight' is a memoryview; expected a torch.Tensor",
     ),
     "whole numbers": (

@@ -95,6 +95,9 @@ def test_begin_and_end_tokens_that_the_file_lacks_are_no_tokens_of_text(tmp_path
     found = read_vocabulary(tokenizer)
     assert (found.bos_token_id, found.eos_token_id) == (None, None)
     assert found.special_ids == {16}
+    flags |= {"eos_token_id": 3}
+    tokenizer = written(tmp_path / "eos.gguf", "gpt2", tokens, scores=False, **flags)
+    assert read_vocabulary(tokenizer).eos_token_id == 3
 
 
 def test_wordpiece(tmp_path):

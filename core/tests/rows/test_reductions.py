@@ -296,7 +296,16 @@ def test_results_that_own_their_memory_are_not_copied() -> None:
 def test_rows_that_are_no_distributions_are_errors() -> None:
     rows = some_rows(3)
     rows[1, 4] = math.nan
-    first, second, third = reduce_rows(rows, [(TopK(1),), (TopK(1), None), (None,)])
+    computed: list[list[float]] = []
+
+    def largest(valid: torch.Tensor) -> list[float]:
+        computed.append(valid.amax(1).tolist())
+        return computed[-1]
+
+    first, second, third = reduce_rows(
+        rows, [(Views(largest),), (Views(largest), None), (Views(largest), None)]
+    )
+    assert computed == [rows[[0, 2]].amax(1).tolist()]
     assert isinstance(first, Reduced)
     assert isinstance(second, EvaluationError)
     assert isinstance(third, Reduced)

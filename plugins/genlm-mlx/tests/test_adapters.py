@@ -161,7 +161,12 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     weights = mx.load(str(deeper / "adapters.safetensors"))
     weights = {path.replace("layers.1", "layers.7"): weight for path, weight in weights.items()}
     mx.save_safetensors(str(deeper / "adapters.safetensors"), weights)
-    full, broken = write("full"), write("broken")
+    partial = write("partial")
+    weights = mx.load(str(partial / "adapters.safetensors"))
+    weights.pop("model.layers.1.mlp.down_proj.lora_a")
+    mx.save_safetensors(str(partial / "adapters.safetensors"), weights)
+    full, broken, unset = write("full"), write("broken"), write("unset")
+    (unset / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
     change_settings(full, fine_tune_type="full")
     (broken / "adapter_config.json").write_text("{")
     dora, other, elsewhere = tmp_path / "peft", tmp_path / "other", tmp_path / "elsewhere"
@@ -179,6 +184,8 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     for folder, message in (
         (wide, "does not fit the model"),
         (deeper, "no such adapter layer"),
+        (partial, "it has no weights 'model.layers.1.mlp.down_proj.lora_a'"),
+        (unset, "has no setting 'num_layers'"),
         (full, "fine_tune_type 'full'"),
         (broken, "cannot be read"),
         (dora, "use_dora=True"),

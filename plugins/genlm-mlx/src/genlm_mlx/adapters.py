@@ -123,7 +123,10 @@ def _prepare(layers: _Layers) -> _Layers:
 
 
 def _check_shapes(model: Module, weights: Mapping[str, mx.array]) -> None:
-    """Refuse weights without an inserted layer, which mlx-lm 0.31 would ignore."""
+    """Refuse weights without an inserted layer, which mlx-lm 0.31 would ignore.
+
+    It would also compute with the random initial weights of layers that the file lacks.
+    """
     parameters = dict(tree_flatten(model.parameters()))
     for path, array in weights.items():
         if path not in parameters or path.rpartition(".")[2] not in {"lora_a", "lora_b", "m"}:
@@ -132,6 +135,9 @@ def _check_shapes(model: Module, weights: Mapping[str, mx.array]) -> None:
             raise ValueError(
                 f"{path!r} has shape {array.shape} in place of {parameters[path].shape}"
             )
+    for path in parameters:
+        if path.endswith((".lora_a", ".lora_b")) and path not in weights:
+            raise ValueError(f"it has no weights {path!r}")
 
 
 def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
@@ -148,6 +154,9 @@ def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
             f"adapter {name!r} has fine_tune_type {kind!r}; only 'lora' and 'dora' can be "
             f"loaded as adapters. Load the fine-tuned model instead"
         )
+    for key in ("num_layers", "lora_parameters"):
+        if key not in config:
+            raise AdapterError(f"adapter {name!r}: {str(file)!r} has no setting {key!r}")
     return config
 
 

@@ -50,7 +50,9 @@ class Adapters(prefix.ModelAdapters[str]):
             raise AdapterError(
                 f"SGLang cannot serve adapter {name!r} in {str(path)!r} with this model: "
                 f"{' '.join(problem.split())} (the model was loaded for ranks and layers of "
-                f"engine_opts['max_lora_rank'] and ['lora_target_modules'])"
+                f"engine_opts['max_lora_rank'] and ['lora_target_modules']; an adapter of "
+                f"q_proj, k_proj or v_proj needs both q_proj and v_proj, and one of up_proj "
+                f"needs gate_proj)"
             )
         return number
 

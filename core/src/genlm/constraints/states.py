@@ -16,6 +16,7 @@ import numpy.typing as npt
 from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
 from genlm.core.base.arrays import host_array, signed_index
 from genlm.core.base.forking import cached_property
+from genlm.core.base.immutable import Immutable
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.members import checked_array
 
@@ -28,7 +29,7 @@ DEAD, FINISHED, LIVE = 0, 1, 2
 """States of dead and of finished members, and the first state of other members."""
 
 
-class StateConstraint(Constraint):
+class StateConstraint(Immutable, Constraint):
     """A constraint whose members have numbered states; the first two are dead and finished.
 
     The constraint after drawn tokens is computed before the draw returns, so that `advance`
@@ -38,6 +39,11 @@ class StateConstraint(Constraint):
         states: State of each member, shape `(n,)`.
         vocab_size: Number of token ids.
     """
+
+    pickling_error = (
+        "a Constraint belongs to a vocabulary and cannot be pickled; pickle its language, "
+        "and create it again with the language's method start"
+    )
 
     def __init__(self, states: States, vocab_size: int) -> None:
         self.states = states
@@ -62,18 +68,6 @@ class StateConstraint(Constraint):
 
     def __len__(self) -> int:
         return len(self.states)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, _memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a Constraint belongs to a vocabulary and cannot be pickled; pickle its language, "
-            "and create it again with the language's method start"
-        )
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Return the constraint after tokens, which is already computed for drawn tokens."""

@@ -8,6 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 from genlm.core.base.errors import TokenIdError
+from genlm.core.base.immutable import Immutable
 from genlm.core.base.validation import checked_integers, checked_token_ids, is_integer
 from genlm.core.queries.sequence import TokenSequence
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 
-class Context:
+class Context(Immutable):
     """A sequence of token ids of one model and adapter, created with `AsyncLM.context`.
 
     Contexts are immutable and hashable; contexts with the same ids, model and adapter are
@@ -38,6 +39,11 @@ class Context:
     """
 
     __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
+
+    pickling_error = (
+        "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
+        "and create it again with the model's method context"
+    )
 
     def __init__(
         self,
@@ -169,15 +175,3 @@ class Context:
         ids = self.sequence.ids_from(max(0, len(self) - 8))
         listing = ("" if len(ids) == len(self) else "..., ") + ", ".join(map(str, ids))
         return f"<Context of {self._lm.name!r}{lora}: {len(self)} tokens, {listing}>"
-
-    def __copy__(self) -> Context:
-        return self
-
-    def __deepcopy__(self, _memo: object) -> Context:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
-            "and create it again with the model's method context"
-        )

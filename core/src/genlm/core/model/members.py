@@ -12,6 +12,7 @@ import torch
 from genlm.core.base.arrays import host_array, native_array, signed_index
 from genlm.core.base.error_handling import map_batch
 from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
+from genlm.core.base.immutable import Immutable
 from genlm.core.base.validation import checked_batch, checked_integer, is_sequence_like
 from genlm.core.model.context import Context
 from genlm.core.queries.generations import (
@@ -32,12 +33,17 @@ ArrayLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
 MembersT = TypeVar("MembersT", bound="Members")
 
 
-class Members:
+class Members(Immutable):
     """N token sequences of one model and adapter, immutable; see `Population`."""
 
     __slots__ = (
         *("__weakref__", "_finished", "_generation", "_lm", "_places", "_step"),
         *("_adapter", "lora_name"),
+    )
+
+    pickling_error = (
+        "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
+        "and create it again with the model's method population"
     )
 
     def __init__(
@@ -265,18 +271,6 @@ class Members:
         lengths = self._lineage.lengths[self._places]
         tokens = f"{lengths.min()} to {lengths.max()} tokens" if len(self) else "no tokens"
         return f"<Population of {self._lm.name!r}{lora}: {len(self)} members, {tokens}>"
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, _memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
-            "and create it again with the model's method population"
-        )
 
 
 def initial_members(

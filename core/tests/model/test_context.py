@@ -23,6 +23,7 @@ import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
 from genlm.core.base.errors import TokenIdError, TokenTypeError
 from genlm.core.model.leases import ContextKey, ContextLease, LeaseTable
+from genlm.core.scheduler import calls
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -247,6 +248,23 @@ def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
     leases = llm._requests._leases
     assert leases is not None
     assert leases._counts == {}
+
+
+def test_contexts_dropped_before_each_step_schedule_one_wake_up_at_a_time(
+    keeping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, engine = keeping
+    scheduled: deque[Callable[[], None]] = deque()
+    monkeypatch.setattr(calls, "run_in_background", scheduled.append)
+    for token in range(4):
+        llm.context([1, token]).next_token_logprobs_sync()
+        llm.next_token_logprobs_sync([2, token])
+        assert len(engine.released) == token + 1
+    assert len(scheduled) == 1
+    scheduled.pop()()
+    llm.context([3]).next_token_logprobs_sync()
+    scheduled.pop()()
+    wait_for(lambda: len(engine.released) == 5)
 
 
 def test_an_engine_that_fails_to_release_goes_on(keeping: Any, caplog: Any) -> None:

@@ -82,11 +82,13 @@ class ReleaseQueue:
 
     def _wake_after_delay(self) -> None:
         time.sleep(RELEASE_DELAY_S)
-        self._wake()
+        self._is_scheduled = False  # first: items that are added afterwards schedule a call
+        if self._items:  # no step has released them
+            self._wake()
 
     def run(self, engine: Any) -> None:
         """Release the items that have been added; called on the engine's thread."""
-        self._is_scheduled = self.is_due = False
+        self.is_due = False
         items = [self._items.popleft() for _ in range(len(self._items))]
         try:
             self._release(engine, items)

@@ -75,10 +75,11 @@ def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_
     assert table.statistics().abandoned == 1
 
 
-def enqueue_batch(table: RequestTable, query_ids: range) -> None:
+def enqueue_batch(table: RequestTable, query_ids: range) -> Request:
     request = Request(concurrent.futures.Future(), len(query_ids))
     for place, query_id in enumerate(query_ids):
         table.enqueue(request, place, Query(query_id, (1,)), None, None, 0.0)
+    return request
 
 
 def taken(table: RequestTable, limit: int) -> list[int]:
@@ -100,6 +101,20 @@ def test_a_long_batch_takes_turns_with_later_requests(max_pending: int | None) -
         assert order == [6, 7, 2, 8, 3, 4, 5]
     else:  # 2 and 3 were accepted before
         assert order == [2, 3, 6, 7, 8, 4, 5]
+
+
+@pytest.mark.parametrize("max_pending", [None, 2])
+def test_batches_that_are_cancelled_leave_nothing_in_the_queues(
+    max_pending: int | None,
+) -> None:
+    table = RequestTable(max_pending)
+    enqueue_batch(table, range(4))
+    assert taken(table, 1) == [0]
+    for first in range(10, 100, 10):
+        table.leave(enqueue_batch(table, range(first, first + 10)))
+        heaps = [queue._heap or [] for queue in (table.inbox, table._backlog)]
+        assert sum(map(len, heaps)) <= 2 * 3
+    assert taken(table, 2) + taken(table, 2) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("max_pending", [None, 1])

@@ -131,7 +131,7 @@ class EvaluationQueue(dict[int, Evaluation]):
     """Evaluations by query id, in order of arrival, which can also be taken by turn."""
 
     _heap: list[tuple[int, int]] | None = None
-    """Turns and ids, also of removed evaluations; None if evaluations are not taken by turn."""
+    """Turns and ids, also of removed evaluations; None until evaluations are taken by turn."""
 
     def add(self, evaluation: Evaluation) -> None:
         """Add an evaluation."""
@@ -148,6 +148,11 @@ class EvaluationQueue(dict[int, Evaluation]):
         while (query_id := self._heap[0][1]) not in self:
             heapq.heappop(self._heap)
         return self.pop(query_id)
+
+    def compact(self) -> None:
+        """Drop the heap if most of its evaluations were removed."""
+        if self._heap is not None and len(self._heap) > 2 * len(self):
+            self._heap = None
 
     def clear(self) -> None:
         """Remove all evaluations."""
@@ -235,6 +240,8 @@ class RequestTable:
                 self._remove(evaluation)
                 evaluation.end()
                 self._abandoned += 1
+        self.inbox.compact()
+        self._backlog.compact()
         return aborted
 
     def take(self, limit: int | None, now_s: float) -> list[Evaluation]:

@@ -146,7 +146,7 @@ def grammar_alone(llm: AsyncLM, population: Population) -> float:
     for column in columns:
 
         def run(column: list[int] = column) -> None:
-            states[:] = map(library.after, states, column)
+            states[:] = library.after(states, column)
             library.fill(states, words)
 
         times.append(microseconds(run))

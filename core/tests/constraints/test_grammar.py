@@ -80,8 +80,8 @@ def test_members_follow_their_own_tokens_and_equal_ones_share_a_matcher(llm, gra
     constraint = start.advance([a, a, a, -1, b, special])
     assert constraint.log_potential.tolist() == [0, 0, 0, 0, -np.inf, -np.inf]
     masks, index = constraint.masks()
-    assert len(masks) == 4  # dead, finished, after nothing, and after "a"
-    assert index.tolist() == [3, 3, 3, 2, 0, 0]
+    assert len(masks) == 4  # dead, finished, after "a", and after nothing
+    assert index.tolist() == [2, 2, 2, 3, 0, 0]
     assert unpacked(constraint, 4) == set()
     assert unpacked(constraint, 3) == unpacked(start)
     after = constraint[np.array([0, 0, 3, 4])].advance([b, END, a, a])

@@ -169,14 +169,13 @@ class _Step(NamedTuple):
         matchers: State of the matcher of each distinct live state, in the order of the states.
         masks: Allowed tokens of all states, packed bits; empty for dead and finished members.
         row_masks: The mask of each member.
-        is_over: Whether the text of each member ends without a stop token, shape `(n,)`: it is
-            complete and has no continuation.
+        is_complete: Whether the text of each state may end.
     """
 
     matchers: list[MatcherState]
     masks: Words
     row_masks: RowMasks
-    is_over: Flags
+    is_complete: Flags
 
 
 def _fill_masks(
@@ -184,19 +183,18 @@ def _fill_masks(
 ) -> _Step:
     """Compute a step from the matchers of states, and the state of each member."""
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
-    words = np.zeros((LIVE + len(matchers), -(-(size + 1) // 32)), np.int32)
+    words = np.zeros((LIVE + len(matchers), size // 32 + 1), np.int32)
     if matchers:
         compiled.library.fill(matchers, words[LIVE:])
-    states = np.arange(len(words))
-    is_complete = _bits(words, states, np.full(len(words), size))
-    words[:, size // 32] &= np.int32((1 << size % 32) - 1)  # no bit beyond the vocabulary
+    last, end = words[:, size // 32], 1 << size % 32
+    is_complete = (last & np.array(end, np.uint32).view(np.int32)) != 0
+    last &= np.int32(end - 1)  # no bit beyond the vocabulary
     masks = np.ascontiguousarray(words[:, : -(-size // 32)])
-    is_over = is_complete & ~masks.any(1) & (not stop.size)
     for token_id in stop.tolist():
         bit = np.array(1 << token_id % 32, np.uint32).view(np.int32)
         masks[is_complete, token_id // 32] |= bit
-    row_masks = RowMasks(masks, len(state_of), size, state_of)
-    return _Step(matchers, masks, row_masks, is_over[state_of])
+    row_masks = RowMasks.of_bits(masks, size, state_of)
+    return _Step(matchers, masks, row_masks, is_complete)
 
 
 def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
@@ -215,24 +213,27 @@ def _advance_matchers(
         token_ids: Token of each member, or -1.
         states: Whether each member is dead, finished or live after the step.
     """
-    compiled = before.compiled
-    parent_matchers, library = before.step.result().matchers, compiled.library
-    width = len(compiled.tokens.texts) + 1
-    # The parent and the token of each new state; a token of -1 leaves a state as it is.
-    keys = np.where(states < LIVE, states, before.state_of * width + token_ids + 1)
-    keys = np.concatenate([[DEAD, FINISHED], keys])
-    distinct, state_of = np.unique(keys, return_inverse=True)
-    parents, columns = np.divmod(distinct[LIVE:], width)
-    pairs = zip((parents - LIVE).tolist(), (columns - 1).tolist(), strict=True)
-    matchers = [library.after(parent_matchers[parent], token_id) for parent, token_id in pairs]
-    return _fill_masks(compiled, matchers, state_of[LIVE:])
+    compiled, parents = before.compiled, before.step.result().matchers
+    place_of: dict[tuple[int, int], int] = {}
+    members = zip(states.tolist(), before.state_of.tolist(), token_ids.tolist(), strict=True)
+    places = [
+        state if state < LIVE else place_of.setdefault((parent, token_id), LIVE + len(place_of))
+        for state, parent, token_id in members
+    ]
+    matchers = compiled.library.after(
+        [parents[parent - LIVE] for parent, _ in place_of],
+        [token_id for _, token_id in place_of],
+    )
+    return _fill_masks(compiled, matchers, np.array(places, np.int64))
 
 
 def _ended(compiled: _CompiledGrammar, step: Future[_Step], states: States) -> States:
     """Finish members whose text has no continuation, for models without stop tokens."""
     if compiled.tokens.stop.size:
         return states
-    return np.where(step.result().is_over, FINISHED, states)
+    _, masks, row_masks, is_complete = step.result()
+    is_over = is_complete & ~masks.any(1)
+    return np.where(is_over[row_masks.places.numpy()], FINISHED, states)
 
 
 class _GrammarConstraint(StateConstraint):

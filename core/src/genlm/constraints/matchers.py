@@ -82,19 +82,27 @@ class MatcherLibrary(ABC):
         matcher = self._first(text)
         return None if matcher is None else MatcherState(_Matcher(matcher, 0), 0)
 
-    def after(self, state: MatcherState, token_id: int) -> MatcherState:
-        """Return the state after a token of its mask; -1 returns a copy.
+    def after(
+        self, states: Sequence[MatcherState], token_ids: Sequence[int]
+    ) -> list[MatcherState]:
+        """Return the states after a token of the mask of each; -1 returns a copy.
 
-        The matcher accepts the token itself if it has accepted none after the state. Otherwise
-        a copy accepts it, so that states do not change.
+        A matcher accepts the token itself if it has accepted none after the state. Otherwise a
+        copy accepts it, so that states do not change.
         """
-        matcher, length = state
-        if token_id < 0 or matcher.length > length:
-            matcher = _Matcher(self._copy(matcher.matcher, matcher.length - length), length)
-        if token_id >= 0:
-            self._accept(matcher.matcher, token_id)
+        after, token_of = [], {}
+        for (matcher, length), token_id in zip(states, token_ids, strict=True):
+            if token_id < 0 or matcher.length > length or matcher in token_of:
+                copy = self._copy(matcher.matcher, matcher.length - length)
+                matcher = _Matcher(copy, length)  # noqa: PLW2901
+            if token_id >= 0:
+                token_of[matcher] = token_id
+            after.append(MatcherState(matcher, length + (token_id >= 0)))
+        if token_of:
+            self._accept([matcher.matcher for matcher in token_of], [*token_of.values()])
+        for matcher in token_of:
             matcher.length += 1
-        return MatcherState(matcher, matcher.length)
+        return after
 
     def fill(self, states: Sequence[MatcherState], words: Words) -> None:
         """Write the masks of new states: packed bits of the vocabulary and the end id."""
@@ -109,8 +117,8 @@ class MatcherLibrary(ABC):
         """Return a copy of a matcher, without the last `count` tokens."""
 
     @abstractmethod
-    def _accept(self, matcher: Any, token_id: int) -> None:
-        """Let a matcher accept a token."""
+    def _accept(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> None:
+        """Let each matcher accept a token."""
 
     @abstractmethod
     def _fill(self, matchers: Sequence[Any], words: Words) -> None:
@@ -166,8 +174,10 @@ class XGrammar(MatcherLibrary):
         fork.rollback(count)
         return fork
 
-    def _accept(self, matcher: Any, token_id: int) -> None:
-        if not matcher.accept_token(token_id):
+    def _accept(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> None:
+        are_accepted = self._batch.batch_accept_token(matchers, token_ids)
+        if not all(are_accepted):
+            token_id = token_ids[are_accepted.index(False)]
             raise RuntimeError(f"xgrammar does not accept token {token_id} of its own mask")
 
     def _fill(self, matchers: Sequence[Any], words: Words) -> None:
@@ -216,11 +226,12 @@ class LLGuidance(MatcherLibrary):
         copy.rollback(count)
         return copy
 
-    def _accept(self, matcher: Any, token_id: int) -> None:
-        if not matcher.consume_token(token_id):
-            raise RuntimeError(
-                f"llguidance does not accept token {token_id}: {matcher.get_error()}"
-            )
+    def _accept(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> None:
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            if not matcher.consume_token(token_id):
+                raise RuntimeError(
+                    f"llguidance does not accept token {token_id}: {matcher.get_error()}"
+                )
 
     def _fill(self, matchers: Sequence[Any], words: Words) -> None:
         pairs = [(matcher, row) for row, matcher in enumerate(matchers)]

@@ -176,7 +176,7 @@ class TokenTable:
     def row_masks(self, states: TokenStates) -> RowMasks:
         """Return the masks of members in some states."""
         rows, places = self._rows_of(states)
-        return RowMasks(rows.masks, len(states), self.vocab_size, places)
+        return rows.masks.of(places)
 
     def after(self, states: TokenStates, token_ids: Integers64) -> TokenStates:
         """Return the states after tokens; -1 for no token. Both have shape `(n,)`."""
@@ -240,7 +240,9 @@ class TokenTable:
             rows.words[places] = self._tokens.pack(successors != DEAD).numpy()
             successors[part == FINISHED] = FINISHED
             rows.successors[places, :-1], rows.successors[places, -1] = successors, part
-        rows.masks = RowMasks(torch.from_numpy(rows.words[:end]), end, self.vocab_size)
+        rows.masks = RowMasks.of_bits(
+            rows.words[:end], self.vocab_size, np.arange(end), is_shared=True
+        )
         rows.count = end
         # At last, because other threads read it without the lock.
         rows.place_of[rows.successors[:end, -1]] = np.arange(end)

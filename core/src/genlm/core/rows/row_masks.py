@@ -72,6 +72,27 @@ class RowMasks:
         return masks
 
     @classmethod
+    def of_bits(
+        cls,
+        words: npt.NDArray[np.int32],
+        vocab_size: int,
+        places: npt.NDArray[np.int64],
+        *,
+        is_shared: bool = False,
+    ) -> RowMasks:
+        """Return masks that need no checks.
+
+        Args:
+            words: Packed bits, shape `(m, ceil(vocab_size / 32))`, contiguous; not copied.
+            vocab_size: Number of ids in the vocabulary.
+            places: The mask of each row, shape `(count,)`.
+            is_shared: Whether several requests use the masks.
+        """
+        rows = torch.from_numpy(words).view(torch.uint8)
+        table = _MaskTable(rows, vocab_size, is_packed=True, is_shared=is_shared)
+        return cls._of((table, torch.from_numpy(places)), len(places))
+
+    @classmethod
     def deferred(cls, compute: Callable[[], RowMasks], count: int) -> RowMasks:
         """Return masks that a function computes when the engine has the rows.
 
@@ -192,10 +213,11 @@ class _MaskTable:
         *,
         is_packed: bool,
         unrestricted: torch.Tensor | None = None,
+        is_shared: bool = False,
     ) -> None:
         self.rows = rows
         self.unrestricted = unrestricted
-        self.is_shared = False
+        self.is_shared = is_shared
         self.size = size
         self.is_packed = is_packed
         self._copies: dict[torch.device, torch.Tensor] = {}

@@ -186,9 +186,9 @@ def _fill_masks(
     words = np.zeros((LIVE + len(matchers), size // 32 + 1), np.int32)
     if matchers:
         compiled.library.fill(matchers, words[LIVE:])
-    last, end = words[:, size // 32], 1 << size % 32
-    is_complete = (last & np.array(end, np.uint32).view(np.int32)) != 0
-    last &= np.int32(end - 1)  # no bit beyond the vocabulary
+    last, end = words[:, size // 32], size % 32
+    is_complete = (last >> end & 1).astype(np.bool_)
+    last &= (1 << end) - 1  # no bit beyond the vocabulary
     masks = np.ascontiguousarray(words[:, : -(-size // 32)])
     for token_id in stop.tolist():
         bit = np.array(1 << token_id % 32, np.uint32).view(np.int32)

@@ -160,6 +160,40 @@ def test_a_child_costs_its_token_and_what_nothing_refers_to_ends(
     free()
 
 
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("grows", [False, True], ids=["as it is", "grows"])
+def test_a_member_that_waits_keeps_its_request(
+    llm: genlm.AsyncLM, tiny: TinyLlama, grows: bool
+) -> None:
+    population = llm.population(PROMPT, 4).extend([3, 4, 5, 6])
+    population.draw_sync(seed=0)
+    grown = figures(llm, "members_continued", "members_forked", "members_begun")
+    for step in range(6):
+        asked = np.array([step % 2, 2 + step % 2])
+        tokens = np.full(4, 9 if grows else -1)
+        tokens[asked] = 7 + step
+        population = population.extend(tokens)
+        rows = population[asked].next_token_logprobs_sync()
+        check(tiny, population[asked], rows)
+    if has_room(llm):  # vLLM forks for several tokens
+        assert grown() == ((2, 10, 0) if grows else (12, 0, 0))
+
+
+@pytest.mark.usefixtures("free")
+def test_the_request_of_a_member_that_waits_for_long_ends(llm: genlm.AsyncLM) -> None:
+    if not has_room(llm):
+        pytest.skip("for a place for each member")
+    population = llm.population(PROMPT, 3).extend([3, 4, 5])
+    population.draw_sync(seed=0)
+    population, engine, living = population.finish([False, True, True]), llm.engine, []
+    for _ in range(18):
+        population = population.extend([7, -1, -1])
+        population.draw_sync(seed=0)
+        living.append(engine.statistics()["members_living"])
+    assert living == [3] * living.count(3) + [1] * living.count(1)
+    assert 10 < living.count(3) < 18
+
+
 def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM) -> None:
     population = llm.population(PROMPT, 8).extend(np.arange(8) // 2 + 3)
     rows = population.next_token_logprobs_sync().cpu()

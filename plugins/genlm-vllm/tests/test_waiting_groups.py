@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from population_walks import check, figures
 import genlm
 from genlm.plugin import Generation, GroupQuery, Lineage, Query, Rows, TokenSequence
 from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.waiting_groups import WaitingGroups
 
 from .interpreted_triton import SECOND_RUNNER
@@ -35,7 +37,7 @@ class Requests:
     def missing_blocks(self, prefixes: Any) -> int:
         return sum(count for _, count in prefixes)
 
-    def unused(self, steps: int) -> list[str]:
+    def unused(self) -> list[str]:
         return []
 
     def make_room(self, room: Any, names: Any, *, partly: bool = False) -> set[str]:
@@ -101,6 +103,28 @@ def test_a_group_is_not_passed_over_for_ever() -> None:
     while not groups.take():
         choices += 1
     assert 60 < choices < 70
+
+
+@pytest.mark.parametrize(
+    ("wanted", "places", "blocks"),
+    [
+        ([0, 1, 2], 1, 2),
+        ([0, 1], 1, 2),  # the request of the other member stays
+        ([2], 0, 0),
+    ],
+)
+def test_requests_of_members_that_wait_are_not_counted_as_free(
+    wanted: list[int], places: int, blocks: int
+) -> None:
+    requests: Any = Requests(places=10)
+    requests.by_name = {"a": None, "b": None}
+    first = group(0, 3, length=1).generation  # of 2 tokens, which are a block
+    residents: Any = [SimpleNamespace(name="a"), SimpleNamespace(name="b"), None]
+    first.keep(MemberRequests(residents, np.array([2, 1, 0])))
+    generation, members = first.extended(np.array([0, 0, 1]), np.array([[5], [6], [-1]]))
+    query = GroupQuery(1, generation, members[wanted], np.arange(len(wanted)), Rows())
+    cost = waiting(requests, query)._cost(query)
+    assert cost.tolist() == [places, blocks]
 
 
 # -- on vLLM, with few KV blocks -------------------------------------------------------

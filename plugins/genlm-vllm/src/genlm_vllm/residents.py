@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from genlm.plugin import (
     Completion,
@@ -30,10 +29,17 @@ from genlm.plugin import (
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
+from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.messages import ComputedPart, NewQuery
 from genlm_vllm.pending_query import PendingQuery
 from genlm_vllm.processes import Outputs
-from genlm_vllm.running_requests import Parent, ResidentRequest, Room, RunningRequests
+from genlm_vllm.running_requests import (
+    Integers64,
+    Parent,
+    ResidentRequest,
+    Room,
+    RunningRequests,
+)
 from genlm_vllm.workers import Workers
 
 
@@ -215,38 +221,45 @@ class Residents:
         self.tokens_evaluated += len(query)
 
     def _assign_requests(self, pending: PendingQuery, query: GroupQuery) -> None:
-        """Assign a request to every sequence, and drop the state of the base generation."""
-        generation, lineage = query.generation, query.generation.lineage
-        wanted = query.wanted.tolist()
-        base = generation.with_state()
-        state: list[ResidentRequest | None] = [None] * len(lineage)
-        parents: Iterable[Parent | None] = [None] * len(wanted)
-        if base is not None and isinstance(base.state, list):
-            places, suffixes = lineage.suffixes(query.wanted, base.lineage)
-            lengths = base.lineage.lengths[places].tolist()
-            residents = [base.state[place] for place in places.tolist()]
-            parents = [
-                None if resident is None else Parent(resident, length, added)
-                for resident, length, added in zip(
-                    residents, lengths, _tokens(suffixes), strict=True
-                )
-            ]
-            if base is generation:
-                state = base.state
-        del base
-        generation.keep(state)
+        """Assign a request to every sequence; the requests of other members stay idle."""
+        generation, lineage, wanted = query.generation, query.generation.lineage, query.wanted
+        members = MemberRequests.of(generation)
+        residents, lengths = members
+        # Sequences without a request have the length 0, and need no tokens here.
+        missing = np.where(lengths[wanted] > 0, lineage.lengths[wanted] - lengths[wanted], 0)
+        parents = [
+            None if resident is None else Parent(resident, length, added)
+            for resident, length, added in zip(
+                [residents[index] for index in wanted.tolist()],
+                lengths[wanted].tolist(),
+                _tokens(lineage.last_tokens(wanted, missing)),
+                strict=True,
+            )
+        ]
+        if len(wanted) < len(lineage):
+            self._drop_unused(members, wanted)
+        generation.keep(members)
         # Ending unreferenced requests frees places for forks and new requests.
         self.requests.end_dropped()
-        for place, parent in enumerate(parents):
+        for place, (index, parent) in enumerate(zip(wanted.tolist(), parents, strict=True)):
             resident = None if parent is None else self._extend(parent, "members")
+            residents[index] = resident
             if resident is None:
                 self._unstarted.append((pending, place))
                 continue
             if parent is not None and resident is not parent.resident:
                 self._counts["members_forked"] += 1
-            state[wanted[place]] = resident
             self._wait_for(resident, pending, place)
+        lengths[wanted] = lineage.lengths[wanted]
         self._begin_members()
+
+    def _drop_unused(self, members: MemberRequests, wanted: Integers64) -> None:
+        """Drop requests of members that have waited for long and may have finished."""
+        unused, (residents, lengths) = {*self.requests.unused()}, members
+        for index in np.delete(np.arange(len(lengths)), wanted).tolist():
+            resident = residents[index]
+            if resident is not None and resident.name in unused:
+                residents[index], lengths[index] = None, 0
 
     def _begin_members(self) -> None:
         """Begin requests of members while vLLM has places; the other members wait."""
@@ -262,7 +275,7 @@ class Residents:
                 continue
             turn = pending.turn + place
             resident = self.requests.begin(sequence.token_ids, query.adapter, turn)
-            generation.state[index] = resident
+            generation.state.residents[index] = resident
             self._wait_for(resident, pending, place)
             self._counts["members_begun"] += 1
 
@@ -457,7 +470,7 @@ class Residents:
             self.requests.end(names)
 
 
-def _tokens(suffixes: npt.NDArray[np.int64]) -> list[list[int]]:
+def _tokens(suffixes: Integers64) -> list[list[int]]:
     """Return the token ids of each row without the padding -1."""
     rows: list[list[int]] = suffixes.tolist()
     if suffixes.size and int(suffixes.min()) < 0:

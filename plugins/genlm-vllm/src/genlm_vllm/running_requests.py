@@ -23,8 +23,14 @@ from genlm_vllm.long_prompts import LongPrompts
 from genlm_vllm.row_sampler import REQUEST_PREFIX
 from genlm_vllm.workers import Workers
 
-Room = npt.NDArray[np.int64]
+Integers64 = npt.NDArray[np.int64]
+
+Room = Integers64
 """Number of places in vLLM's batch and of KV blocks, shape `(2,)`."""
+
+_UNUSED_STEPS = 16
+"""Number of steps after which an idle request may belong to a population that its caller keeps
+without further queries, or to a member that has finished."""
 
 _NUMBERS = itertools.count()
 
@@ -403,10 +409,10 @@ class RunningRequests:
             missing += not found or not found[0].ref_cnt
         return missing
 
-    def unused(self, steps: int) -> list[str]:
-        """Return the requests that have not begun or received a token for some steps."""
+    def unused(self) -> list[str]:
+        """Return the requests that have not begun or received a token for 16 steps."""
         last = self._last_steps
-        return [name for name in self.by_name if self.steps - last[name] >= steps]
+        return [name for name in self.by_name if self.steps - last[name] >= _UNUSED_STEPS]
 
     @property
     def lacks_blocks(self) -> bool:

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from genlm.plugin import GroupQuery, GroupTurns, Lineage
+from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.residents import Residents
-from genlm_vllm.running_requests import ResidentRequest, Room
-
-_UNUSED_STEPS = 16
-"""Number of steps after which an idle population, whose caller may keep it without further
-requests, loses its requests if room is scarce."""
+from genlm_vllm.running_requests import Room
 
 
 class WaitingGroups:
@@ -61,7 +58,7 @@ class WaitingGroups:
         is_short = not _fits(total, self._residents.free_room)
         if is_short:
             pending = {name for group in groups for name in _names(group)}
-            unused = self._residents.requests.unused(_UNUSED_STEPS)
+            unused = self._residents.requests.unused()
             self._residents.make_room(
                 total, [name for name in unused if name not in pending], partly=True
             )
@@ -128,42 +125,52 @@ class WaitingGroups:
             group.generation.lineage,
             group.wanted,
         )
-        earlier, state = _computed(group)
+        earlier, (residents, lengths) = _computed(group)
         names, size = requests.by_name, requests.block_tokens
-        living = [resident is not None and resident.name in names for resident in state]
+        living = [resident is not None and resident.name in names for resident in residents]
         is_living = np.array(living, bool)
-        places = max(0, len(wanted) - np.count_nonzero(is_living))
+        parents = lineage.suffixes(wanted, earlier).places
+        # The requests of other members stay; those without a member end.
+        is_free = is_living.copy()
+        if len(wanted) < len(lineage):
+            others = np.delete(np.arange(len(lineage)), wanted)
+            is_free[lineage.suffixes(others, earlier).places] = False
+            is_free[parents] = is_living[parents]
+        places = max(0, len(wanted) - np.count_nonzero(is_free))
         if size is None:
             return np.array([places, 0])
-        parents = lineage.suffixes(wanted, earlier).places
-        full, rest = np.divmod(earlier.lengths, size)
+        full, rest = np.divmod(lengths, size)
         # Sequences share the full blocks of their parents; a parent's last block is freed or
         # continued.
         blocks = int((-(-lineage.lengths[wanted] // size) - full[parents]).sum())
-        blocks -= int(np.count_nonzero(rest[is_living]))
+        blocks -= int(np.count_nonzero(rest[is_free]))
         ended = np.unique(parents[~is_living[parents]]).tolist()
         if ended:
             blocks += requests.missing_blocks(
-                (getattr(state[place], "request", None), int(full[place])) for place in ended
+                (getattr(residents[place], "request", None), int(full[place]))
+                for place in ended
             )
         return np.array([places, max(0, blocks)])
 
 
-def _computed(group: GroupQuery) -> tuple[Lineage, list[ResidentRequest | None]]:
+def _computed(group: GroupQuery) -> tuple[Lineage, MemberRequests]:
     """Return the nearest lineage of a group that was computed, and its requests.
 
     Returns the first lineage if none was computed.
     """
     base = group.generation.with_state()
-    if base is not None and isinstance(base.state, list):
+    if base is not None and isinstance(base.state, MemberRequests):
         return base.lineage, base.state
     first = group.generation.lineage.first
-    return first, [None] * len(first)
+    return first, MemberRequests([None] * len(first), first.lengths)
 
 
 def _names(group: GroupQuery) -> list[str]:
-    """Return the names of the requests of a population."""
-    return [resident.name for resident in _computed(group)[1] if resident is not None]
+    """Return the names of the requests that a group continues."""
+    earlier, (residents, _) = _computed(group)
+    parents = np.unique(group.generation.lineage.suffixes(group.wanted, earlier).places)
+    chosen = [residents[place] for place in parents.tolist()]
+    return [resident.name for resident in chosen if resident is not None]
 
 
 def _fits(cost: Room, available: Room) -> bool:

@@ -23,6 +23,7 @@ import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
 from genlm.core.base.errors import TokenIdError, TokenTypeError
 from genlm.core.model.leases import ContextKey, ContextLease, LeaseTable
+from genlm.core.queries.generations import MAX_WAITING
 from genlm.core.scheduler import calls
 
 VOCAB_SIZE = 16
@@ -248,6 +249,30 @@ def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
     leases = llm._requests._leases
     assert leases is not None
     assert leases._counts == {}
+
+
+def test_contexts_of_members_that_wait_are_kept_for_some_queries(keeping: Any) -> None:
+    llm, engine = keeping
+    population = llm.population([[1], [2], [3]])
+    population.draw_sync()
+    waiting = {(None, member.sequence.key) for member in population[1:]}
+    kept = []
+    for _ in range(20):
+        population = population.extend([4, -1, 5])
+        population[:1].draw_sync()
+        kept.append(waiting.difference(released_by_now(llm, engine)))
+    assert kept == [waiting] * MAX_WAITING + [set()] * (20 - MAX_WAITING)
+
+
+def test_contexts_of_sampled_members_are_kept_while_they_wait(keeping: Any) -> None:
+    llm, engine = keeping
+    population = llm.population([[1], [2]]).sample_sync(3, stop=()).population
+    first, second = (llm.context(member.token_ids[:-1]).sequence.key for member in population)
+    population[:1].draw_sync()
+    assert (None, first) in released_by_now(llm, engine)  # the engine has its extension
+    assert (None, second) not in engine.released
+    del population
+    assert (None, second) in released_by_now(llm, engine)
 
 
 def test_contexts_dropped_before_each_step_schedule_one_wake_up_at_a_time(

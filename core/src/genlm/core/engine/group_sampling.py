@@ -310,9 +310,10 @@ class MemberRuns(_Continuations):
                 numbers[:, member, : len(drawn)] = torch.tensor(
                     [logprobs, draw_logprobs], dtype=torch.float32
                 )
-        generation, places = self._leased_generation(), self._sampling.places
+        generation, places = Generation(self.query.generation.lineage), self._sampling.places
         if self._sampling.returns_generation:
             generation, places = generation.extended(places, token_ids.numpy())
+        self._lease_contexts(generation, places)
         return SampledGroup(
             token_ids, numbers[0], numbers[1], generation, places, np.array(self._finished)
         )
@@ -327,19 +328,23 @@ class MemberRuns(_Continuations):
         draw = Draw(uniform, self._temperatures[member], None, self._top_k, self._top_p)
         return member, sequence, draw
 
-    def _leased_generation(self) -> Generation:
-        """Return the query's sequences with a lease of the contexts that were computed."""
-        lease = None
+    def _lease_contexts(self, generation: Generation, places: Integers64) -> None:
+        """Lease the contexts that were computed, for a generation of the members' sequences.
+
+        Args:
+            generation: The generation.
+            places: Index in it of the sequence of each member.
+        """
+        contexts, lease = Contexts.of(generation), None
+        computed = [
+            sequence.prefix_key(len(sequence) - 1) if drawn else None
+            for sequence, drawn in zip(self._sequences, self._drawn, strict=True)
+        ]
         if self.query.lease is not None:
-            keys = [
-                (self.query.adapter, sequence.prefix_key(len(sequence) - 1))
-                for sequence, drawn in zip(self._sequences, self._drawn, strict=True)
-                if drawn
-            ]
-            lease = self.query.lease(keys)
-        generation = Generation(self.query.generation.lineage)
-        generation.keep(Contexts(lease))
-        return generation
+            lease = self.query.lease([(self.query.adapter, key) for key in computed if key])
+            for place, key in zip(places.tolist(), computed, strict=True):
+                contexts.keys[place] = key
+        generation.keep(contexts._replace(lease=lease))
 
 
 def result_error(result: object) -> Exception:

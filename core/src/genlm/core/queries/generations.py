@@ -29,6 +29,10 @@ NO_TOKEN = -1
 
 _EMPTY: Integers64 = np.empty(0, np.int64)
 
+MAX_WAITING = 16
+"""Number of queries after which the state of a sequence that none of them wanted is dropped:
+its members may have finished."""
+
 _STORED_EVERY = 64
 """Lineages whose depth is a multiple of this number keep the `TokenSequence` objects of their
 sequences."""
@@ -221,9 +225,24 @@ class Contexts(NamedTuple):
     Attributes:
         lease: Keeps the engine's state of the contexts alive; None if the engine stores no
             state of contexts.
+        keys: Key of the computed context that each sequence equals or extends; None for no
+            context.
+        waiting: Number of queries that did not want each sequence since then, shape `(n,)`.
     """
 
     lease: object
+    keys: list[bytes | None]
+    waiting: Integers64
+
+    @classmethod
+    def of(cls, generation: Generation) -> Contexts:
+        """Return the contexts of a generation, or those of the sequences that it extends."""
+        base, count = generation.with_state(), len(generation.lineage)
+        if base is None or not isinstance(base.state, Contexts):
+            return cls(None, [None] * count, np.zeros(count, np.int64))
+        places = generation.lineage.suffixes(np.arange(count), base.lineage).places
+        lease, keys, waiting = base.state
+        return cls(lease, [keys[place] for place in places.tolist()], waiting[places])
 
 
 class Generation:

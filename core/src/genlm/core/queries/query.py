@@ -18,7 +18,7 @@ from genlm.core.base.errors import (
     UnknownAdapterError,
 )
 from genlm.core.base.validation import outside_vocabulary
-from genlm.core.queries.generations import Contexts
+from genlm.core.queries.generations import MAX_WAITING, Contexts
 from genlm.core.queries.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -355,14 +355,24 @@ class GroupQuery:
     sampling: GroupSampling | None = None
 
     def keep_contexts(self) -> None:
-        """Lease the contexts of the sequences for the generation, unless it has a state."""
-        if self.generation.state is not None:
+        """Lease the contexts of the sequences for the generation, unless it has another state.
+
+        The contexts of sequences that are not wanted, such as those of particles that wait for
+        others, stay leased for some queries.
+        """
+        generation, wanted = self.generation, self.wanted
+        if not isinstance(generation.state, Contexts | None):
             return
-        lease = None
+        lease, keys, waiting = Contexts.of(generation)
         if self.lease is not None:
-            sequence = self.generation.lineage.sequence
-            lease = self.lease([(self.adapter, sequence(i).key) for i in self.wanted.tolist()])
-        self.generation.keep(Contexts(lease))
+            waiting += 1
+            waiting[wanted] = 0
+            for place in (waiting > MAX_WAITING).nonzero()[0].tolist():
+                keys[place] = None
+            for place in wanted.tolist():
+                keys[place] = generation.lineage.sequence(place).key
+            lease = self.lease([(self.adapter, key) for key in keys if key is not None])
+        generation.keep(Contexts(lease, keys, waiting))
 
     def __len__(self) -> int:
         """Number of token ids of the sequences."""

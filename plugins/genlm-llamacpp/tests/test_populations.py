@@ -136,6 +136,25 @@ def test_unique_children_continue_and_others_are_copied(
         assert used(lm) == 8  # those that nobody continued are free
 
 
+def test_members_that_wait_are_not_computed_again(
+    llama: TinyGguf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    engine = llama.engine()
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population(tuple(range(20)), 4).extend(np.arange(4) + 100)
+        population.draw_sync()
+        for step in range(4):
+            tokens = np.full(4, 7)
+            tokens[step % 2 :: 2] = -1
+            population, calls.tokens = population.extend(tokens), []
+            members = population[1 - step % 2 :: 2]
+            rows = members.next_token_logprobs_sync()
+            assert calls.tokens == [2]
+            expected = torch.stack([llama.logprobs(each.token_ids) for each in members])
+            torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+
+
 def test_a_population_outlives_the_division_of_its_cache(llama: TinyGguf) -> None:
     engine = llama.engine(n_ctx=1024)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:

@@ -180,6 +180,23 @@ def test_a_member_that_waits_keeps_its_request(
 
 
 @pytest.mark.usefixtures("free")
+def test_members_of_an_earlier_step_fork_requests_that_were_continued(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    earlier = population = llm.population(PROMPT, 3).extend([3, 4, 5])
+    for step in range(20):  # more than a block
+        population.draw_sync(seed=0)
+        population = population.extend([6, 7, 8 + step % 2])
+    grown = figures(llm, "members_continued", "members_forked", "members_begun")
+    branch = earlier.extend([9, 9, 10])
+    check(tiny, branch, branch.next_token_logprobs_sync())
+    population.draw_sync(seed=0)
+    check(tiny, population, population.next_token_logprobs_sync())
+    if has_room(llm):
+        assert grown() == (3, 6, 0)  # rows are not stored, so the second query forks
+
+
+@pytest.mark.usefixtures("free")
 def test_the_request_of_a_member_that_waits_for_long_ends(llm: genlm.AsyncLM) -> None:
     if not has_room(llm):
         pytest.skip("for a place for each member")

@@ -177,7 +177,7 @@ class RunningRequests:
             return None
         request = resident.request
         is_last = request.num_tokens == length
-        if request.num_computed_tokens != length or request.num_in_flight_tokens:
+        if request.num_computed_tokens - request.num_in_flight_tokens < length:
             return resident if is_last and not added else None
         if is_last and len(added) == 1:
             self._feed(resident, added[0])

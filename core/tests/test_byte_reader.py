@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import genlm
+from genlm.core.base.recent_values import MAX_VALUES
 from genlm.plugin import BatchEngine, Query, Vocabulary
 
 TEXTS = [b"<end>", b"a", b"b", b"ab", b"ba", b"aba", b"<pad>", b"ab", b""]
@@ -244,6 +245,15 @@ def test_readers_share_a_trie_until_the_vocabulary_is_freed(monkeypatch):
     del llm, readers
     gc.collect()
     assert [trie() for trie in built] == [None, None]
+
+
+def test_the_tries_of_the_most_recently_used_ends_are_stored(llm):
+    tries = [weakref.ref(genlm.ByteReader(llm)._trie)]
+    for ends in itertools.combinations(range(len(TEXTS)), 2):
+        tries.append(weakref.ref(genlm.ByteReader(llm, stop=ends)._trie))
+        assert genlm.ByteReader(llm)._trie is tries[0]()
+    gc.collect()
+    assert sum(trie() is not None for trie in tries) == MAX_VALUES
 
 
 def test_copies_go_on_independently(llm):

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.blocking import blocking
+from genlm.core.base.recent_values import recent_value
 from genlm.core.base.validation import checked_integer, checked_number, checked_stop
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
@@ -281,24 +282,23 @@ class ByteReader:
         return row
 
 
-_tries: WeakKeyDictionary[
-    Vocabulary, dict[frozenset[int], tuple[TokenCharacterTrie, list[int]]]
-]
-_tries = WeakKeyDictionary()
+_Trie: TypeAlias = tuple[TokenCharacterTrie, list[int]]
+"""The trie of a vocabulary, and its excluded tokens."""
+
+_tries: WeakKeyDictionary[Vocabulary, dict[frozenset[int], _Trie]] = WeakKeyDictionary()
 """Tries of vocabularies, by ends; readers share them, and never change them."""
 
 
-def _trie_of(
-    vocabulary: Vocabulary, ends: frozenset[int]
-) -> tuple[TokenCharacterTrie, list[int]]:
-    """Return the trie of a vocabulary with the given ends, and its excluded tokens."""
-    tries = _tries.setdefault(vocabulary, {})
-    if ends not in tries:
+def _trie_of(vocabulary: Vocabulary, ends: frozenset[int]) -> _Trie:
+    """Return the trie of a vocabulary with the given ends."""
+
+    def build() -> _Trie:
         symbols: list[Any] = list(vocabulary.byte_vocab)
         without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
         excluded = (vocabulary.special_ids | without_bytes) - ends
         for token_id in ends:  # unique symbols, in place of no bytes or of the bytes of a name
             symbols[token_id] = (ByteReader.STOP, token_id)
         # Compiled code would reduce all nodes; readers need the children of one.
-        tries[ends] = TokenCharacterTrie(symbols, compiled=False), sorted(excluded)
-    return tries[ends]
+        return TokenCharacterTrie(symbols, compiled=False), sorted(excluded)
+
+    return recent_value(_tries.setdefault(vocabulary, {}), ends, build)

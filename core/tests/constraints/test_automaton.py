@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 import genlm
 from genlm.constraints import Automaton, byte_automata
 from genlm.constraints.byte_automata import utf8_table
+from genlm.constraints.text_tokens import text_tokens
+from genlm.core.base.recent_values import MAX_VALUES
 
 PATTERNS = [
     "a|ab",
@@ -278,6 +282,17 @@ def test_a_table_is_computed_once_for_a_vocabulary(llm):
     first, second = language.start(llm, 2), language.start(llm, 3)
     assert first.table is second.table
     assert first.table is not language.start(llm, 2, stop=[2]).table
+
+
+def test_the_tables_of_the_most_recently_used_stop_tokens_are_stored(llm):
+    language = Automaton.regex("[ab]*")
+    tables = [weakref.ref(language.start(llm, 1).table)]
+    for stop in itertools.combinations(range(len(TOKENS)), 2):
+        tables.append(weakref.ref(language.start(llm, 1, stop=stop).table))
+        assert language.start(llm, 1).table is tables[0]()
+    gc.collect()
+    assert sum(table() is not None for table in tables) == MAX_VALUES
+    assert len(text_tokens._values[llm.vocabulary]) == MAX_VALUES
 
 
 @pytest.mark.parametrize(

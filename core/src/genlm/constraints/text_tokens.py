@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from genlm.constraints.protocol import Flags, Integers64
+from genlm.core.base.recent_values import recent_value
 from genlm.core.base.validation import checked_stop
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class TextTokens(NamedTuple):
 
 
 class PerVocabulary(Generic[T]):
-    """A value that is computed once for a vocabulary and stop tokens.
+    """A value for a vocabulary and stop tokens, stored for the most recently used stop tokens.
 
     Args:
         build: Function of the vocabulary and the stop tokens, ascending, that computes it.
@@ -69,10 +70,7 @@ class PerVocabulary(Generic[T]):
             raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
         ids = np.array(sorted(stop_ids), np.int64)
         values = self._values.setdefault(vocabulary, {})
-        key = ids.tobytes()
-        if key not in values:
-            values[key] = self._build(vocabulary, ids)
-        return values[key]
+        return recent_value(values, ids.tobytes(), lambda: self._build(vocabulary, ids))
 
 
 def _text_tokens(vocabulary: Vocabulary, stop: Integers64) -> TextTokens:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from genlm import (
     Capability,
     ContextLengthError,
     EvaluationError,
+    GroupReduction,
     OutputCache,
     Reduction,
     TokenScores,
@@ -69,6 +71,55 @@ class Failing(Reduction):
 
 def row_of(token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
     return oracle_row(token_ids, adapter, SIZE)
+
+
+class Recording(Reduction, GroupReduction):
+    """A reduction for contexts and populations that fails, and records its rows."""
+
+    is_cacheable = False
+    rows: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+
+    @staticmethod
+    def compute(rows: torch.Tensor, *_: object) -> Any:
+        Recording.rows.append(weakref.ref(rows))
+        raise ArithmeticError("no result")
+
+
+async def fail_for_a_cached_row(llm: AsyncLM) -> None:
+    await llm.next_token_logprobs([1, 2])
+    await llm.context([1, 2]).reduce(Recording.compute)
+
+
+FAIL: dict[str, Callable[[AsyncLM], Awaitable[object]]] = {
+    "context": lambda llm: llm.context([1, 2]).reduce(Recording()),
+    "function": lambda llm: llm.context([1, 2]).reduce(Recording.compute),
+    "population": lambda llm: llm.population([1, 2], 3).reduce(Recording()),
+    "function of a population": lambda llm: llm.population([1], 3).reduce(Recording.compute),
+    "text": lambda llm: llm.reduce_text([1, 2, 3], Recording.compute),
+    "cached row": fail_for_a_cached_row,
+}
+
+
+@pytest.mark.parametrize("fail", FAIL.values(), ids=FAIL)
+def test_a_kept_error_of_a_reduction_keeps_no_rows(
+    make_model: MakeModel, fail: Callable[[AsyncLM], Awaitable[object]]
+) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    Recording.rows.clear()
+
+    async def send() -> list[Any]:
+        requests = fail(llm), llm.next_token_logprobs([3])
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    error, row = asyncio.run(send())
+    assert isinstance(error, genlm.GenlmError)
+    other_row = weakref.ref(row)
+    del row
+    llm.next_token_logprobs_sync([4])  # the engine's thread has ended the step of the error
+    assert Recording.rows
+    assert [rows() for rows in (*Recording.rows, other_row)] == [None] * (
+        len(Recording.rows) + 1
+    )
 
 
 # -- who reduces ----------------------------------------------------------------------

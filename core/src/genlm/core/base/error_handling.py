@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -71,12 +72,17 @@ class errors_of:  # noqa: N801 - used as a function
 def free_locals(error: BaseException) -> None:
     """Free the local variables of the finished frames in which an error was raised.
 
-    Frames that refer to the error would otherwise keep their tensors until a garbage
-    collection, or while smaller batches are computed.
+    These frames and their callers, to which frames refer, would otherwise keep their tensors as
+    long as the error exists. That is until a garbage collection if a frame refers to the error.
     """
     for raised in (error, error.__cause__):
-        if raised is not None:
-            traceback.clear_frames(raised.__traceback__)
+        trace = None if raised is None else raised.__traceback__
+        traceback.clear_frames(trace)
+        frame = None if trace is None else trace.tb_frame.f_back
+        with contextlib.suppress(RuntimeError):  # the frame is running, like its callers
+            while frame is not None:
+                frame.clear()
+                frame = frame.f_back
 
 
 def result_count_error(reduction: type, found: int, expected: int) -> EvaluationError:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from genlm.core.base.blocking import is_blocking
+from genlm.core.base.error_handling import free_locals
 from genlm.core.base.loop_batches import LoopBatches
 from genlm.core.queries.query import Reduction
 from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
@@ -99,8 +100,13 @@ def _compute(cached: list[CachedResult]) -> list[Any]:
         first_row = entry_value(cached[remaining[0]][0])
         step = max(1, _REDUCED_AT_ONCE // len(first_row))
         part, remaining = remaining[:step], remaining[step:]
-        rows = torch.stack([entry_value(cached[place][0]) for place in part])
-        results = reduce_rows(rows, [(cached[place][1],) for place in part])
+        results = reduce_rows(
+            torch.stack([entry_value(cached[place][0]) for place in part]),
+            [(cached[place][1],) for place in part],
+        )
         for place, result in zip(part, results, strict=True):
-            values[place] = result if isinstance(result, Exception) else result.values[0]
+            value = result if isinstance(result, Exception) else result.values[0]
+            if isinstance(value, Exception):
+                free_locals(value)
+            values[place] = value
     return values

@@ -13,19 +13,24 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from genlm.core.base.error_handling import as_genlm_error
+from genlm.core.base.error_handling import as_genlm_error, free_locals
 from genlm.core.base.errors import EvaluationError, GenlmError, describe_error
+from genlm.core.queries.query import GroupResult
 from genlm.core.rows.output_cache import copy_result
 from genlm.core.scheduler.request_table import Evaluation, Request
 
 
 def distribute(evaluation: Evaluation) -> None:
-    """Write the values of an evaluation into its requests.
+    """Move the values of an evaluation to its requests.
 
     The first consumer of a result receives the result itself, further consumers receive copies.
     Every consumer receives its own exception object. If copying raises, the consumer receives
-    the exception.
+    the exception. Errors refer to no local variables of the engine.
     """
+    for value in evaluation.values:
+        for error in value.errors.values() if isinstance(value, GroupResult) else [value]:
+            if isinstance(error, Exception):
+                free_locals(error)
     delivered: set[int] = set()
     for request, place, output in evaluation.consumers:
         if request.is_abandoned:
@@ -40,6 +45,7 @@ def distribute(evaluation: Evaluation) -> None:
         except Exception as error:  # noqa: BLE001 - out of memory
             value = _copy_error(error)
         request.values[place] = value
+    evaluation.values = []  # frames to which a kept error refers may refer to the evaluation
 
 
 class LateResults:
@@ -154,6 +160,8 @@ def _call(function: Callable[[Any], Any], values: Any) -> tuple[Any, Exception |
     """Return the result of a function, or its error."""
     try:
         return function(values), None
+    except GenlmError as error:
+        return None, error.with_traceback(None)  # whose frames refer to other requests
     except Exception as error:  # noqa: BLE001 - raised in the coroutine
         return None, error
 

@@ -77,8 +77,8 @@ class Evaluation:
             place of the requested output.
         waiting: Number of consumers that are not abandoned; 0 after the evaluation has ended.
         outputs: Places of the requested outputs; None stands for the whole result.
-        values: Results or exceptions by place of the output; empty until they are known. Only
-            the engine's thread uses them.
+        values: Results or exceptions by place of the output; empty until they are known, and
+            once the requests have them. Only the engine's thread uses them.
         has_failed: Whether the values are the error of the query.
         arrived_s: `time.perf_counter()` at arrival.
     """

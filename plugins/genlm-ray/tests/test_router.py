@@ -187,6 +187,19 @@ def test_the_work_of_an_exchange_does_not_depend_on_the_number_of_waiting_querie
     assert count_calls(500) == count_calls(50)
 
 
+def test_aborted_queries_leave_the_queue():
+    client = Client(1)
+    router = client.router
+    waiting = batch(client, 0, 4)
+    router.submit(waiting)
+    for first in range(100, 1000, 100):
+        aborted = batch(client, first, 20)
+        router.submit(aborted)
+        assert all(router.finish(query.query_id) for query in aborted)
+        assert len(router._queue) <= 2 * len(waiting)
+    assert [routed.query for routed in router.take({0: 10})[0]] == waiting
+
+
 def test_queries_are_sent_although_later_requests_fill_a_replica():
     client = Client(1)
     router = client.router

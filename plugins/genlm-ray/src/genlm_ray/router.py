@@ -186,6 +186,12 @@ class Router:
         if not self._siblings[routed.parent]:
             del self._siblings[routed.parent]
 
+    def _compact(self) -> None:
+        """Remove the entries of queries that do not wait from the queue, if most are such."""
+        if len(self._queue) > 2 * len(self._waiting):
+            self._queue = [(item.turn, item.order, item) for item in self._waiting.values()]
+            heapq.heapify(self._queue)
+
     def _update_turn(self) -> None:
         """Set the current turn to that of the first unanswered query of a single sequence."""
         while self._turn_queue:
@@ -232,6 +238,7 @@ class Router:
         waiting = self._waiting.get(query_id)
         if replica is None and waiting is not None:
             self._end_waiting(waiting)
+            self._compact()
             return waiting
         routed = self._sent.get(query_id)
         if routed is None or (replica is not None and routed.replica != replica):

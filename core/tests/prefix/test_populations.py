@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from genlm import Query, Token, TokenIdError, Vocabulary
+from genlm import AsyncLM, OutputCache, Population, Query, Token, TokenIdError, Vocabulary
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult
 from genlm.core.queries.sequence import TokenSequence
@@ -411,6 +411,36 @@ def test_tokens_that_were_moved_into_the_tree_are_found_by_other_requests() -> N
         torch.testing.assert_close(row, expected(None, ids), rtol=0, atol=1e-6)
     assert engine.statistics()["tokens_computed"] == computed + 3
     check(engine)
+
+
+def test_concatenations_compute_only_the_tokens_that_no_population_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "smallest_group", 2, raising=False)
+    engine = Engine(500, max_rows=16)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+
+        def grown(ids: list[int], tokens: list[int]) -> Population:
+            population = llm.population(ids, len(tokens))
+            for _ in range(4):
+                population = population.extend(tokens)
+                population.draw_sync()
+            return population
+
+        def cost(population: Population) -> int:
+            before = int(engine.statistics()["tokens_computed"])
+            rows = population.next_token_logprobs_sync()
+            for row, member in zip(rows, population, strict=True):
+                correct = expected(None, member.token_ids)
+                torch.testing.assert_close(row, correct, rtol=0, atol=1e-6)
+            return int(engine.statistics()["tokens_computed"]) - before
+
+        first, second = grown([1, 2, 0], [0, 1, 2]), grown([0, 1], [2, 0])
+        joined = Population.cat([first[:2], second, llm.population([2, 2], 1)])
+        assert cost(joined.extend([1] * 5)) == 2 + 5
+        assert cost(first) == 3  # the last tokens again, because rows are not stored
+        joined = Population.cat([joined.extend([0] * 5), second])  # not computed before
+        assert cost(Population.cat([joined, first]).extend([2] * 10)) == 5 * 2 + 5
 
 
 def test_tokens_of_other_tables_are_not_moved_into_the_tree() -> None:

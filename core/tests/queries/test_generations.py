@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.queries import generations
-from genlm.core.queries.generations import NO_TOKEN, Generation, Lineage
+from genlm.core.queries.generations import (
+    NO_TOKEN,
+    Generation,
+    Lineage,
+    joined_generation,
+)
 from genlm.core.queries.sequence import TokenSequence
 
 PROMPTS = [(5,), (), (7, 7, 2)]
@@ -239,3 +244,47 @@ def test_a_state_is_dropped_with_the_last_generation_that_it_serves():
     second.keep(State())
     gc.collect()
     assert state() is None
+
+
+JOINS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 9), min_size=1, max_size=3),  # populations
+        st.lists(st.integers(0, 9), min_size=1, max_size=4),  # members of each
+        st.integers(-1, 2),  # token that extends them
+        st.booleans(),  # whether the result has a state
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(JOINS)
+def test_joined_sequences_extend_sequences_with_a_state(joins):
+    first = Generation(lineage_of())
+    first.keep("first")
+    populations = [(first, np.arange(3))]
+    computed = [[(first, place) for place in range(3)]]  # generation and place of each
+    for number, (chosen, members, token, is_computed) in enumerate(joins):
+        parts, before = [], []
+        for which in chosen:
+            generation, places = populations[which % len(populations)]
+            indices = np.array(members) % len(places)
+            parts.append((generation, places[indices]))
+            before += [computed[which % len(populations)][index] for index in indices]
+        joined, places = joined_generation(parts)
+        joined, places = joined.extended(places, np.full((len(places), 1), token))
+        found = {}
+        for source, origins, ends in joined.sources():
+            assert source.state is not None
+            for origin, end in zip(origins.tolist(), ends.tolist(), strict=True):
+                shorter, longer = source.lineage.sequence(origin), joined.lineage.sequence(end)
+                assert longer.token_ids[: len(shorter)] == shorter.token_ids
+                found.setdefault(end, set()).add((id(source), origin))
+        for place, (source, origin) in zip(places.tolist(), before, strict=True):
+            assert (id(source), origin) in found[place]
+        if is_computed:
+            joined.keep(number)
+            assert not joined.joined
+            before = [(joined, place) for place in places.tolist()]
+        populations.append((joined, places))
+        computed.append(before)

@@ -197,6 +197,24 @@ def test_members_of_an_earlier_step_fork_requests_that_were_continued(
 
 
 @pytest.mark.usefixtures("free")
+def test_a_concatenation_continues_the_requests_of_its_populations(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    first = llm.population(PROMPT, 3).extend([3, 4, 5])
+    second = llm.population(PROMPT[:9], 2).extend([6, 7])
+    for _ in range(3):
+        first, second = first.extend([8, 8, 9]), second.extend([9, 8])
+        first.draw_sync(seed=0)
+        second.draw_sync(seed=0)
+    grown = figures(llm, "members_continued", "members_forked", "members_begun")
+    joined = genlm.Population.cat([first[1:], second.extend([5, 5])])
+    joined = genlm.Population.cat([joined, first[:1]]).extend([3] * 5)
+    check(tiny, joined, joined.next_token_logprobs_sync())
+    if has_room(llm):
+        assert grown() == (3, 2, 0)  # vLLM forks for two tokens
+
+
+@pytest.mark.usefixtures("free")
 def test_the_request_of_a_member_that_waits_for_long_ends(llm: genlm.AsyncLM) -> None:
     if not has_room(llm):
         pytest.skip("for a place for each member")

@@ -23,12 +23,14 @@ class MemberRequests(NamedTuple):
 
     @classmethod
     def of(cls, generation: Generation) -> MemberRequests:
-        """Return the requests of a generation, or those of the sequences that it extends."""
-        base, count = generation.with_state(), len(generation.lineage)
-        if base is None or not isinstance(base.state, MemberRequests):
-            return cls([None] * count, np.zeros(count, np.int64))
-        if base is generation:
-            return base.state
-        places = generation.lineage.suffixes(np.arange(count), base.lineage).places
-        residents, lengths = base.state
-        return cls([residents[place] for place in places.tolist()], lengths[places])
+        """Return the requests of a generation, or those that its sequences extend."""
+        if isinstance(generation.state, MemberRequests):
+            return generation.state
+        count = len(generation.lineage)
+        members = cls([None] * count, np.zeros(count, np.int64))
+        for state, origins, places in generation.inherited():
+            if isinstance(state, MemberRequests):
+                for place, origin in zip(places.tolist(), origins.tolist(), strict=True):
+                    members.residents[place] = state.residents[origin]
+                members.lengths[places] = state.lengths[origins]
+        return members

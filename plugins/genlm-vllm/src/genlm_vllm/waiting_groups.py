@@ -158,11 +158,11 @@ def _computed(group: GroupQuery) -> tuple[Lineage, MemberRequests]:
 
     Returns the first lineage if none was computed.
     """
-    base = group.generation.with_state()
-    if base is not None and isinstance(base.state, MemberRequests):
-        return base.lineage, base.state
-    first = group.generation.lineage.first
-    return first, MemberRequests([None] * len(first), first.lengths)
+    root = group.generation.root
+    residents, lengths = MemberRequests.of(root)
+    return root.lineage, MemberRequests(
+        residents, np.where(lengths, lengths, root.lineage.lengths)
+    )
 
 
 def _names(group: GroupQuery) -> list[str]:

@@ -175,6 +175,10 @@ class GroupEngine:
 
     def submit_group(self, group: GroupQuery) -> None:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
+        if self._keep_sequences is not None:
+            sources, group.generation.root.joined = group.generation.root.joined, []
+            kept = [(source, group.adapter) for source, _, _ in sources]
+            call_each(self._keep_sequences, kept)
         if group.sampling is None:
             self._submit(group, is_divided=self._is_divided(group))
         elif group.sampling.weights.has_masks_or_biases or not self._is_divided(group):

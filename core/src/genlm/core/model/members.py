@@ -21,6 +21,7 @@ from genlm.core.queries.generations import (
     Integers64,
     Lineage,
     first_generation,
+    joined_generation,
 )
 
 if TYPE_CHECKING:
@@ -176,12 +177,7 @@ class Members(Immutable):
         if all(other is generation for other in generations):
             all_places = np.concatenate(places)
         else:
-            sequences = [
-                part_generation.lineage.sequence(place)
-                for part_generation, part_places in zip(generations, places, strict=True)
-                for place in part_places.tolist()
-            ]
-            generation, all_places = first_generation(sequences)
+            generation, all_places = joined_generation([*zip(generations, places, strict=True)])
         all_finished, step = np.concatenate(finished), max(steps)
         return populations[0]._derive(generation, all_places, all_finished, step)  # noqa: SLF001
 

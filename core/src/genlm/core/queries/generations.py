@@ -237,12 +237,28 @@ class Contexts(NamedTuple):
     @classmethod
     def of(cls, generation: Generation) -> Contexts:
         """Return the contexts of a generation, or those of the sequences that it extends."""
-        base, count = generation.with_state(), len(generation.lineage)
-        if base is None or not isinstance(base.state, Contexts):
-            return cls(None, [None] * count, np.zeros(count, np.int64))
-        places = generation.lineage.suffixes(np.arange(count), base.lineage).places
-        lease, keys, waiting = base.state
-        return cls(lease, [keys[place] for place in places.tolist()], waiting[places])
+        count = len(generation.lineage)
+        contexts = cls(None, [None] * count, np.zeros(count, np.int64))
+        for state, origins, places in generation.inherited():
+            if isinstance(state, Contexts):
+                for place, origin in zip(places.tolist(), origins.tolist(), strict=True):
+                    contexts.keys[place] = state.keys[origin]
+                contexts.waiting[places] = state.waiting[origins]
+        return contexts
+
+
+class Inherited(NamedTuple):
+    """State of sequences that sequences of a later generation equal or extend.
+
+    Attributes:
+        state: The state of an earlier generation.
+        origins: Indices of sequences of that generation, shape `(n,)`.
+        places: Index of the later sequence that extends each of them, shape `(n,)`.
+    """
+
+    state: Any
+    origins: Integers64
+    places: Integers64
 
 
 class Generation:
@@ -252,22 +268,55 @@ class Generation:
         lineage: The sequences.
         base: The generation whose state is used until this one has a state; `keep` sets it to
             None.
+        joined: The generations with a state from which this one was concatenated, and which of
+            its sequences come from which of theirs; `keep` clears it.
         state: The engine's state of the sequences. Only the engine's thread reads and sets it.
             Any thread may drop it, after the last population of this generation and the last
             generation without a state that extends it.
     """
 
-    __slots__ = ("base", "lineage", "state")
+    __slots__ = ("base", "joined", "lineage", "state")
 
     def __init__(self, lineage: Lineage, base: Generation | None = None) -> None:
         self.lineage = lineage
         self.base = base
+        self.joined: list[tuple[Generation, Integers64, Integers64]] = []
         self.state: Any = None
 
     def keep(self, state: Any) -> None:
-        """Set the state, and drop the reference to the base."""
+        """Set the state, and drop the references to earlier generations."""
         self.state = state
-        self.base = None
+        self.base, self.joined = None, []
+
+    @property
+    def root(self) -> Generation:
+        """The nearest generation with a state, or the first one if none has a state."""
+        generation = self
+        while generation.state is None and generation.base is not None:
+            generation = generation.base
+        return generation
+
+    def sources(self) -> list[tuple[Generation, Integers64, Integers64]]:
+        """Return the nearest generations with a state that sequences of this one extend.
+
+        Returns:
+            The generations, with `origins` and `places` of `Inherited`.
+        """
+        root, members = self.root, np.arange(len(self.lineage))
+        roots = self.lineage.suffixes(members, root.lineage).places
+        if root.state is not None:
+            return [(root, roots, members)]
+        sources = []
+        for generation, origins, places in root.joined:
+            origin_of = np.full(len(root.lineage), -1)
+            origin_of[places] = origins
+            found = origin_of[roots]
+            sources.append((generation, found[found >= 0], np.flatnonzero(found >= 0)))
+        return sources
+
+    def inherited(self) -> list[Inherited]:
+        """Return the states of the nearest generations that sequences of this one extend."""
+        return [Inherited(source.state, *indices) for source, *indices in self.sources()]
 
     def extended(
         self, places: Integers64, columns: Integers64
@@ -310,6 +359,33 @@ def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, In
             distinct.append(sequence)
     indices = np.array([places[sequence.key] for sequence in sequences], np.int64)
     return Generation(Lineage.of_sequences(distinct)), indices
+
+
+def joined_generation(
+    parts: Sequence[tuple[Generation, Integers64]],
+) -> tuple[Generation, Integers64]:
+    """Return a generation of the distinct sequences of members of several generations.
+
+    Args:
+        parts: Generations, and the index of the sequence of each member.
+
+    Returns:
+        The generation, and the index of the sequence of each member of all parts.
+    """
+    sequences = [
+        generation.lineage.sequence(place)
+        for generation, places in parts
+        for place in places.tolist()
+    ]
+    joined, indices = first_generation(sequences)
+    ends = np.cumsum([len(places) for _, places in parts])
+    for (generation, members), end in zip(parts, ends.tolist(), strict=True):
+        index_of = np.full(len(generation.lineage), -1)
+        index_of[members] = indices[end - len(members) : end]
+        for source, origins, places in generation.sources():
+            used = index_of[places] >= 0
+            joined.joined.append((source, origins[used], index_of[places[used]]))
+    return joined, indices
 
 
 def distinct_sequences(

@@ -417,7 +417,7 @@ def test_concatenations_compute_only_the_tokens_that_no_population_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Engine, "smallest_group", 2, raising=False)
-    engine = Engine(500, max_rows=16)
+    engine = Engine(500, max_tokens=100, max_rows=16)  # one pass
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
 
         def grown(ids: list[int], tokens: list[int]) -> Population:

@@ -182,6 +182,24 @@ def test_members_are_extended_copied_and_joined_as_numpy_does(tiny: genlm.AsyncL
             population[index]
 
 
+def test_members_are_truncated(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([1, 2], 3).extend([[3, 4], [-1, 5], [-1, -1]])
+    population = population.finish([True, True, True])
+    shorter = population.truncate(3)
+    assert members(shorter) == [(1, 2, 3), (1, 2, 5), (1, 2)]
+    assert shorter.finished.tolist() == [False, True, True]
+    assert members(shorter.truncate([1, 9, 1])) == [(1,), (1, 2, 5), (1,)]
+    assert members(shorter.truncate(torch.tensor([2, 2, 2]))) == [(1, 2)] * 3
+    assert population.truncate(4) is population
+    assert members(population[:0].truncate([])) == []
+    with pytest.raises(ValueError, match="lengths=0; it must be 1 or more"):
+        population.truncate(0)
+    with pytest.raises(ValueError, match=r"lengths has shape \(2,\)"):
+        population.truncate([1, 2])
+    with pytest.raises(TypeError):
+        population.truncate([1.5, 2, 3])
+
+
 def test_lists_of_different_lengths_are_continuations(tiny: genlm.AsyncLM) -> None:
     population = tiny.population([1], 3)
     lists = [[2, 3], [], torch.tensor([4])]

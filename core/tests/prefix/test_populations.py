@@ -439,6 +439,8 @@ def test_concatenations_compute_only_the_tokens_that_no_population_has(
         joined = Population.cat([first[:2], second, llm.population([2, 2], 1)])
         assert cost(joined.extend([1] * 5)) == 2 + 5
         assert cost(first) == 3  # the last tokens again, because rows are not stored
+        shorter = first.truncate([5, 6, 7])
+        assert cost(shorter.extend([0, 0, 0])) == 3
         joined = Population.cat([joined.extend([0] * 5), second])  # not computed before
         assert cost(Population.cat([joined, first]).extend([2] * 10)) == 5 * 2 + 5
 

@@ -250,6 +250,7 @@ JOINS = st.lists(
     st.tuples(
         st.lists(st.integers(0, 9), min_size=1, max_size=3),  # populations
         st.lists(st.integers(0, 9), min_size=1, max_size=4),  # members of each
+        st.integers(0, 4),  # members are truncated to lengths up to this, 0 for none
         st.integers(-1, 2),  # token that extends them; 2 for none
         st.booleans(),  # whether the result has a state
     ),
@@ -259,30 +260,39 @@ JOINS = st.lists(
 
 
 @given(JOINS)
-def test_joined_sequences_extend_sequences_with_a_state(joins):
-    first = Generation(lineage_of())
+def test_joined_sequences_begin_as_sequences_with_a_state(joins):
+    first, is_truncated = Generation(lineage_of([(5,), (6,), (7, 7, 2)])), False
     first.keep("first")
     populations = [(first, np.arange(3))]
     computed = [[(first, place) for place in range(3)]]  # generation and place of each
-    for number, (chosen, members, token, is_computed) in enumerate(joins):
-        parts, before = [], []
+    for number, (chosen, members, limit, token, is_computed) in enumerate(joins):
+        parts, before, lengths = [], [], None
         for which in chosen:
             generation, places = populations[which % len(populations)]
             indices = np.array(members) % len(places)
             parts.append((generation, places[indices]))
             before += [computed[which % len(populations)][index] for index in indices]
-        joined, places = joined_generation(parts)
+        if limit:
+            is_truncated = True
+            current = [generation.lineage.lengths[places] for generation, places in parts]
+            lengths = np.minimum(np.concatenate(current), 1 + np.arange(len(before)) % limit)
+        joined, places = joined_generation(parts, lengths)
         if token < 2:
             joined, places = joined.extended(places, np.full((len(places), 1), token))
         found = {}
-        for source, origins, ends in joined.sources():
+        for source, origins, ends, shared in joined.sources():
             assert source.state is not None
-            for origin, end in zip(origins.tolist(), ends.tolist(), strict=True):
-                shorter, longer = source.lineage.sequence(origin), joined.lineage.sequence(end)
-                assert longer.token_ids[: len(shorter)] == shorter.token_ids
+            columns = (origins.tolist(), ends.tolist(), shared.tolist())
+            for origin, end, length in zip(*columns, strict=True):
+                earlier = source.lineage.sequence(origin).token_ids
+                assert length == len(earlier) or (is_truncated and 0 < length < len(earlier))
+                assert joined.lineage.sequence(end).token_ids[:length] == earlier[:length]
                 found.setdefault(end, set()).add((id(source), origin))
         for place, (source, origin) in zip(places.tolist(), before, strict=True):
-            assert (id(source), origin) in found[place]
+            if is_truncated:  # a truncation of several sequences has the state of one of them
+                assert place in found
+            else:
+                assert (id(source), origin) in found[place]
         if is_computed:
             joined.keep(number)
             assert not joined.joined

@@ -36,6 +36,11 @@ def test_keys_of_prefixes_and_last_ids(length: int) -> None:
     sequence = TokenSequence.of(whole)
     for prefix in {1, length, max(1, length - 1), *(n for n in LENGTHS if n <= length)}:
         assert sequence.prefix_key(prefix) == TokenSequence.of(whole[:prefix]).key
+        shorter = sequence.prefix(prefix)
+        assert shorter == TokenSequence.of(whole[:prefix])
+        assert shorter.token_ids == tuple(whole[:prefix])
+        assert len(shorter) == prefix
+        assert TokenSequence.of([7], shorter) == TokenSequence.of([*whole[:prefix], 7])
     for start in {0, 1 % length, length - 1, *(n for n in LENGTHS if n < length)}:
         assert sequence.ids_from(start) == tuple(whole[start:])
 

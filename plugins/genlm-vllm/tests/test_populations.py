@@ -212,6 +212,10 @@ def test_a_concatenation_continues_the_requests_of_its_populations(
     check(tiny, joined, joined.next_token_logprobs_sync())
     if has_room(llm):
         assert grown() == (3, 2, 0)  # vLLM forks for two tokens
+    shorter = first.truncate([len(PROMPT) + 2, 20, 99]).extend([7, 7, 7])
+    check(tiny, shorter, shorter.next_token_logprobs_sync())
+    if has_room(llm):
+        assert grown() == (3, 5, 0)
 
 
 @pytest.mark.usefixtures("free")

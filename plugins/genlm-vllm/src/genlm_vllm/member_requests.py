@@ -28,9 +28,10 @@ class MemberRequests(NamedTuple):
             return generation.state
         count = len(generation.lineage)
         members = cls([None] * count, np.zeros(count, np.int64))
-        for state, origins, places in generation.inherited():
+        for source, origins, places, lengths in generation.sources():
+            state = source.state
             if isinstance(state, MemberRequests):
                 for place, origin in zip(places.tolist(), origins.tolist(), strict=True):
                     members.residents[place] = state.residents[origin]
-                members.lengths[places] = state.lengths[origins]
+                members.lengths[places] = np.minimum(state.lengths[origins], lengths)
         return members

@@ -177,7 +177,7 @@ class GroupEngine:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
         if self._keep_sequences is not None:
             sources, group.generation.root.joined = group.generation.root.joined, []
-            kept = [(source, group.adapter) for source, _, _ in sources]
+            kept = [(source.generation, group.adapter) for source in sources]
             call_each(self._keep_sequences, kept)
         if group.sampling is None:
             self._submit(group, is_divided=self._is_divided(group))

@@ -204,6 +204,29 @@ class Members(Immutable):
         step = self._step + columns.shape[1]
         return self._derive(generation, places, self._finished, step)
 
+    def truncate(self, lengths: ArrayLike) -> Self:
+        """Return the population of the first tokens of each member; computes no row.
+
+        Truncated members are not finished. The engine's state of their tokens is used.
+
+        Args:
+            lengths: Maximum number of tokens of the members, one number or one for each,
+                shape `(n,)`; at least 1.
+
+        Raises:
+            TypeError: A length is not an integer.
+            ValueError: A length is below 1, or there is not one for each member.
+        """
+        limits = checked_counts("lengths", lengths, len(self), 1)
+        current = self._lineage.lengths[self._places]
+        is_shorter = limits < current
+        if not is_shorter.any():
+            return self
+        generation, places = joined_generation(
+            [(self._generation, self._places)], np.minimum(limits, current)
+        )
+        return self._derive(generation, places, self._finished & ~is_shorter, self._step)
+
     def finish(self, members: ArrayLike) -> Self:
         """Return the population with some members marked as finished; these draw no tokens.
 
@@ -339,3 +362,29 @@ def _flags(values: ArrayLike, count: int) -> Flags:
             f"each of {count} members"
         )
     return flags
+
+
+def checked_counts(name: str, values: ArrayLike, count: int, minimum: int) -> Integers64:
+    """Return a number for each of `count` members.
+
+    Args:
+        name: Name of the argument, for errors.
+        values: One number, or one for each member.
+        count: Number of members.
+        minimum: The lowest valid number.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: A number is below the minimum, or there is not one for each member.
+    """
+    if not is_sequence_like(values):
+        return np.full(count, checked_integer(name, values, minimum))
+    numbers = checked_array(values, name)
+    if numbers.shape != (count,):
+        raise ValueError(
+            f"{name} has shape {numbers.shape}; expected a number or one for each of {count} "
+            f"members"
+        )
+    if numbers.min(initial=minimum) < minimum:
+        raise ValueError(f"{name} has {numbers.min()}; it must be {minimum} or more")
+    return numbers

@@ -13,15 +13,13 @@ from genlm.core.base.blocking import blocking
 from genlm.core.base.errors import GenlmError, PopulationError
 from genlm.core.base.validation import (
     checked_count,
-    checked_integer,
     checked_limits,
     checked_stop,
-    is_sequence_like,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
-from genlm.core.model.members import ArrayLike, Flags, checked_array
+from genlm.core.model.members import ArrayLike, Flags, checked_counts
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
@@ -31,7 +29,6 @@ from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
-    from genlm.core.queries.generations import Integers64
     from genlm.core.rows.row_masks import MasksLike
 
 
@@ -246,7 +243,7 @@ class Population(MemberReductions):
                 `next_token_logprobs`.
         """
         count, size = len(self), self._lm.vocabulary.size
-        limit = _checked_limits(max_tokens, count)
+        limit = checked_counts("max_tokens", max_tokens, count, 0)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         k, share = checked_limits(top_k, top_p, size)
         settings = self._settings(
@@ -376,23 +373,3 @@ class Population(MemberReductions):
         size = self._lm.vocabulary.size
         finished = self._finished if finished is None else self._finished | finished
         return DrawSettings.of(finished, size, masks, mask_index, **options)
-
-
-def _checked_limits(max_tokens: ArrayLike, count: int) -> Integers64:
-    """Return the maximum number of tokens of each of `count` members.
-
-    Raises:
-        TypeError: A number is not an integer.
-        ValueError: A number is negative, or there is not one for each member.
-    """
-    if not is_sequence_like(max_tokens):
-        return np.full(count, checked_integer("max_tokens", max_tokens, 0))
-    limits = checked_array(max_tokens, "max_tokens")
-    if limits.shape != (count,):
-        raise ValueError(
-            f"max_tokens has shape {limits.shape}; expected a number or one for each of "
-            f"{count} members"
-        )
-    if limits.min(initial=0) < 0:
-        raise ValueError(f"max_tokens has {limits.min()}; it must be 0 or more")
-    return limits

@@ -239,7 +239,8 @@ class Contexts(NamedTuple):
         """Return the contexts of a generation, or those of the sequences that it extends."""
         count = len(generation.lineage)
         contexts = cls(None, [None] * count, np.zeros(count, np.int64))
-        for state, origins, places in generation.inherited():
+        for source, origins, places, _ in generation.sources():
+            state = source.state
             if isinstance(state, Contexts):
                 for place, origin in zip(places.tolist(), origins.tolist(), strict=True):
                     contexts.keys[place] = state.keys[origin]
@@ -247,18 +248,20 @@ class Contexts(NamedTuple):
         return contexts
 
 
-class Inherited(NamedTuple):
-    """State of sequences that sequences of a later generation equal or extend.
+class Source(NamedTuple):
+    """Sequences of an earlier generation with a state, and later ones that begin like them.
 
     Attributes:
-        state: The state of an earlier generation.
-        origins: Indices of sequences of that generation, shape `(n,)`.
-        places: Index of the later sequence that extends each of them, shape `(n,)`.
+        generation: The earlier generation.
+        origins: Indices of its sequences, shape `(n,)`.
+        places: Index of the later sequence that begins with tokens of each, shape `(n,)`.
+        lengths: Number of these tokens, shape `(n,)`.
     """
 
-    state: Any
+    generation: Generation
     origins: Integers64
     places: Integers64
+    lengths: Integers64
 
 
 class Generation:
@@ -268,8 +271,8 @@ class Generation:
         lineage: The sequences.
         base: The generation whose state is used until this one has a state; `keep` sets it to
             None.
-        joined: The generations with a state from which this one was concatenated, and which of
-            its sequences come from which of theirs; `keep` clears it.
+        joined: Sources of the first sequences of a concatenation or truncation; `keep` clears
+            it.
         state: The engine's state of the sequences. Only the engine's thread reads and sets it.
             Any thread may drop it, after the last population of this generation and the last
             generation without a state that extends it.
@@ -280,7 +283,7 @@ class Generation:
     def __init__(self, lineage: Lineage, base: Generation | None = None) -> None:
         self.lineage = lineage
         self.base = base
-        self.joined: list[tuple[Generation, Integers64, Integers64]] = []
+        self.joined: list[Source] = []
         self.state: Any = None
 
     def keep(self, state: Any) -> None:
@@ -296,27 +299,20 @@ class Generation:
             generation = generation.base
         return generation
 
-    def sources(self) -> list[tuple[Generation, Integers64, Integers64]]:
-        """Return the nearest generations with a state that sequences of this one extend.
-
-        Returns:
-            The generations, with `origins` and `places` of `Inherited`.
-        """
+    def sources(self) -> list[Source]:
+        """Return the nearest earlier generations with a state, and their common sequences."""
         root, members = self.root, np.arange(len(self.lineage))
         roots = self.lineage.suffixes(members, root.lineage).places
         if root.state is not None:
-            return [(root, roots, members)]
+            return [Source(root, roots, members, root.lineage.lengths[roots])]
         sources = []
-        for generation, origins, places in root.joined:
-            origin_of = np.full(len(root.lineage), -1)
-            origin_of[places] = origins
-            found = origin_of[roots]
-            sources.append((generation, found[found >= 0], np.flatnonzero(found >= 0)))
+        for generation, origins, places, lengths in root.joined:
+            index_of = np.full(len(root.lineage), -1)
+            index_of[places] = np.arange(len(places))
+            index = index_of[roots]
+            found, index = np.flatnonzero(index >= 0), index[index >= 0]
+            sources.append(Source(generation, origins[index], found, lengths[index]))
         return sources
-
-    def inherited(self) -> list[Inherited]:
-        """Return the states of the nearest generations that sequences of this one extend."""
-        return [Inherited(source.state, *indices) for source, *indices in self.sources()]
 
     def extended(
         self, places: Integers64, columns: Integers64
@@ -363,11 +359,13 @@ def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, In
 
 def joined_generation(
     parts: Sequence[tuple[Generation, Integers64]],
+    lengths: Integers64 | None = None,
 ) -> tuple[Generation, Integers64]:
     """Return a generation of the distinct sequences of members of several generations.
 
     Args:
         parts: Generations, and the index of the sequence of each member.
+        lengths: Number of first tokens of each member's sequence, at most all; by default all.
 
     Returns:
         The generation, and the index of the sequence of each member of all parts.
@@ -377,14 +375,23 @@ def joined_generation(
         for generation, places in parts
         for place in places.tolist()
     ]
+    if lengths is not None:
+        pairs = zip(sequences, lengths.tolist(), strict=True)
+        sequences = [sequence.prefix(length) for sequence, length in pairs]
     joined, indices = first_generation(sequences)
-    ends = np.cumsum([len(places) for _, places in parts])
-    for (generation, members), end in zip(parts, ends.tolist(), strict=True):
-        index_of = np.full(len(generation.lineage), -1)
-        index_of[members] = indices[end - len(members) : end]
-        for source, origins, places in generation.sources():
-            used = index_of[places] >= 0
-            joined.joined.append((source, origins[used], index_of[places[used]]))
+    end = 0
+    for generation, members in parts:
+        begin, end = end, end + len(members)
+        for source, origins, places, shared in generation.sources():
+            index_of = np.full(len(generation.lineage), -1)
+            index_of[places] = np.arange(len(places))
+            index = index_of[members]
+            # One member of each of the distinct sequences.
+            distinct, first = np.unique(indices[begin:end], return_index=True)
+            index, distinct = index[first], distinct[index[first] >= 0]
+            index = index[index >= 0]
+            shared_lengths = np.minimum(shared[index], joined.lineage.lengths[distinct])
+            joined.joined.append(Source(source, origins[index], distinct, shared_lengths))
     return joined, indices
 
 

@@ -128,14 +128,24 @@ class TokenSequence:
         Args:
             length: From 1 to the length of the sequence.
         """
+        block, tail = self._prefix_parts(length)
+        return tail if block is None else block.digest + tail
+
+    def prefix(self, length: int) -> TokenSequence:
+        """Return the first `length` ids, which share their blocks with this sequence."""
+        sequence = object.__new__(TokenSequence)
+        sequence._block, sequence._tail = self._prefix_parts(length)
+        sequence._length, sequence.key = length, self.prefix_key(length)
+        return sequence
+
+    def _prefix_parts(self, length: int) -> tuple[_Block | None, bytes]:
         block, tail = self._block, self._tail
         first = self._length - len(tail) // 4
         while first >= length:
             assert block is not None  # noqa: S101 - a defect of this module
             tail, block = block.data, block.previous
             first -= BLOCK_TOKENS
-        tail = tail[: 4 * (length - first)]
-        return tail if block is None else block.digest + tail
+        return block, tail[: 4 * (length - first)]
 
 
 class PackedSequences(NamedTuple):

@@ -46,7 +46,7 @@ def tokens(generator: random.Random, count: int, width: int) -> np.ndarray[Any, 
 
 
 def walk(llm: genlm.AsyncLM, tiny: TinyModel, seed: int, steps: int) -> None:
-    """Grow, fork and rest two populations beside a context and continuations."""
+    """Grow, fork, rest and truncate two populations beside a context and continuations."""
     generator = random.Random(seed)
     populations: dict[str | None, genlm.Population] = {None: llm.population(PROMPT, 9)}
     if tiny.adapters:
@@ -62,6 +62,11 @@ def walk(llm: genlm.AsyncLM, tiny: TinyModel, seed: int, steps: int) -> None:
                 members = np.arange(len(before))
             width = generator.choice([1, 1, 1, 2, 5])
             now = before[members].extend(tokens(generator, len(members), width))
+            if generator.random() < 0.2:
+                lengths = [generator.randint(20, length) for length in now.lengths.tolist()]
+                proposed = now.truncate(lengths).extend(tokens(generator, len(now), width))
+                members = sorted(generator.choices(range(2 * len(now)), k=len(now)))
+                now = genlm.Population.cat([now, proposed])[members]
             populations[adapter] = now
             if generator.random() < 0.8:  # others are asked as they are some steps later
                 count = generator.randint(1, len(now))

@@ -61,7 +61,8 @@ def _resample_and_extend(
 def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: TokenTuple) -> None:
     """Compare populations again after each of their members was extended by a token.
 
-    An engine may then have changed the state of the members instead of a copy.
+    An engine may then have changed the state of the members instead of a copy. Also compare a
+    concatenation with truncated members.
     """
     ids = (list(fixture.token_ids) * MEMBERS)[:MEMBERS]
     parent = lm.population(prompt, MEMBERS).extend(ids)
@@ -72,6 +73,14 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
     )
     for population, expected in ((parent, members), first, (parent, members), second, first):
         _check_population(fixture, population, expected, how="after other extensions")
+    (population, members), (other, other_members) = first, second
+    lengths = [len(prompt) + member % 2 for member in range(MEMBERS)]
+    joined = Population.cat([other, population.truncate(lengths).extend(ids)])
+    expected = [
+        (*token_ids[:length], last)
+        for token_ids, length, last in zip(members, lengths, ids, strict=True)
+    ]
+    _check_population(fixture, joined, other_members + expected, how="joined")
 
 
 @engine_check()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from genlm import Population, PopulationError, get_backend
+from genlm.core.queries.generations import joined_generation
 from genlm.plugin import (
     Completion,
     Generation,
@@ -264,6 +265,38 @@ def test_groups_are_packed_for_what_their_replica_knows():
     assert list(link.dropped) == [3, 5, ~5]
     assert finish(5, other).query_id == 5
     assert not driver.router.in_flight.total()
+    driver.close()
+
+
+def test_a_concatenation_continues_generations_of_its_replica():
+    driver = Driver(
+        [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
+        load_timeout_s=1.0, max_in_flight=9,
+    )  # fmt: skip
+    for number, link in enumerate(driver.links):
+        link.number, link.dropped = number, deque()
+        driver.router.add(number)
+    (first, _), (second, _), (third, _) = _generations(), _generations(), _generations()
+    replicas = {0: Generations(), 1: Generations()}
+    rows = LastColumn(torch.zeros(3))
+    for query_id, (generation, number) in enumerate([(first, 1), (second, 0), (third, 1)]):
+        driver.router.submit([_group(query_id, generation, rows)])
+        [[routed]] = driver.router.take({number: 9}).values()
+        message = driver.links[number]._pack_group(routed)
+        replicas[number].group(message, None, lambda _: None).generation.keep(query_id)
+        driver._complete(Completion(query_id, (), None), driver.links[number])
+    parts = [(second, np.array([1])), (first, np.array([0, 1])), (third, np.array([0]))]
+    joined, _ = joined_generation(parts)
+    longer, _ = joined.extended(np.arange(len(joined.lineage)), np.array([[8], [9]]))
+    driver.router.submit([_group(3, longer, rows)])
+    [(number, [routed])] = driver.router.take({0: 9, 1: 9}).items()
+    assert number == 1  # it has most of the sequences
+    message = driver.links[number]._pack_group(routed)
+    found = replicas[number].group(message, None, lambda _: None).generation
+    assert [source.generation.state for source in found.sources()] == [0, 2]
+    for source, expected in zip(found.sources(), longer.sources()[1:], strict=True):
+        for column, values in zip(source[1:], expected[1:], strict=True):
+            assert column.tolist() == values.tolist()
     driver.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from genlm.plugin import GroupQuery, Query, TokenSequence, pack_sequences
+from genlm.plugin import Generation, GroupQuery, Query, TokenSequence, pack_sequences
 from genlm_ray.router import RoutedQuery
 from genlm_ray.session import Prefix
 from genlm_ray.wire import (
@@ -117,11 +117,19 @@ class ReplicaLink:
         """Pack a group query with the part of its generation that the replica does not have."""
         group = routed.query
         assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
-        base = group.generation.with_state()
-        state = None if base is None else base.state
-        if not isinstance(state, PlacedGeneration) or state.replica != self.number:
-            base = None
-        return pack_group(group, base)
+        root = group.generation.root
+        base = root if self._has(root) else None
+        joined = [
+            source._replace(generation=source.generation.state.number)
+            for source in root.joined
+            if self._has(source.generation)
+        ]
+        return pack_group(group, base, joined)
+
+    def _has(self, generation: Generation) -> bool:
+        """Whether the replica has a generation."""
+        state = generation.state
+        return isinstance(state, PlacedGeneration) and state.replica == self.number
 
     def place(self, query_id: int) -> PlacedGeneration:
         """Return the state of a generation that the replica has stored under a number."""

@@ -319,10 +319,17 @@ class Router:
             idlest = min(room, key=self.work.__getitem__)
         rows = routed.cost = row_count(routed.query)
         if isinstance(routed.query, GroupQuery):
-            base = routed.query.generation.with_state()
-            state = None if base is None else base.state
-            is_placed = isinstance(state, PlacedGeneration) and state.replica in self.work
-            return state.replica if is_placed and state is not None else idlest
+            root = routed.query.generation.root
+            sizes = [
+                (1, root.state),
+                *((len(s.places), s.generation.state) for s in root.joined),
+            ]
+            holders = [
+                (size, state.replica)
+                for size, state in sizes
+                if isinstance(state, PlacedGeneration) and state.replica in self.work
+            ]
+            return max(holders)[1] if holders else idlest
         context, parent = routed.context, routed.parent
         assert context is not None  # noqa: S101 - only populations have none
         holder = self._find_holder(parent, idlest)

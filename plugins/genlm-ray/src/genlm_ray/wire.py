@@ -103,6 +103,8 @@ class PackedGroup(NamedTuple):
         base: Number of a generation that the replica has and that the query's generation equals
             or extends; None if there is none.
         first: Sequences of the first lineage if `base` is None.
+        joined: `Generation.joined` of the first lineage, of generations that the replica has,
+            with their numbers in place of the generations.
         steps: Ancestors and token ids of each lineage after that of `base` or the first.
         reduction: The packed `GroupQuery.reduction`, None with `sampling`.
     """
@@ -111,6 +113,7 @@ class PackedGroup(NamedTuple):
     number: int
     base: int | None
     first: PackedSequences
+    joined: Sequence[Any]
     steps: list[tuple[_Integers64, _Integers64]]
     reduction: bytes
 
@@ -138,13 +141,16 @@ class PlacedGeneration:
         self._dropped.append(self.number)
 
 
-def pack_group(group: GroupQuery, base: Generation | None) -> PackedGroup:
+def pack_group(
+    group: GroupQuery, base: Generation | None, joined: Sequence[Any] = ()
+) -> PackedGroup:
     """Pack the query of a population.
 
     Args:
         group: The query.
         base: The query's generation or an earlier one, if the replica has it: its state is a
             `PlacedGeneration`.
+        joined: `PackedGroup.joined`.
     """
     unset: Any = None  # the replica has another generation, and unpacks the reduction
     steps: list[tuple[_Integers64, _Integers64]] = []
@@ -161,6 +167,7 @@ def pack_group(group: GroupQuery, base: Generation | None) -> PackedGroup:
         base_number if base is group.generation else group.query_id,
         base_number,
         pack_sequences(map(lineage.sequence, first)),
+        joined,
         steps,
         TRANSPORT.pack_outputs([group.reduction if group.sampling is None else None]),
     )
@@ -237,6 +244,12 @@ class Generations:
             lineage = base.lineage
         else:
             lineage = Lineage.of_sequences(packed.first.unpack())
+            base = Generation(lineage)
+            base.joined = [
+                source._replace(generation=self._by_number[source.generation][0])
+                for source in packed.joined
+                if source.generation in self._by_number
+            ]
         for ancestors, token_ids in packed.steps:
             lengths = lineage.lengths[ancestors] + (token_ids >= 0)
             lineage = Lineage(lineage, ancestors, token_ids, lengths)

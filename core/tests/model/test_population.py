@@ -142,12 +142,12 @@ def test_equal_extensions_are_one_sequence_and_others_are_apart() -> None:
 def test_a_generation_refers_to_the_state_of_an_earlier_one_until_it_has_its_own() -> None:
     lineage = Lineage.of_sequences([TokenSequence.of([1])])
     first, state = Generation(lineage), object()
-    assert first.with_state() is None
+    assert first.root.state is None
     first.keep(state)
     third = Generation(lineage, Generation(lineage, first))
-    assert third.with_state() is first
+    assert third.root is first
     third.keep(object())
-    assert third.with_state() is third
+    assert third.root is third
     assert third.base is None
 
 

@@ -209,7 +209,7 @@ def test_a_chain_of_100_000_generations_is_dropped_without_an_error(capfd):
     first.keep(State())
     for _ in range(100_000):
         generation = Generation(child(generation.lineage, 1), generation)
-    assert generation.with_state() is first
+    assert generation.root is first
     state = weakref.ref(first.state)
     del first, generation
     gc.collect()
@@ -220,16 +220,16 @@ def test_a_chain_of_100_000_generations_is_dropped_without_an_error(capfd):
 def test_a_generation_serves_until_one_that_extends_it_has_a_state():
     lineage = lineage_of()
     first = Generation(lineage)
-    assert first.with_state() is None
+    assert first.root.state is None
     second = Generation(lineage.extended(np.arange(3), np.zeros(3, np.int64))[0], first)
     third = Generation(second.lineage.extended(np.arange(3), np.zeros(3, np.int64))[0], second)
-    assert third.with_state() is None
+    assert third.root.state is None
     first.keep("first")
-    assert third.with_state() is second.with_state() is first.with_state() is first
+    assert third.root is second.root is first.root is first
     third.keep("third")
-    assert third.with_state() is third
+    assert third.root is third
     assert third.base is None
-    assert second.with_state() is first
+    assert second.root is first
 
 
 def test_a_state_is_dropped_with_the_last_generation_that_it_serves():

@@ -187,9 +187,9 @@ class Populations:
         Tokens to which rows of other tables refer are not moved.
         """
         self.tables.collect()
-        base = generation.with_state()
-        removed = None if base is None else self.tables.remove(base)
-        if base is None or removed is None:
+        base = generation.root
+        removed = self.tables.remove(base)
+        if removed is None:
             return
         table, released = removed
         is_free = np.zeros(self._tree.capacity + 1, bool)

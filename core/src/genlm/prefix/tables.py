@@ -69,10 +69,10 @@ class Tables:
     def find(self, group: GroupQuery) -> BlockTable | None:
         """Return the table of a generation, or a selection of that of its base, or None."""
         generation, lineage = group.generation, group.generation.lineage
-        base = generation.with_state()
+        base = generation.root
         reference = _reference(base)
         entry = None if reference is None else self._entries.get(reference.key)
-        if base is None or reference is None or entry is None or entry.adapter != group.adapter:
+        if reference is None or entry is None or entry.adapter != group.adapter:
             return None
         self._entries.move_to_end(reference.key)
         if base is generation:
@@ -95,7 +95,7 @@ class Tables:
 
     def expect(self, groups: Iterable[GroupQuery]) -> None:
         """Set `pending` to the tables of groups."""
-        references = (_reference(group.generation.with_state()) for group in groups)
+        references = (_reference(group.generation.root) for group in groups)
         self.pending = frozenset(one.key for one in references if one is not None)
 
     def is_cut(self, group: GroupQuery) -> bool:
@@ -106,7 +106,7 @@ class Tables:
         """Store the table of a generation, in place of its current one."""
         self.references.add(table.last)
         generation = group.generation
-        reference, base = _reference(generation), _reference(generation.with_state())
+        reference, base = _reference(generation), _reference(generation.root)
         previous = None if base is None else self._entries.get(base.key)
         if reference is None or previous is None:
             reference = _Reference(next(self._keys), self._dropped)
@@ -233,7 +233,7 @@ class _Reference:
         self._dropped.append(self.key)
 
 
-def _reference(generation: Generation | None) -> _Reference | None:
+def _reference(generation: Generation) -> _Reference | None:
     """Return the reference of a generation to its table, None if it has none."""
-    state = None if generation is None else generation.state
+    state = generation.state
     return state if isinstance(state, _Reference) else None

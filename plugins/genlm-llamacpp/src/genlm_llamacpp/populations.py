@@ -65,8 +65,8 @@ class Populations:
         return min(self._needs(group).cost for group in pending) > self._sequences.available
 
     def _needs(self, group: GroupQuery) -> _Needs:
-        base = group.generation.with_state()
-        if base is None:
+        base = group.generation.root
+        if base.state is None:
             return _Needs([], set(), len(group.wanted))
         places = group.generation.lineage.suffixes(group.wanted, base.lineage).places
         keys = [base.lineage.sequence(place).key for place in range(len(base.lineage))]

@@ -334,15 +334,7 @@ class Generation:
     @property
     def has_only_contexts(self) -> bool:
         """Whether the engine has no state of the sequences, or only the state of contexts."""
-        base = self.with_state()
-        return base is None or isinstance(base.state, Contexts)
-
-    def with_state(self) -> Generation | None:
-        """Return this generation, or its nearest base, that has a state; None if none has."""
-        generation: Generation | None = self
-        while generation is not None and generation.state is None:
-            generation = generation.base
-        return generation
+        return isinstance(self.root.state, Contexts | None)
 
 
 def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:

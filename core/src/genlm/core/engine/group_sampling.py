@@ -18,6 +18,7 @@ import torch
 
 from genlm.core.base.errors import ContextLengthError, EvaluationError
 from genlm.core.queries.generations import (
+    NO_CONTEXTS,
     NO_TOKEN,
     Contexts,
     Generation,
@@ -335,15 +336,17 @@ class MemberRuns(_Continuations):
             generation: The generation.
             places: Index in it of the sequence of each member.
         """
-        contexts, lease = Contexts.of(generation), None
+        if self.query.lease is None:
+            generation.keep(NO_CONTEXTS)
+            return
         computed = [
             sequence.prefix_key(len(sequence) - 1) if drawn else None
             for sequence, drawn in zip(self._sequences, self._drawn, strict=True)
         ]
-        if self.query.lease is not None:
-            lease = self.query.lease([(self.query.adapter, key) for key in computed if key])
-            for place, key in zip(places.tolist(), computed, strict=True):
-                contexts.keys[place] = key
+        lease = self.query.lease([(self.query.adapter, key) for key in computed if key])
+        contexts = Contexts.of(generation)
+        for place, key in zip(places.tolist(), computed, strict=True):
+            contexts.keys[place] = key
         generation.keep(contexts._replace(lease=lease))
 
 

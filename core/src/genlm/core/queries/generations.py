@@ -223,8 +223,7 @@ class Contexts(NamedTuple):
     """State of a generation whose sequences an engine stores as contexts, not as arrays.
 
     Attributes:
-        lease: Keeps the engine's state of the contexts alive; None if the engine stores no
-            state of contexts.
+        lease: Keeps the engine's state of the contexts alive.
         keys: Key of the computed context that each sequence equals or extends; None for no
             context.
         waiting: Number of queries that did not want each sequence since then, shape `(n,)`.
@@ -241,11 +240,15 @@ class Contexts(NamedTuple):
         contexts = cls(None, [None] * count, np.zeros(count, np.int64))
         for source, origins, places, _ in generation.sources():
             state = source.state
-            if isinstance(state, Contexts):
+            if isinstance(state, Contexts) and state is not NO_CONTEXTS:
                 for place, origin in zip(places.tolist(), origins.tolist(), strict=True):
                     contexts.keys[place] = state.keys[origin]
                 contexts.waiting[places] = state.waiting[origins]
         return contexts
+
+
+NO_CONTEXTS = Contexts(None, [], _EMPTY)
+"""State of a generation on an engine that stores no state of contexts."""
 
 
 class Source(NamedTuple):

@@ -18,7 +18,7 @@ from genlm.core.base.errors import (
     UnknownAdapterError,
 )
 from genlm.core.base.validation import outside_vocabulary
-from genlm.core.queries.generations import MAX_WAITING, Contexts
+from genlm.core.queries.generations import MAX_WAITING, NO_CONTEXTS, Contexts
 from genlm.core.queries.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -363,15 +363,17 @@ class GroupQuery:
         generation, wanted = self.generation, self.wanted
         if not isinstance(generation.state, Contexts | None):
             return
-        lease, keys, waiting = Contexts.of(generation)
-        if self.lease is not None:
-            waiting += 1
-            waiting[wanted] = 0
-            for place in (waiting > MAX_WAITING).nonzero()[0].tolist():
-                keys[place] = None
-            for place in wanted.tolist():
-                keys[place] = generation.lineage.sequence(place).key
-            lease = self.lease([(self.adapter, key) for key in keys if key is not None])
+        if self.lease is None:
+            generation.keep(NO_CONTEXTS)
+            return
+        _, keys, waiting = Contexts.of(generation)
+        waiting += 1
+        waiting[wanted] = 0
+        for place in (waiting > MAX_WAITING).nonzero()[0].tolist():
+            keys[place] = None
+        for place in wanted.tolist():
+            keys[place] = generation.lineage.sequence(place).key
+        lease = self.lease([(self.adapter, key) for key in keys if key is not None])
         generation.keep(Contexts(lease, keys, waiting))
 
     def __len__(self) -> int:

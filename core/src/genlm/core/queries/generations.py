@@ -386,8 +386,30 @@ def joined_generation(
             index, distinct = index[first], distinct[index[first] >= 0]
             index = index[index >= 0]
             shared_lengths = np.minimum(shared[index], joined.lineage.lengths[distinct])
-            joined.joined.append(Source(source, origins[index], distinct, shared_lengths))
+            if len(
+                distinct
+            ):  # otherwise programs that concatenate without end keep all sources
+                joined.joined.append(Source(source, origins[index], distinct, shared_lengths))
+    if len(joined.joined) > 2 * len(joined.lineage):  # equal sequences have several sources
+        joined.joined = _longest_sources(joined.joined, len(joined.lineage))
     return joined, indices
+
+
+def _longest_sources(sources: Sequence[Source], count: int) -> list[Source]:
+    """Return for each of `count` sequences the source with which it shares most tokens."""
+    longest, owner = np.zeros(count, np.int64), np.full(count, -1)
+    for number, (_, _, places, lengths) in enumerate(sources):
+        is_longer = lengths > longest[places]
+        longest[places[is_longer]] = lengths[is_longer]
+        owner[places[is_longer]] = number
+    kept = []
+    for number, (generation, origins, places, lengths) in enumerate(sources):
+        is_owned = owner[places] == number
+        if is_owned.any():
+            kept.append(
+                Source(generation, origins[is_owned], places[is_owned], lengths[is_owned])
+            )
+    return kept
 
 
 def distinct_sequences(

@@ -24,13 +24,14 @@ from genlm.core.reference.ngram import exact_row
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = (
-    *("power_smc", "reward_smc", "ensemble", "beam_search"),
+    *("power_mcmc", "power_smc", "reward_smc", "ensemble", "beam_search"),
     *("twisted", "distil", "importance", "intersection"),
 )
 END = 256
 LETTERS = b" .abcd"
 TEXTS = ("ab a bcd ab. aab ba dab", "abba ab dad. bad cab a b")
 RUNS = 150
+CHAINS = 4000
 
 
 def program(name: str) -> Any:
@@ -106,6 +107,23 @@ def test_power_smc_has_the_weights_of_the_power(models, matrices, block):
     exact = {token: power[start, token] * after[token] for token in range(END)}
     exact[END] = power[start, END]
     assert distance(found, exact) < 0.1
+
+
+def test_power_mcmc_has_the_distribution_of_the_power(models, matrices):
+    llm, alpha, steps, start = models[0], 2.0, 4, ord("a")
+    power_mcmc, power = program("power_mcmc").power_mcmc, matrices[0] ** alpha
+    texts, share = power_mcmc(
+        llm, [32, start], CHAINS, alpha=alpha, max_tokens=steps, moves=60, seed=2
+    )
+    assert 0.3 < share < 0.9
+    found: dict[Any, float] = {}
+    for text in texts.tokens[:, 2:].tolist():
+        key = text[0], END if END in text else text[-1]
+        found[key] = found.get(key, 0.0) + 1 / CHAINS
+    power[END] = np.arange(END + 1) == END  # the texts that have ended
+    weights = power[start][:, None] * np.linalg.matrix_power(power, steps - 1)
+    exact = {key: weight / weights.sum() for key, weight in np.ndenumerate(weights)}
+    assert distance(found, exact) < 0.06  # that of the proposals is 0.35
 
 
 class Judge:

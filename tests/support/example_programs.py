@@ -19,7 +19,7 @@ __all__ = ["PROGRAMS", "output_of"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = (
     *("awrs_json", "beam_search", "distil", "ensemble", "importance", "intersection"),
-    *("power_smc", "reward_smc", "twisted"),
+    *("power_mcmc", "power_smc", "reward_smc", "twisted"),
 )
 """Programs that name their model and engine on the command line."""
 

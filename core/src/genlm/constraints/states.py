@@ -40,7 +40,7 @@ class StateConstraint(Immutable, Constraint):
         vocab_size: Number of token ids.
     """
 
-    pickling_error = (
+    _pickling_error = (
         "a Constraint belongs to a vocabulary and cannot be pickled; pickle its language, "
         "and create it again with the language's method start"
     )

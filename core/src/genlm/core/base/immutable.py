@@ -10,7 +10,7 @@ class Immutable:
 
     __slots__ = ()
 
-    pickling_error: ClassVar[str]
+    _pickling_error: ClassVar[str]
     """Why the object cannot be pickled, and what to pickle in its place."""
 
     def __copy__(self) -> Self:
@@ -20,4 +20,4 @@ class Immutable:
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError(self.pickling_error)
+        raise TypeError(self._pickling_error)

@@ -40,7 +40,7 @@ class Context(Immutable):
 
     __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
 
-    pickling_error = (
+    _pickling_error = (
         "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
         "and create it again with the model's method context"
     )

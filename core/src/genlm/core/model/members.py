@@ -42,7 +42,7 @@ class Members(Immutable):
         *("_adapter", "lora_name"),
     )
 
-    pickling_error = (
+    _pickling_error = (
         "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
         "and create it again with the model's method population"
     )

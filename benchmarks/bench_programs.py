@@ -7,6 +7,8 @@ random weights, float32. The limit is the time of the linear layers over each ne
 - beams: `beam_search` against `generate(num_beams=...)`, both with as many beams returned.
 - power: `power_smc` against the loop of the paper in transformers: `[N, 1]` decoding with
   a cache for every particle, which resampling reorders.
+- chains: `power_mcmc`, eight moves, against one call of `generate` for each move, which
+  computes the kept tokens of all texts again, padded to the longest.
 - reward: `reward_smc`, whose reward is the log-probability under another prompt, against
   requests to an endpoint that keeps nothing between them: each block generates after a prefill
   of all tokens so far, and scores whole texts. The requests of a block are one batch.
@@ -55,7 +57,7 @@ from genlm import AsyncLM, OutputCache
 from genlm.smc import resampled
 from genlm_hf.engine import HFEngine
 
-PROMPT, ALPHA, PARTICLES, BLOCK, SPACES = 64, 4.0, 32, 16, 3
+PROMPT, ALPHA, PARTICLES, BLOCK, SPACES, MOVES = 64, 4.0, 32, 16, 3, 8
 READERS, TEXT = 4, b"The function "
 DISTIL_VOCABULARY = 32_000
 Contestants = dict[str, Callable[[], Any]]
@@ -186,6 +188,57 @@ def power(model: Any, llm: AsyncLM, tokens: int) -> Contestants:
     return {
         "transformers": lambda: power_by_hand(model, tokens),
         "program": lambda: power_smc(llm, prompt_of(PROMPT), PARTICLES, **arguments),
+    }
+
+
+@torch.inference_mode()
+def chains_by_hand(model: Any, tokens: int) -> torch.Tensor:
+    """Power-MCMC in transformers: returns the texts."""
+    rng, prompt = np.random.default_rng(0), torch.tensor(prompt_of(PROMPT))
+    texts = torch.zeros(PARTICLES, tokens, dtype=torch.long)
+    log_ratios = torch.zeros(PARTICLES, tokens, dtype=torch.float64)
+    for move in range(MOVES + 1):
+        cuts = rng.integers(0, tokens, PARTICLES) * (move > 0)
+        width = PROMPT + int(cuts.max())
+        kept = torch.zeros(PARTICLES, width, dtype=torch.long)
+        mask = kept.clone()
+        for chain, cut in enumerate(cuts.tolist()):
+            kept[chain, width - PROMPT - cut :] = torch.cat([prompt, texts[chain, :cut]])
+            mask[chain, width - PROMPT - cut :] = 1
+        found = model.generate(
+            kept,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1 / ALPHA,
+            top_k=0,
+            max_new_tokens=tokens - int(cuts.min()),
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        drawn = found.sequences[:, width:, None]
+        rows = torch.stack(found.logits, 1).log_softmax(-1)
+        proposal = (ALPHA * rows).log_softmax(-1)
+        gains = (ALPHA * rows.gather(2, drawn) - proposal.gather(2, drawn))[..., 0].double()
+        proposed, ratios = texts.clone(), log_ratios.clone()
+        for chain, cut in enumerate(cuts.tolist()):
+            proposed[chain, cut:] = drawn[chain, : tokens - cut, 0]
+            ratios[chain, cut:] = gains[chain, : tokens - cut]
+        threshold = torch.from_numpy(np.log(rng.random(PARTICLES)))
+        accepted = (threshold < (ratios - log_ratios).sum(1))[:, None] | (move == 0)
+        texts = torch.where(accepted, proposed, texts)
+        log_ratios = torch.where(accepted, ratios, log_ratios)
+    return texts
+
+
+def chains(model: Any, llm: AsyncLM, tokens: int) -> Contestants:
+    """The same number of moves by each."""
+    power_mcmc = program("power_mcmc")["power_mcmc"]
+    arguments = {"alpha": ALPHA, "max_tokens": tokens, "moves": MOVES}
+    return {
+        "transformers": lambda: chains_by_hand(model, tokens),
+        "program": lambda: power_mcmc(llm, prompt_of(PROMPT), PARTICLES, **arguments),
     }
 
 
@@ -494,6 +547,7 @@ def particle_programs(
             cases[f"beams {text}"] = functools.partial(beams, model, llm, width, tokens)
         for name, function in {
             "power": power,
+            "chains": chains,
             "twisted": twisted,
             "importance": importance,
         }.items():
@@ -526,6 +580,7 @@ def main() -> None:
     )
     parser.add_argument("--beams", nargs="*", default=["10/16", "100/16", "1000/8"])
     parser.add_argument("--power", nargs="*", type=int, default=[64], help="tokens")
+    parser.add_argument("--chains", nargs="*", type=int, default=[64], help="tokens")
     parser.add_argument("--twisted", nargs="*", type=int, default=[32], help="tokens")
     parser.add_argument("--importance", nargs="*", type=int, default=[32], help="tokens")
     parser.add_argument("--ensemble", nargs="*", type=int, default=[8], help="bytes")

@@ -276,7 +276,10 @@ def test_a_concatenation_continues_generations_of_its_replica():
     for number, link in enumerate(driver.links):
         link.number, link.dropped = number, deque()
         driver.router.add(number)
-    (first, _), (second, _), (third, _) = _generations(), _generations(), _generations()
+    first, second, third = (
+        Generation(Lineage.of_sequences([TokenSequence.of(ids) for ids in ([i, 1, 2], [i, 3])]))
+        for i in range(3)
+    )
     replicas = {0: Generations(), 1: Generations()}
     rows = LastColumn(torch.zeros(3))
     for query_id, (generation, number) in enumerate([(first, 1), (second, 0), (third, 1)]):
@@ -287,7 +290,7 @@ def test_a_concatenation_continues_generations_of_its_replica():
         driver._complete(Completion(query_id, (), None), driver.links[number])
     parts = [(second, np.array([1])), (first, np.array([0, 1])), (third, np.array([0]))]
     joined, _ = joined_generation(parts)
-    longer, _ = joined.extended(np.arange(len(joined.lineage)), np.array([[8], [9]]))
+    longer, _ = joined.extended(np.arange(len(joined.lineage)), np.array([[8], [9], [7], [6]]))
     driver.router.submit([_group(3, longer, rows)])
     [(number, [routed])] = driver.router.take({0: 9, 1: 9}).items()
     assert number == 1  # it has most of the sequences

@@ -374,7 +374,7 @@ def joined_generation(
         pairs = zip(sequences, lengths.tolist(), strict=True)
         sequences = [sequence.prefix(length) for sequence, length in pairs]
     joined, indices = first_generation(sequences)
-    end = 0
+    sources, end = [], 0
     for generation, members in parts:
         begin, end = end, end + len(members)
         for source, origins, places, shared in generation.sources():
@@ -386,12 +386,9 @@ def joined_generation(
             index, distinct = index[first], distinct[index[first] >= 0]
             index = index[index >= 0]
             shared_lengths = np.minimum(shared[index], joined.lineage.lengths[distinct])
-            if len(
-                distinct
-            ):  # otherwise programs that concatenate without end keep all sources
-                joined.joined.append(Source(source, origins[index], distinct, shared_lengths))
-    if len(joined.joined) > 2 * len(joined.lineage):  # equal sequences have several sources
-        joined.joined = _longest_sources(joined.joined, len(joined.lineage))
+            sources.append(Source(source, origins[index], distinct, shared_lengths))
+    # Otherwise programs that concatenate without end would keep all earlier generations.
+    joined.joined = _longest_sources(sources, len(joined.lineage))
     return joined, indices
 
 
@@ -406,9 +403,8 @@ def _longest_sources(sources: Sequence[Source], count: int) -> list[Source]:
     for number, (generation, origins, places, lengths) in enumerate(sources):
         is_owned = owner[places] == number
         if is_owned.any():
-            kept.append(
-                Source(generation, origins[is_owned], places[is_owned], lengths[is_owned])
-            )
+            indices = origins[is_owned], places[is_owned]
+            kept.append(Source(generation, *indices, lengths[is_owned]))
     return kept
 
 

@@ -95,6 +95,15 @@ def test_a_population_of_another_size_is_refused(llm, language):
         constraint.draw_sync(llm.population(PROMPT, 3))
 
 
+def test_a_population_of_a_model_with_other_tokens_is_refused(llm, language):
+    constraint = language.start(llm, 2)
+    with (
+        genlm.load_model("demo", backend="reference") as other,
+        pytest.raises(ValueError, match="for 11 token ids and a population"),
+    ):
+        constraint.draw_sync(other.population(PROMPT, 2))
+
+
 def test_both_forms_of_draw_return_the_same(llm, language):
     population = llm.population(PROMPT, 5)
     blocking = language.start(llm, 5).draw_sync(population, temperature=0.7, seed=3)

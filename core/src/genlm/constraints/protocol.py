@@ -127,7 +127,8 @@ class Constraint(ABC):
             not known; `logprobs - draw_logprob` is the log-weight of each draw.
 
         Raises:
-            ValueError: The population has another size.
+            ValueError: The population has another size, or its model has another number of
+                token ids.
             GenlmError: As `Population.draw`.
         """
         self._check_size(population)

@@ -21,6 +21,7 @@ from genlm.core.base.validation import checked_integer
 from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
+    from genlm.core.model.population import Population
     from genlm.core.rows.draws import DrawnTokens
 
 States: TypeAlias = npt.NDArray[Any]
@@ -68,6 +69,15 @@ class StateConstraint(Immutable, Constraint):
 
     def __len__(self) -> int:
         return len(self.states)
+
+    def _check_size(self, population: Population) -> None:
+        super()._check_size(population)
+        found = population._lm.vocabulary.size  # noqa: SLF001 - internal to genlm
+        if found != self._vocab_size:
+            raise ValueError(
+                f"a constraint for {self._vocab_size} token ids and a population whose model "
+                f"has {found}; start the constraint with the model of the population"
+            )
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Return the constraint after tokens, which is already computed for drawn tokens."""

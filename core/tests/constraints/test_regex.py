@@ -205,6 +205,7 @@ def test_an_automaton_that_cannot_be_small_is_refused(monkeypatch):
         (r"b[^\x00-\U0010ffff]|a{2}", "it has a part that no text matches"),
         (r"a\b{start}b{2}", r"it has \\b, which depends on the character that follows"),
         ("(?m)a$\nb{2}", r"it has \$, which"),
+        ("(" * 9000 + "a" + ")" * 9000, r"the groups .* are nested too deeply"),
     ],
 )
 def test_an_expression_that_cannot_be_compiled_is_refused(pattern, message):

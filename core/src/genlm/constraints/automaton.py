@@ -89,7 +89,9 @@ class Automaton(Language):
             pattern: Expression in the syntax of Rust's `regex`: Python's `re` without
                 look-around and backreferences. Classes such as `\w` and `\d` are those of
                 Unicode; `.` is any character except a newline. `^` and `$` are not needed;
-                `^` is accepted at the beginning only.
+                `^` is accepted at the beginning only. Parts without counted repetitions are
+                compiled before their size is checked: write `[ab]*a[ab]{20}` instead of 20
+                copies of `[ab]`, which take exponential time and memory.
 
         Raises:
             ValueError: The syntax of the pattern is invalid, its counted repetitions have more

@@ -60,6 +60,10 @@ def regex_table(pattern: str) -> ByteTable:
             f"cannot compile the regular expression {shown!r}: {error}. The syntax is that of "
             f"Rust's regex. Lookaround and backreferences are not supported"
         ) from error
+    except RecursionError as error:
+        raise ValueError(
+            f"the groups of the regular expression {shown!r} are nested too deeply"
+        ) from error
     if expression.size > _MAX_SIZE:
         raise ValueError(
             f"the regular expression {shown!r} has {expression.size:,} states; the maximum is "

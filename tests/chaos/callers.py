@@ -227,7 +227,12 @@ class Caller:
         return found
 
     def population(self, ask: Ask, ids: list[Any]) -> Population:
-        """A population of the sequences, which extends one of the last ones if possible."""
+        """A population of the sequences, which extends one of the last ones if possible.
+
+        Sequences that it does not have are concatenated.
+        """
+        best: list[tuple[int, tuple[int, ...]] | None] = [None] * len(ids)
+        base = None
         for known in self._populations:
             if known.lora_name != self.lm.with_lora(ask.adapter).lora_name:
                 continue
@@ -243,16 +248,21 @@ class Caller:
                 )
                 for token_ids in ask.contexts
             ]
-            if all(found):
-                ancestors, added = zip(*found, strict=True)
-                width = max(map(len, added))
-                columns = [[*new, *[-1] * (width - len(new))] for new in added]
-                population = known[list(ancestors)]
-                if width:
-                    population = population.extend(np.array(columns))
-                break
-        else:
-            population = self.lm.population(ids, lora_name=ask.adapter)
+            if found.count(None) < best.count(None):
+                base, best = known, found
+        pairs = [pair for pair in best if pair is not None]
+        new = [sequence for sequence, pair in zip(ids, best, strict=True) if pair is None]
+        parts = []
+        if base is not None:
+            ancestors, added = zip(*pairs, strict=True)
+            width = max(map(len, added))
+            columns = [[*more, *[-1] * (width - len(more))] for more in added]
+            extended = base[list(ancestors)]
+            parts = [extended.extend(np.array(columns)) if width else extended]
+        if new:
+            parts.append(self.lm.population(new, lora_name=ask.adapter))
+        order = np.argsort([pair is None for pair in best], kind="stable")
+        population = Population.cat(parts)[np.argsort(order)]
         self._populations.append(population)
         return population
 

@@ -252,7 +252,9 @@ def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str
     if form == "json_schema":
         schema = json.loads(source) if isinstance(source, str) else source
         if options:
-            schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
+            if not isinstance(schema, dict):
+                raise ValueError(f"llguidance has no options for the schema {schema!r}")
+            schema = {**schema, "x-guidance": {**(schema.get("x-guidance") or {}), **options}}
         source = f"start: %json {json.dumps(schema)}"
     # With forcing, the masks would have only one tokenization of a text that is certain.
     return f'%llguidance {{"no_forcing": true}}\n{source}'

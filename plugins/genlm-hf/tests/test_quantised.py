@@ -16,10 +16,12 @@ import peft
 import pytest
 import torch
 import transformers
+from torch.testing._internal.two_tensor import TwoTensor
 
 import genlm_hf.loading
 from genlm import MissingRequirementError, ModelLoadError
 from genlm_hf.engine import HFEngine
+from genlm_hf.quantised import is_quantised
 
 from .population import Oracle
 from .test_adapters import make_adapter
@@ -149,6 +151,45 @@ def test_a_model_that_sees_later_tokens_is_refused_in_8_bit_too(
     path = save_model(build_model("bert", **bert))
     with pytest.raises(ModelLoadError, match="not a causal language model"):
         HFEngine(path, device="cpu", dtype="float32", bitsandbytes_opts=IN_8_BIT)
+
+
+@pytest.mark.parametrize("options", [IN_8_BIT, IN_4_BIT])
+def test_new_weights_are_refused_and_leave_the_rows_unchanged(
+    options: dict[str, Any], save_model: Callable[[Any], Path]
+) -> None:
+    full = build_model("llama", **LLAMA)
+    engine = HFEngine(
+        save_model(full), device="cpu", dtype="float32", bitsandbytes_opts=options
+    )
+    rows = answers(engine, SEQUENCES)
+    for weights in (full.state_dict(), dict(engine._served.model.named_parameters())):
+        with pytest.raises(ValueError, match="weights of a quantised model cannot be replaced"):
+            engine.update_weights(weights)
+        assert largest_difference(answers(engine, SEQUENCES), rows) == 0
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_weights_that_the_caller_quantised_are_recognised(is_wrapped: bool) -> None:
+    model = build_model("llama", **LLAMA)
+    assert not is_quantised(model)
+    weight = model.lm_head.weight.detach()
+    weight = TwoTensor(weight, weight) if is_wrapped else weight.to(torch.int8)
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert is_quantised(model)
+
+
+def test_activations_quantised_with_one_scale_for_all_tokens_are_refused(
+    tokenizer: Any,
+) -> None:
+    def quantise(_: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        scale = inputs[0].abs().max() / 127
+        return (inputs[0] / scale).round() * scale
+
+    model = build_model("llama", **LLAMA)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(quantise)
+    with pytest.raises(ModelLoadError, match="quantise weights only"):
+        HFEngine.from_model(model, tokenizer)
 
 
 def test_bitsandbytes_says_once_what_it_says_at_every_product(

@@ -66,7 +66,10 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
         raise ModelLoadError(
             "its prediction after a token changes with the tokens that follow, so it is not "
             "a causal language model; use a decoder-only model (a BERT-like checkpoint "
-            'trained as a decoder needs hf_opts={"is_decoder": True})'
+            'trained as a decoder needs hf_opts={"is_decoder": True}). Layers that quantise '
+            "activations with one scale for all tokens, such as those of torch's "
+            "quantize_dynamic in int8, have the same effect; quantise weights only, or "
+            "activations with a scale for each token"
         )
     return _total_variation(unbatched, padded) <= tolerance
 

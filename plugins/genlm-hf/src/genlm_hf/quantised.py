@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 
 def is_quantised(model: Any) -> bool:
-    """Whether weights are quantised; kernels then round more than the model's dtype does."""
-    return getattr(model.config, "quantization_config", None) is not None
+    """Whether weights are quantised; kernels then round more than the model's dtype does.
+
+    Weights that the caller has quantised are whole numbers, or tensors of a class that wraps
+    them (torchao, quanto); the config does not say so.
+    """
+    return getattr(model.config, "quantization_config", None) is not None or any(
+        is_traceable_wrapper_subclass(weight) or not weight.is_floating_point()
+        for weight in model.parameters()
+    )
 
 
 @contextmanager

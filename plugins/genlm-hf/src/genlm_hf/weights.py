@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from genlm_hf.quantised import is_quantised
+
 _WRAPPED = ("base_layer", "original_module")
 """Names of the model's own layers in those that peft has inserted."""
 
@@ -20,8 +22,14 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
             name suffices for weights that the model shares.
 
     Raises:
-        ValueError: The names, shapes or kinds of numbers differ from the model's.
+        ValueError: The names, shapes or kinds of numbers differ from the model's, or it is
+            quantised. The model is unchanged.
     """
+    if is_quantised(model):  # even `state_dict` can change it, see `preserve_packed_weights`
+        raise ValueError(
+            "the weights of a quantised model cannot be replaced; quantise the new weights and "
+            "load them as another model"
+        )
     targets = _own_tensors(model)
     given = {id(targets[name]) for name in weights if name in targets}
     unknown = [name for name in weights if name not in targets]

@@ -64,6 +64,12 @@ def test_the_cache_may_be_quantised_and_limits_apply(llama):
     torch.testing.assert_close(row.double(), llama.logprobs(list(range(20))), atol=1e-2, rtol=0)
 
 
+def test_quantised_keys_that_blocks_do_not_divide_are_refused(llama):
+    """llama.cpp itself would abort, or read other keys; the heads have 8 values."""
+    with pytest.raises(ModelLoadError, match="do not divide the model's 8 values per head"):
+        llama.engine(type_k="q8_0")
+
+
 def test_ctypes_stores_no_type_for_each_number_of_outputs(llama):
     with AsyncLM(llama.engine) as lm:
         lm.next_token_logprobs_sync([1])

@@ -27,6 +27,8 @@ CACHE_TYPES: Mapping[str, tuple[int, float]] = {
 }
 """ggml's id of each type of keys and values, and its bytes per value."""
 
+_QUANTISED_BLOCK = 32  # values that share a scale, in all quantised types of the cache
+
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 
 _DEFAULT_CELLS = 16_384
@@ -341,6 +343,13 @@ class LlamaContext:
         params = self._llama.llama_context_default_params()
         default = "f32" if self._metadata("general.file_type") == "0" else "f16"
         type_k, type_v = options.type_k or default, options.type_v or default
+        if type_k.startswith("q") and self._head_width() % _QUANTISED_BLOCK:
+            # llama.cpp reads wrong keys or aborts; with flash attention, it checks this itself.
+            raise ModelLoadError(
+                f"type_k={type_k!r} stores keys in blocks of {_QUANTISED_BLOCK} values, which "
+                f"do not divide the model's {self._head_width()} values per head; use "
+                f"type_k='f16'"
+            )
         params.type_k, params.type_v = CACHE_TYPES[type_k][0], CACHE_TYPES[type_v][0]
         params.n_ctx = options.n_ctx or self._default_cells(type_k, type_v, options)
         params.n_batch = self.n_batch = min(options.n_batch, params.n_ctx)
@@ -393,14 +402,10 @@ class LlamaContext:
         cells = _DEFAULT_CELLS
         if not options.kv_unified:
             cells = max(cells, options.n_seq_max * CELLS_ROUNDED_TO)
-        architecture = self._metadata("general.architecture")
-        heads = max(1, int(self._llama.llama_model_n_head(self._model)))
-        width = self._metadata(f"{architecture}.attention.key_length")
-        head_width = int(width or int(self._llama.llama_model_n_embd(self._model)) // heads)
         values = (
             int(self._llama.llama_model_n_layer(self._model))
             * max(1, int(self._llama.llama_model_n_head_kv(self._model)))
-            * head_width
+            * self._head_width()
         )
         nbytes = int(values * (CACHE_TYPES[type_k][1] + CACHE_TYPES[type_v][1])) or 1
         budget = cache_budget_bytes(
@@ -410,6 +415,13 @@ class LlamaContext:
             option="n_ctx",
         )
         return max(CELLS_ROUNDED_TO, budget // nbytes // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO)
+
+    def _head_width(self) -> int:
+        """Return the number of values of a key in one head."""
+        architecture = self._metadata("general.architecture")
+        heads = max(1, int(self._llama.llama_model_n_head(self._model)))
+        width = self._metadata(f"{architecture}.attention.key_length")
+        return int(width or int(self._llama.llama_model_n_embd(self._model)) // heads)
 
 
 def _address(array: NDArray[Any], first: int) -> int:

@@ -5,6 +5,7 @@ The conformance suite tests rows after an update.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import genlm
 from genlm import AsyncLM, EngineDiedError
@@ -115,3 +117,45 @@ def test_weights_that_do_not_fit_end_the_engine(
         llm.update_weights(change(tensors(tiny, 1)))
     with pytest.raises(EngineDiedError, match=message):
         llm.next_token_logprobs_sync(IDS)
+
+
+def test_weights_of_quantised_models_are_refused(tmp_path: Path) -> None:
+    settings = families(head_dim=32)["llama"].settings
+    model = TinyModel(
+        tmp_path, {**settings, "hidden_size": 64, "head_dim": 32}, model_type="llama"
+    )
+    weights = load_file(model.path / "model.safetensors")
+    quantise_to_int8(model.path, weights)
+    with genlm.load_model(model.path, "vllm", engine_opts=OPTIONS) as llm:
+        row = llm.next_token_logprobs_sync(IDS)
+        with pytest.raises(ValueError, match="weights of a quantised model"):
+            llm.update_weights(weights)
+        llm.clear_kv_cache()
+        torch.testing.assert_close(llm.next_token_logprobs_sync(IDS), row, atol=1e-5, rtol=0)
+
+
+def quantise_to_int8(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Replace a checkpoint by one with linear layers in the format of compressed-tensors."""
+    tensors = {}
+    for name, weight in weights.items():
+        tensors[name] = weight
+        if name.endswith("proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**scheme, "strategy": "channel", "dynamic": False},
+        "input_activations": {**scheme, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))

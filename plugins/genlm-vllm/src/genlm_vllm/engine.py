@@ -345,10 +345,18 @@ class VLLMEngine:
                 already.
 
         Raises:
+            ValueError: Weights are given for a quantised model, which is unchanged.
             EvaluationError: vLLM cannot load the weights, or some of its parameters received
                 none. The model cannot be used afterwards.
             EngineDiedError: A process of vLLM has ended, or vLLM did not free its cache.
         """
+        quantization = self._vllm.vllm_config.model_config.quantization
+        if weights is not None and quantization is not None:
+            # vLLM 0.32 on a CPU loads them without an error and computes other rows.
+            raise ValueError(
+                f"the weights of a quantised model ({quantization}) cannot be replaced; save "
+                f"the new weights and load them as another model"
+            )
         self._residents.end_idle()
         with preserve_process_state(), self._guarding():
             if weights is not None:

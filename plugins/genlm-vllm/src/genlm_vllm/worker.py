@@ -238,8 +238,7 @@ class RowWorker:
             weights: All weights of the checkpoint by name.
 
         Returns:
-            Names of parameters of the model that received no weights; empty for a quantised
-            model, whose parameters have other names.
+            Names of parameters of the model that received no weights.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
@@ -256,5 +255,4 @@ class RowWorker:
             initialize_layerwise_reload(model)
             loaded = model.load_weights(weights.items())
             finalize_layerwise_processing(model, config)
-        is_comparable = config.quantization is None and loaded is not None
-        return sorted(names - loaded) if is_comparable else []
+        return [] if loaded is None else sorted(names - loaded)

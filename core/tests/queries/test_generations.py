@@ -16,8 +16,8 @@ from genlm.core.queries.generations import (
     NO_TOKEN,
     Generation,
     Lineage,
-    joined_generation,
 )
+from genlm.core.queries.joined_generations import joined_generation
 from genlm.core.queries.sequence import TokenSequence
 
 PROMPTS = [(5,), (), (7, 7, 2)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from genlm import Population, PopulationError, get_backend
-from genlm.core.queries.generations import joined_generation
+from genlm.core.queries.joined_generations import joined_generation
 from genlm.plugin import (
     Completion,
     Generation,
@@ -181,6 +181,18 @@ def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> 
     return GroupQuery(query_id, generation, np.arange(count), np.arange(count), reduction)
 
 
+def _driver() -> Driver:
+    """Return a driver of two replicas, without processes."""
+    driver = Driver(
+        [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
+        load_timeout_s=1.0, max_in_flight=9,
+    )  # fmt: skip
+    for number, link in enumerate(driver.links):
+        link.number, link.dropped = number, deque()
+        driver.router.add(number)
+    return driver
+
+
 def _generations() -> tuple[Generation, Generation]:
     lineage = Lineage.of_sequences([TokenSequence.of([1, 2]), TokenSequence.of([3])])
     first = Generation(lineage)
@@ -212,13 +224,7 @@ def test_a_continuation_is_one_message_and_stays_with_its_replica(pair, referenc
 
 
 def test_groups_are_packed_for_what_their_replica_knows():
-    driver = Driver(
-        [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
-        load_timeout_s=1.0, max_in_flight=9,
-    )  # fmt: skip
-    for number, link in enumerate(driver.links):
-        link.number, link.dropped = number, deque()
-        driver.router.add(number)
+    driver = _driver()
     [link, other] = driver.links
     first, later = _generations()
     generations = Generations()
@@ -269,13 +275,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
 
 
 def test_a_concatenation_continues_generations_of_its_replica():
-    driver = Driver(
-        [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
-        load_timeout_s=1.0, max_in_flight=9,
-    )  # fmt: skip
-    for number, link in enumerate(driver.links):
-        link.number, link.dropped = number, deque()
-        driver.router.add(number)
+    driver = _driver()
     first, second, third = (
         Generation(Lineage.of_sequences([TokenSequence.of(ids) for ids in ([i, 1, 2], [i, 3])]))
         for i in range(3)

@@ -253,7 +253,10 @@ def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str
         schema = json.loads(source) if isinstance(source, str) else source
         if options:
             if not isinstance(schema, dict):
-                raise ValueError(f"llguidance has no options for the schema {schema!r}")
+                raise ValueError(
+                    f"llguidance takes options only for a schema that is an object; found "
+                    f"{schema!r}"
+                )
             schema = {**schema, "x-guidance": {**(schema.get("x-guidance") or {}), **options}}
         source = f"start: %json {json.dumps(schema)}"
     # With forcing, the masks would have only one tokenization of a text that is certain.

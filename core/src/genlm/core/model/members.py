@@ -21,8 +21,8 @@ from genlm.core.queries.generations import (
     Integers64,
     Lineage,
     first_generation,
-    joined_generation,
 )
+from genlm.core.queries.joined_generations import joined_generation
 
 if TYPE_CHECKING:
     from genlm.core.model.context import TokenBatch, TokenIds

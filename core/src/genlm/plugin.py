@@ -10,7 +10,7 @@
   runs an engine on its thread, `call_each`
 - populations: `GroupQuery`, `GroupReduction`, `Rows`, `GroupValues`, `GroupResult`,
   `GroupWork`, `GroupTurns`, `oldest_first`, `GroupSampling`, `SampledGroup`, `SamplingRun`,
-  `Generation`, `Lineage`, `ContextLease`, `with_groups`
+  `Generation`, `Lineage`, `MemberStates`, `ContextLease`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`, `byte_level_bytes`; the interface
   `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
@@ -81,6 +81,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.plugins.spec import hookimpl as hookimpl
     from genlm.core.queries.generations import Generation as Generation
     from genlm.core.queries.generations import Lineage as Lineage
+    from genlm.core.queries.member_states import MemberStates as MemberStates
     from genlm.core.queries.query import Completion as Completion
     from genlm.core.queries.query import GroupQuery as GroupQuery
     from genlm.core.queries.query import GroupReduction as GroupReduction

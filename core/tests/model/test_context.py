@@ -23,7 +23,7 @@ import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
 from genlm.core.base.errors import TokenIdError, TokenTypeError
 from genlm.core.model.leases import ContextKey, ContextLease, LeaseTable
-from genlm.core.queries.generations import MAX_WAITING
+from genlm.core.queries.member_states import MAX_WAITING
 from genlm.core.scheduler import calls
 
 VOCAB_SIZE = 16

@@ -13,7 +13,7 @@ from population_walks import check, figures
 import genlm
 from genlm.plugin import Generation, GroupQuery, Lineage, Query, Rows, TokenSequence
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.member_requests import MemberRequests
+from genlm_vllm.residents import MemberRequests
 from genlm_vllm.waiting_groups import WaitingGroups
 
 from .interpreted_triton import SECOND_RUNNER
@@ -120,7 +120,8 @@ def test_requests_of_members_that_wait_are_not_counted_as_free(
     requests.by_name = {"a": None, "b": None}
     first = group(0, 3, length=1).generation  # of 2 tokens, which are a block
     residents: Any = [SimpleNamespace(name="a"), SimpleNamespace(name="b"), None]
-    first.keep(MemberRequests(residents, np.array([2, 1, 0])))
+    lengths, none_waited = np.array([2, 1, 0]), np.zeros(3, np.int64)
+    first.keep(MemberRequests(np.array(residents), lengths, none_waited))
     generation, members = first.extended(np.array([0, 0, 1]), np.array([[5], [6], [-1]]))
     query = GroupQuery(1, generation, members[wanted], np.arange(len(wanted)), Rows())
     cost = waiting(requests, query)._cost(query)

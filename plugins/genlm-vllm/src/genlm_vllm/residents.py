@@ -24,12 +24,12 @@ from genlm.plugin import (
     EvaluationError,
     GroupQuery,
     GroupResult,
+    MemberStates,
     Query,
     check_query,
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
-from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.messages import ComputedPart, NewQuery
 from genlm_vllm.pending_query import PendingQuery
 from genlm_vllm.processes import Outputs
@@ -41,6 +41,10 @@ from genlm_vllm.running_requests import (
     RunningRequests,
 )
 from genlm_vllm.workers import Workers
+
+
+class MemberRequests(MemberStates):
+    """The `ResidentRequest` of each sequence of a generation."""
 
 
 class Residents:
@@ -224,20 +228,19 @@ class Residents:
         """Assign a request to every sequence; the requests of other members stay idle."""
         generation, lineage, wanted = query.generation, query.generation.lineage, query.wanted
         members = MemberRequests.of(generation)
-        residents, lengths = members
+        residents, lengths, *_ = members
         # Sequences without a request have the length 0, and need no tokens here.
         missing = np.where(lengths[wanted] > 0, lineage.lengths[wanted] - lengths[wanted], 0)
         parents = [
             None if resident is None else Parent(resident, length, added)
             for resident, length, added in zip(
-                [residents[index] for index in wanted.tolist()],
+                residents[wanted],
                 lengths[wanted].tolist(),
                 _tokens(lineage.last_tokens(wanted, missing)),
                 strict=True,
             )
         ]
-        if len(wanted) < len(lineage):
-            self._drop_unused(members, wanted)
+        members.count_query(wanted)
         generation.keep(members)
         # Ending unreferenced requests frees places for forks and new requests.
         self.requests.end_dropped()
@@ -253,14 +256,6 @@ class Residents:
         lengths[wanted] = lineage.lengths[wanted]
         self._begin_members()
 
-    def _drop_unused(self, members: MemberRequests, wanted: Integers64) -> None:
-        """Drop requests of members that have waited for long and may have finished."""
-        unused, (residents, lengths) = {*self.requests.unused()}, members
-        for index in np.delete(np.arange(len(lengths)), wanted).tolist():
-            resident = residents[index]
-            if resident is not None and resident.name in unused:
-                residents[index], lengths[index] = None, 0
-
     def _begin_members(self) -> None:
         """Begin requests of members while vLLM has places; the other members wait."""
         while self._unstarted and len(self._busy) < self.requests.places:
@@ -275,7 +270,7 @@ class Residents:
                 continue
             turn = pending.turn + place
             resident = self.requests.begin(sequence.token_ids, query.adapter, turn)
-            generation.state.residents[index] = resident
+            generation.state.states[index] = resident
             self._wait_for(resident, pending, place)
             self._counts["members_begun"] += 1
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from genlm.plugin import GroupQuery, GroupTurns, Lineage
-from genlm_vllm.member_requests import MemberRequests
-from genlm_vllm.residents import Residents
+from genlm_vllm.residents import MemberRequests, Residents
 from genlm_vllm.running_requests import Room
 
 
@@ -125,7 +124,7 @@ class WaitingGroups:
             group.generation.lineage,
             group.wanted,
         )
-        earlier, (residents, lengths) = _computed(group)
+        earlier, (residents, lengths, *_) = _computed(group)
         names, size = requests.by_name, requests.block_tokens
         living = [resident is not None and resident.name in names for resident in residents]
         is_living = np.array(living, bool)
@@ -159,17 +158,16 @@ def _computed(group: GroupQuery) -> tuple[Lineage, MemberRequests]:
     Returns the first lineage if none was computed.
     """
     root = group.generation.root
-    residents, lengths = MemberRequests.of(root)
-    return root.lineage, MemberRequests(
-        residents, np.where(lengths, lengths, root.lineage.lengths)
-    )
+    members = MemberRequests.of(root)
+    lengths = np.where(members.lengths, members.lengths, root.lineage.lengths)
+    return root.lineage, members._replace(lengths=lengths)
 
 
 def _names(group: GroupQuery) -> list[str]:
     """Return the names of the requests that a group continues."""
-    earlier, (residents, _) = _computed(group)
+    earlier, members = _computed(group)
     parents = np.unique(group.generation.lineage.suffixes(group.wanted, earlier).places)
-    chosen = [residents[place] for place in parents.tolist()]
+    chosen = members.states[parents]
     return [resident.name for resident in chosen if resident is not None]
 
 

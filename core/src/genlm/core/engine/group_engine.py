@@ -28,6 +28,7 @@ from genlm.core.engine.group_sampling import (
 from genlm.core.engine.joined_sampling import JoinedRun, joining_key
 from genlm.core.engine.text_groups import text_completion, text_group
 from genlm.core.queries.generations import Integers64
+from genlm.core.queries.member_states import Contexts
 from genlm.core.queries.query import (
     Completion,
     GroupQuery,
@@ -244,7 +245,7 @@ class GroupEngine:
 
     def _is_divided(self, group: GroupQuery) -> bool:
         is_small = len(group.row_of) < self._smallest_group
-        return is_small and group.generation.has_only_contexts
+        return is_small and isinstance(group.generation.root.state, Contexts | None)
 
     def _run(self, run: SamplingRun) -> None:
         """Submit the query for the first tokens of continuations."""

@@ -18,14 +18,13 @@ import torch
 
 from genlm.core.base.errors import ContextLengthError, EvaluationError
 from genlm.core.queries.generations import (
-    NO_CONTEXTS,
     NO_TOKEN,
-    Contexts,
     Generation,
     Integers64,
     distinct_sequences,
     raise_member_errors,
 )
+from genlm.core.queries.member_states import NO_CONTEXTS, Contexts
 from genlm.core.queries.query import Completion, GroupQuery, GroupResult, Reduction
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import DrawColumns
@@ -345,8 +344,7 @@ class MemberRuns(_Continuations):
         ]
         lease = self.query.lease([(self.query.adapter, key) for key in computed if key])
         contexts = Contexts.of(generation)
-        for place, key in zip(places.tolist(), computed, strict=True):
-            contexts.keys[place] = key
+        contexts.put(places, computed, generation.lineage.lengths[places] - 1)
         generation.keep(contexts._replace(lease=lease))
 
 

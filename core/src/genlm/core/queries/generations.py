@@ -29,10 +29,6 @@ NO_TOKEN = -1
 
 _EMPTY: Integers64 = np.empty(0, np.int64)
 
-MAX_WAITING = 16
-"""Number of queries after which the state of a sequence that none of them wanted is dropped:
-its members may have finished."""
-
 _STORED_EVERY = 64
 """Lineages whose depth is a multiple of this number keep the `TokenSequence` objects of their
 sequences."""
@@ -219,38 +215,6 @@ class Lineage:
         return stored
 
 
-class Contexts(NamedTuple):
-    """State of a generation whose sequences an engine stores as contexts, not as arrays.
-
-    Attributes:
-        lease: Keeps the engine's state of the contexts alive.
-        keys: Key of the computed context that each sequence equals or extends; None for no
-            context.
-        waiting: Number of queries that did not want each sequence since then, shape `(n,)`.
-    """
-
-    lease: object
-    keys: list[bytes | None]
-    waiting: Integers64
-
-    @classmethod
-    def of(cls, generation: Generation) -> Contexts:
-        """Return the contexts of a generation, or those of the sequences that it extends."""
-        count = len(generation.lineage)
-        contexts = cls(None, [None] * count, np.zeros(count, np.int64))
-        for source, origins, places, _ in generation.sources():
-            state = source.state
-            if isinstance(state, Contexts) and state is not NO_CONTEXTS:
-                for place, origin in zip(places.tolist(), origins.tolist(), strict=True):
-                    contexts.keys[place] = state.keys[origin]
-                contexts.waiting[places] = state.waiting[origins]
-        return contexts
-
-
-NO_CONTEXTS = Contexts(None, [], _EMPTY)
-"""State of a generation on an engine that stores no state of contexts."""
-
-
 class Source(NamedTuple):
     """Sequences of an earlier generation with a state, and later ones that begin like them.
 
@@ -333,11 +297,6 @@ class Generation:
         for column in columns.T:
             lineage, places = lineage.extended(places, column)
         return (self if lineage is self.lineage else Generation(lineage, self)), places
-
-    @property
-    def has_only_contexts(self) -> bool:
-        """Whether the engine has no state of the sequences, or only the state of contexts."""
-        return isinstance(self.root.state, Contexts | None)
 
 
 def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:

@@ -18,7 +18,7 @@ from genlm.core.base.errors import (
     UnknownAdapterError,
 )
 from genlm.core.base.validation import outside_vocabulary
-from genlm.core.queries.generations import MAX_WAITING, NO_CONTEXTS, Contexts
+from genlm.core.queries.member_states import NO_CONTEXTS, Contexts
 from genlm.core.queries.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -355,26 +355,19 @@ class GroupQuery:
     sampling: GroupSampling | None = None
 
     def keep_contexts(self) -> None:
-        """Lease the contexts of the sequences for the generation, unless it has another state.
-
-        The contexts of sequences that are not wanted, such as those of particles that wait for
-        others, stay leased for some queries.
-        """
+        """Lease the contexts of the sequences, unless the generation has another state."""
         generation, wanted = self.generation, self.wanted
         if not isinstance(generation.state, Contexts | None):
             return
         if self.lease is None:
             generation.keep(NO_CONTEXTS)
             return
-        _, keys, waiting = Contexts.of(generation)
-        waiting += 1
-        waiting[wanted] = 0
-        for place in (waiting > MAX_WAITING).nonzero()[0].tolist():
-            keys[place] = None
-        for place in wanted.tolist():
-            keys[place] = generation.lineage.sequence(place).key
-        lease = self.lease([(self.adapter, key) for key in keys if key is not None])
-        generation.keep(Contexts(lease, keys, waiting))
+        contexts, lineage = Contexts.of(generation), generation.lineage
+        contexts.count_query(wanted)
+        keys = [lineage.sequence(place).key for place in wanted.tolist()]
+        contexts.put(wanted, keys, lineage.lengths[wanted])
+        leased = [(self.adapter, key) for key in contexts.states if key is not None]
+        generation.keep(contexts._replace(lease=self.lease(leased)))
 
     def __len__(self) -> int:
         """Number of token ids of the sequences."""

@@ -34,7 +34,7 @@ def consumers_of(evaluation: Evaluation) -> list[tuple[Request, int]]:
 
 
 def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None:
-    table = RequestTable(max_pending=None)
+    table = RequestTable()
     table.inbox = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         enqueued(table, 0)
@@ -45,7 +45,7 @@ def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None
 
 
 def test_a_request_ends_with_the_last_of_its_evaluations() -> None:
-    table = RequestTable(max_pending=None)
+    table = RequestTable()
     request = Request(concurrent.futures.Future(), 3)
     for place, key in enumerate(["a", "b", "a"]):  # the third one joins the first
         table.enqueue(request, place, Query(place, (1,)), key, None, 0.0)
@@ -56,7 +56,7 @@ def test_a_request_ends_with_the_last_of_its_evaluations() -> None:
 
 
 def test_a_caller_that_leaves_twice_leaves_once() -> None:
-    table = RequestTable(max_pending=None)
+    table = RequestTable()
     leaving, waiting = enqueued(table, 0), enqueued(table, 1)
     (evaluation,) = table.take(None, 0.0)
     assert table.leave(leaving) == table.leave(leaving) == []
@@ -64,7 +64,7 @@ def test_a_caller_that_leaves_twice_leaves_once() -> None:
 
 
 def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_ended() -> None:
-    table = RequestTable(max_pending=None)
+    table = RequestTable()
     request = Request(concurrent.futures.Future(), 2)
     for place in range(2):
         table.enqueue(request, place, Query(place, (place,)), str(place), None, 0.0)
@@ -72,7 +72,7 @@ def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_
     table.finish(first)
     assert table.leave(request) == [1]
     assert table.leave(request) == []
-    assert table.statistics().abandoned == 1
+    assert table.statistics(None).abandoned == 1
 
 
 def enqueue_batch(table: RequestTable, query_ids: range) -> Request:
@@ -89,39 +89,28 @@ def taken(table: RequestTable, limit: int) -> list[int]:
     return [evaluation.query.query_id for evaluation in evaluations]
 
 
-@pytest.mark.parametrize("max_pending", [None, 2])
-def test_a_long_batch_takes_turns_with_later_requests(max_pending: int | None) -> None:
-    table = RequestTable(max_pending)
+def test_a_long_batch_takes_turns_with_later_requests() -> None:
+    table = RequestTable()
     enqueue_batch(table, range(6))
     assert taken(table, 2) == [0, 1]
     enqueue_batch(table, range(6, 7))
     enqueue_batch(table, range(7, 9))
     order = [query_id for _ in range(4) for query_id in taken(table, 2)]
-    if max_pending is None:
-        assert order == [6, 7, 2, 8, 3, 4, 5]
-    else:  # 2 and 3 were accepted before
-        assert order == [2, 3, 6, 7, 8, 4, 5]
+    assert order == [6, 7, 2, 8, 3, 4, 5]
 
 
-@pytest.mark.parametrize("max_pending", [None, 2])
-def test_batches_that_are_cancelled_leave_nothing_in_the_queues(
-    max_pending: int | None,
-) -> None:
-    table = RequestTable(max_pending)
+def test_batches_that_are_cancelled_leave_nothing_in_the_queue() -> None:
+    table = RequestTable()
     enqueue_batch(table, range(4))
     assert taken(table, 1) == [0]
     for first in range(10, 100, 10):
         table.leave(enqueue_batch(table, range(first, first + 10)))
-        heaps = [queue._heap or [] for queue in (table.inbox, table._backlog)]
-        assert sum(map(len, heaps)) <= 2 * 3
+        assert len(table.inbox._heap or []) <= 2 * 3
     assert taken(table, 2) + taken(table, 2) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("max_pending", [None, 1])
-def test_requests_after_an_exclusive_call_come_after_all_earlier_ones(
-    max_pending: int | None,
-) -> None:
-    table = RequestTable(max_pending)
+def test_requests_after_an_exclusive_call_come_after_all_earlier_ones() -> None:
+    table = RequestTable()
     enqueue_batch(table, range(3))
     assert table.separate_later_requests() == {0, 1, 2}
     enqueue_batch(table, range(3, 4))

@@ -46,9 +46,10 @@ class BatchingPolicy:
         self._pause_until_s = 0.0
         self._is_flushed = bool(table.inbox)
 
-    def joins_running_batch(self, table: RequestTable) -> bool:
+    @property
+    def joins_running_batch(self) -> bool:
         """Whether an engine that already has queries receives the inbox now."""
-        return self._is_flushed or table.needs_flush
+        return self._is_flushed
 
     def hold(self) -> None:
         """Hold later requests until the next flush."""
@@ -85,7 +86,7 @@ class BatchingPolicy:
         if not table.inbox:
             return None
         is_full = self._max_batch_size is not None and len(table.inbox) >= self._max_batch_size
-        if is_full or self._is_flushed or table.needs_flush:
+        if is_full or self._is_flushed:
             return 0.0
         return (
             None if self._grace_until_s is None else self._grace_until_s - time.perf_counter()

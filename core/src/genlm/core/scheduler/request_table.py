@@ -163,24 +163,19 @@ class EvaluationQueue(dict[int, Evaluation]):
 class RequestTable:
     """All unfinished evaluations and the counters of the scheduler.
 
-    An evaluation moves from the backlog, if `max_pending` is reached, to the inbox and then to
-    the engine. The evaluations of a long request take turns with those of later requests.
+    An evaluation moves from the inbox to the engine. The evaluations of a long request take
+    turns with those of later requests.
 
     Attributes:
-        inbox: Accepted evaluations that are not yet in the engine, by query id.
+        inbox: Evaluations that are not yet in the engine, by query id.
         in_engine: Evaluations in the engine, by query id.
-        needs_flush: Whether the inbox contains evaluations from the backlog, for which no
-            caller will flush the inbox.
     """
 
-    def __init__(self, max_pending: int | None) -> None:
+    def __init__(self) -> None:
         self.inbox = EvaluationQueue()
         self.in_engine: dict[int, Evaluation] = {}
-        self.needs_flush = False
-        self._backlog = EvaluationQueue()
         self._turns = Turns()
         self._joinable: dict[Hashable, Evaluation] = {}
-        self._max_pending = max_pending
         self._joined = self._answered = self._failed = self._abandoned = 0
         self._batch_sizes: Counter[int] = Counter()
         self._dispatched = 0
@@ -208,15 +203,14 @@ class RequestTable:
             self._joined += 1
             return
         query_id = query.query_id
-        if query_id in self.inbox or query_id in self.in_engine or query_id in self._backlog:
+        if query_id in self.inbox or query_id in self.in_engine:
             raise ValueError(
                 f"query id {query_id} belongs to an unfinished request; every query of a "
                 f"scheduler needs a unique id (from itertools.count, for example)"
             )
         evaluation = Evaluation(query, self._turns.current + place, key, output, arrived_s)
         evaluation.add(request, place, output)
-        queue = self._backlog if self._backlog or self._is_full else self.inbox
-        queue.add(evaluation)
+        self.inbox.add(evaluation)
         if key is not None:  # last: no request may join an evaluation that is not queued
             self._joinable[key] = evaluation
 
@@ -241,7 +235,6 @@ class RequestTable:
                 evaluation.end()
                 self._abandoned += 1
         self.inbox.compact()
-        self._backlog.compact()
         return aborted
 
     def take(self, limit: int | None, now_s: float) -> list[Evaluation]:
@@ -253,7 +246,6 @@ class RequestTable:
             evaluations = [self.inbox.pop_first() for _ in range(limit)]
         if evaluations:
             self._turns.begin_step(min(map(_TURN, evaluations)))
-        self.needs_flush = self.needs_flush and bool(self.inbox)
         for evaluation in evaluations:
             self.in_engine[evaluation.query.query_id] = evaluation
             self._queue_seconds += now_s - evaluation.arrived_s
@@ -272,9 +264,8 @@ class RequestTable:
             The query ids of the evaluations.
         """
         self._joinable.clear()
-        waiting = (*self.inbox.values(), *self._backlog.values())
-        self._turns.begin_step(max((evaluation.turn for evaluation in waiting), default=0))
-        return {*self.in_engine, *self.inbox, *self._backlog}
+        self._turns.begin_step(max(map(_TURN, self.inbox.values()), default=0))
+        return {*self.in_engine, *self.inbox}
 
     def count_in_inbox(self, matches: Callable[[Any], bool]) -> int:
         """Return the number of queries in the inbox for which `matches` is true."""
@@ -312,7 +303,7 @@ class RequestTable:
 
     def has_query(self, matches: Callable[[Any], bool]) -> bool:
         """Whether `matches` is true for the query of an unfinished evaluation."""
-        queues = (self.in_engine, self.inbox, self._backlog)
+        queues = (self.in_engine, self.inbox)
         return any(matches(item.query) for queue in queues for item in queue.values())
 
     def count_batch(self, size: int) -> None:
@@ -321,11 +312,9 @@ class RequestTable:
 
     def clear(self) -> list[Request]:
         """Remove all evaluations and return their requests; the caller fails them."""
-        queues = (self.in_engine, self.inbox, self._backlog)
-        evaluations = [item for queue in queues for item in queue.values()]
-        for table in (*queues, self._joinable):
+        evaluations = [*self.in_engine.values(), *self.inbox.values()]
+        for table in (self.in_engine, self.inbox, self._joinable):
             table.clear()
-        self.needs_flush = False
         self._failed += len(evaluations)
         requests: dict[Request, None] = {}
         for evaluation in evaluations:
@@ -333,8 +322,15 @@ class RequestTable:
             evaluation.end()
         return [request for request in requests if not request.is_abandoned]
 
-    def statistics(self) -> SchedulerStatistics:
-        """Return a snapshot of the counters."""
+    def statistics(self, max_pending: int | None) -> SchedulerStatistics:
+        """Return a snapshot of the counters.
+
+        Args:
+            max_pending: Maximum number of evaluations that count as pending; the others count
+                as waiting.
+        """
+        unfinished = len(self.inbox) + len(self.in_engine)
+        pending = unfinished if max_pending is None else min(unfinished, max_pending)
         return SchedulerStatistics(
             joined=self._joined,
             dispatched=self._dispatched,
@@ -344,23 +340,12 @@ class RequestTable:
             batches=sum(self._batch_sizes.values()),
             batch_sizes=dict(self._batch_sizes),
             queue_seconds=self._queue_seconds,
-            pending=self._pending,
-            waiting=len(self._backlog),
+            pending=pending,
+            waiting=unfinished - pending,
         )
-
-    @property
-    def _pending(self) -> int:
-        return len(self.inbox) + len(self.in_engine)
-
-    @property
-    def _is_full(self) -> bool:
-        return self._max_pending is not None and self._pending >= self._max_pending
 
     def _remove(self, evaluation: Evaluation) -> None:
         self.close_to_joiners(evaluation)
-        for queue in (self.in_engine, self.inbox, self._backlog):
-            if queue.pop(evaluation.query.query_id, None) is not None:
-                break
-        while self._backlog and not self._is_full:
-            self.inbox.add(self._backlog.pop_first())
-            self.needs_flush = True
+        query_id = evaluation.query.query_id
+        if self.in_engine.pop(query_id, None) is None:
+            self.inbox.pop(query_id, None)

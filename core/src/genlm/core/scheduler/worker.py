@@ -72,11 +72,13 @@ class Worker:
         self._cache = cache
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._table = RequestTable(max_pending)
+        self._table = RequestTable()
         self._late = LateResults()
-        self._policy = BatchingPolicy(max_batch_size)
+        limits = [limit for limit in (max_batch_size, max_pending) if limit is not None]
+        self._max_in_engine = min(limits, default=None)
+        self._max_pending = max_pending
+        self._policy = BatchingPolicy(self._max_in_engine)
         self._observer = StepObserver(name)
-        self._max_batch_size = max_batch_size
         self._aborts: list[int] = []
         self._calls: deque[Call] = deque()
         self._releases = ReleaseQueue(release, self._wake_for_release)
@@ -147,7 +149,7 @@ class Worker:
         self._late.remove(request)
         with self._lock:
             self._aborts += self._table.leave(request)
-            if self._aborts or self._calls or self._table.needs_flush:
+            if self._aborts or self._calls:
                 self._notify()
 
     def flush(self) -> None:
@@ -237,7 +239,7 @@ class Worker:
     def statistics(self) -> SchedulerStatistics:
         """Return a snapshot of the counters."""
         with self._lock:
-            return self._table.statistics()
+            return self._table.statistics(self._max_pending)
 
     def _notify(self) -> None:
         """Wake the engine's thread, also from a step that waits for other processes."""
@@ -376,15 +378,15 @@ class Worker:
     def _take(self) -> list[Evaluation]:
         if self._table.in_engine:
             # Between steps, an engine with `wake` receives complete batches only.
-            if self._wake_engine and not self._policy.joins_running_batch(self._table):
+            if self._wake_engine and not self._policy.joins_running_batch:
                 return []
         else:
             wait_s = self._policy.seconds_to_dispatch(self._table)
             if wait_s is None or wait_s > 0:
                 return []
         limit = None
-        if self._max_batch_size is not None:
-            limit = self._max_batch_size - len(self._table.in_engine)
+        if self._max_in_engine is not None:
+            limit = self._max_in_engine - len(self._table.in_engine)
         for call in self._calls:
             if call.is_exclusive and call.wait_for is not None:
                 earlier = self._table.count_in_inbox(call.wait_for)

@@ -346,7 +346,7 @@ def test_prefixes_that_change_while_a_replica_returns_are_loaded_there(in_proces
         time.sleep(0.01)
     llm._scheduler.run(lambda engine: engine.cache_prefix([1, 2, 3], None))  # the other has it
     may_attach.set()
-    while link.session is None:
+    while not link.session:
         time.sleep(0.01)
     assert seen == [[], [((1, 2, 3), None)]]
 
@@ -375,13 +375,13 @@ def test_an_adapter_that_cannot_be_loaded_ends_no_replica_that_returns_meanwhile
     actors[0].replica.attach = attach_later
     actors[1].replica.configure = configure_slowly
     engine.driver.schedule(link.mark_lost, ConnectionError("gone"))
-    while link.session is not None:
+    while link.session:
         time.sleep(0.01)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         loaded = pool.submit(llm.load_lora, str(tmp_path / "nothing"), "nobody")
         assert has_begun.wait(60)
         returns.set()
-        while link.session is None and not link.is_dead:
+        while not link.session and not link.is_dead:
             time.sleep(0.01)
         may_fail.set()
         assert isinstance(loaded.exception(60), AdapterError)
@@ -480,7 +480,7 @@ def test_a_replica_returns_while_nothing_is_asked(pair, pids, reference):
     assert min(both) > 0
     first, restarts = link.session, link.restarts
     os.kill(pids(pair)[0], signal.SIGKILL)
-    while link.session in {first, None}:
+    while link.session in {first, 0}:
         time.sleep(0.05)
     second = link.session
     # The tokens of the ended process count.

@@ -9,6 +9,7 @@ import signal
 import threading
 import types
 from collections import deque
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -184,11 +185,11 @@ def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> 
 def _driver() -> Driver:
     """Return a driver of two replicas, without processes."""
     driver = Driver(
-        [None, None], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
+        [Mock(), Mock()], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
         load_timeout_s=1.0, max_in_flight=9,
     )  # fmt: skip
     for number, link in enumerate(driver.links):
-        link.number, link.dropped = number, deque()
+        link.session, link.dropped = number, deque()
         driver.router.add(number)
     return driver
 
@@ -232,7 +233,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
 
     def packed(query_id, generation, link):
         driver.router.submit([_group(query_id, generation, rows)])
-        [[routed]] = driver.router.take({link.number: 9}).values()
+        [[routed]] = driver.router.take({link.session: 9}).values()
         return link._pack_group(routed)
 
     def arrived(message):

@@ -56,20 +56,20 @@ def _answers(response):
 
 def test_a_program_may_have_so_many_sequences_of_populations():
     async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
+        await served.attach("driver", 1, {}, [])
         places = np.arange(3)
         lineage = Lineage.of_sequences([TokenSequence.of([i]) for i in range(3)])
 
         async def answered(number):
             group = GroupQuery(number, Generation(lineage), places, places, Rows())
             request = wire.ReplicaRequest(groups=[wire.pack_group(group, None)])
-            [completion] = _answers(await served.exchange("session", request))
+            [completion] = _answers(await served.exchange(1, request))
             return completion.error
 
         assert await answered(0) is None
         with pytest.raises(EvaluationError, match=r"at most 5 sequences .* 6"):
             await answered(1)
-        await served.notify("session", wire.ReplicaRequest(dropped=[0]))
+        await served.notify(1, wire.ReplicaRequest(dropped=[0]))
         assert await answered(2) is None
 
     _run(main, limits=ServingLimits(sequences=5))
@@ -77,12 +77,12 @@ def test_a_program_may_have_so_many_sequences_of_populations():
 
 def test_a_replica_serves_so_many_programs():
     async def main(served, _engine):
-        await served.attach("one", "first", {}, [])
+        await served.attach("one", 1, {}, [])
         with pytest.raises(ModelLoadError, match=r"at most 1 clients .* 2"):
-            await served.attach("two", "second", {}, [])
-        await served.attach("one", "third", {}, [])  # replaces the first session
-        await served.detach("third")
-        await served.attach("two", "fourth", {}, [])
+            await served.attach("two", 2, {}, [])
+        await served.attach("one", 3, {}, [])  # replaces the first session
+        await served.detach(3)
+        await served.attach("two", 4, {}, [])
 
     _run(main, limits=ServingLimits(clients=1))
 
@@ -92,11 +92,11 @@ def test_a_program_may_load_so_many_adapters(tmp_path):
     path = str(tmp_path)
 
     async def main(served, engine):
-        await served.attach("driver", "session", {"poet": path}, [])
+        await served.attach("driver", 1, {"poet": path}, [])
         with pytest.raises(AdapterLimitError, match=r"at most 1 adapters .* 2"):
-            await served.configure("session", {"poet": path, "bard": path}, [])
+            await served.configure(1, {"poet": path, "bard": path}, [])
         assert list(engine._adapters.loaded) == ["poet-driver"]
-        assert await served.configure("session", {"bard": path}, [])
+        assert await served.configure(1, {"bard": path}, [])
         assert list(engine._adapters.loaded) == ["bard-driver"]
 
     _run(main, limits=ServingLimits(adapters=1))
@@ -115,16 +115,16 @@ def test_prefixes_are_kept_for_their_program_and_as_long_as_it_is_attached():
     async def main(served, engine):
         recorded = RecordedPrefixes(engine)
         first, second, third = ((1, 2), None), ((3, 4), None), ((5,), None)
-        await served.attach("one", "first", {}, [])
-        await served.attach("two", "second", {}, [((7, 8), None)])
-        assert await served.configure("first", {}, [first, second, first])
+        await served.attach("one", 1, {}, [])
+        await served.attach("two", 2, {}, [((7, 8), None)])
+        assert await served.configure(1, {}, [first, second, first])
         with pytest.raises(EvaluationError, match=r"at most 4 prefix tokens .* 5"):
-            await served.configure("first", {}, [first, second, third])
+            await served.configure(1, {}, [first, second, third])
         assert recorded.prefixes == [((7, 8), None), first, second]
-        await served.configure("first", {}, [])
+        await served.configure(1, {}, [])
         assert recorded.prefixes == [((7, 8), None)]
-        await served.configure("first", {}, [third])
-        await served.detach("second")
+        await served.configure(1, {}, [third])
+        await served.detach(2)
         assert recorded.prefixes == [third]
 
     _run(main, limits=ServingLimits(prefix_tokens=4))
@@ -135,11 +135,11 @@ def test_prefixes_of_an_adapter_that_was_freed_are_not_computed_again(tmp_path):
 
     async def main(served, engine):
         recorded = RecordedPrefixes(engine)
-        await served.attach("one", "first", {"poet": str(tmp_path)}, [((1, 2), "poet")])
+        await served.attach("one", 1, {"poet": str(tmp_path)}, [((1, 2), "poet")])
         assert recorded.prefixes == [((1, 2), "poet-one")]
-        await served.configure("first", {}, [])
-        await served.attach("two", "second", {}, [((3,), None)])
-        await served.configure("second", {}, [])
+        await served.configure(1, {}, [])
+        await served.attach("two", 2, {}, [((3,), None)])
+        await served.configure(2, {}, [])
         assert recorded.prefixes == []
 
     _run(main)
@@ -149,10 +149,10 @@ def test_prefixes_of_an_adapter_of_the_engine_are_freed():
     async def main(served, engine):
         recorded = RecordedPrefixes(engine)
         engine.adapters = ("poet",)
-        description = await served.attach("one", "first", {}, [((1, 2), "poet")])
+        description = await served.attach("one", 1, {}, [((1, 2), "poet")])
         assert description["adapters"] == ("poet",)
         assert recorded.prefixes == [((1, 2), "poet")]
-        await served.configure("first", {}, [])
+        await served.configure(1, {}, [])
         assert recorded.prefixes == []
 
     _run(main)
@@ -170,13 +170,13 @@ def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(mon
 
     async def run():
         served = Replica(SPEC)
-        attaching = asyncio.create_task(served.attach("driver", "session", {}, []))
+        attaching = asyncio.create_task(served.attach("driver", 1, {}, []))
         await asyncio.sleep(0)
         attaching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await attaching
         may_load.set()
-        description = await served.attach("other", "another", {}, [])
+        description = await served.attach("other", 2, {}, [])
         assert description["max_context"] == served._shared.engine.max_context
         served._supervisor.cancel()
         served._shared.scheduler.close()
@@ -192,14 +192,14 @@ def _group_request(number, generation, base=None):
 
 def test_contexts_are_released_although_the_queries_of_the_message_are_refused(monkeypatch):
     async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
+        await served.attach("driver", 1, {}, [])
         released = []
         monkeypatch.setattr(served._shared.scheduler, "release", released.append)
         context = TokenSequence.of([1, 2])
         message = _group_request(0, Generation(Lineage.of_sequences([context, context])))
         message.released = [None], pack_sequences([context])
         with pytest.raises(EvaluationError, match="at most 1 sequences"):
-            await served.exchange("session", message)
+            await served.exchange(1, message)
         assert released == [[(None, context.key)]]
 
     _run(main, limits=ServingLimits(sequences=1))
@@ -209,20 +209,20 @@ def test_a_message_may_arrive_after_the_generations_of_its_aborted_queries_are_d
     """Ray starts a small message before a large one that was sent earlier."""
 
     async def main(served, _engine):
-        await served.attach("driver", "session", {}, [])
+        await served.attach("driver", 1, {}, [])
         first = Generation(Lineage.of_sequences([TokenSequence.of([1, 2])]))
-        await served.exchange("session", _group_request(9, first))
+        await served.exchange(1, _group_request(9, first))
         first.keep(wire.PlacedGeneration(0, 9, deque()))
         lineage, _ = first.lineage.extended(np.arange(1), np.arange(1))
         message = _group_request(10, Generation(lineage, first), first)
         message.queries = _request([1], [2]).queries
-        await served.notify("session", ReplicaRequest(aborted=[0, 10], dropped=[9]))
-        await served.notify("session", message)
-        session = served._sessions["session"]
+        await served.notify(1, ReplicaRequest(aborted=[0, 10], dropped=[9]))
+        await served.notify(1, message)
+        session = served._sessions[1]
         assert session.generations.sequences == 0
         answered = set()
         while session.unanswered or session.finished:
-            answers = _answers(await served.exchange("session", ReplicaRequest()))
+            answers = _answers(await served.exchange(1, ReplicaRequest()))
             answered |= {query_id for query_id, *_ in answers}
         assert answered == {0, 1}  # the driver ignores the first, which it has aborted
 

@@ -230,7 +230,7 @@ def test_what_a_lost_replica_had_goes_to_the_others_in_the_same_order():
     after = [routed.query.query_id for routed in router.take({0: 100})[0]]
     assert after == [query.query_id for query in queries if query.query_id not in sent_ids]
     router.reassign_from(0)
-    assert len(router._waiting) == 20
+    assert [routed.replica for routed in router._unanswered.values()] == [-1] * 20
     assert router.take({}) == {}
     router.add(2)
     assert [routed.query.query_id for routed in router.take({2: 100})[2]] == sorted(
@@ -348,10 +348,13 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def each_query_is_in_one_place(self):
         router = self.router
-        assert sorted([*router._waiting, *router._sent]) == sorted(self.unanswered)
-        assert {query_id: sent.replica for query_id, sent in router._sent.items()} == self.sent
+        unanswered = router._unanswered
+        assert sorted(unanswered) == sorted(self.unanswered)
+        assert {
+            n: each.replica for n, each in unanswered.items() if each.replica >= 0
+        } == self.sent
         for replica, work in router.work.items():
-            sent = [routed for routed in router._sent.values() if routed.replica == replica]
+            sent = [routed for routed in unanswered.values() if routed.replica == replica]
             assert router.in_flight[replica] == len(sent)
             assert work == pytest.approx(sum(routed.cost for routed in sent), abs=1e-6)
 

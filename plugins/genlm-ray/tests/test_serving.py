@@ -156,14 +156,14 @@ class Endless(genlm.Reduction):
 
 def test_pings_are_answered_beside_the_long_polls_of_150_drivers(chat, by_value):
     actor = serving.actors_of("chat")[0]
-    ray.get(actor.attach.remote("driver", "session", {}, []))
+    ray.get(actor.attach.remote("driver", 1, {}, []))
     endless = ReplicaRequest(pack_queries([Query(0, (1, 2), outputs=(Endless(),))]))
     # Calls start in any order, and a poll of a session without queries is answered at once.
-    ray.get(actor.notify.remote("session", endless))
-    polls = [actor.exchange.remote("session", ReplicaRequest()) for _ in range(150 * 8)]
-    ray.get(actor.notify.remote("session", ReplicaRequest()), timeout=120)
+    ray.get(actor.notify.remote(1, endless))
+    polls = [actor.exchange.remote(1, ReplicaRequest()) for _ in range(150 * 8)]
+    ray.get(actor.notify.remote(1, ReplicaRequest()), timeout=120)
     assert not ray.wait(polls, num_returns=1, timeout=0)[0]
-    ray.get(actor.detach.remote("session"))
+    ray.get(actor.detach.remote(1))
     assert ray.get(polls) == [None] * len(polls)
 
 
@@ -185,11 +185,11 @@ def test_a_replica_whose_step_hangs_ends_its_own_process(address, by_value):
     spec = ReplicaSpec("reference", "demo", 60.0, step_timeout_s=1.0)
     actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10)
     hanging = [actor.remote(spec, library) for library in ("CDLL", "PyDLL")]
-    ray.get([each.attach.remote("driver", "session", {}, []) for each in hanging])
+    ray.get([each.attach.remote("driver", 1, {}, []) for each in hanging])
     queries = ReplicaRequest(pack_queries([Query(0, (1, 2))]))
     for each in hanging:
         with pytest.raises(ray.exceptions.ActorDiedError):
-            ray.get(each.exchange.remote("session", queries), timeout=300)
+            ray.get(each.exchange.remote(1, queries), timeout=300)
 
 
 class Crashing(replica.Replica):
@@ -352,10 +352,10 @@ def test_a_driver_that_is_silent_is_forgotten(address):
     serving.serve("brief", "demo", "reference", resources=RESOURCES, driver_timeout_s=1.0)
     try:
         [actor] = serving.actors_of("brief")
-        ray.get(actor.attach.remote("driver", "session", {}, []))
+        ray.get(actor.attach.remote("driver", 1, {}, []))
         while ray.get(actor.describe.remote())["drivers"]:
             time.sleep(0.05)
-        assert ray.get(actor.exchange.remote("session", ReplicaRequest())) is None
+        assert ray.get(actor.exchange.remote(1, ReplicaRequest())) is None
     finally:
         assert serving.stop("brief") == 1
     with pytest.raises(ModelLoadError, match="serves"):
@@ -437,15 +437,15 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
             raise RuntimeError("no")
 
         adapters = {"poet": str(tmp_path), "bard": str(tmp_path)}
-        await served.attach("driver", "session", adapters, [])
+        await served.attach("driver", 1, adapters, [])
         engine.remove_adapter = engine.statistics = refuse
-        for driver in ("second", "third"):  # one ends, and the next one ends too
-            description = await served.attach(driver, driver, {}, [])
+        for session in (2, 3):  # one ends, and the next one ends too
+            description = await served.attach("driver", session, {}, [])
             assert description["statistics"] == {}
-            assert (await served.exchange(driver, ReplicaRequest()))[1] == {}
+            assert (await served.exchange(session, ReplicaRequest()))[1] == {}
             while served._sessions:
                 await asyncio.sleep(0.02)
-        assert await served.configure("third", {"poet": str(tmp_path)}, []) is False
+        assert await served.configure(3, {"poet": str(tmp_path)}, []) is False
         served._supervisor.cancel()
         served._shared.scheduler.close()
 
@@ -458,21 +458,21 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
 
     async def main():
         served = replica.Replica(ReplicaSpec("reference", "demo", 60.0))
-        await served.attach("driver", "first", {}, [])
+        await served.attach("driver", 1, {}, [])
         call, begun = served._call_engine, asyncio.Event()
 
         async def slow(method, *arguments):
             begun.set()
-            while "first" in served._sessions:
+            while 1 in served._sessions:
                 await asyncio.sleep(0)
             return await call(method, *arguments)
 
         served._call_engine = slow
-        added = asyncio.create_task(served.configure("first", {"poet": path}, []))
+        added = asyncio.create_task(served.configure(1, {"poet": path}, []))
         await begun.wait()
-        await served.attach("driver", "second", {"poet": path}, [])  # its name is free again
+        await served.attach("driver", 2, {"poet": path}, [])  # its name is free again
         assert await added is False
-        assert served._sessions["second"].adapters == {"poet": path}
+        assert served._sessions[2].adapters == {"poet": path}
         served._supervisor.cancel()
         served._shared.scheduler.close()
 
@@ -493,12 +493,12 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
             return await call(method, *arguments)
 
         served._call_engine = slow
-        await served.attach("other", "first", {}, [])  # starts the supervisor
+        await served.attach("other", 1, {}, [])  # starts the supervisor
         adapters = {"poet": str(tmp_path)}
-        await served.attach("driver", "session", adapters, [])
-        assert served._sessions["session"].adapters == adapters
+        await served.attach("driver", 2, adapters, [])
+        assert served._sessions[2].adapters == adapters
         with pytest.raises(AdapterError):
-            await served.attach("another", "failed", {"no": str(tmp_path / "no")}, [])
+            await served.attach("another", 3, {"no": str(tmp_path / "no")}, [])
         while served._sessions:
             await asyncio.sleep(0.05)
         served._supervisor.cancel()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import threading
 import uuid
@@ -91,8 +90,7 @@ class Driver:
         self._ping_timeout_s, self._load_timeout_s = ping_timeout_s, load_timeout_s
         self._max_in_flight = max_in_flight
         self._name = uuid.uuid4().hex[:8]
-        self._up: dict[int, ReplicaLink] = {}  # by the router's number
-        self._numbers = itertools.count()
+        self._up: dict[int, ReplicaLink] = {}  # by session
         self._tasks: list[asyncio.Task[None]] = []
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
@@ -124,7 +122,7 @@ class Driver:
                 break
             if self._is_private:
                 serving.kill(link.actor)
-            elif link.session is not None:
+            elif link.session:
                 link.actor.detach.remote(link.session)
         self.schedule(self._loop.stop)
         self._thread.join(cluster.LEAVE_TIMEOUT_S)  # a call of Ray may hang
@@ -149,22 +147,24 @@ class Driver:
         """Make the replicas release a context."""
         context = self.router.release(adapter, key)
         if context is not None and context.sequence is not None:
-            for number in context.replicas:
-                if number in self._up:
-                    self._up[number].released.append((adapter, context.sequence))
+            for session in context.replicas:
+                if session in self._up:
+                    self._up[session].released.append((adapter, context.sequence))
 
     def _send(self) -> None:
         """Send queries and aborts to the replicas that can accept them."""
-        free = {n: link for n, link in self._up.items() if link.calls < _MAX_CALLS}
+        free = [link for link in self._up.values() if link.calls < _MAX_CALLS]
+        in_flight = self.router.in_flight
         taken = self.router.take(
             {
-                n: min(self._max_in_flight, link.pending_queries) - self.router.in_flight[n]
-                for n, link in free.items()
+                link.session: min(self._max_in_flight, link.pending_queries)
+                - in_flight[link.session]
+                for link in free
             }
         )
-        for number, link in free.items():
-            routed = taken.get(number, [])
-            if routed or link.aborted or (not link.calls and self.router.in_flight[number]):
+        for link in free:
+            routed = taken.get(link.session, [])
+            if routed or link.aborted or (not link.calls and in_flight[link.session]):
                 self._exchange(link, routed)
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
@@ -202,7 +202,7 @@ class Driver:
     def _receive(
         self,
         link: ReplicaLink,
-        session: str | None,
+        session: int,
         routed: list[RoutedQuery],
         call: asyncio.Future[tuple[PackedCompletions, dict[str, Any]] | None],
     ) -> None:
@@ -223,7 +223,7 @@ class Driver:
         else:
             packed, link.engine_statistics = response
             finished = TRANSPORT.unpack_completions(packed)
-            in_flight = self.router.in_flight[link.number]
+            in_flight = self.router.in_flight[session]
             if not (finished or link.calls) and in_flight:  # all messages were answered
                 link.mark_lost(EngineError("the replica has lost queries of the session"))
         self._finish(link, finished)
@@ -237,7 +237,7 @@ class Driver:
     def _complete(self, completion: Completion, link: ReplicaLink) -> Completion | None:
         """Remove a query and return its completion, None if it was aborted or reassigned."""
         query_id, result = completion.query_id, completion.result
-        routed = self.router.finish(query_id, link.number)
+        routed = self.router.finish(query_id, link.session)
         if routed is None:
             link.dropped += (query_id, ~query_id)  # generations of an aborted query
             return None
@@ -327,7 +327,7 @@ class Driver:
         try:
             async with asyncio.timeout(self._load_timeout_s):
                 while True:
-                    session, configuration = uuid.uuid4().hex, self.configuration
+                    session, configuration = uuid.uuid4().int, self.configuration
                     description: dict[str, Any] = await link.call(
                         "attach", self._name, session, *configuration
                     )
@@ -340,9 +340,9 @@ class Driver:
                 f"a replica did not accept this program within {self._load_timeout_s:g} s: "
                 f"{describe_error(error)}"
             ) from error
-        link.begin(session, next(self._numbers), configuration, description)
-        self._up[link.number] = link
-        self.router.add(link.number)
+        link.begin(session, configuration, description)
+        self._up[session] = link
+        self.router.add(session)
         self._has_changed.set()
         self._send()
         return description
@@ -384,8 +384,8 @@ class Driver:
         other programs use it.
         """
         logger.warning("lost replica %d: %s", link.index, describe_error(error))
-        del self._up[link.number]
-        self.router.reassign_from(link.number)
+        del self._up[link.session]
+        self.router.reassign_from(link.session)
         if isinstance(error, TimeoutError) and self._is_private:
             serving.kill(link.actor, restart=True)
         else:  # it may still compute queries that were reassigned
@@ -398,7 +398,7 @@ class Driver:
     def _mark_dead(self, link: ReplicaLink, error: BaseException) -> None:
         """Mark a replica that cannot be restarted as dead."""
         link.is_dead = True
-        if link.session is not None:
+        if link.session:
             self._handle_loss(link, error)
         if not all(link.is_dead for link in self.links) or self.died is not None:
             return

@@ -41,8 +41,7 @@ class ReplicaLink:
 
     Attributes:
         index: Index of the replica.
-        number: The router's number of this incarnation of the replica.
-        session: Session name, None without a session.
+        session: Number of the session, which the router uses too; 0 without a session.
         configuration: Adapters and prefixes of the session.
         lost: Future that receives the reason when the session is lost.
         calls: Number of unanswered messages of the session.
@@ -57,8 +56,7 @@ class ReplicaLink:
         ended: Counters of the ended incarnations.
     """
 
-    session: str | None = None
-    number: int
+    session = 0
     configuration: Configuration
     lost: asyncio.Future[BaseException]
     calls: int
@@ -75,13 +73,12 @@ class ReplicaLink:
 
     def begin(
         self,
-        session: str,
-        number: int,
+        session: int,
         configuration: Configuration,
         description: dict[str, Any],
     ) -> None:
         """Store the description of a session that the replica has begun."""
-        self.number, self.configuration, self.calls = number, configuration, 0
+        self.configuration, self.calls = configuration, 0
         self.lost = asyncio.get_running_loop().create_future()
         self.aborted, self.dropped, self.released = [], deque(), []
         self.pid = description["pid"]
@@ -129,11 +126,11 @@ class ReplicaLink:
     def _has(self, generation: Generation) -> bool:
         """Whether the replica has a generation."""
         state = generation.state
-        return isinstance(state, PlacedGeneration) and state.replica == self.number
+        return isinstance(state, PlacedGeneration) and state.session == self.session
 
     def place(self, query_id: int) -> PlacedGeneration:
         """Return the state of a generation that the replica has stored under a number."""
-        return PlacedGeneration(self.number, query_id, self.dropped)
+        return PlacedGeneration(self.session, query_id, self.dropped)
 
     def mark_lost(self, error: BaseException) -> None:
         """Make the replica's task end the session."""
@@ -145,7 +142,7 @@ class ReplicaLink:
         statistics, self.engine_statistics = self.engine_statistics, {}
         for name in COUNTERS & statistics.keys():
             self.ended[name] += statistics[name]
-        self.session = None
+        self.session = 0
         self.restarts += 1
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:

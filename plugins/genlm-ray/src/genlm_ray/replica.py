@@ -53,7 +53,7 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[int, Session] = {}
         self._started_s = time.time()
         self._answered = 0
         self._supervisor: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class Replica:
     async def attach(
         self,
         driver: str,
-        session: str,
+        session: int,
         adapters: Mapping[str, str],
         prefixes: Sequence[Prefix],
     ) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Replica:
         }
 
     async def exchange(
-        self, session: str, message: ReplicaRequest
+        self, session: int, message: ReplicaRequest
     ) -> tuple[PackedCompletions, dict[str, Any]] | None:
         """Accept queries, and wait until a query of the session is finished.
 
@@ -143,14 +143,14 @@ class Replica:
             await state.changed.wait()
         return None
 
-    async def notify(self, session: str, message: ReplicaRequest) -> None:
+    async def notify(self, session: int, message: ReplicaRequest) -> None:
         """Accept a message without waiting for queries; it shows that the driver is alive."""
         state = self._sessions.get(session)
         if state is not None:
             state.seen_s = time.monotonic()
             self._accept(state, message)
 
-    async def detach(self, session: str) -> None:
+    async def detach(self, session: int) -> None:
         """End a session and drop its queries, adapters and prefixes."""
         state = self._sessions.pop(session, None)
         if state is None:
@@ -163,7 +163,7 @@ class Replica:
                 logger.exception("freeing the prefixes of a program raised")
 
     async def configure(
-        self, session: str, adapters: Mapping[str, str], prefixes: Sequence[Prefix]
+        self, session: int, adapters: Mapping[str, str], prefixes: Sequence[Prefix]
     ) -> bool:
         """Replace the adapters and prefixes of a session.
 

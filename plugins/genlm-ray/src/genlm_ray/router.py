@@ -125,8 +125,7 @@ class Router:
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
         self._order = itertools.count()
         self._turns = Turns()
-        self._waiting: dict[int, RoutedQuery] = {}  # by query id
-        self._sent: dict[int, RoutedQuery] = {}
+        self._unanswered: dict[int, RoutedQuery] = {}  # by query id
         # Heaps with lazy deletion: the waiting queries by turn and order, and the ids of the
         # unanswered queries of a single sequence by turn.
         self._queue: list[tuple[int, int, RoutedQuery]] = []
@@ -151,10 +150,9 @@ class Router:
     def reassign_from(self, replica: int) -> None:
         """Remove a replica; its queries wait again, in the order of their turns."""
         del self.work[replica], self.in_flight[replica]
-        for routed in list(self._sent.values()):
+        for routed in self._unanswered.values():
             if routed.replica == replica:
                 routed.replica = -1
-                del self._sent[routed.query.query_id]
                 self._enqueue(routed)
 
     # -- queries ----------------------------------------------------------------------
@@ -173,30 +171,24 @@ class Router:
                 known = 0 if parent is None else parent.length
                 self.tokens_requested += max(1, context.length - known)
                 heapq.heappush(self._turn_queue, (turn, query.query_id))
-            self._enqueue(RoutedQuery(query, turn, next(self._order), context, parent))
+            routed = RoutedQuery(query, turn, next(self._order), context, parent)
+            self._unanswered[query.query_id] = routed
+            self._enqueue(routed)
 
     def _enqueue(self, routed: RoutedQuery) -> None:
-        self._waiting[routed.query.query_id] = routed
         self._siblings[routed.parent] += 1
         heapq.heappush(self._queue, (routed.turn, routed.order, routed))
 
     def _end_waiting(self, routed: RoutedQuery) -> None:
-        del self._waiting[routed.query.query_id]
         self._siblings[routed.parent] -= 1
         if not self._siblings[routed.parent]:
             del self._siblings[routed.parent]
-
-    def _compact(self) -> None:
-        """Remove the entries of queries that do not wait from the queue, if most are such."""
-        if len(self._queue) > 2 * len(self._waiting):
-            self._queue = [(item.turn, item.order, item) for item in self._waiting.values()]
-            heapq.heapify(self._queue)
 
     def _update_turn(self) -> None:
         """Set the current turn to that of the first unanswered query of a single sequence."""
         while self._turn_queue:
             turn, query_id = self._turn_queue[0]
-            if query_id in self._waiting or query_id in self._sent:
+            if query_id in self._unanswered:
                 self._turns.begin_step(turn)
                 return
             heapq.heappop(self._turn_queue)
@@ -205,14 +197,14 @@ class Router:
         """Assign waiting queries, by turn, to replicas with room for further queries."""
         remaining = {replica: count for replica, count in room.items() if count > 0}
         taken: dict[int, list[RoutedQuery]] = {}
-        if not remaining or not self._waiting:
+        if not remaining or not self._queue:
             return taken
         self._update_turn()
         passed_over = []
         while remaining and self._queue:
             entry = heapq.heappop(self._queue)
             routed = entry[-1]
-            if routed.query.query_id not in self._waiting:
+            if routed.query.query_id not in self._unanswered:
                 continue
             replica = self._choose(routed, self._siblings[routed.parent], remaining)
             if replica not in remaining:
@@ -235,18 +227,26 @@ class Router:
         Returns:
             None if the query is unknown or assigned to another replica.
         """
-        waiting = self._waiting.get(query_id)
-        if replica is None and waiting is not None:
-            self._end_waiting(waiting)
-            self._compact()
-            return waiting
-        routed = self._sent.get(query_id)
+        routed = self._unanswered.get(query_id)
         if routed is None or (replica is not None and routed.replica != replica):
             return None
-        del self._sent[query_id]
-        self.in_flight[routed.replica] -= 1
-        self._set_work(routed.replica, self.work[routed.replica] - routed.cost)
+        del self._unanswered[query_id]
+        if routed.replica < 0:
+            self._end_waiting(routed)
+            self._compact()
+        else:
+            self.in_flight[routed.replica] -= 1
+            self._set_work(routed.replica, self.work[routed.replica] - routed.cost)
         return routed
+
+    def _compact(self) -> None:
+        """Remove the entries of queries that do not wait from the queue, if most are such."""
+        unanswered = self._unanswered
+        if len(self._queue) > 2 * (len(unanswered) - self.in_flight.total()):
+            self._queue = [
+                entry for entry in self._queue if entry[-1].query.query_id in unanswered
+            ]
+            heapq.heapify(self._queue)
 
     # -- contexts ---------------------------------------------------------------------
 
@@ -325,9 +325,9 @@ class Router:
                 *((len(s.places), s.generation.state) for s in root.joined),
             ]
             holders = [
-                (size, state.replica)
+                (size, state.session)
                 for size, state in sizes
-                if isinstance(state, PlacedGeneration) and state.replica in self.work
+                if isinstance(state, PlacedGeneration) and state.session in self.work
             ]
             return max(holders)[1] if holders else idlest
         context, parent = routed.context, routed.parent
@@ -373,7 +373,6 @@ class Router:
             context = context.fork
         if parent is not None:
             parent.replicas[replica] = None
-        self._sent[routed.query.query_id] = routed
         self.in_flight[replica] += 1
         self._set_work(replica, self.work[replica] + routed.cost)
 

@@ -146,28 +146,28 @@ def stop(name: str, address: str | None = None) -> int:
     """
     cluster.join(address)
     groups = cluster.reservations(name)
-    actors = actors_of(name, may_be_dead=bool(groups))
+    actors = list(_served_actors().get(name, {}).values()) if groups else actors_of(name)
     for actor in actors:
         kill(actor)
     cluster.remove(groups)
     return max(len(actors), len(groups))
 
 
-def actors_of(name: str, *, may_be_dead: bool = False) -> list[Any]:
-    """Return the actors of a served model; none are an error unless it may be dead.
+def actors_of(name: str) -> list[Any]:
+    """Return the actors of a served model.
 
     Raises:
         ModelLoadError: The cluster serves no such model.
     """
     served = _served_actors()
-    if name not in served and not may_be_dead:
+    if name not in served:
         names = ", ".join(map(repr, served)) or "none"
         raise ModelLoadError(
             f"no served model {name!r}; this cluster serves {names}. "
             f"`genlm serve` serves a model; to load a model in private replicas, pass engine=, "
             f"such as engine='hf'"
         )
-    return list(served.get(name, {}).values())
+    return list(served[name].values())
 
 
 def wait_until_loaded(

@@ -124,7 +124,7 @@ class PackedGroup(NamedTuple):
 
 
 class PlacedGeneration:
-    """State of a generation in the driver: its replica, and its number in that replica.
+    """State of a generation in the driver: the session of its replica, and its number there.
 
     The number is the id of the query with which the generation was sent, or `~id` for the
     generation of the result of a query with `sampling`. The state exists when the query is
@@ -132,10 +132,10 @@ class PlacedGeneration:
     number is then appended to `dropped`, whose `append` is atomic.
     """
 
-    __slots__ = ("_dropped", "number", "replica")
+    __slots__ = ("_dropped", "number", "session")
 
-    def __init__(self, replica: int, number: int, dropped: deque[int]) -> None:
-        self.replica, self.number, self._dropped = replica, number, dropped
+    def __init__(self, session: int, number: int, dropped: deque[int]) -> None:
+        self.session, self.number, self._dropped = session, number, dropped
 
     def __del__(self) -> None:
         self._dropped.append(self.number)

@@ -48,7 +48,7 @@ class JoinedRun(SamplingRun):
         }
         self.unfinished_queries = {query.query_id: query for query in queries}
         self._dropped: list[slice] = []
-        super().__init__(_joined(query_id, queries, vocabulary.size), vocabulary, max_context)
+        super().__init__(_joined(query_id, queries), vocabulary, max_context)
 
     def add(self, result: GroupResult) -> None:
         """Add the tokens that the last query drew; see `SamplingRun.add`."""
@@ -120,7 +120,7 @@ def joining_key(query: GroupQuery) -> tuple[object, ...]:
     return query.adapter, *limits, sampling.step, sampling.stop_ids, sampling.stop_texts
 
 
-def _joined(query_id: int, queries: Sequence[GroupQuery], vocab_size: int) -> GroupQuery:
+def _joined(query_id: int, queries: Sequence[GroupQuery]) -> GroupQuery:
     """Return one query for the continuations of several with equal `joining_key`."""
     samplings = list(map(sampling_of, queries))
     generation, places = first_generation(
@@ -130,18 +130,12 @@ def _joined(query_id: int, queries: Sequence[GroupQuery], vocab_size: int) -> Gr
             for place in sampling.places.tolist()
         ]
     )
-    weights = [sampling.weights for sampling in samplings]
     sampling = dataclasses.replace(
         samplings[0],
         places=places,
         finished=np.concatenate([sampling.finished for sampling in samplings]),
         max_tokens=np.concatenate([sampling.max_tokens for sampling in samplings]),
-        weights=RowWeights(
-            (len(places), vocab_size),
-            temperature=np.concatenate([each.temperatures for each in weights]),
-            top_k=int(weights[0].top_k),
-            top_p=float(weights[0].top_p),
-        ),
+        weights=RowWeights.joined([sampling.weights for sampling in samplings]),
         seeds=np.concatenate([sampling.seeds for sampling in samplings]),
     )
     return dataclasses.replace(

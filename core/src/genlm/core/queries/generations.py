@@ -221,7 +221,8 @@ class Source(NamedTuple):
     Attributes:
         generation: The earlier generation.
         origins: Indices of its sequences, shape `(n,)`.
-        places: Index of the later sequence that begins with tokens of each, shape `(n,)`.
+        places: Index of the later sequence that begins with tokens of each, ascending, shape
+            `(n,)`.
         lengths: Number of these tokens, shape `(n,)`.
     """
 
@@ -229,6 +230,12 @@ class Source(NamedTuple):
     origins: Integers64
     places: Integers64
     lengths: Integers64
+
+    def of(self, places: Integers64) -> Source:
+        """Return this source for some of the later sequences, which `places` numbers anew."""
+        found = np.flatnonzero(np.isin(places, self.places))
+        index = np.searchsorted(self.places, places[found])
+        return Source(self.generation, self.origins[index], found, self.lengths[index])
 
 
 class Generation:
@@ -272,14 +279,7 @@ class Generation:
         roots = self.lineage.suffixes(members, root.lineage).places
         if root.state is not None:
             return [Source(root, roots, members, root.lineage.lengths[roots])]
-        sources = []
-        for generation, origins, places, lengths in root.joined:
-            index_of = np.full(len(root.lineage), -1)
-            index_of[places] = np.arange(len(places))
-            index = index_of[roots]
-            found, index = np.flatnonzero(index >= 0), index[index >= 0]
-            sources.append(Source(generation, origins[index], found, lengths[index]))
-        return sources
+        return [source.of(roots) for source in root.joined]
 
     def extended(
         self, places: Integers64, columns: Integers64

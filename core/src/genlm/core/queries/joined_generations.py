@@ -39,16 +39,13 @@ def joined_generation(
     sources, end = [], 0
     for generation, members in parts:
         begin, end = end, end + len(members)
-        for source, origins, places, shared in generation.sources():
-            index_of = np.full(len(generation.lineage), -1)
-            index_of[places] = np.arange(len(places))
-            index = index_of[members]
-            # One member of each of the distinct sequences.
-            distinct, first = np.unique(indices[begin:end], return_index=True)
-            index, distinct = index[first], distinct[index[first] >= 0]
-            index = index[index >= 0]
-            shared_lengths = np.minimum(shared[index], joined.lineage.lengths[distinct])
-            sources.append(Source(source, origins[index], distinct, shared_lengths))
+        # One member of each of the distinct sequences.
+        distinct, first = np.unique(indices[begin:end], return_index=True)
+        for source in generation.sources():
+            found = source.of(members[first])
+            places = distinct[found.places]
+            lengths_shared = np.minimum(found.lengths, joined.lineage.lengths[places])
+            sources.append(found._replace(places=places, lengths=lengths_shared))
     # Otherwise programs that concatenate without end would keep all earlier generations.
     joined.joined = _longest_sources(sources, len(joined.lineage))
     return joined, indices
@@ -56,15 +53,15 @@ def joined_generation(
 
 def _longest_sources(sources: Sequence[Source], count: int) -> list[Source]:
     """Return for each of `count` sequences the source with which it shares most tokens."""
-    longest, owner = np.zeros(count, np.int64), np.full(count, -1)
-    for number, (_, _, places, lengths) in enumerate(sources):
-        is_longer = lengths > longest[places]
-        longest[places[is_longer]] = lengths[is_longer]
-        owner[places[is_longer]] = number
+    longest = np.zeros(count, np.int64)
+    for source in sources:
+        longest[source.places] = np.maximum(longest[source.places], source.lengths)
     kept = []
-    for number, (generation, origins, places, lengths) in enumerate(sources):
-        is_owned = owner[places] == number
-        if is_owned.any():
-            indices = origins[is_owned], places[is_owned]
-            kept.append(Source(generation, *indices, lengths[is_owned]))
+    for generation, origins, places, lengths in sources:
+        is_longest = lengths == longest[places]
+        if is_longest.any():
+            kept.append(
+                Source(generation, origins[is_longest], places[is_longest], lengths[is_longest])
+            )
+            longest[places[is_longest]] = 0  # no further source is that of these sequences
     return kept

@@ -139,15 +139,15 @@ def grammar_alone(llm: AsyncLM, population: Population) -> float:
     compiled = LANGUAGES["grammar"][0]._compiled.get(llm.vocabulary, [STOP])  # noqa: SLF001
     rows = np.unique(population.tokens.numpy()[:, PROMPT:], axis=0)
     rows = rows[~np.isin(rows, [-1, STOP]).any(1)]  # those that are not finished
-    library, *columns = compiled.library, *rows.T.tolist()
+    columns = rows.T.tolist()
     words = np.zeros((len(rows), -(-(len(compiled.tokens.texts) + 1) // 32)), np.int32)
-    states = [library.first(b'"') for _ in rows]
+    states = [compiled.first(b'"') for _ in rows]
     times = []
     for column in columns:
 
         def run(column: list[int] = column) -> None:
-            states[:] = library.after(states, column)
-            library.fill(states, words)
+            states[:] = compiled.after(states, column)
+            compiled.fill(states, words)
 
         times.append(microseconds(run))
     return statistics.median(times)

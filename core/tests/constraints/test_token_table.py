@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from constrained_model import TOKENS, SmallEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from genlm.constraints.states import DEAD, FINISHED, LIVE
 from genlm.constraints.text_tokens import TextTokens
 from genlm.constraints.token_table import TokenTable, TokenTrie
 
+CPU = torch.device("cpu")
 LETTERS = b"abc"
 TOKEN_A = TOKENS.index(b"a")
 
@@ -85,11 +87,7 @@ def test_rows_in_any_order_are_those_of_the_definition(
             row = expected[state - LIVE]
             goal = state if token_id < 0 else row[token_id]
             assert after == [goal, DEAD, FINISHED, goal]
-        masks, places = token_table.masks(members)
-        words = masks.numpy()[places]
-        allowed = np.unpackbits(
-            words.view(np.uint8), axis=1, count=len(texts), bitorder="little"
-        ).astype(bool)
+        allowed = token_table.row_masks(members).factors(0, 4, CPU).numpy().astype(bool)
         assert allowed[0].tolist() == [s != DEAD for s in expected[state - LIVE]]
         assert not allowed[1:3].any()
 
@@ -132,7 +130,7 @@ def test_threads_may_need_states_at_the_same_time() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(walk, range(8)))
-    assert len(token_table.masks(np.array([DEAD]))[0]) == 2 + 60
+    assert len(token_table.row_masks(np.array([DEAD])).bits(CPU)[0]) == 2 + 60
 
 
 def test_the_memory_of_rows_is_bounded_and_dropped_rows_are_computed_again(
@@ -147,8 +145,9 @@ def test_the_memory_of_rows_is_bounded_and_dropped_rows_are_computed_again(
     for part in [*states[:, None], states[:20], states[5:8], states[30:33]]:
         after = token_table.after(part, np.full(len(part), 2))
         assert after.tolist() == [expected[state - LIVE][2] for state in part]
-        sizes.append(len(token_table.masks(part)[0]))
-        assert token_table.row_masks(part).is_empty.tolist() == [
+        masks = token_table.row_masks(part)
+        sizes.append(len(masks.bits(CPU)[0]))
+        assert masks.is_empty.tolist() == [
             set(expected[state - LIVE]) == {DEAD} for state in part
         ]
     assert max(sizes[:60]) == 10

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genlm.constraints.byte_automata import (
     NO_STATE,
@@ -167,13 +166,6 @@ class _AutomatonConstraint(StateConstraint):
         super().__init__(states, table.vocab_size)
         self.table = table
         self._row_masks = RowMasks.deferred(lambda: table.row_masks(states), len(states))
-
-    def masks(self) -> tuple[torch.Tensor, Integers64]:
-        """Return the masks of states, and the place of each member's state among them."""
-        return self.table.masks(self.states)
-
-    def _draw_masks(self) -> tuple[RowMasks, None]:
-        return self._row_masks, None
 
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _AutomatonConstraint:
         """Look up the next states in the table."""

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from genlm.constraints.matchers import LIBRARIES, MatcherLibrary, MatcherState, Words
 from genlm.constraints.protocol import (
@@ -26,13 +25,12 @@ from genlm.constraints.states import (
     first_states,
     member_index,
 )
-from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
+from genlm.constraints.text_tokens import PerVocabulary, text_tokens
 from genlm.core.rows.row_masks import RowMasks
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.lm import AsyncLM
-    from genlm.core.vocab import Vocabulary
 
 
 class Grammar(Language):
@@ -62,12 +60,11 @@ class Grammar(Language):
         self._source, self._options = source, dict(options or {})
         LIBRARIES[library].check(form, source, self._options)
 
-        def compile_grammar(vocabulary: Vocabulary, stop: Integers64) -> _CompiledGrammar:
-            tokens = text_tokens.get(vocabulary, stop)
-            matchers = LIBRARIES[library](form, source, self._options, tokens.texts)
-            return _CompiledGrammar(matchers, tokens)
-
-        self._compiled = PerVocabulary(compile_grammar)
+        self._compiled = PerVocabulary(
+            lambda vocabulary, stop: LIBRARIES[library](
+                form, source, self._options, text_tokens.get(vocabulary, stop)
+            )
+        )
 
     @classmethod
     def json_schema(
@@ -141,7 +138,7 @@ class Grammar(Language):
         check_text(text)
         states = first_states(size)
         compiled = self._compiled.get(llm.vocabulary, stop)
-        first = compiled.library.first(text)
+        first = compiled.first(text)
         if first is None:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         thread = ThreadPoolExecutor(1, "genlm-grammar")
@@ -153,13 +150,6 @@ class Grammar(Language):
 
     def __repr__(self) -> str:
         return f"<Grammar of {self._form}, by {self._library}>"
-
-
-class _CompiledGrammar(NamedTuple):
-    """A grammar compiled for the tokens of a vocabulary."""
-
-    library: MatcherLibrary
-    tokens: TextTokens
 
 
 class _Step(NamedTuple):
@@ -179,13 +169,13 @@ class _Step(NamedTuple):
 
 
 def _fill_masks(
-    compiled: _CompiledGrammar, matchers: list[MatcherState], state_of: Integers64
+    compiled: MatcherLibrary, matchers: list[MatcherState], state_of: Integers64
 ) -> _Step:
     """Compute a step from the matchers of states, and the state of each member."""
     size, stop = len(compiled.tokens.texts), compiled.tokens.stop
     words = np.zeros((LIVE + len(matchers), size // 32 + 1), np.int32)
     if matchers:
-        compiled.library.fill(matchers, words[LIVE:])
+        compiled.fill(matchers, words[LIVE:])
     last, end = words[:, size // 32], size % 32
     is_complete = (last >> end & 1).astype(np.bool_)
     last &= (1 << end) - 1  # no bit beyond the vocabulary
@@ -220,14 +210,14 @@ def _advance_matchers(
         state if state < LIVE else place_of.setdefault((parent, token_id), LIVE + len(place_of))
         for state, parent, token_id in members
     ]
-    matchers = compiled.library.after(
+    matchers = compiled.after(
         [parents[parent - LIVE] for parent, _ in place_of],
         [token_id for _, token_id in place_of],
     )
     return _fill_masks(compiled, matchers, np.array(places, np.int64))
 
 
-def _ended(compiled: _CompiledGrammar, step: Future[_Step], states: States) -> States:
+def _ended(compiled: MatcherLibrary, step: Future[_Step], states: States) -> States:
     """Finish members whose text has no continuation, for models without stop tokens."""
     if compiled.tokens.stop.size:
         return states
@@ -252,7 +242,7 @@ class _GrammarConstraint(StateConstraint):
 
     def __init__(
         self,
-        compiled: _CompiledGrammar,
+        compiled: MatcherLibrary,
         thread: ThreadPoolExecutor,
         step: Future[_Step],
         states: States,
@@ -271,13 +261,6 @@ class _GrammarConstraint(StateConstraint):
         """Distinct state of each member; waits for the step."""
         state_of: Integers64 = self._row_masks.places.numpy()
         return state_of
-
-    def masks(self) -> tuple[torch.Tensor, Integers64]:
-        """Return the masks of the distinct states; waits until they are filled."""
-        return torch.from_numpy(self.step.result().masks), self.state_of
-
-    def _draw_masks(self) -> tuple[RowMasks, None]:
-        return self._row_masks, None
 
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _GrammarConstraint:
         """Determine which members are finished or dead; the thread computes the masks."""

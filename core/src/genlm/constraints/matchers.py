@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from genlm.constraints.text_tokens import TextTokens
 from genlm.core.base.error_handling import import_required
 
 Words: TypeAlias = npt.NDArray[np.int32]
@@ -44,6 +45,7 @@ class MatcherState(NamedTuple):
 class MatcherLibrary(ABC):
     """A grammar that a library has compiled for the tokens of a vocabulary."""
 
+    tokens: TextTokens
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
     """Supported forms of grammars: `"json_schema"`, `"ebnf"` or `"lark"`."""
@@ -64,14 +66,14 @@ class MatcherLibrary(ABC):
         """
 
     @abstractmethod
-    def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
+    def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
         """Compile a grammar.
 
         Args:
             form: One of `formats`.
             source: The grammar.
             options: Keyword arguments of the library's compiler.
-            texts: Bytes of each token; empty for tokens without text.
+            tokens: The tokens.
 
         Raises:
             ValueError: The library rejects the grammar.
@@ -154,8 +156,9 @@ class XGrammar(MatcherLibrary):
         with _rejections():
             parse(source, **options)
 
-    def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
+    def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
         self._library = library = _import_library(self.name)
+        self.tokens, texts = tokens, tokens.texts
         raw, end = library.VocabType.RAW, len(texts)
         info = library.TokenizerInfo([*texts, b"</s>"], vocab_type=raw, stop_token_ids=[end])
         compiler = library.GrammarCompiler(info)
@@ -197,9 +200,9 @@ class LLGuidance(MatcherLibrary):
         if message := matcher.validate_grammar(_guidance_grammar(form, source, options)):
             raise ValueError(f"llguidance does not accept the grammar: {message}")
 
-    def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
+    def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
         self._library = library = _import_library(self.name)
-        tokenizer = _ByteTokenizer(texts)
+        self.tokens, tokenizer = tokens, _ByteTokenizer(tokens.texts)
         self._words = -(-len(tokenizer.tokens) // 32)
         self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(tokenizer))
         grammar = _guidance_grammar(form, source, options)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
 from genlm.core.base.arrays import host_array, signed_index
@@ -23,6 +24,7 @@ from genlm.core.model.members import checked_array
 if TYPE_CHECKING:
     from genlm.core.model.population import Population
     from genlm.core.rows.draws import DrawnTokens
+    from genlm.core.rows.row_masks import MasksLike, RowMasks
 
 States: TypeAlias = npt.NDArray[Any]
 
@@ -45,6 +47,9 @@ class StateConstraint(Immutable, Constraint):
         "a Constraint belongs to a vocabulary and cannot be pickled; pickle its language, "
         "and create it again with the language's method start"
     )
+
+    _row_masks: RowMasks
+    """The mask of each member, whose table has the masks of all states."""
 
     def __init__(self, states: States, vocab_size: int) -> None:
         self.states = states
@@ -78,6 +83,17 @@ class StateConstraint(Immutable, Constraint):
                 f"a constraint for {self._vocab_size} token ids and a population whose model "
                 f"has {found}; start the constraint with the model of the population"
             )
+
+    def masks(self) -> tuple[MasksLike, Integers64 | None]:
+        """Return masks of states as packed bits, and the place of each member's among them.
+
+        Waits until they are computed.
+        """
+        words, places, _ = self._row_masks.bits(torch.device("cpu"))
+        return words.view(torch.int32), places.numpy()
+
+    def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
+        return self._row_masks, None
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Return the constraint after tokens, which is already computed for drawn tokens."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from genlm.constraints.protocol import Flags, Integers64
 from genlm.core.base.recent_values import recent_value
@@ -33,13 +32,6 @@ class TextTokens(NamedTuple):
     texts: list[bytes]
     stop: Integers64
     is_stop: Flags
-
-    def pack(self, allowed: Flags) -> torch.Tensor:
-        """Return booleans of shape `(n, vocab_size)` as packed bits, int32."""
-        count, size = allowed.shape
-        padded = np.zeros((count, -(-size // 32) * 32), np.bool_)
-        padded[:, :size] = allowed
-        return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
 
 
 class PerVocabulary(Generic[T]):

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, distinct_edges, live_states
-from genlm.constraints.protocol import Integers64
+from genlm.constraints.protocol import Flags, Integers64
 from genlm.constraints.states import DEAD, FINISHED, LIVE
 from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 from genlm.core.base.forking import renew_in_forks
@@ -168,11 +167,6 @@ class TokenTable:
         self._row_bytes = (trie.count + 1) * kind.itemsize + trie.count // 8
         self._rows = self._first_rows(np.array([], np.int64))
 
-    def masks(self, states: TokenStates) -> tuple[torch.Tensor, Integers64]:
-        """Return masks as packed bits, and the place of each state's mask among them."""
-        rows, places = self._rows_of(states)
-        return torch.from_numpy(rows.words[: rows.count]), places
-
     def row_masks(self, states: TokenStates) -> RowMasks:
         """Return the masks of members in some states."""
         rows, places = self._rows_of(states)
@@ -237,7 +231,7 @@ class TokenTable:
             places = slice(begin, begin := begin + len(part))
             successors = self._resolved[reached]
             successors[:, stop] = np.where(self._accepting[part], FINISHED, DEAD)[:, None]
-            rows.words[places] = self._tokens.pack(successors != DEAD).numpy()
+            rows.words[places] = _packed(successors != DEAD)
             successors[part == FINISHED] = FINISHED
             rows.successors[places, :-1], rows.successors[places, -1] = successors, part
         rows.masks = RowMasks.of_bits(
@@ -265,3 +259,11 @@ class TokenTable:
             after = np.empty((capacity, before.shape[1]), before.dtype)
             after[: len(before)] = before
             setattr(rows, name, after)
+
+
+def _packed(allowed: Flags) -> npt.NDArray[np.int32]:
+    """Return booleans of shape `(n, vocab_size)` as packed bits."""
+    count, size = allowed.shape
+    padded = np.zeros((count, -(-size // 32) * 32), np.bool_)
+    padded[:, :size] = allowed
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)

@@ -72,7 +72,7 @@ def test_the_result_of_a_future_is_delivered_when_it_ends(start):
         return await waiting
 
     assert asyncio.run(program()) == "later"
-    assert not llm._scheduler._worker._late.clear()
+    assert not llm._scheduler._worker._late
 
 
 @pytest.mark.parametrize("end", ["cancel_all", "close"])

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -48,45 +46,6 @@ def distribute(evaluation: Evaluation) -> None:
     evaluation.values = []  # frames to which a kept error refers may refer to the evaluation
 
 
-class LateResults:
-    """The requests whose functions `then` returned futures that are not done. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests: dict[Request, None] = {}
-
-    def add(self, request: Request, future: concurrent.futures.Future[Any]) -> None:
-        """Deliver the result of a future when it is done, unless the request is removed."""
-        with self._lock:
-            self._requests[request] = None
-        future.add_done_callback(functools.partial(self._deliver, request))
-
-    def remove(self, request: Request) -> None:
-        """Remove a request if it waits for a future."""
-        with self._lock:
-            self._requests.pop(request, None)
-
-    def clear(self) -> list[Request]:
-        """Remove and return all requests; the caller fails them."""
-        with self._lock:
-            requests, self._requests = [*self._requests], {}
-        return requests
-
-    def _deliver(self, request: Request, future: concurrent.futures.Future[Any]) -> None:
-        with self._lock:
-            if request not in self._requests:
-                return
-            del self._requests[request]
-        error: BaseException | None = None
-        try:
-            request.values = [future.result()]
-        except BaseException as raised:  # noqa: BLE001 - also that of a cancelled future
-            error = raised
-        delivery = Delivery()
-        delivery._append(request, error)  # noqa: SLF001 - of the same module
-        delivery.send()
-
-
 class Delivery:
     """Finished requests, grouped by event loop, so that a delivery wakes each loop once.
 
@@ -111,12 +70,23 @@ class Delivery:
                 self._by_loop[loop] = []
             self._by_loop[loop].append((request, error))
 
-    def process(self, late: LateResults) -> None:
+    def add_late(self, request: Request, future: concurrent.futures.Future[Any]) -> None:
+        """Add a request that finishes with the result or the error of a future."""
+        error: BaseException | None = None
+        try:
+            request.values = [future.result()]
+        except BaseException as raised:  # noqa: BLE001 - also that of a cancelled future
+            error = raised
+        self._append(request, error)
+
+    def process(self) -> list[Request]:
         """Call the functions `then` of the requests of coroutines.
 
-        Args:
-            late: Delivers the results of the requests whose functions return futures.
+        Returns:
+            The requests whose functions returned futures, which are their only values; they
+            are removed from the delivery.
         """
+        late = []
         finished = [pair for pairs in self._by_loop.values() for pair in pairs]
         self._by_loop = {}
         for request, error in finished:
@@ -126,9 +96,10 @@ class Delivery:
             result, raised = _call(request.then, request.values)
             request.then, request.values = None, [result]
             if isinstance(result, concurrent.futures.Future):
-                late.add(request, result)
+                late.append(request)
             else:
                 self._append(request, raised)
+        return late
 
     @property
     def reaches_loops(self) -> bool:

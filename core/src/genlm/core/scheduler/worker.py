@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import threading
 import time
@@ -36,7 +37,7 @@ from genlm.core.queries.query import GroupQuery
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.batching import BatchingPolicy
 from genlm.core.scheduler.calls import Call, ReleaseQueue
-from genlm.core.scheduler.delivery import Delivery, LateResults, distribute
+from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
 from genlm.core.scheduler.results import check_results, store_results
@@ -73,7 +74,7 @@ class Worker:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable()
-        self._late = LateResults()
+        self._late: set[Request] = set()  # whose functions `then` returned unfinished futures
         limits = [limit for limit in (max_batch_size, max_pending) if limit is not None]
         self._max_in_engine = min(limits, default=None)
         self._max_pending = max_pending
@@ -146,8 +147,8 @@ class Worker:
 
     def leave(self, request: Request) -> None:
         """Remove an abandoned request; abort evaluations without other requests."""
-        self._late.remove(request)
         with self._lock:
+            self._late.discard(request)
             self._aborts += self._table.leave(request)
             if self._aborts or self._calls:
                 self._notify()
@@ -223,7 +224,6 @@ class Worker:
         """Reject all requests in a forked process, which lacks the engine's thread."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._late = LateResults()
         self.stopped = EngineClosedError(
             "this process was forked from the one that loaded the model, and the engine's "
             "thread stayed there; load the model here, after the fork or in a spawned process"
@@ -253,8 +253,9 @@ class Worker:
     def _fail_all(self, error: EngineError) -> Delivery:
         self._aborts.extend(self._table.in_engine)
         delivery = Delivery()
-        for request in (*self._table.clear(), *self._late.clear()):
+        for request in (*self._table.clear(), *self._late):
             delivery.add(request, error)
+        self._late.clear()
         return delivery
 
     # -- the engine's side: the worker's thread only ----------------------------------
@@ -429,14 +430,28 @@ class Worker:
             delivery = Delivery()
             with self._lock:
                 self._finish(finished, delivery, is_step=is_step)
-            delivery.process(self._late)
+            late = delivery.process()
             with self._lock:
+                self._late.update(late)
                 waits_for_callers = delivery.reaches_loops and self._delay(step_s)
             delivery.send(afterwards=self._flush_later if waits_for_callers else None)
+            for request in late:
+                [future] = request.values
+                future.add_done_callback(functools.partial(self._deliver_late, request))
         except BaseException as error:
             self._fail(finished, requests, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _deliver_late(self, request: Request, future: concurrent.futures.Future[Any]) -> None:
+        """Deliver the result of the future of a function, unless the request has ended."""
+        with self._lock:
+            if request not in self._late:
+                return
+            self._late.remove(request)
+        delivery = Delivery()
+        delivery.add_late(request, future)
+        delivery.send()
 
     def _flush_later(self, loop: asyncio.AbstractEventLoop) -> None:
         """Flush once the running event loop adds no further requests."""

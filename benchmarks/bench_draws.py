@@ -50,7 +50,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         self.logits = 3 * torch.randn(count, size, generator=generator)
         self.mask = torch.rand(size, generator=generator) < 0.5
-        self.numbers = uniforms(0, np.arange(count), 0)
+        self.numbers = torch.from_numpy(uniforms(0, np.arange(count), 0))
 
     def kernels(self) -> torch.Tensor:
         """The contestant."""
@@ -145,7 +145,7 @@ def selections(size: int, rounds: int, samples: dict[str, list[float]]) -> None:
             samples.setdefault(f"draws, {what}, V={size} loop, sort", []).append(elapsed)
             elapsed, drawn = timed(
                 lambda rows=rows, k=k, p=p: batch_draw(
-                    rows, numbers, RowWeights(rows.shape, top_k=k, top_p=p)
+                    rows, case.numbers, RowWeights(rows.shape, top_k=k, top_p=p)
                 )
             )
             samples.setdefault(f"draws, {what}, V={size} batch_draw", []).append(elapsed)
@@ -155,7 +155,7 @@ def selections(size: int, rounds: int, samples: dict[str, list[float]]) -> None:
 def memory() -> float:
     """MiB that draws need beside the logits: the growth of the peak."""
     case = Case(WIDE)
-    batch_draw(case.logits[:1], case.numbers[:1])  # loads libraries
+    batch_draw(case.logits[:1], case.numbers[:1], RowWeights((1, WIDE)))  # loads libraries
     Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
     before = resident_bytes("VmHWM")
     case.kernels()

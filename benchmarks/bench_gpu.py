@@ -704,6 +704,7 @@ def draws(line: Line) -> None:
     masks = [Mask(each, size) for each in allowed]
     packed = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little")).view(torch.int32)
     uniforms = random.random(count)
+    numbers = torch.from_numpy(uniforms)
     clock = device_clock(line.device)
 
     def timed(draw: Callable[[], Sequence[int]], wanted: Any) -> float:
@@ -716,7 +717,7 @@ def draws(line: Line) -> None:
 
     def of_population(masks: Any) -> Sequence[int]:
         weights = RowWeights(rows.shape, masks)
-        found: list[int] = batch_draw(rows, uniforms, weights).token_ids.tolist()
+        found: list[int] = batch_draw(rows, numbers, weights).token_ids.tolist()
         return found
 
     def of_requests() -> Sequence[int]:

@@ -199,9 +199,10 @@ def test_rows_that_are_not_distributions_are_nan_beside_others() -> None:
 def test_draws_of_rows_have_the_logprobs_of_the_rows() -> None:
     rows, numbers = some_logits().log_softmax(-1), random().random(8)
     row_of = torch.tensor([0, 0, 1, 3, 3, 3, 4, 4])
+    numbers = torch.from_numpy(numbers)
     drawn = batch_draw(rows, numbers, RowWeights(rows.shape, ALLOWED), row_of=row_of)
     alone = [
-        batch_draw(rows[row : row + 1], [u], RowWeights((1, SIZE), ALLOWED[row : row + 1]))
+        batch_draw(rows[row : row + 1], u[None], RowWeights((1, SIZE), ALLOWED[row : row + 1]))
         for row, u in zip(row_of.tolist(), numbers, strict=True)
     ]
     for column, parts in zip(drawn, zip(*alone, strict=True), strict=True):
@@ -236,7 +237,7 @@ def test_members_of_one_row_have_their_own_masks_and_temperatures(
     temperature = np.array([1.0, 0.5, 1.0, 1.0, 1.0, 2.0, 0.5, 1.0])
     logits, numbers = some_logits(), random().random(8)
     logits = torch.cat([logits, some_logits(2)], 1)  # wider than the vocabulary
-    weights = RowWeights((8, SIZE), WORDS, index, temperature=temperature)
+    weights = RowWeights((8, SIZE), RowMasks(WORDS, 8, SIZE, index), temperature=temperature)
     found = columns_of(DrawColumns(weights, numbers), logits, row_of, missing=(7, 900))
     mass = columns_of(MassColumns(weights), logits, row_of, missing=(7, 900))
     assert all(column.device.type == "cpu" for column in (*found.columns, *mass.columns))
@@ -305,6 +306,7 @@ def test_weights_without_kernels_are_computed_by_torch(limit: Any) -> None:
     assert has_kernels(logits)
     weights = RowWeights(logits.shape, ALLOWED, **limit)
     assert not has_kernels(logits, weights)
-    drawn = batch_draw(logits.log_softmax(-1), random().random(COUNT), weights)
+    numbers = torch.from_numpy(random().random(COUNT))
+    drawn = batch_draw(logits.log_softmax(-1), numbers, weights)
     tokens = drawn.token_ids.tolist()
     assert all(ALLOWED[row, token] for row, token in enumerate(tokens) if token >= 0)

@@ -16,6 +16,7 @@ import genlm
 from genlm.core.rows import groups
 from genlm.core.rows.group_reductions import DrawColumns, Rows
 from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, TokenSequence
 
@@ -237,7 +238,9 @@ def drawn(
     """The result of one draw for each member, or of several without replacement."""
     wanted, count = np.arange(len(values)), len(row_of)
     uniforms = np.random.default_rng(0).random((count, draws) if draws else count)
-    weights = RowWeights((count, vocabulary.size), masks, mask_index, **options)
+    if mask_index is not None:
+        masks = RowMasks(masks, count, vocabulary.size, mask_index)
+    weights = RowWeights((count, vocabulary.size), masks, **options)
     reduction = DrawColumns(weights, uniforms)
     generation = Generation(Lineage.of_sequences([]))
     work = groups.GroupWork(GroupQuery(0, generation, wanted, row_of, reduction), vocabulary)

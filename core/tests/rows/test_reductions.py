@@ -29,6 +29,7 @@ from genlm.core.rows.reductions import (
     TokenLogprobs,
     TopK,
 )
+from genlm.core.rows.row_weights import RowWeights
 from genlm.core.vocab import Token, Vocabulary
 
 INF = math.inf
@@ -140,7 +141,8 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
     row = some_rows(1, size=700)[0]
     count = 20_000
     uniforms = (np.arange(count) + 0.5) / count
-    ids = batch_draw(row.expand(count, -1), uniforms).token_ids
+    rows = row.expand(count, -1)
+    ids = batch_draw(rows, torch.from_numpy(uniforms), RowWeights(rows.shape)).token_ids
     frequencies = torch.bincount(ids, minlength=700).double() / count
     assert (frequencies - row.double().exp()).abs().max() < 1.5 / count
 
@@ -149,7 +151,8 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
 def test_no_id_without_weight_is_drawn(uniform: float) -> None:
     row = torch.full((SIZE,), -INF)
     row[[600, 1200]] = math.log(0.5)
-    ids = batch_draw(row[None], [uniform]).token_ids.tolist()
+    numbers = torch.tensor([uniform], dtype=torch.float64)
+    ids = batch_draw(row[None], numbers, RowWeights((1, SIZE))).token_ids.tolist()
     assert ids == [600 if uniform < 0.5 else 1200]
 
 

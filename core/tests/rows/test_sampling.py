@@ -31,6 +31,12 @@ def draw_token(row: torch.Tensor, temperature: float, uniform: float) -> int:
     return int(token_id)
 
 
+def test_a_number_is_needed_for_each_row() -> None:
+    for numbers in ([0.5], [0.5] * 3, [[0.5], [0.5]]):
+        with pytest.raises(ValueError, match="for 2 rows; expected one for each"):
+            draw_tokens(torch.zeros(2, 3), [1.0] * 2, numbers)  # type: ignore[arg-type]
+
+
 # -- one draw -------------------------------------------------------------------------
 
 

@@ -8,8 +8,7 @@ number of rows. On a GPU, `device_rows` computes the draws for which there are k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +31,6 @@ from genlm.core.rows.token_weights import (
     reweight,
 )
 from genlm.core.rows.truncation import truncate
-
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
 _INF = float("inf")
 
@@ -71,8 +65,8 @@ class DrawnTokens(NamedTuple):
 
 def batch_draw(
     rows: torch.Tensor,
-    uniforms: Numbers,
-    weights: RowWeights | None = None,
+    uniforms: torch.Tensor,
+    weights: RowWeights,
     *,
     row_of: torch.Tensor | None = None,
     sources: torch.Tensor | None = None,
@@ -84,17 +78,15 @@ def batch_draw(
     Args:
         rows: Log-probabilities, shape `(m, vocab_size)`, float32, on any device; not changed.
         uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
-            float64.
-        weights: Weights of the tokens of n rows; None for the unchanged probabilities.
+            float64, in main memory.
+        weights: Weights of the tokens of n rows.
         row_of: The row of each draw, ascending, int64, in main memory; a row may have several
             draws or none. By default draw i is from row i.
         sources: Index in `rows` of the log-probabilities of each row, shape `(n,)`, int64, in
             main memory; by default those of row i are `rows[i]`.
     """
-    weights = weights or RowWeights(rows.shape)
-    numbers = _uniform_tensor(uniforms, weights.count if row_of is None else len(row_of), 1)
     if has_kernels(rows, weights):
-        columns = draw_on_device(rows, numbers, weights, row_of=row_of, sources=sources)
+        columns = draw_on_device(rows, uniforms, weights, row_of=row_of, sources=sources)
         drawn = DrawnTokens(*columns)
         places = torch.arange(weights.count) if row_of is None else row_of
         places = places if sources is None else sources[places]
@@ -107,7 +99,7 @@ def batch_draw(
             ends = torch.tensor([draws.start, draws.stop])
             draws = slice(*torch.searchsorted(row_of, ends).tolist())
             part_rows = moved(row_of[draws] - part.places.start, rows.device)
-        parts.append(_draw_part(part, numbers[draws], part_rows))
+        parts.append(_draw_part(part, uniforms[draws], part_rows))
     return _concatenate(parts, rows, ())
 
 
@@ -158,8 +150,8 @@ def draw_from_logits(
 
 def batch_draw_without_replacement(
     rows: torch.Tensor,
-    uniforms: Numbers,
-    weights: RowWeights | None = None,
+    uniforms: torch.Tensor,
+    weights: RowWeights,
     sources: torch.Tensor | None = None,
 ) -> DrawnTokens:
     """Draw several different tokens from each row, in sequence.
@@ -172,7 +164,7 @@ def batch_draw_without_replacement(
 
     Args:
         rows: As `batch_draw`.
-        uniforms: Numbers in [0, 1), shape `(n, k)`, float64: one for each draw.
+        uniforms: Numbers in [0, 1), shape `(n, k)`, float64, in main memory: one for each draw.
         weights: As `batch_draw`, of temperatures above 0.
         sources: As `batch_draw`.
 
@@ -180,47 +172,26 @@ def batch_draw_without_replacement(
         DrawnTokens of shape `(n, k)`. If a row has fewer than k tokens, the other entries are
         -1. `log_mass` is that of all tokens.
     """
-    weights = weights or RowWeights(rows.shape)
-    if weights.is_greedy:
-        raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
-    numbers = _uniform_tensor(uniforms, weights.count, 2)
     parts = [
-        _draw_part_without_replacement(part, numbers[part.places])
+        _draw_part_without_replacement(part, uniforms[part.places])
         for part in weights.parts(rows, sources)
     ]
-    return _concatenate(parts, rows, (numbers.shape[1],))
+    return _concatenate(parts, rows, (uniforms.shape[1],))
 
 
 def batch_log_mass(
-    rows: torch.Tensor,
-    weights: RowWeights | None = None,
-    sources: torch.Tensor | None = None,
+    rows: torch.Tensor, weights: RowWeights, sources: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
 
     The result has shape `(n,)`, float32, on the device of `rows`: `-inf` for an empty set, 0
     without mask and bias. Temperatures do not matter. For the arguments see `batch_draw`.
     """
-    weights = weights or RowWeights(rows.shape)
     if has_kernels(rows, weights):
         zeros = torch.zeros(weights.count).double()
         return draw_on_device(rows, zeros, weights, sources=sources)[2]
     parts = [compute_weights(part).log_mass for part in weights.parts(rows, sources)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
-
-
-def _uniform_tensor(values: Numbers, count: int, ndim: int) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        numbers = values.double()
-    else:
-        numbers = torch.tensor(values, dtype=torch.float64)
-    if numbers.ndim != ndim or len(numbers) != count:
-        expected = "(n,)" if ndim == 1 else "(n, k)"
-        raise ValueError(
-            f"uniform numbers of shape {tuple(numbers.shape)} for {count} rows; expected "
-            f"shape {expected}"
-        )
-    return numbers
 
 
 def _draw_part(

@@ -58,8 +58,6 @@ class RowWeights:
     Args:
         shape: Number of rows, and number of ids in the vocabulary.
         masks: The tokens that may be drawn, as `RowMasks` takes them; None for all.
-        mask_index: The mask of each row, shape `(n,)`; by default row i has mask i, or all rows
-            have the only mask.
         temperature: A number that is finite and not negative, or one for each row. At
             temperature 0 the token with the largest `logprob + bias` has all the weight, the
             lowest of equals.
@@ -79,7 +77,6 @@ class RowWeights:
         self,
         shape: Sequence[int],
         masks: MasksLike | None = None,
-        mask_index: Any = None,
         *,
         temperature: npt.ArrayLike | torch.Tensor = 1.0,
         bias: Any = 0.0,
@@ -88,7 +85,7 @@ class RowWeights:
     ) -> None:
         count, vocab_size = shape
         if masks is not None and not isinstance(masks, RowMasks):
-            masks = RowMasks(masks, count, vocab_size, mask_index)
+            masks = RowMasks(masks, count, vocab_size)
         self.count = count
         self.masks: RowMasks | None = masks
         self._temperature = (

@@ -184,6 +184,15 @@ def draw_tokens(
     Returns:
         Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without a possible
         id.
+
+    Raises:
+        ValueError: There is not one temperature and one random number for each row.
     """
+    numbers = torch.as_tensor(uniforms, dtype=torch.float64)
+    if numbers.shape != logprobs.shape[:1]:
+        raise ValueError(
+            f"uniform numbers of shape {tuple(numbers.shape)} for {len(logprobs)} rows; "
+            f"expected one for each"
+        )
     weights = RowWeights(logprobs.shape, temperature=temperatures, top_k=top_k, top_p=top_p)
-    return batch_draw(logprobs, uniforms, weights).token_ids
+    return batch_draw(logprobs, numbers, weights).token_ids

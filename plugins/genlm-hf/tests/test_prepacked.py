@@ -137,40 +137,6 @@ def test_products_that_differ_or_do_not_exist_are_not_used_and_it_is_said(
         assert "weights could be prepacked" in warning.getMessage()
 
 
-@pytest.mark.parametrize("operator", ["_linear_pointwise", "_reorder_linear_weight"])
-def test_a_torch_without_the_operators_serves_all_the_same_and_says_so(
-    operator: str,
-    save_model: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = build_model("llama", **MODELS["llama"][1])
-    folder = save_model(model)
-    remaining = [o for o in ("_linear_pointwise", "_reorder_linear_weight") if o != operator]
-    present = {name: getattr(torch.ops.mkldnn, name) for name in remaining}
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**present))
-    sequences = ids_of_lengths(9, 1, 23)
-    with genlm.load_model(folder, backend="hf", device="cpu") as llm:
-        rows = list(llm.batch_next_token_logprobs_sync(sequences))
-        assert llm.statistics().engine["prepacked_bytes"] == 0
-    assert Oracle(model).largest_error(sequences, rows) <= 2e-5
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert f"has no operator mkldnn.{operator}" in warnings[0]
-    assert "prepack=False" in warnings[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_served_without_the_operators_too(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    layers = [torch.nn.Linear(256, 256, dtype=dtype) for _ in range(3)]
-    assert prepacked.PrepackedWeights(layers).nbytes == 0
-    assert len(caplog.records) == 1
-    assert "_is_mkldnn_" in caplog.text
-
-
 def test_nothing_is_copied_where_memory_is_short(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

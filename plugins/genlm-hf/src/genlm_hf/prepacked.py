@@ -35,10 +35,6 @@ _SIZES = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16))
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _MissingOperatorError(LookupError):
-    """The installed torch lacks an operator."""
-
-
 class PrepackedWeights:
     """Prepacked copies of a model's weights, which forward passes on a CPU read.
 
@@ -56,19 +52,6 @@ class PrepackedWeights:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.nbytes = 0
         self._forwards: list[tuple[dict[str, Any], _Forward]] = []
-        try:
-            self._prepack(modules)
-        except _MissingOperatorError as missing:
-            self.nbytes, self._forwards = 0, []
-            _logger.warning(
-                "torch %s has no operator mkldnn.%s, so weights are not prepacked and forward "
-                "passes on this CPU are slower; install a version of torch that this genlm-hf "
-                "supports, or load with prepack=False",
-                torch.__version__,
-                missing,
-            )
-
-    def _prepack(self, modules: Iterable[torch.nn.Module]) -> None:
         layers: list[tuple[Any, torch.Tensor]]
         layers = [
             (m, weight) for m in modules if (weight := _prepackable_weight(m)) is not None
@@ -121,23 +104,16 @@ def _is_supported(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
-        return bool(_operator("_is_mkldnn_bf16_supported")())
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
     if dtype == torch.float16:
-        return bool(_operator("_is_mkldnn_fp16_supported")())
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())  # noqa: SLF001
     return dtype == torch.float32
-
-
-def _operator(name: str) -> Any:
-    try:
-        return getattr(torch.ops.mkldnn, name)
-    except AttributeError as error:
-        raise _MissingOperatorError(name) from error
 
 
 def _prepacked_forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None:
     """Return a forward pass on a prepacked copy, None if it fails or is inexact on this CPU."""
-    product = _operator("_linear_pointwise").default
-    reorder = _operator("_reorder_linear_weight")
+    product = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+    reorder = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
     outputs, inputs = weight.shape
 
     def forward(states: torch.Tensor) -> torch.Tensor:

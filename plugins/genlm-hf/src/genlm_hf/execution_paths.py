@@ -26,11 +26,11 @@ from genlm.prefix import (
     UnsupportedModelError,
     choose_path,
 )
-from genlm_hf.packed.attention import PackedForward, takes_positions
+from genlm_hf.forward import accepted_arguments
+from genlm_hf.packed.attention import PackedForward
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayout, UnsupportedMaskError, read_layout
 from genlm_hf.padded import PaddedPath
-from genlm_hf.probe import sample_ids
 from genlm_hf.served_model import ServedModel
 from genlm_hf.slot_cache import SlotCacheForward, read_cache
 from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
@@ -52,9 +52,8 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
             does not support it.
     """
     padded = PaddedPath(served)
-    n_ids = min(served.embedding_rows, served.vocabulary.size)
     self_test = SelfTest(
-        sample_ids(served.vocabulary.tokenizer, n_ids, served.max_context),
+        padded.sample_ids,
         padded,
         tolerance=served.row_tolerance,
         max_context=served.max_context,
@@ -148,7 +147,7 @@ def _packed_path(served: ServedModel, padded: PaddedPath, options: ServeOptions)
     Raises:
         UnsupportedModelError: The model breaks one of the rules.
     """
-    if not takes_positions(served.model):
+    if not accepted_arguments(served.model, {"position_ids": None}):
         raise UnsupportedModelError("its forward takes no position_ids")
     _refuse_by_config(served, padded)
     layout = _layout(served, padded)

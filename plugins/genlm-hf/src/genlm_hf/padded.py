@@ -31,6 +31,7 @@ class PaddedPath(UncachedPath):
 
     Attributes:
         by_longest: Whether rotary frequencies depend on the longest sequence of a pass.
+        sample_ids: Ids of a short text, with which execution paths are compared.
 
     Raises:
         ModelLoadError: The model is not a causal language model.
@@ -41,12 +42,9 @@ class PaddedPath(UncachedPath):
         self._served = served
         config = served.model.config.get_text_config()
         self.by_longest = ModelFacts.of(config).rope_by_longest
-        ids = sample_ids(
-            served.vocabulary.tokenizer,
-            min(served.embedding_rows, served.vocabulary.size),
-            served.max_context,
-        )
-        safe = padding_is_safe(self.logits, ids, coarse=is_quantised(served.model))
+        limit = min(served.embedding_rows, served.vocabulary.size)
+        self.sample_ids = sample_ids(served.vocabulary.tokenizer, limit, served.max_context)
+        safe = padding_is_safe(self.logits, self.sample_ids, coarse=is_quantised(served.model))
         kinds = set(getattr(config, "layer_types", None) or ())
         if self.by_longest or not safe or not kinds <= _PADDABLE_LAYERS:
             self.limits = dataclasses.replace(self.limits, equal_lengths=True)

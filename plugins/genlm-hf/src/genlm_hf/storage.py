@@ -80,11 +80,6 @@ class KVStorage:
         """Number of layers."""
         return len(self._tensors)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._tensors)
-
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

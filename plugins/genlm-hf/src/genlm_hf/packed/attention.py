@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardResult, TableBatch, TreeBatch
-from genlm_hf.forward import accepted_arguments, compute_logits
+from genlm_hf.forward import compute_logits
 from genlm_hf.packed.device_plan import (
     DeviceChunk,
     DeviceChunks,
@@ -104,11 +103,6 @@ class PackedForward:
             return compute_logits(self._model, inputs, select)[0].to(self._device)
 
 
-def takes_positions(model: Any) -> bool:
-    """Whether a model accepts the position of each token."""
-    return bool(accepted_arguments(model, {"position_ids": None}))
-
-
 def _attend(  # noqa: PLR0917 - as `Attend`
     device_plan: Callable[[torch.device], DevicePlan],
     storage: KVStorage,
@@ -183,7 +177,7 @@ class _Attention:
         )
         if prefix:
             flat = grouped.reshape(heads, count * per_head, -1)
-            shared = torch.bmm(flat, group.prefix_of(keys).transpose(1, 2))
+            shared = torch.bmm(flat, group.prefix.select(keys).transpose(1, 2))
             scores = torch.cat([shared.view(heads, count, per_head, prefix), scores], dim=-1)
         weights = self._weights(scores, hidden).to(query.dtype)
         output = _concatenate(
@@ -194,7 +188,7 @@ class _Attention:
         )
         if prefix:
             flat = weights[..., :prefix].reshape(heads, count * per_head, prefix)
-            output = output + torch.bmm(flat, group.prefix_of(values)).view(output.shape)
+            output = output + torch.bmm(flat, group.prefix.select(values)).view(output.shape)
         return output.transpose(1, 2).reshape(query.shape[0], count, -1)
 
     def _compute_plain_group(self, query: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
@@ -203,7 +197,7 @@ class _Attention:
         grouped = query.view(heads, -1, count, query.shape[2])
         per_head = grouped.shape[1]
         flat = grouped.transpose(1, 2).reshape(1, heads, count * per_head, -1)
-        prefixes = (group.prefix_of(states)[None] for states in (self._keys, self._values))
+        prefixes = (group.prefix.select(states)[None] for states in (self._keys, self._values))
         prefix_output, prefix_sums = _flash_on_cpu(flat, *prefixes, scale=scale)
         by_token = grouped.permute(2, 0, 1, 3)
         parts, sums = [], []
@@ -240,8 +234,8 @@ class _Attention:
         window = None if self._window is None else self._window - 1  # tokens before a token
         output: torch.Tensor = _flash_on_cuda(
             query.transpose(0, 1),
-            chunks.all_of(self._keys).transpose(0, 1),
-            chunks.all_of(self._values).transpose(0, 1),
+            chunks.slots.select(self._keys).transpose(0, 1),
+            chunks.slots.select(self._values).transpose(0, 1),
             chunks.ends,
             chunks.total_ends,
             chunks.max_length,
@@ -258,7 +252,7 @@ class _Attention:
         """Attend from a chunk to its past and itself."""
         if not self._is_plain:
             return self._compute_chunk(query, chunk)
-        keys, values = chunk.all_of(self._keys)[None], chunk.all_of(self._values)[None]
+        keys, values = (chunk.slots.select(each)[None] for each in (self._keys, self._values))
         window, total = self._window, chunk.past + chunk.length
         fused = query.device.type in _FUSED_DEVICES
         if (window is None or total <= window) and (chunk.past == 0 or fused):
@@ -283,7 +277,7 @@ class _Attention:
 
     def _compute_chunk(self, query: torch.Tensor, chunk: DeviceChunk) -> torch.Tensor:
         """Compute `chunk` with caps and sinks, which torch's attention function lacks."""
-        keys, values = chunk.all_of(self._keys), chunk.all_of(self._values)
+        keys, values = chunk.slots.select(self._keys), chunk.slots.select(self._values)
         heads, total = keys.shape[:2]
         grouped = query.view(heads, -1, chunk.length, query.shape[-1]).transpose(1, 2)
         grouped = grouped * self._scale

@@ -73,6 +73,11 @@ class DeviceGroup:
         positions: Positions of the query tokens in their sequences, on the device.
         suffixes: The suffixes of the group, on the device.
         prefix: The prefix of the group, on the device.
+
+    Attributes:
+        count: Number of query tokens.
+        prefix: Slots of the prefix.
+        prefix_length: Number of these slots.
     """
 
     def __init__(
@@ -86,15 +91,11 @@ class DeviceGroup:
         self.count, self._suffix = group.suffixes.shape
         self.prefix_length = len(group.prefix)
         self._suffixes = suffixes.reshape(-1)
-        self._prefix = _Slots(group.prefix, prefix)
+        self.prefix = SlotIndex(group.prefix, prefix)
         self._longest = self.prefix_length + self._suffix
         self._ragged = shortest < self._longest
         self._positions = positions
         self._hidden: dict[int | None, torch.Tensor | None] = {}
-
-    def prefix_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the prefix's keys or values, `(heads, prefix, width)`."""
-        return self._prefix.select(states)
 
     def suffixes_of(self, states: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield tokens and their suffixes' keys or values, `(heads, tokens, suffix, width)`."""
@@ -130,17 +131,18 @@ class DeviceGroup:
 
 
 class DeviceChunk:
-    """A prefill chunk, on one device."""
+    """A prefill chunk, on one device.
+
+    Attributes:
+        past, length: Number of tokens before the chunk, and in it.
+        slots: Slots of the past and of the chunk.
+    """
 
     def __init__(self, chunk: Segment, slots: torch.Tensor) -> None:
         self.past, self.length = chunk.past, len(chunk.tokens)
         self._device = slots.device
-        self._slots = _Slots(chunk.slots, slots)
+        self.slots = SlotIndex(chunk.slots, slots)
         self._visible: dict[int | None, torch.Tensor] = {}
-
-    def all_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return keys or values of past and chunk, `(heads, past + chunk, width)`."""
-        return self._slots.select(states)
 
     def visible_range(self, first: int, end: int, window: int | None) -> slice:
         """Return the range of past and chunk visible to the tokens `first ... end - 1`."""
@@ -179,6 +181,7 @@ class DeviceChunks:
         ends: For each chunk, the end of its tokens among all tokens, shape `(chunks + 1,)`,
             int32, beginning with 0.
         total_ends: The same of its tokens and its past.
+        slots: As the argument.
     """
 
     def __init__(self, chunks: Sequence[Segment], slots: torch.Tensor) -> None:
@@ -190,14 +193,10 @@ class DeviceChunks:
         ends = np.zeros((2, len(chunks) + 1), np.int32)
         ends[:, 1:] = lengths.cumsum(axis=0).T
         self.ends, self.total_ends = moved(torch.from_numpy(ends), slots.device)
-        self._slots = _Slots(np.concatenate([chunk.slots for chunk in chunks]), slots)
-
-    def all_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return keys or values of all chunks and their pasts, `(heads, slots, width)`."""
-        return self._slots.select(states)
+        self.slots = SlotIndex(np.concatenate([chunk.slots for chunk in chunks]), slots)
 
 
-class _Slots:
+class SlotIndex:
     """An index of slots: a slice if they are contiguous, else a tensor."""
 
     def __init__(self, slots: Slots, index: torch.Tensor) -> None:
@@ -206,6 +205,7 @@ class _Slots:
         self._index = index
 
     def select(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the keys or values of the slots, `(heads, slots, width)`."""
         if self._slice is not None:
             return states[:, self._slice]
         return states.index_select(1, self._index)

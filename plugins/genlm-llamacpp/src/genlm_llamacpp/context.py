@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from genlm.plugin import AdapterError, EvaluationError, ModelLoadError, cache_budget_bytes
 from genlm_llamacpp.batch import Part, TokenBatch
-from genlm_llamacpp.library import Batch, llama, recent_messages
+from genlm_llamacpp.library import Batch, llama, metadata, recent_messages
 
 CACHE_TYPES: Mapping[str, tuple[int, float]] = {
     "f32": (0, 4.0),
@@ -283,13 +283,6 @@ class LlamaContext:
         self._llama.llama_model_desc(self._model, text, len(text))
         return text.value.decode(errors="replace")
 
-    def _metadata(self, key: str) -> str | None:
-        text = ctypes.create_string_buffer(128)
-        length = self._llama.llama_model_meta_val_str(
-            self._model, key.encode(), text, len(text)
-        )
-        return text.value.decode(errors="replace") if length >= 0 else None
-
     # -- creation ---------------------------------------------------------------------
 
     def _load_model(self, options: ContextOptions) -> Any:
@@ -341,7 +334,7 @@ class LlamaContext:
 
     def _create(self, options: ContextOptions) -> Any:
         params = self._llama.llama_context_default_params()
-        default = "f32" if self._metadata("general.file_type") == "0" else "f16"
+        default = "f32" if metadata(self._model, "general.file_type") == "0" else "f16"
         type_k, type_v = options.type_k or default, options.type_v or default
         if type_k.startswith("q") and self._head_width() % _QUANTISED_BLOCK:
             # llama.cpp reads wrong keys or aborts; with flash attention, it checks this itself.
@@ -418,9 +411,9 @@ class LlamaContext:
 
     def _head_width(self) -> int:
         """Return the number of values of a key in one head."""
-        architecture = self._metadata("general.architecture")
+        architecture = metadata(self._model, "general.architecture")
         heads = max(1, int(self._llama.llama_model_n_head(self._model)))
-        width = self._metadata(f"{architecture}.attention.key_length")
+        width = metadata(self._model, f"{architecture}.attention.key_length")
         return int(width or int(self._llama.llama_model_n_embd(self._model)) // heads)
 
 

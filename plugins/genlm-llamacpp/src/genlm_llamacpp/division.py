@@ -8,7 +8,7 @@ once per sequence. `benchmarks/bench_llamacpp.py` compares both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from genlm.plugin import TokenSequence
 from genlm_llamacpp.batch import common_length
@@ -36,18 +36,18 @@ class CacheDivision:
         self._n_cells, self._max_parts = context.n_cells, sequences.max_requests
         self._may_divide = is_automatic and context.can_divide
 
-    def adapt(self, count: int, longest: int, sequences: Iterable[TokenSequence]) -> None:
+    def adapt(self, sequences: Sequence[TokenSequence]) -> None:
         """Divide or share the cache for the sequences of a step.
 
         A divided cache is shared again if there are more sequences than parts, or if the
-        longest sequence does not fit into a part. The sequences are iterated over only if the
-        cache is empty.
+        longest sequence does not fit into a part.
         """
         if not self._may_divide:
             return
         parts = self._context.parts
         if self._sequences.used:
-            if count > parts or longest > self._context.max_context:
+            longest = max(map(len, sequences))
+            if len(sequences) > parts or longest > self._context.max_context:
                 self.share()
             return
         token_ids = [sequence.token_ids for sequence in sequences]

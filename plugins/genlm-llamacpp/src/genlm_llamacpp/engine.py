@@ -181,8 +181,11 @@ class LlamaCppEngine(BatchEngine):
     def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
         """Compute the logits of queries of one adapter."""
         self._prepare(queries)
-        logits = self._last_logits(queries[0].adapter, [query.sequence for query in queries])
-        return GroupValues(logits, are_logits=True)
+        sequences = [query.sequence for query in queries]
+        logits = Logits(len(sequences), self._context.n_logits)
+        lasts = np.array([len(sequence) - 1 for sequence in sequences])
+        self._compute(queries[0].adapter, sequences, lasts, logits, np.arange(len(sequences)))
+        return GroupValues(torch.from_numpy(logits.values), are_logits=True)
 
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score or reduce texts of one adapter; see `BatchEngine.score`."""
@@ -227,7 +230,7 @@ class LlamaCppEngine(BatchEngine):
             for group, _ in parts
             for place in group.wanted.tolist()
         ]
-        self._division.adapt(len(members), max(map(len, members)), members)
+        self._division.adapt(members)
         values = super().evaluate_groups(parts)
         keys = [member.key for member in members]
         self._sequences.assign_to_populations(parts[0][0].adapter, keys)
@@ -310,17 +313,7 @@ class LlamaCppEngine(BatchEngine):
         Pending queries of the same adapter are taken into account.
         """
         pending, self._pending_of_adapter = self._pending_of_adapter or queries, ()
-        sequences = [query.sequence for query in pending]
-        self._division.adapt(len(sequences), max(map(len, sequences)), sequences)
-
-    def _last_logits(
-        self, adapter: str | None, sequences: Sequence[TokenSequence]
-    ) -> torch.Tensor:
-        """Return the logits after each sequence, shape `(len(sequences), n_logits)`."""
-        logits = Logits(len(sequences), self._context.n_logits)
-        lasts = np.array([len(sequence) - 1 for sequence in sequences])
-        self._compute(adapter, sequences, lasts, logits, np.arange(len(sequences)))
-        return torch.from_numpy(logits.values)
+        self._division.adapt([query.sequence for query in pending])
 
     def _compute(
         self,

@@ -213,6 +213,13 @@ def llama() -> Any:
     return library
 
 
+def metadata(model: Any, key: str) -> str | None:
+    """Return a value of the file of a loaded model, None if it has none."""
+    text = ctypes.create_string_buffer(128)
+    length = llama().llama_model_meta_val_str(model, key.encode(), text, len(text))
+    return text.value.decode(errors="replace") if length >= 0 else None
+
+
 def _shared_library() -> Path:
     spec = importlib.util.find_spec("xllamacpp")
     folders = [] if spec is None else spec.submodule_search_locations or []

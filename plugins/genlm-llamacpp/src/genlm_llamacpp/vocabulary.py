@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from genlm.plugin import ModelLoadError, Vocabulary, VocabularyError, byte_level_bytes
-from genlm_llamacpp.library import llama, recent_messages
+from genlm_llamacpp.library import llama, metadata, recent_messages
 
 # llama_vocab_type
 _SENTENCEPIECE, _BYTE_LEVEL, _WORDPIECE, _UNIGRAM = 1, 2, 3, 4
@@ -52,11 +52,12 @@ class GgufTokenizer:
         self._vocab = self._llama.llama_model_get_vocab(model)
         self.size = int(self._llama.llama_vocab_n_tokens(self._vocab))
         self.kind = int(self._llama.llama_vocab_type(self._vocab))
-        setting = functools.partial(_setting, self._llama, model)
-        bos, eos = self._llama.llama_vocab_bos, self._llama.llama_vocab_eos
-        self.bos_token_id = self._id(bos(self._vocab), setting("bos_token_id"))
-        self.eos_token_id = self._id(eos(self._vocab), setting("eos_token_id"))
-        add_bos = setting("add_bos_token")
+        bos, eos, add_bos = (
+            metadata(model, f"tokenizer.ggml.{name}")
+            for name in ("bos_token_id", "eos_token_id", "add_bos_token")
+        )
+        self.bos_token_id = self._id(self._llama.llama_vocab_bos(self._vocab), bos)
+        self.eos_token_id = self._id(self._llama.llama_vocab_eos(self._vocab), eos)
         self.init_kwargs = {} if add_bos is None else {"add_bos_token": add_bos == "true"}
         template = self._llama.llama_model_chat_template(model, None)
         self.chat_template = None if template is None else template.decode(errors="replace")
@@ -165,15 +166,6 @@ class GgufTokenizer:
         is_valid = 0 <= token_id < self.size
         is_text = is_valid and setting is None and self.attributes(token_id) & _NORMAL
         return token_id if is_valid and not is_text else None
-
-
-def _setting(library: Any, model: int, name: str) -> str | None:
-    """Return a setting of the tokenizer in a GGUF file, or None."""
-    text = ctypes.create_string_buffer(16)
-    key = f"tokenizer.ggml.{name}".encode()
-    if library.llama_model_meta_val_str(model, key, text, len(text)) < 0:
-        return None
-    return text.value.decode()
 
 
 def read_vocabulary(tokenizer: GgufTokenizer) -> Vocabulary:

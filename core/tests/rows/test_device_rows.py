@@ -260,8 +260,8 @@ def test_an_invalid_row_fails_alone_beside_draws_by_kernels() -> None:
 
 
 def test_masks_of_several_requests_are_copied_to_the_device_once() -> None:
-    shared = RowMasks(WORDS, COUNT, SIZE)
-    rows = [RowMasks(shared, 2, SIZE, index).bits(DEVICE) for index in ([0, 2], [4, 4])]
+    shared = RowMasks.of_bits(WORDS, SIZE, np.arange(COUNT), is_shared=True)
+    rows = [shared.of(np.array(index)).bits(DEVICE) for index in ([0, 2], [4, 4])]
     assert rows[0][0].data_ptr() == rows[1][0].data_ptr()
     assert [places.tolist() for _, places, _ in rows] == [[0, 2], [4, 4]]
     few = RowMasks(WORDS, 2, SIZE, [4, 1])

@@ -88,7 +88,7 @@ def deferred(masks: Any) -> RowMasks:
 
 
 def shared(n: int, index: Any) -> RowMasks:
-    return RowMasks.deferred(lambda: RowMasks(SHARED, n, SIZE, index), n)
+    return RowMasks.deferred(lambda: SHARED.of(index), n)
 
 
 MASKS: dict[str, Callable[[int, np.random.Generator], Any]] = {
@@ -247,8 +247,7 @@ def test_bitmasks_of_words_are_joined_with_those_of_bytes() -> None:
 
 
 def test_only_masks_in_use_are_joined() -> None:
-    many = RowMasks(np.eye(SIZE, dtype=bool), SIZE, SIZE)
-    used = RowMasks(many, 3, SIZE, [9, 4, 9])
+    used = RowMasks(np.eye(SIZE, dtype=bool), 3, SIZE, [9, 4, 9])
     joined = RowMasks.joined([used, RowMasks(np.ones(SIZE, bool), 1, SIZE)])
     rows, places, _ = joined.bits(torch.device("cpu"))
     assert len(rows) == 3

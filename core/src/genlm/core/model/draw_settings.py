@@ -62,9 +62,7 @@ class DrawSettings(NamedTuple):
         if masks is None and index is not None:
             raise ValueError("mask_index without masks; it selects the mask of each member")
         rows: RowMasks | None
-        if masks is None or (
-            isinstance(masks, RowMasks) and index is None and masks.count == count
-        ):
+        if masks is None or isinstance(masks, RowMasks):  # of a constraint
             rows = masks
         else:
             rows = RowMasks(masks, count, vocab_size, index)

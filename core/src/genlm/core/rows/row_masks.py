@@ -37,8 +37,7 @@ class RowMasks:
               with None for all tokens;
             - booleans, shape `(m, vocab_size)`, or packed bits, int32, shape
               `(m, ceil(vocab_size / 32))`, numpy or torch on any device. These arrays are not
-              copied: they must not change while they are in use;
-            - `RowMasks` of m rows, for several requests: they share copies on devices.
+              copied: they must not change while they are in use.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
@@ -314,11 +313,7 @@ def _joined_table(
 
 def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAndIndex:
     """Return masks as a table, and the place of each row's mask; None if row i has mask i."""
-    if isinstance(masks, RowMasks):
-        table, places = masks._computed  # noqa: SLF001 - of the same module
-        table.is_shared = True
-    else:
-        table, places = _table(masks, size)
+    table, places = _table(masks, size)
     mask_count = len(table.rows) if places is None else len(places)
     if index is not None:
         row_index = torch.as_tensor(index, dtype=torch.long).cpu()

@@ -7,14 +7,12 @@ shared engine is open at a time, because some libraries allow one engine per pro
 
 from __future__ import annotations
 
-import concurrent.futures
-import queue
-import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from genlm import Capability, Completion, Engine, EngineClosedError, Query, Vocabulary
-from genlm.plugin import GroupQuery
+from genlm.plugin import GroupQuery, Scheduler
 
 _ADAPTER_METHODS = frozenset({"add_adapter", "remove_adapter"})
 """Methods of the engine that `SharedEngine` wraps, to track the loaded adapters."""
@@ -52,33 +50,21 @@ class SharedEngine:
             shared.close()
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owners: dict[int, EngineHandle] = {}  # by query id, unique in this process
         self._adapters: dict[str, str] = {}
         self.closed = False
-        threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
-        try:
-            self.engine: Engine = self.call(build)
-        except BaseException:
-            self._calls.put(None)
-            raise
+        # The scheduler provides the thread, and calls no method of the engine.
+        self._thread = Scheduler(
+            lambda: SimpleNamespace(shared=build(), close=lambda: None),
+            name="genlm-testing-engine",
+        )
+        self.engine: Engine = self._thread.engine.shared
         # The adapters built into the model, without those that `add_adapter` loads.
         self.built_in_adapters = tuple(getattr(self.engine, "adapters", ()))
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Call a function on the engine's thread and wait; does nothing after `close`."""
-        if self.closed:
-            return None
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def run_call() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised in the caller
-                future.set_exception(error)
-
-        self._calls.put(run_call)
-        return future.result()
+        return None if self.closed else self._thread.run(lambda _: function())
 
     def close(self) -> None:
         """Close the engine and end its thread."""
@@ -86,7 +72,7 @@ class SharedEngine:
             self.call(self.engine.close)
         finally:
             self.closed = True
-            self._calls.put(None)
+            self._thread.close()
 
     # -- on the engine's thread -------------------------------------------------------
 
@@ -125,10 +111,6 @@ class SharedEngine:
         """Remove an adapter, which later models load again."""
         self.engine.remove_adapter(name)  # type: ignore[attr-defined]
         self._adapters.pop(name, None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
 
 
 class EngineHandle:

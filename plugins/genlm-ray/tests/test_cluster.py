@@ -235,7 +235,7 @@ def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     starts = []
-    monkeypatch.setattr(cluster, "_init_ray", starts.append)
+    monkeypatch.setattr(ray, "init", lambda **arguments: starts.append(arguments))
     context = types.SimpleNamespace(gcs_address="203.0.113.1:6379")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     cluster.connect(None, default="local")
@@ -253,7 +253,7 @@ def test_an_address_without_a_cluster_is_an_error(monkeypatch, server):
     """Ray itself tries to join for several minutes."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "_JOIN_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(cluster, "_init_ray", lambda _: pytest.fail("Ray tries to join"))
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray tries to join"))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if server != "none":
@@ -285,7 +285,7 @@ def test_a_cluster_whose_head_responds_is_joined(monkeypatch):
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     joined = []
-    monkeypatch.setattr(cluster, "_init_ray", joined.append)
+    monkeypatch.setattr(ray, "init", lambda **arguments: joined.append(arguments))
     assert cluster.connect(address, default=None) == address
     assert [arguments["address"] for arguments in joined] == [address]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import logging
 import os
@@ -110,7 +109,7 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
         _check_head(target)
     for remaining in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
         try:
-            _init_ray(arguments)
+            _call(lambda: ray.init(**arguments), ends=False).result()
             return
         except Exception as error:
             is_refused = isinstance(error, (TypeError, ValueError))  # an argument
@@ -148,21 +147,33 @@ def _check_head(target: str) -> None:
         )
 
 
-def _call(function: Callable[[], object]) -> concurrent.futures.Future[None]:
+def _call(
+    function: Callable[[], object], *, ends: bool = True
+) -> concurrent.futures.Future[None]:
     """Call a function of Ray, which may block, on a daemon thread.
+
+    Args:
+        function: The function.
+        ends: Whether the thread ends. When the thread that started the processes of a local
+            cluster ends, Linux ends them.
 
     Returns:
         Future that is finished when the function returns or raises.
     """
-    ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+    returned: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
-        with contextlib.suppress(Exception):
+        try:
             function()
-        ended.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised by the future
+            returned.set_exception(error)
+            return  # Linux ends the processes that were started
+        returned.set_result(None)
+        if not ends:
+            threading.Event().wait()
 
     threading.Thread(target=run, name="genlm-ray-call", daemon=True).start()
-    return ended
+    return returned
 
 
 def join(address: str | None = None, *, is_local: bool = False) -> str:
@@ -220,26 +231,6 @@ def _is_same(address: str, joined: str) -> bool:
     return joined_host in resolved or (joined_host in local and not resolved.isdisjoint(local))
 
 
-def _init_ray(arguments: dict[str, Any]) -> None:
-    """Call `ray.init` on a thread that lives as long as the process.
-
-    When the thread that started the processes of a local cluster ends, Linux ends them.
-    """
-    started: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            ray.init(**arguments)
-        except BaseException as error:  # noqa: BLE001 - raised by `connect`
-            started.set_exception(error)
-            return  # Linux ends the processes that were started
-        started.set_result(None)
-        threading.Event().wait()
-
-    threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
-    started.result()
-
-
 async def until_head_is_lost() -> None:
     """Return when the cluster's head has not responded for too long, or Ray was shut down.
 
@@ -250,6 +241,7 @@ async def until_head_is_lost() -> None:
         done, _ = await asyncio.wait([response], timeout=HEAD_TIMEOUT_S)
         if not done:
             return
+        response.exception()  # otherwise asyncio logs it
         await asyncio.sleep(_PROBE_S)
 
 

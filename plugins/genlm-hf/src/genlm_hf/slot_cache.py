@@ -1,9 +1,9 @@
 """Execution path `slot_cache`: every token once, through the model's own attention and cache.
 
 For decoder-only models whose layers keep plain keys and values, but attend in custom
-code. In place of transformers' cache the model gets a `SlotCache`, which writes the keys and
-values of new tokens into their slots and returns the whole past of each sequence, gathered
-from the slots. transformers' cache would copy the pasts in addition.
+code. The layers of the cache that the model gets write the keys and values of new tokens into
+their slots and return the whole past of each sequence, gathered from the slots. transformers'
+cache would copy the pasts in addition.
 """
 
 from __future__ import annotations
@@ -36,20 +36,8 @@ _CACHE_NAMES = ("cache", "past_key_values")
 _LARGE_BYTES = 2**25
 
 
-class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """The cache that a model gets for one forward pass over a batch."""
-
-    def __init__(self, storage: KVStorage, batch: PassLayout) -> None:
-        slots = _Slots(batch)
-        super().__init__(
-            layers=[
-                _SlotLayer(batch.past, layer, storage, slots) for layer in range(storage.layers)
-            ]
-        )
-
-
-class _SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """The cache of one layer; its length includes padding."""
+class _SlotLayer(DynamicLayer):  # type: ignore[misc] # transformers is untyped
+    """The cache of one layer for one forward pass; its length includes padding."""
 
     def __init__(self, past: int, index: int, storage: KVStorage, slots: _Slots) -> None:
         super().__init__()
@@ -136,7 +124,13 @@ class SlotCacheForward(SegmentForward):
         """Run the model over sequences side by side; see `SegmentForward`."""
         model, device = self._served.model, self._served.device
         inputs = _inputs(model, layout, device)
-        inputs[_cache_name(model)] = SlotCache(self.storage, layout)
+        slots = _Slots(layout)
+        inputs[_cache_name(model)] = Cache(
+            layers=[
+                _SlotLayer(layout.past, layer, self.storage, slots)
+                for layer in range(self.storage.layers)
+            ]
+        )
         indices = torch.from_numpy(np.stack([rows, places])).to(device)
 
         def select(states: torch.Tensor) -> torch.Tensor:

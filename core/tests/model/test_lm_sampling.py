@@ -114,10 +114,10 @@ class Joining(ScriptedEngine):
         self.group_sizes.append(len(group.row_of))
         return super().evaluate_groups(parts)
 
-    def keep_sequences(self, generation: Any, adapter: str | None) -> None:
+    def keep_sequences(self, generation: Any) -> None:
         lineage = generation.lineage
         ids = [lineage.sequence(place).token_ids for place in range(len(lineage))]
-        self.kept.append((sorted(ids), adapter))
+        self.kept.append(sorted(ids))
 
 
 def test_continuations_that_are_pending_together_are_drawn_as_one_group(
@@ -153,8 +153,7 @@ def test_continuations_that_are_pending_together_are_drawn_as_one_group(
     ]
     # Groups of fewer than 8 members become separate queries.
     assert engine.group_sizes == [count for count in unfinished if count >= 8]
-    [(kept, adapter)] = engine.kept
-    assert adapter is None
+    [kept] = engine.kept
     ends = {(*ids, *drawn) for ids, drawn in zip(prompts, expected, strict=True)}
     assert {ids[:-1] if ids[-1] == 3 and ids not in ends else ids for ids in kept} == ends
     assert llm.statistics().pending == 0

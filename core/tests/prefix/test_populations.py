@@ -326,7 +326,7 @@ def run(engine: Engine, program: list[Any]) -> None:
                 del populations[which], population
             elif name == "keep":
                 before = len(prefixes(engine.path._tree))
-                engine.keep_sequences(population.generation, population.adapter)
+                engine.keep_sequences(population.generation)
                 SEEN["kept"] += len(prefixes(engine.path._tree)) > before
             elif name == "copy":
                 copied = Members.__new__(Members)
@@ -395,7 +395,7 @@ def test_the_random_programs_used_tables_and_failed_at_times() -> None:
     assert SEEN["kept"] > 1
 
 
-def test_tokens_that_were_moved_into_the_tree_are_found_by_other_requests() -> None:
+def test_tokens_that_were_added_to_the_tree_are_found_by_other_requests() -> None:
     engine = Engine(500)
     population = Members([(1, 2, 0), (1, 2, 0), (0, 1)])
     for tokens in ([(0,), (1,), (2,)], [(1,), (-1,), (0,)], [(0,), (2,), (-1,)]):
@@ -403,13 +403,16 @@ def test_tokens_that_were_moved_into_the_tree_are_found_by_other_requests() -> N
         population.extend(tokens)
     computed = engine.statistics()["tokens_computed"]
     assert computed == (3 + 2) + 3 + 3
-    engine.keep_sequences(population.generation, None)
+    engine.keep_sequences(population.generation)
     check(engine)
-    assert not engine.tables._entries
     for ids in population.ids:
         row = engine.answer(Query(0, ids))
         torch.testing.assert_close(row, expected(None, ids), rtol=0, atol=1e-6)
     assert engine.statistics()["tokens_computed"] == computed + 3
+    check(engine)
+    table_tokens = engine.model.table_tokens
+    assert not population.ask(engine).errors
+    assert engine.model.table_tokens == table_tokens + 3  # the population keeps its table
     check(engine)
 
 
@@ -445,7 +448,48 @@ def test_concatenations_compute_only_the_tokens_that_no_population_has(
         assert cost(Population.cat([joined, first]).extend([2] * 10)) == 5 * 2 + 5
 
 
-def test_tokens_of_other_tables_are_not_moved_into_the_tree() -> None:
+PAIRS = torch.tensor([[0, 1], [2, 2], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("request_again", "new_tokens"),
+    [
+        (lambda _, sampled: sampled.population.draw_sync(), 3),
+        (lambda _, sampled: sampled.population.score_sync(PAIRS), 6),
+        (lambda llm, sampled: llm.population([*sampled.population]).draw_sync(), 3),
+        (lambda llm, sampled: llm.population(sampled.population.tokens).draw_sync(), 3),
+        (lambda llm, sampled: llm.batch_next_token_logprobs_sync([*sampled.population]), 3),
+    ],
+)
+def test_other_requests_for_the_members_of_a_population_compute_only_new_tokens(
+    monkeypatch: pytest.MonkeyPatch, request_again: Any, new_tokens: int
+) -> None:
+    monkeypatch.setattr(Engine, "smallest_group", 2, raising=False)
+    engine = Engine(500, max_tokens=100, max_rows=60)  # one pass
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+
+        def cost(request: Any, *arguments: Any) -> int:
+            before = int(engine.statistics()["tokens_computed"])
+            request(*arguments)
+            check(engine)
+            return int(engine.statistics()["tokens_computed"]) - before
+
+        start = llm.population([[1, 2, 0], [2, 1], [0, 0]])
+        sampled = start.sample_sync(8, stop=(), seed=1)
+        population = sampled.population
+        assert cost(request_again, llm, sampled) == new_tokens
+        rows = population.next_token_logprobs_sync()
+        for row, member in zip(rows, population, strict=True):
+            correct = expected(None, member.token_ids)
+            torch.testing.assert_close(row, correct, rtol=0, atol=1e-6)
+        # Extensions of an earlier population by the same tokens, and by scored ones.
+        assert cost(start.extend(sampled.token_ids).draw_sync) == 3
+        assert cost(start[[2, 0]].extend(sampled.token_ids[[2, 0]]).draw_sync) == 2
+        population.score_sync(PAIRS)
+        assert cost(population.extend(PAIRS).draw_sync) == 3
+
+
+def test_tokens_of_other_tables_are_also_added_to_the_tree() -> None:
     engine = Engine(500)
     population = Members([(1, 2, 0), (0, 1)])
     for tokens in ([(0,), (1,)], [(1,), (2,)]):
@@ -458,27 +502,26 @@ def test_tokens_of_other_tables_are_not_moved_into_the_tree() -> None:
     assert not other.ask(engine).errors
     cached = len(prefixes(engine.path._tree))
     computed = engine.statistics()["tokens_computed"]
-    engine.keep_sequences(population.generation, None)
-    check(engine)
-    assert len(prefixes(engine.path._tree)) == cached
-    assert not other.ask(engine).errors
-    engine.keep_sequences(other.generation, None)
+    engine.keep_sequences(other.generation)
     check(engine)
     assert len(prefixes(engine.path._tree)) == cached + 6
     assert not population.ask(engine).errors
+    assert not other.ask(engine).errors
     repeated = 2  # for the logits
     assert engine.statistics()["tokens_computed"] == computed + 2 * repeated
+    del other
+    assert not population.ask(engine).errors
     check(engine)
 
 
-def test_tokens_that_were_moved_into_the_tree_are_evicted_ends_first() -> None:
+def test_tokens_that_were_added_to_the_tree_are_evicted_ends_first() -> None:
     engine = Engine(12)
     population = Members([(1, 2, 0), (1, 2, 0)])
     for tokens in ([(0,), (1,)], [(1,), (2,)]):
         assert not population.ask(engine).errors
         population.extend(tokens)
     assert not population.ask(engine).errors
-    engine.keep_sequences(population.generation, None)
+    engine.keep_sequences(population.generation)
     del population
     check(engine)
     for ids in [(0,) * 5, (1, 2, 0, 0), (2,) * 7]:

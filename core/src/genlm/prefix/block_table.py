@@ -49,6 +49,12 @@ class SlotReferences:
         self.parents[slots] = parents
         self.add(parents)
 
+    def disconnect(self, slots: Slots) -> None:
+        """Remove the references of slots to their parents."""
+        np.subtract.at(self.counts, self.parents[slots], _ONE)
+        self.counts[SCRATCH_SLOT] = _PERMANENT
+        self.parents[slots] = SCRATCH_SLOT
+
     def release(self, slots: NDArray[np.integer]) -> Slots:
         """Remove a reference to each slot.
 

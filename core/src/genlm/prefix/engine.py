@@ -166,10 +166,10 @@ class PrefixEngine(BatchEngine):
                 cache.populations.adopt(group, places)
         return values
 
-    def keep_sequences(self, generation: Generation, adapter: str | None) -> None:
-        """Move the tokens of a population into the tree, where other requests find them."""
+    def keep_sequences(self, generation: Generation) -> None:
+        """Add the tokens of a population to the tree, where other requests find them."""
         if self._cache is not None:
-            self._cache.populations.move_to_tree(generation, adapter)
+            self._cache.populations.tables.share(generation.root)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select queries for about one forward pass: the first, and others of its adapter.

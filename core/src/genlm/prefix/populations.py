@@ -3,7 +3,7 @@
 The slots come from the pool of a prefix tree. The tree computes the first sequences of a
 population and pins them while rows refer to them; their extensions have slots here, without an
 object per sequence. The tree also recomputes the sequences of an evicted table. Sequences that
-are no longer used as a population can be moved into the tree, where other requests find them.
+are requested otherwise, too, are shared with the tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from genlm.core.engine.group_turns import GroupTurns, oldest_first
-from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
+from genlm.core.queries.generations import NO_TOKEN, Integers64
 from genlm.core.queries.query import GroupQuery
 from genlm.prefix.block_table import BlockTable
 from genlm.prefix.continuation import Continuation, continuation, joined
@@ -153,8 +153,12 @@ class Populations:
         """
         self.tables.collect()
         selected = [(group, group.wanted[places]) for group, places in parts]
-        if any(self._missing(group, rows) is None for group, rows in selected):
-            return None
+        for group, rows in selected:
+            missing = self._missing(group, rows)
+            if missing is None:
+                return None
+            if (missing > 1).any():
+                self._adopt(group, rows[missing > 1])
         try:
             return self._passes(selected, run)
         except OutOfSlotsError:
@@ -165,46 +169,25 @@ class Populations:
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
         """Add a table with the sequences of a group that the tree contains."""
         self.tables.collect()
-        lineage, tree, adapter = group.generation.lineage, self._tree, group.adapter
-        table = self.tables.find(group)
-        if table is None:
-            table = BlockTable.empty(len(lineage))
-        rows, slots, paths = [], [], Paths()
-        for row in group.wanted[places].tolist():
-            sequence = lineage.sequence(row)
-            node, length = tree.match(adapter, sequence)
-            if length < len(sequence):
-                continue
-            rows.append(row)
-            slots.append(paths.slots(node, length))
-            self.tables.pin(adapter, sequence, int(slots[-1][-1]))
-        if rows:
-            self.tables.store(group, table.replace(np.array(rows, np.int64), slots))
-
-    def move_to_tree(self, generation: Generation, adapter: str | None) -> None:
-        """Move the tokens of a generation's sequences into the tree, and remove its table.
-
-        Tokens to which rows of other tables refer are not moved.
-        """
-        self.tables.collect()
-        base = generation.root
-        removed = self.tables.remove(base)
-        if removed is None:
-            return
-        table, released = removed
-        is_free = np.zeros(self._tree.capacity + 1, bool)
-        is_free[released] = True
-        for row, count in enumerate(table.tokens.tolist()):
-            sequence = base.lineage.sequence(row)
-            match = _, first = self._tree.match(adapter, sequence)
-            path = np.concatenate([table.trunk, table.slots[row, : table.lengths[row]]])
-            slots = path[first:]
-            if first < count and is_free[slots].all():
-                self._tree.add_computed(adapter, sequence, match, slots)
-                is_free[slots] = False
-        self._tree.free(np.flatnonzero(is_free))
+        self._adopt(group, group.wanted[places])
 
     # -- internals --------------------------------------------------------------------
+
+    def _adopt(self, group: GroupQuery, rows: Integers64) -> None:
+        """Replace rows of which the tree contains more tokens than the group's table."""
+        lineage, adapter = group.generation.lineage, group.adapter
+        sequences = [lineage.sequence(row) for row in rows.tolist()]
+        self.tables.share_prefixes(adapter, sequences)
+        table = self.tables.find(group) or BlockTable.empty(len(lineage))
+        longer, slots, paths = [], [], Paths()
+        for row, sequence, cached in zip(rows, sequences, table.tokens[rows], strict=True):
+            node, length = self._tree.match(adapter, sequence)
+            if length > cached:
+                longer.append(row)
+                slots.append(paths.slots(node, length))
+                self.tables.pin(adapter, sequence.prefix(length), int(slots[-1][-1]))
+        if longer:
+            self.tables.store(group, table.replace(np.array(longer, np.int64), slots))
 
     def _costs(self, groups: Sequence[GroupQuery]) -> dict[int, int]:
         """Return the number of tokens of a pass over each group, at most, by query id.

@@ -102,7 +102,7 @@ class PrefixRows:
             None after a pass over a part of a long context; at last the logits, shape
             `(len(sequences), width of the model's output)`. The next pass may overwrite them.
         """
-        self.populations.tables.collect()
+        self.populations.tables.share_prefixes(adapter, sequences)
         logits: torch.Tensor | None = None
         lasts = [len(sequence) - 1 for sequence in sequences]
         with self._rolled_back_on_error():
@@ -200,9 +200,9 @@ class PrefixRows:
         Yields:
             None after each pass that is followed by others; at last `PieceScores.results`.
         """
-        self.populations.tables.collect()
         scores = PieceScores(texts, self._vocabulary)
         sequences = [text.sequence for text in texts]
+        self.populations.tables.share_prefixes(adapter, sequences)
         firsts = [text.first_target for text in texts]
         passes = self._passes(adapter, self._score_limit, scored=True)
         with self._rolled_back_on_error():

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from genlm.core.queries.generations import Generation, Integers64
+from genlm.core.queries.generations import Generation, Integers64, Lineage
 from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
-from genlm.prefix.node import SCRATCH_SLOT, Slots
+from genlm.prefix.node import SCRATCH_SLOT
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 
 class Tables:
     """The block tables of generations, least recently used first.
 
-    Tables are released when their generation is dropped, on any thread: the next call of
-    `collect` on the engine's thread frees their slots. When the tree lacks slots, it evicts its
-    nodes first, then the last tokens of rows, then tables. Rows without their last tokens are
-    continued like rows that were extended by several tokens.
+    The slots of a row belong to the tree up to the last one that is pinned there, and to the
+    tables after it. Tables are released when their generation is dropped, on any thread: the
+    next call of `collect` on the engine's thread frees their slots. When the tree lacks slots,
+    it evicts its nodes first, then the last tokens of rows, then tables. Rows without their
+    last tokens are continued like rows that were extended by several tokens.
 
     Args:
         tree: Tree that provides slots and contains the first sequences of populations.
@@ -50,7 +51,7 @@ class Tables:
         self.in_use: dict[int, Integers64] = {}
         self.pending: frozenset[int] = frozenset()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        # Adapter and sequence of each pinned first sequence, by its last slot.
+        # Adapter and sequence of each pinned sequence, by its last slot.
         self._pinned: dict[int, tuple[str | None, TokenSequence]] = {}
         self._dropped: deque[int] = deque()
 
@@ -113,26 +114,51 @@ class Tables:
             generation.keep(reference)
         else:
             self._free(previous.table)
-        lengths, is_cut = generation.lineage.lengths, previous is not None and previous.is_cut
-        self._entries[reference.key] = _Entry(group.adapter, table, lengths, is_cut)
+        is_cut = previous is not None and previous.is_cut
+        entry = _Entry(group.adapter, table, generation.lineage, is_cut)
+        self._entries[reference.key] = entry
 
     def pin(self, adapter: str | None, sequence: TokenSequence, slot: int) -> None:
-        """Pin a first sequence, which the tree contains and which ends in `slot`."""
+        """Pin a sequence that the tree contains, which ends in `slot`."""
         if slot not in self._pinned:
             self._tree.pin(adapter, sequence)
             self._pinned[slot] = adapter, sequence
             self.references.parents[slot] = SCRATCH_SLOT
 
-    def remove(self, generation: Generation) -> tuple[BlockTable, Slots] | None:
-        """Remove the table of a generation.
+    def share(self, generation: Generation) -> None:
+        """Add the tokens of a generation's table to the tree, where other requests find them.
 
-        Returns:
-            The table, and its slots that belong to no other table or the tree; they are the
-            caller's. None if the generation has no table.
+        Slots that rows refer to remain pinned. Rows of which the tree has other slots are
+        not added.
         """
         reference = _reference(generation)
-        entry = None if reference is None else self._entries.pop(reference.key, None)
-        return None if entry is None else (entry.table, self._released(entry.table))
+        if reference is not None and reference.key in self._entries:
+            self._share(self._entries[reference.key])
+
+    def share_prefixes(self, adapter: str | None, sequences: Sequence[TokenSequence]) -> None:
+        """Share the tables that contain tokens of sequences which the tree lacks.
+
+        At most as many rows are searched as the tree lacks tokens, the newest tables first.
+        """
+        self.collect()
+        lacking = self._lacking(adapter, sequences) if self._entries else []
+        limit = sum(len(sequence) - 1 - count for sequence, count in lacking)
+        for entry in reversed([*self._entries.values()]):
+            if entry.adapter != adapter or len(entry.table) > limit:
+                continue
+            limit -= len(entry.table)
+            keys: dict[int, set[bytes]] = {}  # by the number of tokens
+            for row, end in enumerate(entry.table.tokens.tolist()):
+                if end:
+                    key = entry.lineage.sequence(row).prefix_key(end)
+                    keys.setdefault(end, set()).add(key)
+            if any(
+                count < end <= len(sequence) and sequence.prefix_key(end) in keys[end]
+                for sequence, count in lacking
+                for end in keys
+            ):
+                self._share(entry)
+                lacking = self._lacking(adapter, sequences)
 
     def evict(self, count: int) -> bool:
         """Free slots of tables that the current pass does not use, of the oldest table first.
@@ -171,12 +197,12 @@ class Tables:
         Returns:
             The number of slots that were freed.
         """
-        adapter, table, lengths, is_cut = self._entries[key]
+        adapter, table, lineage, is_cut = self._entries[key]
         references, last = self.references, table.last
         may_be_cut = references.parents[last] != SCRATCH_SLOT
         may_be_cut[self.in_use.get(key, [])] = False
         rows = np.flatnonzero(may_be_cut)[::-1]
-        rows = rows[np.argsort((table.tokens < lengths)[rows], kind="stable")]
+        rows = rows[np.argsort((table.tokens < lineage.lengths)[rows], kind="stable")]
         roots = np.fromiter(self._pinned, np.int64, len(self._pinned))
         references.add(roots)  # they belong to the tree
         freed, end, size = np.empty(0, np.int64), 0, 1
@@ -187,34 +213,58 @@ class Tables:
         table = table.without(freed, rows[:end])
         references.add(table.last[rows[:end]])
         references.release(roots)
-        self._entries[key] = _Entry(adapter, table, lengths, is_cut or len(freed) > 0)
+        self._entries[key] = _Entry(adapter, table, lineage, is_cut or len(freed) > 0)
         self._tree.free(freed)
         self._tree.tokens_evicted += len(freed)
         return len(freed)
 
-    def _free(self, table: BlockTable) -> None:
-        """Free the slots of a table that no other table refers to."""
-        self._tree.free(self._released(table))
+    def _lacking(
+        self, adapter: str | None, sequences: Sequence[TokenSequence]
+    ) -> list[tuple[TokenSequence, int]]:
+        """Return the sequences of which the tree lacks more than the last token.
 
-    def _released(self, table: BlockTable) -> Slots:
-        """Release a table, and return the slots to free, which belong to no other table.
-
-        Those of first sequences belong to the tree, where they are unpinned.
+        Each has the number of its tokens that the tree contains.
         """
+        counts = [self._tree.match(adapter, sequence)[1] for sequence in sequences]
+        pairs = zip(sequences, counts, strict=True)
+        return [(sequence, count) for sequence, count in pairs if count < len(sequence) - 1]
+
+    def _share(self, entry: _Entry) -> None:
+        adapter, table, lineage, _ = entry
+        references, tree = self.references, self._tree
+        for row, count in enumerate(table.tokens.tolist()):
+            sequence = lineage.sequence(row)
+            node, first = match = tree.match(adapter, sequence)
+            if first >= count:
+                continue
+            path = np.concatenate([table.trunk, table.slots[row, : table.lengths[row]]])
+            before = int(path[first - 1]) if first else SCRATCH_SLOT
+            if first and node.slots[first - 1 - node.start] != before:
+                continue
+            slots = path[first:]
+            tree.add_computed(adapter, sequence, match, slots)
+            references.disconnect(slots)
+            for place in references.counts[slots].nonzero()[0].tolist():
+                self.pin(adapter, sequence.prefix(first + place + 1), int(slots[place]))
+            if not references.counts[before]:
+                tree.unpin(*self._pinned.pop(before))
+
+    def _free(self, table: BlockTable) -> None:
+        """Release a table: free its slots that belong to no other table or the tree."""
         freed = self.references.release(table.last)
         roots = freed[self.references.parents[freed] == SCRATCH_SLOT].tolist()
         pinned = [slot for slot in roots if slot in self._pinned]
         for slot in pinned:
             self._tree.unpin(*self._pinned.pop(slot))
-        return freed[~np.isin(freed, pinned)] if pinned else freed
+        self._tree.free(freed[~np.isin(freed, pinned)] if pinned else freed)
 
 
 class _Entry(NamedTuple):
-    """A table, its adapter, the length of each sequence, and whether rows were cut."""
+    """A table, its adapter, its sequences, and whether rows were cut."""
 
     adapter: str | None
     table: BlockTable
-    lengths: Integers64
+    lineage: Lineage
     is_cut: bool
 
 

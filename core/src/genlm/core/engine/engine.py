@@ -60,8 +60,8 @@ class Engine(Protocol):
     queries with `sampling`. For other engines, the core submits queries for every token.
 
     An engine that stores the state of groups apart from that of single sequences may have a
-    method `keep_sequences(generation, adapter)`, which is called when no group will extend the
-    sequences of a generation, but other requests may. Continuations of several callers that
+    method `keep_sequences(generation)`, which is called when other requests may extend the
+    sequences of a generation. Continuations of several callers that
     are pending together are then drawn as one group.
 
     Attributes:

@@ -178,7 +178,7 @@ class GroupEngine:
         """Submit a group query, or the queries for its first tokens if it has `sampling`."""
         if self._keep_sequences is not None:
             sources, group.generation.root.joined = group.generation.root.joined, []
-            kept = [(source.generation, group.adapter) for source in sources]
+            kept = [(source.generation,) for source in sources]
             call_each(self._keep_sequences, kept)
         if group.sampling is None:
             self._submit(group, is_divided=self._is_divided(group))
@@ -292,7 +292,7 @@ class GroupEngine:
     def _keep(self, run: SamplingRun) -> None:
         """Let the engine keep the tokens of continuations for other requests."""
         if self._keep_sequences is not None:
-            call_each(self._keep_sequences, [(run.generation, run.query.adapter)])
+            call_each(self._keep_sequences, [(run.generation,)])
 
     def _divide_all(self, runs: Iterable[MemberRuns]) -> None:
         """Submit the next queries of several runs."""

@@ -457,6 +457,43 @@ def test_draws_invert_the_distribution_of_each_member(
         assert values == pytest.approx(expected, abs=2e-5)
 
 
+def test_draws_from_given_rows_are_those_of_the_model_and_compute_nothing(
+    tiny: genlm.AsyncLM,
+) -> None:
+    population = tiny.population([[1], [2, 3], [1], [4, 4]]).extend([3, -1, 0, 2])
+    population = population.finish([False, False, True, False])
+    rows = population.next_token_logprobs_sync()
+    bias = torch.linspace(-1, 1, SIZE)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"masks": MASKS, "mask_index": [0, 1, 0, 2], "bias": bias},
+        {"temperature": [0.5, 0.0, 1.0, 2.0], "top_k": 3},
+        {"masks": [[1, 2]], "temperature": 0.7, "top_p": 0.9},
+    ]
+    drawn = [population.draw_sync(**options, seed=5) for options in settings]
+    before = tiny.statistics()
+    for options, expected in zip(settings, drawn, strict=True):
+        again = population.draw_sync(**options, rows=rows, seed=5)
+        assert again.token_ids.tolist() == expected.token_ids.tolist()
+        torch.testing.assert_close(tuple(again[1:]), tuple(expected[1:]))
+    product = torch.log_softmax(rows + bias, 1)
+    asynchronous = asyncio.run(population.draw(rows=product, seed=5))
+    biased = population.draw_sync(bias=bias, rows=rows, seed=5)
+    assert asynchronous.token_ids.tolist() == biased.token_ids.tolist()
+    assert (tiny.statistics() - before).requests == 0
+
+
+def test_rows_that_are_not_log_probabilities_are_refused(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([[1], [2, 3], [4]]).finish([True, False, False])
+    rows = population.next_token_logprobs_sync()
+    with pytest.raises(ValueError, match=r"rows: expected a tensor of shape \(3, 7\)"):
+        population.draw_sync(rows=rows[:2])
+    rows[0] = rows[2] = 0.0  # a finished member draws nothing
+    with pytest.raises(genlm.PopulationError) as info:
+        population.draw_sync(rows=rows)
+    assert info.value.members == (2,)
+
+
 def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None:
     population = llm.population([1], 200)
     first = population.draw_sync(seed=5)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.base.blocking import blocking
+from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.errors import GenlmError, PopulationError
 from genlm.core.base.validation import (
     checked_count,
@@ -20,11 +20,13 @@ from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.members import ArrayLike, Flags, checked_counts
+from genlm.core.queries.generations import raise_member_errors
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
     MassColumns,
 )
+from genlm.core.rows.logits import invalid_rows, moved
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class Population(MemberReductions):
         bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        rows: torch.Tensor | None = None,
         seed: int | None = None,
     ) -> DrawnTokens:
         """Draw the next token of each member.
@@ -133,6 +136,9 @@ class Population(MemberReductions):
             top_k: Number of most likely allowed tokens to which the draw is limited.
             top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
                 the fewest most likely tokens that reach it.
+            rows: Log-probabilities in place of the model's, which are then not computed: a
+                tensor of shape `(n, vocab_size)`, on any device, such as the result of
+                `next_token_logprobs`.
             seed: Random seed; None for fresh randomness.
 
         Returns:
@@ -144,13 +150,17 @@ class Population(MemberReductions):
                 of range.
             TypeError: A temperature or bias is not numeric.
             PopulationError: As `next_token_logprobs`, or the bias of an allowed token is NaN or
-                `inf`.
+                `inf`, or `rows` are not log-probabilities.
         """
         k, share = checked_limits(top_k, top_p, self._lm.vocabulary.size)
         settings = self._settings(
             masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
         )
-        drawn: DrawnTokens = await self._draw(settings, seed)
+        drawn: DrawnTokens
+        if rows is None:
+            drawn = await self._draw(settings, seed)
+        else:
+            drawn = await off_loop(self._draw_from, rows, settings, seed)
         return drawn
 
     draw_sync = blocking(draw)
@@ -353,6 +363,26 @@ class Population(MemberReductions):
             active,
             lambda columns: then(settings.draws_of_all(columns)),
         )
+
+    def _draw_from(
+        self, rows: torch.Tensor, settings: DrawSettings, seed: int | None
+    ) -> DrawnTokens:
+        """Draw for the active members from log-probabilities of all members."""
+        size, active = self._lm.vocabulary.size, settings.active
+        if not isinstance(rows, torch.Tensor) or rows.shape != (len(self), size):
+            found = getattr(rows, "shape", type(rows).__name__)
+            raise ValueError(
+                f"rows: expected a tensor of shape ({len(self)}, {size}); found {found}"
+            )
+        rows = rows[moved(torch.from_numpy(active), rows.device)].float()
+        errors = invalid_rows(rows, size)
+        raise_member_errors(errors, np.arange(len(active)), active, len(self))
+        places, numbers = (
+            torch.arange(len(active)),
+            uniforms(checked_seed(seed), active, self._step),
+        )
+        columns = DrawColumns(settings.active_weights, numbers).compute(rows, places, places)
+        return settings.draws_of_all(tuple(column.cpu() for column in columns))
 
     def _settings(
         self,

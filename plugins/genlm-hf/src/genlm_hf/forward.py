@@ -8,8 +8,8 @@ the model: under right padding its default numbers every sequence from 0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,14 +55,17 @@ def compute_logits(model: Any, inputs: dict[str, Any], select: Selector) -> torc
     """
     shape, is_selected = inputs["input_ids"].shape, False
 
-    def select_states(states: torch.Tensor) -> torch.Tensor:
+    def select_states(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
         nonlocal is_selected
+        states, *others = arguments
         if states.shape[:-1] != shape:
-            return states
+            return arguments
         is_selected = True
-        return select(states)
+        return select(states), *others
 
-    with _replace_head_input(model.get_output_embeddings(), select_states):
+    head = model.get_output_embeddings()
+    has_head = isinstance(head, torch.nn.Module)
+    with head.register_forward_pre_hook(select_states) if has_head else nullcontext():
         output = model(**inputs)
     logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
     return logits if is_selected else select(logits)
@@ -74,26 +77,6 @@ def accepted_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if names is None:
         names = _parameters[model] = frozenset(inspect.signature(model.forward).parameters)
     return {name: value for name, value in inputs.items() if name in names}
-
-
-@contextmanager
-def _replace_head_input(head: Any, replace: Selector) -> Iterator[None]:
-    """Apply the output embedding to `replace(states)` within this context."""
-    if not isinstance(head, torch.nn.Module):
-        yield
-        return
-    attributes, forward = vars(head), head.forward
-    instance_forward = attributes.get("forward")
-    attributes["forward"] = lambda states, *args, **kwargs: forward(
-        replace(states), *args, **kwargs
-    )
-    try:
-        yield
-    finally:
-        if instance_forward is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = instance_forward
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:

@@ -46,19 +46,14 @@ def preserve_packed_weights(model: Any) -> Iterator[None]:
 
 def dedupe_logs() -> None:
     """Let bitsandbytes log each message once instead of at every matrix product."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_duplicate_filter)
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_new)
 
 
-class _DuplicateFilter(logging.Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen_messages: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_new = message not in self._seen_messages
-        self._seen_messages.add(message)
-        return is_new
+_seen_messages: set[str] = set()
 
 
-_duplicate_filter = _DuplicateFilter()
+def _is_new(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    is_new = message not in _seen_messages
+    _seen_messages.add(message)
+    return is_new

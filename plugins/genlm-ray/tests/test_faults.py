@@ -153,9 +153,9 @@ def in_process(monkeypatch, load):
     """Function that loads replicas in this process and returns model, engine and actors."""
     actors = []
 
-    def started(spec):
-        actors.extend(Actor(spec) for _ in range(spec.replicas))
-        return actors, []
+    def started(spec, *_):
+        actors.append(Actor(spec))
+        return actors[-1]
 
     def kill(actor, *, restart=False):
         actor.replica._shared.scheduler.close()
@@ -164,7 +164,9 @@ def in_process(monkeypatch, load):
         else:
             actor.end()
 
-    monkeypatch.setattr(cluster, "start_replicas", started)
+    monkeypatch.setattr(cluster, "reserve_resources", lambda _, count, **__: range(count))
+    monkeypatch.setattr(cluster, "remove", lambda _: None)
+    monkeypatch.setattr(cluster, "start_replica", started)
     monkeypatch.setattr(serving, "wait_until_loaded", lambda *_, **__: None)
     monkeypatch.setattr(serving, "kill", kill)
     monkeypatch.setattr(replica, "_exit", lambda _: None)

@@ -304,47 +304,30 @@ def reservations(name: str) -> list[PlacementGroup]:
     ]
 
 
-def start_replicas(spec: ReplicaSpec) -> tuple[list[Any], list[PlacementGroup]]:
-    """Start an actor with a reservation for each replica, detached for a served model.
-
-    Returns:
-        The actors and their reservations.
+def start_replica(spec: ReplicaSpec, index: int, group: PlacementGroup) -> Any:
+    """Start the actor of a replica in its reservation, detached for a served model.
 
     Raises:
-        ModelLoadError: `reserve_resources` fails.
-        Exception: Ray cannot start an actor; nothing stays reserved.
+        Exception: Ray cannot start it: an option cannot be pickled, or another program took
+            the name.
     """
-    bundles = _bundles(spec.resources)
-    groups = reserve_resources(
-        bundles, spec.replicas, name=spec.name, timeout_s=spec.place_timeout_s
-    )
-    actor_bundle = dict(bundles[0])
+    bundle = bundles_of(spec.resources)[0]
     options: dict[str, Any] = {
-        "num_cpus": actor_bundle.pop("CPU", 0.0),
-        "num_gpus": actor_bundle.pop("GPU", 0.0),
-        "memory": actor_bundle.pop("memory", None),
-        "resources": actor_bundle,
+        "num_cpus": bundle.pop("CPU", 0.0),
+        "num_gpus": bundle.pop("GPU", 0.0),
+        "memory": bundle.pop("memory", None),
+        "resources": bundle,
         "max_restarts": spec.max_restarts,
         "max_concurrency": _MAX_CONCURRENCY,
         "enable_task_events": False,  # the head would store 100,000 calls
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            group, 0, placement_group_capture_child_tasks=True
+        ),
     }
     if spec.name:
-        options |= {"namespace": NAMESPACE, "lifetime": "detached"}
-    actors: list[Any] = []
-    try:
-        for index, group in enumerate(groups):
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, 0, placement_group_capture_child_tasks=True
-            )
-            if spec.name:
-                options["name"] = f"{spec.name}/{index}"
-            actors.append(_actor_class(Replica).options(**options).remote(spec))
-    except BaseException:  # an option cannot be pickled, or another program took the name
-        for actor in actors:
-            ray.kill(actor)
-        remove(groups)
-        raise
-    return actors, groups
+        name = f"{spec.name}/{index}"
+        options |= {"namespace": NAMESPACE, "lifetime": "detached", "name": name}
+    return _actor_class(Replica).options(**options).remote(spec)
 
 
 @functools.cache
@@ -353,7 +336,7 @@ def _actor_class(replica: type[Replica]) -> Any:
     return ray.remote(replica)
 
 
-def _bundles(resources: Resources | None) -> list[dict[str, float]]:
+def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
     """Translate a replica's resources to bundles with Ray's names, the first for the actor."""
     if resources is None:
         return [{"CPU": 1.0}]

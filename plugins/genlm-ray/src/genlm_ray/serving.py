@@ -99,8 +99,14 @@ def load_replicas(
     Returns:
         The actors, their reservations and their descriptions.
     """
-    actors, groups = cluster.start_replicas(spec)
+    bundles, timeout_s = cluster.bundles_of(spec.resources), spec.place_timeout_s
+    groups = cluster.reserve_resources(
+        bundles, spec.replicas, name=spec.name, timeout_s=timeout_s
+    )
+    actors: list[Any] = []
     try:
+        for index, group in enumerate(groups):
+            actors.append(cluster.start_replica(spec, index, group))
         return actors, groups, wait_until_loaded(actors, spec.load_timeout_s, restarts=0)
     except BaseException:
         for actor in actors:

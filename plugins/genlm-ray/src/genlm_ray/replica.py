@@ -96,9 +96,8 @@ class Replica:
         """
         shared = await self._wait_until_loaded()
         engine = shared.engine
-        earlier = [name for name, other in self._sessions.items() if other.driver == driver]
-        for name in earlier:
-            await self.detach(name)
+        for earlier in [n for n, other in self._sessions.items() if other.driver == driver]:
+            await self.detach(earlier)
         self._spec.limits.check(ModelLoadError, clients=len(self._sessions) + 1)
         state = Session(driver, shared, self._spec.limits.reduction_s)
         self._sessions[session] = state
@@ -339,9 +338,10 @@ class Replica:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             self._exit_if_engine_ended()
             oldest_s = time.monotonic() - timeout_s
-            silent = [name for name, state in self._sessions.items() if state.seen_s < oldest_s]
-            for name in silent:
-                await self.detach(name)
+            for session in [
+                n for n, state in self._sessions.items() if state.seen_s < oldest_s
+            ]:
+                await self.detach(session)
 
     def _exit_if_engine_ended(self) -> None:
         """End the process if the engine's thread has ended; Ray starts a new process."""

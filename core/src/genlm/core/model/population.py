@@ -195,7 +195,8 @@ class Population(MemberReductions):
         Returns:
             Tensors of shape `(n, k)`, and `log_mass` of shape `(n,)`; token -1 if fewer than
             `k` tokens are possible. The sum of `draw_logprob` is the log-probability of
-            drawing these tokens in this order.
+            drawing these tokens in this order; `logprobs - draw_logprob`, without masks, biases
+            and temperatures, is that of all tokens that remain before each draw.
         """
         count = checked_count("k", k, self._lm.vocabulary.size)
         settings = self._settings(masks, mask_index, temperature=temperature, bias=bias)

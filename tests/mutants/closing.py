@@ -30,6 +30,14 @@ class WakeWaitsForTheStep(CachedEngine):
             super().wake()
 
 
+@engine_mutant(killed_by="rows-are-right", shows_as="lost request")
+class NeverClosed(CachedEngine):
+    """Waits for ever in `close`."""
+
+    def close(self):
+        threading.Event().wait()
+
+
 @core_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")
 def close_leaves_waiters(stop):
     """`close` ends the engine's thread without completing pending requests."""

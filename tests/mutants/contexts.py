@@ -100,6 +100,11 @@ class ReleasesOnlyWhatItHas(ResidentEngine):
         del self.residents[adapter, key]
 
 
+@engine_mutant(killed_by="tight-budgets-change-nothing")
+class ReleasesOnlyWhatWasNotEvicted(ReleasesOnlyWhatItHas):
+    """Raises when a context is released that has been evicted."""
+
+
 @engine_mutant(killed_by="contexts-outlast-what-ends-requests")
 class AbortedTokensStay(ResidentEngine):
     """Keeps the token of an aborted query in the context that it continued."""

@@ -18,6 +18,7 @@ from .baselines import cached_target
 from .cached_engine import CachedEngine
 from .mutant import core_mutant, engine_mutant
 from .prefixes import EvictedMemoryReused
+from .resident_engine import ResidentEngine
 
 
 @core_mutant(Lineage, "sequence", killed_by="populations-equal-lists")
@@ -144,6 +145,33 @@ class StatesAdvancedInPlace(CachedEngine):
             generation.keep(base.state)
         else:
             generation.keep([list(lineage.sequence(i).token_ids) for i in range(len(lineage))])
+
+
+@engine_mutant(killed_by="populations-equal-lists")
+class LargePopulationsReversed(CachedEngine):
+    """Returns the rows of populations, which are computed as arrays if large, in reverse."""
+
+    smallest_group = 20
+
+    def evaluate_groups(self, parts):
+        values, are_logits = super().evaluate_groups(parts)
+        return GroupValues(values.flip(0), are_logits)
+
+
+@engine_mutant(killed_by="populations-equal-lists")
+class MembersKeptWithoutTheirLastToken(ResidentEngine):
+    """Keeps the state of members for single requests, without their last tokens."""
+
+    def keep_sequences(self, generation, adapter):
+        for place in range(len(generation.lineage)):
+            sequence = generation.lineage.sequence(place)
+            state, _ = self.computed(sequence.token_ids[:-1], adapter)
+            self.residents[adapter, sequence.key] = state
+
+
+@engine_mutant(killed_by="sampling-stops")
+class SamplesKeptWithoutTheirLastToken(MembersKeptWithoutTheirLastToken):
+    """Keeps the state of continuations for single requests, without their last tokens."""
 
 
 @engine_mutant(killed_by="tight-budgets-change-no-population")

@@ -41,6 +41,7 @@ def test_keys_of_prefixes_and_last_ids(length: int) -> None:
         assert shorter.token_ids == tuple(whole[:prefix])
         assert len(shorter) == prefix
         assert TokenSequence.of([7], shorter) == TokenSequence.of([*whole[:prefix], 7])
+    assert sequence.prefix_key(0) == b""
     for start in {0, 1 % length, length - 1, *(n for n in LENGTHS if n < length)}:
         assert sequence.ids_from(start) == tuple(whole[start:])
 

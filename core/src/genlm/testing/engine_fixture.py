@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, Context, OutputCache
 from genlm.plugin import describe_error
-from genlm.testing.check import CheckFailure, CheckTimeout, expect
+from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.diagnosis import diagnose_row
 from genlm.testing.fixture import Fixture
@@ -25,6 +24,9 @@ from genlm.testing.target import EngineTarget
 
 T = TypeVar("T")
 
+
+_MEMBERS = 9
+"""Minimum number of members of the populations of a check."""
 
 _MAX_LISTED = 4
 """Maximum number of log-probabilities that a failure lists; of more, it shows the worst."""
@@ -93,7 +95,7 @@ class EngineFixture(Fixture):
         if probe is not None:
             options["watch"] = probe
         lm = self.call(lambda: self.target.load(**options))
-        self._resources.callback(self._close, lm)
+        self._resources.callback(self.call, lm.close)
         if probe is not None:
             self._resources.callback(probe.release)
         if adapters:
@@ -111,11 +113,6 @@ class EngineFixture(Fixture):
         """The model with default options, loaded on first use."""
         return self.load()
 
-    def _close(self, lm: AsyncLM) -> None:
-        # The checks of `close` report a model that cannot be closed.
-        with contextlib.suppress(CheckTimeout):
-            self.call(lm.close)
-
     # -- sequences and their expected rows --------------------------------------------
 
     @functools.cached_property
@@ -131,6 +128,11 @@ class EngineFixture(Fixture):
         """Maximum length of a requested sequence."""
         limit = self.lm.max_context
         return self.target.max_length if limit is None else min(limit, self.target.max_length)
+
+    @functools.cached_property
+    def members(self) -> int:
+        """Number of members of a population that the engine does not divide into queries."""
+        return max(_MEMBERS, getattr(self.lm.engine, "smallest_group", 0))
 
     def sequences(self, *, shorter_by: int = 0) -> st.SearchStrategy[TokenTuple]:
         """Sequences of the target's ids.

@@ -70,9 +70,11 @@ class Fixture:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        self._resources.close()
         if error:  # further errors are most likely a consequence
+            with contextlib.suppress(CheckTimeout):
+                self._resources.close()
             return
+        self._resources.close()
         expect(not self._logged, "no error in the log", "; ".join(self._logged[:3]))
 
     def saw(self, case: str, occurred: bool = True) -> None:

@@ -126,7 +126,7 @@ class TokenSequence:
         """Return the key of the first `length` ids; fast if few ids follow them.
 
         Args:
-            length: From 1 to the length of the sequence.
+            length: From 0 to the length of the sequence.
         """
         block, tail = self._prefix_parts(length)
         return tail if block is None else block.digest + tail
@@ -141,7 +141,7 @@ class TokenSequence:
     def _prefix_parts(self, length: int) -> tuple[_Block | None, bytes]:
         block, tail = self._block, self._tail
         first = self._length - len(tail) // 4
-        while first >= length:
+        while first and first >= length:
             assert block is not None  # noqa: S101 - a defect of this module
             tail, block = block.data, block.previous
             first -= BLOCK_TOKENS

@@ -16,9 +16,6 @@ from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
-MEMBERS = 9
-"""At least the `smallest_group` of the engines of genlm, so that they compute arrays."""
-
 STEPS = 3
 
 
@@ -62,10 +59,12 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
     """Compare populations again after each of their members was extended by a token.
 
     An engine may then have changed the state of the members instead of a copy. Also compare a
-    concatenation with truncated members.
+    concatenation with truncated members, and then single requests, for which an engine may have
+    kept the state of the members.
     """
-    ids = (list(fixture.token_ids) * MEMBERS)[:MEMBERS]
-    parent = lm.population(prompt, MEMBERS).extend(ids)
+    count = fixture.members
+    ids = (list(fixture.token_ids) * count)[:count]
+    parent = lm.population(prompt, count).extend(ids)
     members: list[TokenTuple] = [(*prompt, last) for last in ids]
     first, second = (
         (parent.extend(new), [(*m, last) for m, last in zip(members, new, strict=True)])
@@ -74,13 +73,15 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
     for population, expected in ((parent, members), first, (parent, members), second, first):
         _check_population(fixture, population, expected, how="after other extensions")
     (population, members), (other, other_members) = first, second
-    lengths = [len(prompt) + member % 2 for member in range(MEMBERS)]
+    lengths = [len(prompt) + member % 2 for member in range(count)]
     joined = Population.cat([other, population.truncate(lengths).extend(ids)])
     expected = [
         (*token_ids[:length], last)
         for token_ids, length, last in zip(members, lengths, ids, strict=True)
     ]
     _check_population(fixture, joined, other_members + expected, how="joined")
+    longer = [(*token_ids, ids[0]) for token_ids in dict.fromkeys(members + other_members)]
+    fixture.check_batch(lm, longer, how="single requests after a concatenation")
 
 
 @engine_check()
@@ -89,7 +90,7 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
     lm = fixture.load(output_cache=OutputCache(0))
 
     def holds(prompt: TokenTuple, seed: int) -> None:
-        population, members = lm.population(prompt, MEMBERS), [prompt] * MEMBERS
+        population, members = lm.population(prompt, fixture.members), [prompt] * fixture.members
         for step in range(STEPS):
             population, members = _resample_and_extend(
                 fixture, population, members, seed + step
@@ -157,7 +158,7 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     """Populations and other requests that run or are cancelled together do not interfere."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
     first, second, *others = fixture.some_sequences(5)
-    ids = list(fixture.token_ids)[:3] * (MEMBERS // 3)
+    ids = list(fixture.token_ids)[:3] * -(-fixture.members // 3)
     lists = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
     populations = [lm.population(token_ids, len(ids)).extend(ids) for token_ids in lists]
     expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
@@ -197,7 +198,7 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
     names = [*fixture.adapter_names()[:2], None]
     prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
-    ids = list(fixture.token_ids)[:2] * MEMBERS
+    ids = list(fixture.token_ids)[:2] * fixture.members
     populations = [lm.population(prompt, len(ids), lora_name=name) for name in names]
     for step in range(2):
         expected = [prompt] * len(ids) if step == 0 else [(*prompt, last) for last in ids]
@@ -220,7 +221,8 @@ def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
         ]
         lm = fixture.load(engine_options=options, output_cache=OutputCache(0))
         populations = [
-            (lm.population(prompt, MEMBERS), [prompt] * MEMBERS) for prompt in prompts
+            (lm.population(prompt, fixture.members), [prompt] * fixture.members)
+            for prompt in prompts
         ]
         for step in range(STEPS):
             for number, (population, members) in enumerate(populations):

@@ -52,6 +52,8 @@ def sampling_stops(fixture: EngineFixture) -> None:
     expect(
         {len(ids) for ids in free} == {length}, f"{length} tokens each", list(map(len, free))
     )
+    longer = dict.fromkeys((*prompt, *ids, ids[0])[: fixture.max_length] for ids in free)
+    fixture.check_batch(fixture.lm, list(longer), how="after sampling")
     by_frequency = [token_id for token_id, _ in Counter(itertools.chain(*free)).most_common()]
     for stop in (by_frequency[:1], by_frequency[:2], np.array(by_frequency[-1:])):
         stops = set(map(int, stop))

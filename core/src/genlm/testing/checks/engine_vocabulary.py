@@ -89,4 +89,5 @@ def capabilities_are_implemented(fixture: EngineFixture) -> None:
 _METHODS = {
     Capability.LORA: ("add_adapter",),
     Capability.PREFIX_CACHE: ("cache_prefix", "clear_prefix_cache"),
+    Capability.WEIGHTS: ("update_weights",),
 }

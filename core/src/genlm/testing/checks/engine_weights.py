@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 
 import torch
@@ -22,21 +23,28 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
         raise Skipped("the target provides fewer than two sets of weights")
     lm, probe = fixture.load_probed(adapters=True)
     sequences = fixture.some_sequences(3)
-    context, population = lm.context(sequences[0]), lm.population(sequences)
+    count, last = fixture.members, fixture.token_ids[0]
+    members = (sequences * count)[:count]
+    population = lm.population(members)
     adapters = [None, *list(fixture.target.adapters)[:1]]
+    contexts = [lm.context(sequences[0], lora_name=adapter) for adapter in adapters]
 
     def check(weights: int) -> torch.Tensor:
         fixture.use_weights(weights)
+        for context, adapter in zip(contexts, adapters, strict=True):
+            # The engine may have the state that the earlier weights computed of the context.
+            fixture.check_context(context.extend(last), adapter, weights=weights)
+            fixture.check_context(context, adapter, weights=weights)
         for adapter in (*adapters, None):
             for token_ids in sequences:
                 for use_cache in (True, False):
                     fixture.check_request(
                         lm, token_ids, adapter, use_cache=use_cache, weights=weights
                     )
-        fixture.check_context(context, weights=weights)
-        fixture.check_context(context.extend(sequences[1][0]), weights=weights)
         rows = fixture.run(population.next_token_logprobs())
-        fixture.check_rows(rows, sequences, weights=weights)
+        fixture.check_rows(rows, members, weights=weights)
+        rows = fixture.run(population.extend([last] * count).next_token_logprobs())
+        fixture.check_rows(rows, [(*ids, last) for ids in members], weights=weights)
         if Capability.PREFIX_CACHE in lm.capabilities:
             fixture.call(functools.partial(lm.pin_prefix, sequences[2]))
         return fixture.expected(sequences[0])
@@ -48,6 +56,7 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
         second = check(1)
     finally:  # other checks may use the same engine
         fixture.run(lm.aupdate_weights(fixture.target.weights[0][0]()))
+        fixture.run(lm.aupdate_weights())  # drops all state
     fixture.saw("weights with other rows", largest_difference(first, second) > 0.01)
     check(0)
 
@@ -56,10 +65,12 @@ async def _update_while_a_request_waits(
     fixture: EngineFixture, lm: AsyncLM, probe: EngineProbe, token_ids: TokenTuple
 ) -> torch.Tensor:
     (row,) = await probe.start_held(lm.next_token_logprobs(token_ids, use_cache=False))
-    weights = fixture.target.weights[1][0]()
+    weights = copy.deepcopy(dict(fixture.target.weights[1][0]()))
     updating = asyncio.ensure_future(lm.aupdate_weights(weights))
     await asyncio.sleep(0)
     probe.release()
     await updating
+    for tensor in weights.values():  # the engine has copies
+        tensor[...] = 0
     result: torch.Tensor = await row
     return result

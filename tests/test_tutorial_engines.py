@@ -1,0 +1,148 @@
+"""The engines of the tutorial for authors of plugins pass the checks that it names."""
+
+from __future__ import annotations
+
+import queue
+import textwrap
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from documents import blocks
+
+from genlm import Capability, Token, Vocabulary, rows_from_logits
+from genlm.plugin import BatchEngine, Completion, GroupValues, check_query
+from genlm.testing import Case, EngineTarget, all_checks, run_case
+
+TUTORIAL = "docs/plugins/writing-a-plugin.md"
+SIZE = 6
+WEIGHTS = torch.from_numpy(np.random.default_rng(0).normal(size=(SIZE, SIZE)))
+
+
+def vocabulary() -> Vocabulary:
+    tokens = [Token(i, bytes([97 + i])) for i in range(SIZE)]
+    return Vocabulary(None, tokens, [repr(token) for token in tokens])
+
+
+def logits_of(token_ids: Sequence[int]) -> torch.Tensor:
+    """The closed form: a sum over the tokens, discounted by their age; float64."""
+    return sum(0.7**age * WEIGHTS[i] for age, i in enumerate(reversed(token_ids)))
+
+
+def oracle(token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+    return logits_of(token_ids).log_softmax(-1)
+
+
+def snippet(containing: str) -> str:
+    [source] = [
+        block for block in [*blocks(TUTORIAL, "py"), *blocks(TUTORIAL)] if containing in block
+    ]
+    return source
+
+
+def members(source: str, **names: object) -> dict[str, object]:
+    """The functions and classes that a block defines."""
+    namespace: dict[str, object] = dict(names)
+    exec("from __future__ import annotations\n" + source, namespace)
+    return namespace
+
+
+class Recurrent(BatchEngine):
+    """The methods that the blocks about states use."""
+
+    def __init__(self) -> None:
+        self.vocabulary = vocabulary()
+
+    def evaluate(self, queries):
+        states = torch.stack([self.state_of(query) for query in queries])
+        return rows_from_logits(self.logits(states), self.vocabulary)
+
+    def state_of(self, query):
+        return self.prefill(query.token_ids)
+
+    def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return logits_of(token_ids)
+
+    def extend(self, state: torch.Tensor, token_id: int) -> torch.Tensor:
+        return 0.7 * state + WEIGHTS[token_id]
+
+    def advance(self, states: torch.Tensor, token_ids) -> torch.Tensor:
+        return 0.7 * states + WEIGHTS[torch.from_numpy(token_ids)]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+
+class RecurrentCache(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[object, torch.Tensor] = {}
+
+
+def with_contexts() -> type[BatchEngine]:
+    source = "def state_of(self, query):\n" + textwrap.indent(snippet("prefix_key"), "    ")
+    state_of = members(source + "    return state\n")["state_of"]
+    return type("WithContexts", (RecurrentCache,), {"state_of": state_of})
+
+
+def with_generations() -> type[BatchEngine]:
+    defined = members(snippet("generation.root"), np=np, torch=torch, GroupValues=GroupValues)
+    methods = {name: defined[name] for name in ("evaluate_groups", "states")}
+    return type("WithGenerations", (Recurrent,), methods)
+
+
+class Server:
+    """A server whose thread returns the logits of the queries that have arrived."""
+
+    def __init__(self, model: str) -> None:
+        self.vocabulary = vocabulary()
+        self.results: queue.SimpleQueue = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, query_id: int, token_ids: Sequence[int]) -> None:
+        self._requests.put((query_id, token_ids))
+
+    def cancel(self, query_id: int) -> None:
+        """Results of cancelled queries are ignored."""
+
+    def stop(self) -> None:
+        self._requests.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            arrived = [request]
+            while not self._requests.empty():
+                arrived.append(self._requests.get())
+            self.results.put([(i, logits_of(ids)) for i, ids in filter(None, arrived)])
+            if None in arrived:
+                return
+
+
+def with_a_loop() -> type:
+    names = {
+        "Capability": Capability,
+        "Completion": Completion,
+        "Server": Server,
+        "check_query": check_query,
+        "rows_from_logits": rows_from_logits,
+    }
+    return members(snippet("class ServerEngine"), **names)["ServerEngine"]
+
+
+ENGINES = {
+    "contexts": with_contexts,
+    "generations": with_generations,
+    "loop": lambda: lambda: with_a_loop()("model"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_of_the_tutorial_passes_every_check(name: str) -> None:
+    target = EngineTarget(model=name, build=ENGINES[name](), oracle=oracle, max_length=8)
+    outcomes = [run_case(Case(check, target)) for check in all_checks("engine")]
+    assert not [each for each in outcomes if each.status == "failed"]

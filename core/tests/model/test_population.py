@@ -486,12 +486,11 @@ def test_draws_from_given_rows_are_those_of_the_model_and_compute_nothing(
 def test_rows_that_are_not_log_probabilities_are_refused(tiny: genlm.AsyncLM) -> None:
     population = tiny.population([[1], [2, 3], [4]]).finish([True, False, False])
     rows = population.next_token_logprobs_sync()
-    with pytest.raises(ValueError, match=r"rows: expected a tensor of shape \(3, 7\)"):
+    with pytest.raises(ValueError, match=r"rows of shape \(2, 7\); expected \(3, 7\)"):
         population.draw_sync(rows=rows[:2])
     rows[0] = rows[2] = 0.0  # a finished member draws nothing
-    with pytest.raises(genlm.PopulationError) as info:
+    with pytest.raises(ValueError, match=r"of members \[2\] do not sum to 1; pass log-prob"):
         population.draw_sync(rows=rows)
-    assert info.value.members == (2,)
 
 
 def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None:

@@ -20,7 +20,6 @@ from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.members import ArrayLike, Flags, checked_counts
-from genlm.core.queries.generations import raise_member_errors
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
@@ -136,8 +135,8 @@ class Population(MemberReductions):
             top_k: Number of most likely allowed tokens to which the draw is limited.
             top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
                 the fewest most likely tokens that reach it.
-            rows: Log-probabilities in place of the model's, which are then not computed: a
-                tensor of shape `(n, vocab_size)`, on any device, such as the result of
+            rows: Log-probabilities in place of the model's, which are then not computed:
+                shape `(n, vocab_size)`, on any device, such as the result of
                 `next_token_logprobs`.
             seed: Random seed; None for fresh randomness.
 
@@ -146,11 +145,11 @@ class Population(MemberReductions):
             -1 and log-mass `-inf`, a finished member -1 and 0; neither is computed.
 
         Raises:
-            ValueError: A shape does not fit the members or the vocabulary, or a number is out
-                of range.
+            ValueError: A shape does not fit the members or the vocabulary, a number is out of
+                range, or `rows` are not log-probabilities.
             TypeError: A temperature or bias is not numeric.
             PopulationError: As `next_token_logprobs`, or the bias of an allowed token is NaN or
-                `inf`, or `rows` are not log-probabilities.
+                `inf`.
         """
         k, share = checked_limits(top_k, top_p, self._lm.vocabulary.size)
         settings = self._settings(
@@ -370,14 +369,20 @@ class Population(MemberReductions):
     ) -> DrawnTokens:
         """Draw for the active members from log-probabilities of all members."""
         size, active = self._lm.vocabulary.size, settings.active
-        if not isinstance(rows, torch.Tensor) or rows.shape != (len(self), size):
-            found = getattr(rows, "shape", type(rows).__name__)
+        rows = torch.as_tensor(rows)
+        if rows.shape != (len(self), size):
             raise ValueError(
-                f"rows: expected a tensor of shape ({len(self)}, {size}); found {found}"
+                f"rows of shape {tuple(rows.shape)}; expected ({len(self)}, {size}), the "
+                f"log-probabilities of all tokens for each member"
             )
         rows = rows[moved(torch.from_numpy(active), rows.device)].float()
-        errors = invalid_rows(rows, size)
-        raise_member_errors(errors, np.arange(len(active)), active, len(self))
+        invalid = invalid_rows(rows, size)
+        if invalid:
+            members = active[list(invalid)].tolist()
+            raise ValueError(
+                f"rows: the probabilities of members {members} do not sum to 1; pass "
+                f"log-probabilities, such as logits.log_softmax(1)"
+            )
         places, numbers = (
             torch.arange(len(active)),
             uniforms(checked_seed(seed), active, self._step),

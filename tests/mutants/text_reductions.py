@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from genlm.core.engine import text_groups
+import dataclasses
+
+import numpy as np
+
+from genlm.core.engine import group_engine
 from genlm.core.rows.text_scores import PieceScores
 
 from .baselines import cached_target
 from .mutant import core_mutant
 
 
-@core_mutant(text_groups, "_prefixes", killed_by="scores-equal-the-loop-over-rows")
-def rows_after_the_token(prefixes):
+@core_mutant(group_engine, "text_group", killed_by="scores-equal-the-loop-over-rows")
+def rows_after_the_token(text_group):
     """Reduces the row after each token, not the one that predicts it."""
 
     def broken(text):
-        found = list(prefixes(text))
-        return iter([*found[1:], found[-1]])
+        group = text_group(text)
+        row_of = np.minimum(group.row_of + 1, len(group.wanted) - 1)
+        return dataclasses.replace(group, row_of=row_of)
 
     return broken
 

@@ -185,7 +185,7 @@ class GroupEngine:
         elif group.sampling.weights.has_masks_or_biases or not self._is_divided(group):
             self._run(SamplingRun(group, self.engine.vocabulary, self.engine.max_context))
         elif group.sampling.returns_generation or self._keep_sequences is None:
-            self._divide_members(group)
+            self._divide(MemberRuns(group, self.engine.vocabulary, self.engine.max_context))
         else:
             self._waiting[group.query_id] = group
 
@@ -301,9 +301,6 @@ class GroupEngine:
                 self._divide(run)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
                 self._rejected.append(Completion(run.query.query_id, error=error))
-
-    def _divide_members(self, group: GroupQuery) -> None:
-        self._divide(MemberRuns(group, self.engine.vocabulary, self.engine.max_context))
 
     def _submit(self, group: GroupQuery, *, is_divided: bool) -> None:
         """Submit a group query, or a query for each of its distinct sequences."""

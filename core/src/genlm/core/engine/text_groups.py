@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -18,7 +16,6 @@ from genlm.core.queries.query import (
     Reduced,
     TokenScores,
 )
-from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import ScoreColumns
 
 
@@ -26,7 +23,9 @@ def text_group(query: Query) -> GroupQuery:
     """Return the group query for the rows that predict the targets of a query."""
     [output] = query.outputs
     reduction = output if isinstance(output, GroupReduction) else None
-    lineage = Lineage.of_sequences(list(_prefixes(query)))
+    # The prefixes of the text after which its targets follow.
+    lengths = range(query.first_target + 1, len(query) + 1)
+    lineage = Lineage.of_sequences([query.sequence.prefix(length) for length in lengths])
     places = np.arange(len(lineage))
     return GroupQuery(
         query.query_id,
@@ -53,13 +52,3 @@ def text_completion(query: Query, completion: Completion) -> Completion:
     return Completion(
         query.query_id, TokenScores(*columns) if is_scored else Reduced((columns,))
     )
-
-
-def _prefixes(query: Query) -> Iterator[TokenSequence]:
-    """Yield the prefixes of a text after which its targets follow."""
-    token_ids, length = query.token_ids, query.first_target + 1
-    sequence = TokenSequence.of(token_ids[:length])
-    yield sequence
-    for token_id in token_ids[length:]:
-        sequence = TokenSequence.of([token_id], sequence)
-        yield sequence

@@ -134,8 +134,9 @@ class TokenSequence:
     def prefix(self, length: int) -> TokenSequence:
         """Return the first `length` ids, which share their blocks with this sequence."""
         sequence = object.__new__(TokenSequence)
-        sequence._block, sequence._tail = self._prefix_parts(length)
-        sequence._length, sequence.key = length, self.prefix_key(length)
+        block, tail = sequence._block, sequence._tail = self._prefix_parts(length)
+        sequence._length = length
+        sequence.key = tail if block is None else block.digest + tail
         return sequence
 
     def _prefix_parts(self, length: int) -> tuple[_Block | None, bytes]:

@@ -32,11 +32,15 @@ MIN_GRACE_S = 1e-4
 
 
 class BatchingPolicy:
-    """Decides when the inbox is dispatched; guarded by the worker's lock."""
+    """Decides when the inbox is dispatched; guarded by the worker's lock.
+
+    Attributes:
+        is_flushed: Whether the requests in the inbox are to be dispatched.
+    """
 
     def __init__(self, max_batch_size: int | None) -> None:
         self._max_batch_size = max_batch_size
-        self._is_flushed = False
+        self.is_flushed = False
         self._grace_until_s: float | None = None
         self._pause_until_s = 0.0
 
@@ -44,17 +48,12 @@ class BatchingPolicy:
         """Dispatch the inbox, and end a delay of the next step; later requests need a flush."""
         self._grace_until_s = None
         self._pause_until_s = 0.0
-        self._is_flushed = bool(table.inbox)
-
-    @property
-    def joins_running_batch(self) -> bool:
-        """Whether an engine that already has queries receives the inbox now."""
-        return self._is_flushed
+        self.is_flushed = bool(table.inbox)
 
     def hold(self) -> None:
         """Hold later requests until the next flush."""
         self._grace_until_s = None
-        self._is_flushed = False
+        self.is_flushed = False
 
     def begin_grace_period(self, step_s: float) -> bool:
         """Hold late requests until the callers with results of the last step have run.
@@ -64,7 +63,7 @@ class BatchingPolicy:
         """
         if GRACE_SHARE * step_s <= MIN_GRACE_S:
             return False
-        self._is_flushed = False
+        self.is_flushed = False
         self._grace_until_s = time.perf_counter() + GRACE_SHARE * step_s
         return True
 
@@ -86,7 +85,7 @@ class BatchingPolicy:
         if not table.inbox:
             return None
         is_full = self._max_batch_size is not None and len(table.inbox) >= self._max_batch_size
-        if is_full or self._is_flushed:
+        if is_full or self.is_flushed:
             return 0.0
         return (
             None if self._grace_until_s is None else self._grace_until_s - time.perf_counter()

@@ -379,7 +379,7 @@ class Worker:
     def _take(self) -> list[Evaluation]:
         if self._table.in_engine:
             # Between steps, an engine with `wake` receives complete batches only.
-            if self._wake_engine and not self._policy.joins_running_batch:
+            if self._wake_engine and not self._policy.is_flushed:
                 return []
         else:
             wait_s = self._policy.seconds_to_dispatch(self._table)

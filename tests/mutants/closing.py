@@ -38,6 +38,15 @@ class NeverClosed(CachedEngine):
         threading.Event().wait()
 
 
+@engine_mutant(killed_by="cancelled-requests-change-no-other", shows_as="lost request")
+class AbortsTheBatch(CachedEngine):
+    """Drops all pending queries when one of them is aborted."""
+
+    def abort(self, query_id):
+        for pending_id in [query_id, *self._pending._queries]:
+            super().abort(pending_id)
+
+
 @core_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")
 def close_leaves_waiters(stop):
     """`close` ends the engine's thread without completing pending requests."""

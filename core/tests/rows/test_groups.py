@@ -16,9 +16,11 @@ import genlm
 from genlm.core.rows import groups
 from genlm.core.rows.group_reductions import DrawColumns, Rows
 from genlm.core.rows.logits import rows_from_logits
+from genlm.core.rows.outputs import reduce_logits
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
-from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, TokenSequence
+from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, Query, TokenSequence
+from genlm.prefix import PieceScores
 
 SIZE = 16
 PROMPTS = [(index, 1) for index in range(7)]
@@ -393,6 +395,24 @@ class Views(genlm.GroupReduction):
 
     def compute(self, rows, row_of, members):
         return rows[:, 0], rows[:, 1:3]
+
+
+def test_results_of_engines_in_inference_mode_are_normal_tensors():
+    vocabulary, numbers = ids(SIZE), np.arange(3)
+    group = GroupQuery(0, Generation(Lineage.of_sequences([])), numbers, numbers, Rows())
+    texts = [
+        Query(1, [1, 2], targets=(2, 3)),
+        Query(2, [1, 2], targets=(2, 3), outputs=(Rows(),)),
+    ]
+    with torch.inference_mode():
+        logits = torch.randn(3, SIZE)
+        work, scores = groups.GroupWork(group, vocabulary), PieceScores(texts, vocabulary)
+        work.reduce(numbers, GroupValues(logits, are_logits=True))
+        scores.add(np.arange(4), torch.randn(4, SIZE))
+        [row] = reduce_logits(logits[:1], vocabulary, [(None,)])
+        token_scores, reduced = scores.results()
+        tensors = [*work.result().columns, *row.values, *token_scores, *reduced.values[0]]
+    assert not any(tensor.is_inference() for tensor in tensors)
 
 
 def test_columns_outlive_the_memory_of_their_rows():

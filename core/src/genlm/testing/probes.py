@@ -100,6 +100,8 @@ class EngineProbe(StepGate):
         closed: Number of calls of `close`.
         engine: The wrapped engine, once it is built.
         query_gate: A gate for reading the sequences of later queries; None for no gate.
+        skipped: Number of next steps that return nothing and do not step the engine, which
+            receives the aborts of the callers first.
     """
 
     vocabulary: Vocabulary
@@ -113,6 +115,7 @@ class EngineProbe(StepGate):
         self.finished: list[int] = []
         self.closed = 0
         self.query_gate: StepGate | None = None
+        self.skipped = 0
         self._unanswered: set[int] = set()
 
     def __call__(self, engine: Engine) -> EngineProbe:
@@ -139,7 +142,11 @@ class EngineProbe(StepGate):
         """Step the engine once the gate is open."""
         self.enter()
         self.in_step.append(len(self._unanswered))
-        completions = list(self.engine.step())
+        completions: list[Completion] = []
+        if self.skipped:
+            self.skipped -= 1
+        else:
+            completions = list(self.engine.step())
         answered = self._unanswered.intersection(
             completion.query_id for completion in completions
         )

@@ -139,7 +139,7 @@ def call_each(method: Callable[..., object], calls: Iterable[tuple[Any, ...]]) -
         try:
             method(*arguments)
         except Exception:
-            logger.exception("%s raised", getattr(method, "__qualname__", method))
+            logger.exception("%s of the engine raised", getattr(method, "__name__", method))
 
 
 @runtime_checkable

@@ -181,6 +181,7 @@ class GroupWork:
         """Mark a sequence as not done, because only a part of it was computed."""
         self._remaining = np.insert(self._remaining, 0, place)
 
+    @torch.inference_mode(False)  # results are normal tensors, also of engines that use it
     def reduce(self, part: Integers64, computed: GroupValues) -> None:
         """Reduce the values of a part, a few rows at a time on a CPU.
 

@@ -74,6 +74,7 @@ def reduce_logits(
     return _reduce(logits, outputs, vocabulary)
 
 
+@torch.inference_mode(False)  # results are normal tensors, also of engines that use it
 def _reduce(
     values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
 ) -> list[Reduced | Exception]:

@@ -79,6 +79,7 @@ class PieceScores:
         order = np.argsort(keys, kind="stable")
         self._keys, self._members = keys[order], members[order]
 
+    @torch.inference_mode(False)  # results are normal tensors, also of engines that use it
     def add(self, keys: Integers64, logits: torch.Tensor) -> None:
         """Score or reduce the rows of some positions.
 
@@ -111,6 +112,7 @@ class PieceScores:
         """Set the result of a text that was computed by other means."""
         self._results[index] = result
 
+    @torch.inference_mode(False)  # results are normal tensors, also of engines that use it
     def results(self) -> list[TextResult]:
         """Return the result or the error of each text.
 

@@ -46,7 +46,7 @@ def step_engine(
     for completion in list(engine.step()):
         if not isinstance(completion, Completion):
             raise EvaluationError(
-                f"{type(engine).__name__}.step returned {type(completion).__name__!r}; "
+                f"the engine's step returned an object of type {type(completion).__name__}; "
                 f"expected genlm.Completion objects"
             )
         evaluation = in_engine.get(completion.query_id)

@@ -283,11 +283,11 @@ class Worker:
         try:
             engine.close()
         except BaseException:  # `ended` must be set
-            logger.exception("closing %s raised", type(engine).__name__)
+            logger.exception("closing the engine raised")
         try:
             self._final_statistics = dict(getattr(engine, "statistics", dict)())
         except BaseException:
-            logger.exception("the statistics of %s raised", type(engine).__name__)
+            logger.exception("the statistics of the engine raised")
         self._engine = None
         # This frame may stay alive, and with it this object: some libraries store errors of
         # imports, which refer to all frames of the thread.

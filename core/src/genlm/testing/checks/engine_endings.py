@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ SCENES = (([0, 1, 2], [1]), ([0, 0], [0]), ([0, 0], [1]), ([0, 0, 1], [0, 1]))
 @engine_check()
 def cancelled_requests_change_no_other(fixture: EngineFixture) -> None:
     """A cancelled request ends at once and changes no row of another or a later request."""
-    for salt, (numbers, leaving) in enumerate(SCENES):
+    for salt, ((numbers, leaving), skipped) in enumerate(itertools.product(SCENES, (0, 1))):
         lm, probe = fixture.load_probed()
         sequences = fixture.some_sequences(3, salt=salt)
         requested = [sequences[number] for number in numbers]
+        probe.skipped = skipped
         fixture.run(_check_cancelled(fixture, lm, probe, requested, leaving))
         _check_after(fixture, lm, sequences)
 

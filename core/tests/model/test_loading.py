@@ -24,6 +24,7 @@ from genlm.core.rows.output_cache import OutputCache
 
 BACKENDS = """
     from genlm import BackendSpec, ModelLoadError, TokenIdError, hookimpl
+    from genlm.plugin import Reduced
     from scripted import ScriptedEngine
 
     class Strict(ScriptedEngine):
@@ -78,7 +79,10 @@ BACKENDS = """
         def step(self):
             if self.fault == "interrupted":
                 raise KeyboardInterrupt
-            return [] if self.fault == "silent" else super().step()
+            completions = [] if self.fault == "silent" else super().step()
+            if self.fault == "none but reduced rows":
+                completions = [c._replace(result=Reduced((c.result,))) for c in completions]
+            return completions
 
         def evaluate(self, queries):
             if self.fault == "kernel":
@@ -322,6 +326,12 @@ def test_the_first_row_is_of_a_token_that_the_model_embeds() -> None:
     with load_model("a-model", "faulty", fault="embeds 4 to 15") as llm:
         assert last_built().batches == [[(4, 4, 4)]]
         assert llm.statistics().requests == 0
+
+
+def test_the_first_row_may_be_a_reduced_result() -> None:
+    with load_model("a-model", "faulty", fault="none but reduced rows") as llm:
+        row = llm.next_token_logprobs_sync([5])
+    assert torch.equal(row, oracle_row([5], None, 16))
 
 
 def last_built() -> Any:

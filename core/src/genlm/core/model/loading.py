@@ -13,7 +13,7 @@ from genlm.core.base.progress import loading_stage
 from genlm.core.base.validation import is_model_object
 from genlm.core.engine.engine import Engine
 from genlm.core.plugins.lookup import find_backend, get_backend
-from genlm.core.queries.query import Query
+from genlm.core.queries.query import Query, Reduced
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.vocab import Vocabulary
 
@@ -88,7 +88,8 @@ def _step_until_complete(engine: Engine, query_id: int) -> Any:
             if completion.query_id == query_id:
                 if completion.error is not None:
                     raise completion.error
-                return completion.result
+                result = completion.result
+                return result.values[0] if isinstance(result, Reduced) else result
     raise RuntimeError(f"no row after {_MAX_STEPS} steps of the engine")
 
 

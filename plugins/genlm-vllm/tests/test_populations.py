@@ -219,6 +219,21 @@ def test_a_concatenation_continues_the_requests_of_its_populations(
 
 
 @pytest.mark.usefixtures("free")
+def test_a_population_of_contexts_forks_their_requests(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    contexts = [llm.context([*PROMPT, token]) for token in (3, 4)]
+    llm.batch_next_token_logprobs_sync(contexts)
+    grown = figures(llm, "members_forked", "members_begun", "contexts_continued")
+    population = llm.population([contexts[0], contexts[1].extend(5), contexts[1]])
+    check(tiny, population, population.next_token_logprobs_sync())
+    longer = contexts[0].extend(6)  # the contexts still have their own requests
+    check(tiny, llm.population([longer]), longer.next_token_logprobs_sync()[None])
+    if has_room(llm):
+        assert grown() == (3, 0, 1)
+
+
+@pytest.mark.usefixtures("free")
 def test_the_request_of_a_member_that_waits_for_long_ends(llm: genlm.AsyncLM) -> None:
     if not has_room(llm):
         pytest.skip("for a place for each member")

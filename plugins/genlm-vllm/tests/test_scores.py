@@ -106,6 +106,31 @@ def test_all_positions_are_those_of_rows(engine: Any, tiny: Any) -> None:
         check_scores(scores, tiny, text, start)
 
 
+def test_texts_that_continue_a_context_share_its_tokens(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(70)
+    rows(engine, [prompt])
+    texts = [(*prompt, 4, 5), (*prompt, 4, 6, 7), (*prompt, *range(20, 30))]
+    starts = [70, 71, 74]  # of which the first token is computed with the last one before it
+    computed = engine.statistics()["tokens_computed"]
+    pairs = list(zip(texts, starts, strict=True))
+    results = finish(engine, [score(engine, text, start) for text, start in pairs])
+    for scores, (text, start) in zip(results, pairs, strict=True):
+        check_scores(scores, tiny, text, start)
+    if not is_small(engine):
+        assert engine.statistics()["tokens_computed"] - computed == 2 + 2 + 9
+
+
+def test_texts_that_continue_a_fork_before_its_first_step(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(70)
+    rows(engine, [prompt])
+    contexts = [(*prompt, token) for token in (4, 5)]  # the second is a fork
+    text = (*contexts[1], 6, 7)
+    queries = [*(submit(engine, ids) for ids in contexts), score(engine, text, 71)]
+    *found, scores = finish(engine, queries)
+    assert largest_error(tiny, found, contexts) <= 1e-4
+    check_scores(scores, tiny, text, 71)
+
+
 def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny: Any) -> None:
     [text] = prompts(150)
     rows(engine, [text])

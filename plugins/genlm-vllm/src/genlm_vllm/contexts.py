@@ -11,64 +11,72 @@ _MAX_EXTENSION_TOKENS = 8
 """Maximum number of tokens by which a query may extend a context; the table has one look-up for
 each length. Queries that add more tokens use vLLM's prefix cache."""
 
+_MAX_CONTEXTS = 64
+"""Maximum number of contexts that a request is listed under. Lists of token ids are never
+released, so programs that pass them would otherwise add one at each step."""
+
 _Key = tuple[str | None, bytes]
 
 
 class ContextTable:
-    """Requests by the adapter and the key of their context.
+    """Requests by the adapter and the key of their contexts.
 
-    A request is listed under its present context and the one before it, of which further
-    children may be forked until the next step. The table keeps its requests alive.
+    A request is listed under its present context and under those from which it was continued,
+    whose further children are forked, until they are released. The table keeps requests alive.
+
+    Attributes:
+        removed: Number of requests that were removed.
     """
 
     def __init__(self) -> None:
+        self.removed = 0
         self._by_context: dict[_Key, ResidentRequest] = {}
-        self._contexts: dict[str, list[_Key]] = {}  # by the request's id, oldest first
+        self._contexts: dict[str, dict[_Key, None]] = {}  # by the request's id, oldest first
 
     def __len__(self) -> int:
         """Number of requests."""
         return len(self._contexts)
 
     def put(self, query: Query, resident: ResidentRequest) -> None:
-        """Record that a request has the context of a query, and replace an earlier request."""
+        """List a request under the context of a query, in place of an earlier request."""
         context = query.adapter, query.sequence.key
-        earlier = self.find(context)
-        if earlier is resident:
+        if self._by_context.get(context) is resident:
             return
-        if earlier is not None:  # not a request that was continued since
-            self.remove([earlier.name])
+        self.release(context)
         self._by_context[context] = resident
-        contexts = self._contexts.setdefault(resident.name, [])
-        contexts.append(context)
-        if len(contexts) > 2:
-            self._forget(resident.name, contexts.pop(0))
+        contexts = self._contexts.setdefault(resident.name, {})
+        contexts[context] = None
+        if len(contexts) > _MAX_CONTEXTS:
+            self.release(next(iter(contexts)))
 
-    def find(self, context: _Key) -> ResidentRequest | None:
-        """Return the request whose present context this is, or None."""
-        resident = self._by_context.get(context)
-        is_present = resident is not None and self._contexts[resident.name][-1] == context
-        return resident if is_present else None
+    def release(self, context: _Key) -> None:
+        """Remove a context, and its request if it has no other context."""
+        resident = self._by_context.pop(context, None)
+        if resident is not None:
+            contexts = self._contexts[resident.name]
+            del contexts[context]
+            if not contexts:
+                del self._contexts[resident.name]
+                self.removed += 1
 
-    def parent(self, query: Query) -> Parent | None:
-        """Find the longest context that a query extends by few enough tokens."""
+    def parent(self, query: Query, length: int) -> Parent | None:
+        """Find the longest context that a query extends by few enough tokens.
+
+        Args:
+            query: The query.
+            length: Maximum number of tokens of the context, which has at most 8 fewer.
+        """
         if not self._by_context:
             return None
-        sequence, adapter, length = query.sequence, query.adapter, len(query)
+        sequence, adapter = query.sequence, query.adapter
         for shorter in range(length, max(0, length - 1 - _MAX_EXTENSION_TOKENS), -1):
             resident = self._by_context.get((adapter, sequence.prefix_key(shorter)))
             if resident is not None:
                 return Parent(resident, shorter, list(sequence.ids_from(shorter)))
         return None
 
-    def remove(self, names: Iterable[str]) -> int:
-        """Remove requests by their ids; return how many the table had."""
-        before = len(self)
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove requests by their ids."""
         for name in names:
-            for context in self._contexts.pop(name, ()):
-                self._forget(name, context)
-        return before - len(self)
-
-    def _forget(self, name: str, context: _Key) -> None:
-        resident = self._by_context.get(context)
-        if resident is not None and resident.name == name:
-            del self._by_context[context]
+            for context in list(self._contexts.get(name, ())):
+                self.release(context)

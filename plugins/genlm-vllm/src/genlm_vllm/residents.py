@@ -89,7 +89,7 @@ class Residents:
         self._computed_before = 0  # number of computed tokens before the latest step
         self._counts = dict.fromkeys(
             (
-                *("contexts_continued", "contexts_ended"),
+                "contexts_continued",
                 *("members_continued", "members_forked", "members_begun"),
             ),
             0,
@@ -100,6 +100,7 @@ class Residents:
         contexts = len(self._contexts)
         return {
             "contexts_resident": contexts,
+            "contexts_ended": self._contexts.removed,
             "members_living": max(0, len(self.requests.by_name) - contexts),
             **self._counts,
         }
@@ -130,7 +131,7 @@ class Residents:
             first = query.first_target
             self._begin_scores(pending, reads_cache=first >= self.requests.block_size)
         else:
-            parent = self._contexts.parent(query)
+            parent = self._contexts.parent(query, len(query))
             resident = None if parent is None else self._extend(parent, "contexts")
             if resident is None and parent is not None and self._evict_for_fork(parent):
                 resident = self._extend(parent, "contexts")
@@ -187,7 +188,7 @@ class Residents:
         query = pending.query
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = query.first_target
-        resident = self.requests.begin(
+        resident = self._fork_context(query, pending.turn, first) or self.requests.begin(
             query.token_ids, query.adapter, pending.turn, reads_cache=reads_cache
         )
         self._workers.inputs.add(
@@ -201,11 +202,28 @@ class Residents:
         )
         self._wait_for(resident, pending)
 
+    def _fork_context(self, query: Query, turn: int, shared: int) -> ResidentRequest | None:
+        """Add a request that shares the first tokens of a context of the table.
+
+        Args:
+            query: Query for the sequence of the new request.
+            turn: Turn of the new request.
+            shared: Maximum number of shared tokens.
+
+        Returns:
+            The new request; None without such a context, or if it cannot be forked.
+        """
+        context = self._contexts.parent(query, shared + 1)
+        if context is None:
+            return None
+        length = min(context.length, shared)
+        added = list(query.sequence.ids_from(length))
+        return self.requests.fork(Parent(context.resident, length, added), turn)
+
     def release(self, adapter: str | None, key: bytes) -> None:
-        """End the idle request of a context, if it has one."""
-        resident = self._contexts.find((adapter, key))
-        if resident is not None and resident.name not in self._busy:
-            self._end([resident.name])
+        """Drop a context; its request ends unless it has others or a query needs it."""
+        self._contexts.release((adapter, key))
+        self.requests.end_dropped()
 
     # -- populations ------------------------------------------------------------------
 
@@ -263,16 +281,21 @@ class Residents:
             query: Any = pending.query
             generation, index = query.generation, int(query.wanted[place])
             sequence = generation.lineage.sequence(index)
+            single = Query(query.query_id, sequence, query.adapter)
             try:
-                self._check(Query(query.query_id, sequence, query.adapter))
+                self._check(single)
             except Exception as error:  # noqa: BLE001 - the error of this sequence only
                 pending.fail(place, error)
                 continue
             turn = pending.turn + place
-            resident = self.requests.begin(sequence.token_ids, query.adapter, turn)
+            resident = self._fork_context(single, turn, len(single) - 1)
+            if resident is None:
+                resident = self.requests.begin(sequence.token_ids, query.adapter, turn)
+                self._counts["members_begun"] += 1
+            else:
+                self._counts["members_forked"] += 1
             generation.state.states[index] = resident
             self._wait_for(resident, pending, place)
-            self._counts["members_begun"] += 1
 
     def abort(self, query_id: int) -> None:
         """Drop a query and the requests that no other query needs; ignore an unknown query."""
@@ -461,7 +484,7 @@ class Residents:
 
     def _end(self, names: Sequence[str]) -> None:
         if names:
-            self._counts["contexts_ended"] += self._contexts.remove(names)
+            self._contexts.remove(names)
             self.requests.end(names)
 
 

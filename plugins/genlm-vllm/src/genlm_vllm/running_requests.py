@@ -115,8 +115,10 @@ class RunningRequests:
     def __init__(self, engine: Any, adapters: Adapters, workers: Workers) -> None:
         from vllm import SamplingParams
         from vllm.v1.core.sched.request_queue import PriorityRequestQueue
+        from vllm.v1.request import RequestStatus
 
         core = engine.engine_core.engine_core
+        self._running = RequestStatus.RUNNING
         self._workers = workers
         self._adapters = adapters
         self._scheduler = core.scheduler
@@ -175,14 +177,24 @@ class RunningRequests:
         resident, length, added = parent
         if resident.name not in self.by_name:
             return None
-        request = resident.request
-        is_last = request.num_tokens == length
-        if request.num_computed_tokens - request.num_in_flight_tokens < length:
-            return resident if is_last and not added else None
-        if is_last and len(added) == 1:
-            self._feed(resident, added[0])
-            return resident
-        return self._fork(parent)
+        is_computed = self._has_computed(parent)
+        if resident.request.num_tokens == length:
+            if is_computed and len(added) == 1:
+                self._feed(resident, added[0])
+                return resident
+            if not is_computed and not added:
+                return resident
+        return self.fork(parent, self.turns.current)
+
+    def _has_computed(self, parent: Parent) -> bool:
+        """Whether a request has computed its first tokens.
+
+        The last block of a fork is copied in its first step, before which it must not be copied
+        again.
+        """
+        request = parent.resident.request
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        return bool(request.status == self._running and computed >= parent.length)
 
     def may_stay(self, adapter: str | None) -> bool:
         """Whether requests of an adapter may stay when they are idle.
@@ -227,15 +239,22 @@ class RunningRequests:
         self._last_steps[name] = self.steps
         resident.request.append_output_token_ids(token_id)
 
-    def _fork(self, parent: Parent) -> ResidentRequest | None:
+    def fork(self, parent: Parent, turn: int) -> ResidentRequest | None:
         """Add a request that shares the computed tokens of another one.
 
         Without further tokens, the last common token is computed again, because rows are not
         stored.
 
+        Args:
+            parent: The other request, and the tokens.
+            turn: Turn of the new request.
+
         Returns:
-            The new request; None if vLLM has no place for it, or no block can be shared.
+            The new request; None if the tokens are not computed, vLLM has no place for it, or
+            no block can be shared.
         """
+        if not self._has_computed(parent):
+            return None
         (resident, computed, added), original = parent, parent.resident.request
         if not added:
             computed -= 1
@@ -247,7 +266,7 @@ class RunningRequests:
             return None
         tokens = [*original.all_token_ids[:computed], *added]
         share = functools.partial(self._share_blocks, original, computed)
-        request = self._add(tokens, resident.adapter, self.turns.current, share)
+        request = self._add(tokens, resident.adapter, turn, share)
         return ResidentRequest(request, resident.adapter, self._dropped)
 
     def _add(

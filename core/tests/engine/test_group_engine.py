@@ -201,3 +201,21 @@ def test_every_query_of_a_cancelled_group_is_aborted_if_aborts_raise(caplog):
     [completion] = completions
     assert completion.query_id == 2
     assert len(completion.result.columns[0]) == 3
+
+
+def test_rows_of_a_step_are_reduced_together(make_model, monkeypatch):
+    class Together(Single):
+        def step(self):
+            return [completion for _ in list(self.pending) for completion in Single.step(self)]
+
+    counts = []
+    compute = MemberColumns.compute
+
+    def counted(rows, requests):
+        counts.append(len(rows))
+        return compute(rows, requests)
+
+    monkeypatch.setattr(MemberColumns, "compute", counted)
+    rows = make_model(Together()).population(MEMBERS).next_token_logprobs_sync()
+    assert counts == [4]
+    assert torch.equal(rows, torch.stack([oracle_row(ids, None, SIZE) for ids in MEMBERS]))

@@ -41,7 +41,7 @@ from genlm.core.queries.query import (
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.groups import GroupWork, compute_columns
 from genlm.core.rows.joined_groups import divide_reductions, joined_reduction
-from genlm.core.rows.logits import invalid_rows, moved
+from genlm.core.rows.logits import invalid_rows, moved, row_parts
 from genlm.core.rows.outputs import reduce_rows
 
 if TYPE_CHECKING:
@@ -202,16 +202,16 @@ class GroupEngine:
             return step_completions
         completions: list[Completion] = []
         group_ids: dict[int, None] = {}  # groups with completed queries, in order
-        for completion in step_completions:
+        for completion in self._with_reduced_rows(list(step_completions)):
             row_request = self._row_requests.pop(completion.query_id, None)
             if row_request is None:
                 completions.append(completion)
                 continue
-            group_id, place, reduction = row_request
+            group_id, place, _ = row_request
             group_ids[group_id] = None
             group = self._divided[group_id]
             group.pending_ids.remove(completion.query_id)
-            next_request = group.add(place, self._reduced(completion, reduction))
+            next_request = group.add(place, self._value(completion))
             if next_request is not None and not group.has_failed:
                 self._submit_row_request(group, *next_request)
         for group_id in group_ids:
@@ -335,12 +335,35 @@ class GroupEngine:
         except Exception as error:  # noqa: BLE001 - it fails this sequence alone
             self._rejected.append(Completion(query_id, error=error))
 
-    def _reduced(self, completion: Completion, reduction: Reduction) -> Any:
+    def _with_reduced_rows(self, completions: list[Completion]) -> list[Completion]:
+        """Replace rows that the core reduces for groups by their reductions, or by errors."""
+        rows = {
+            place: completion.result
+            for place, completion in enumerate(completions)
+            if completion.query_id in self._row_requests
+            and completion.error is None
+            and isinstance(completion.result, torch.Tensor)
+        }
+        size = self.engine.vocabulary.size
+        invalid = invalid_rows(list(rows.values()), size) if rows else {}
+        results: dict[int, Any] = {list(rows)[i]: error for i, error in invalid.items()}
+        places = [place for place in rows if place not in results]
+        for begin, end in row_parts(len(places), size, torch.device("cpu")):
+            part = places[begin:end]
+            outputs = [(self._row_requests[completions[place].query_id][2],) for place in part]
+            reduced = reduce_rows(torch.stack([rows[place] for place in part]), outputs)
+            results |= zip(part, reduced, strict=True)
+        for place, result in results.items():
+            error = result if isinstance(result, Exception) else None
+            completions[place] = completions[place]._replace(
+                result=None if error else result, error=error
+            )
+        return completions
+
+    @staticmethod
+    def _value(completion: Completion) -> Any:
         """Return the result of a query's reduction, or its error."""
         result: Any = completion.error or completion.result
-        if isinstance(result, torch.Tensor):  # a row: the core computes the reduction
-            invalid = invalid_rows([result], self.engine.vocabulary.size)
-            result = invalid[0] if invalid else reduce_rows(result[None], [(reduction,)])[0]
         if isinstance(result, Reduced) and len(result.values) == 1:
             [result] = result.values
         return result

@@ -162,11 +162,11 @@ class LargePopulationsReversed(CachedEngine):
 class MembersKeptWithoutTheirLastToken(ResidentEngine):
     """Keeps the state of members for single requests, without their last tokens."""
 
-    def keep_sequences(self, generation, adapter):
+    def keep_sequences(self, generation):
         for place in range(len(generation.lineage)):
             sequence = generation.lineage.sequence(place)
-            state, _ = self.computed(sequence.token_ids[:-1], adapter)
-            self.residents[adapter, sequence.key] = state
+            state, _ = self.computed(sequence.token_ids[:-1], None)
+            self.residents[None, sequence.key] = state
 
 
 @engine_mutant(killed_by="sampling-stops")

@@ -61,8 +61,8 @@ class Engine(Protocol):
 
     An engine that stores the state of groups apart from that of single sequences may have a
     method `keep_sequences(generation)`, which is called when other requests may extend the
-    sequences of a generation. Continuations of several callers that
-    are pending together are then drawn as one group.
+    sequences of a generation. Continuations of several callers that are pending together are
+    then drawn as one group.
 
     Attributes:
         vocabulary: Tokens whose ids are those of queries and the indices of rows.

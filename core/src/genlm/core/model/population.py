@@ -383,10 +383,8 @@ class Population(MemberReductions):
                 f"rows: the probabilities of members {members} do not sum to 1; pass "
                 f"log-probabilities, such as logits.log_softmax(1)"
             )
-        places, numbers = (
-            torch.arange(len(active)),
-            uniforms(checked_seed(seed), active, self._step),
-        )
+        places = torch.arange(len(active))
+        numbers = uniforms(checked_seed(seed), active, self._step)
         columns = DrawColumns(settings.active_weights, numbers).compute(rows, places, places)
         return settings.draws_of_all(tuple(column.cpu() for column in columns))
 

@@ -104,7 +104,8 @@ def test_a_refused_query_fails_its_members_alone(make_model):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *(None, 7, [1, 2], Reduced(()), Reduced((1, 2)), Reduced((3,)), torch.zeros(3)),
+        *(None, 7, [1, 2], Reduced(()), Reduced((1, 2)), Reduced((3,))),
+        *(torch.zeros(3), torch.zeros(SIZE), torch.full((SIZE,), torch.nan)),
         Reduced(((torch.zeros(7), torch.zeros(7)),)),
     ],
 )

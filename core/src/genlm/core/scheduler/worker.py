@@ -148,7 +148,6 @@ class Worker:
     def leave(self, request: Request) -> None:
         """Remove an abandoned request; abort evaluations without other requests."""
         with self._lock:
-            self._late.discard(request)
             self._aborts += self._table.leave(request)
             if self._aborts or self._calls:
                 self._notify()

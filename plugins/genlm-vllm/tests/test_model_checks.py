@@ -187,6 +187,13 @@ def test_rows_that_are_no_distributions_fail_only_their_own_requests(
                     lm.sample_sync(ids, max_tokens=3, temperature=0.0)
             rows = lm.batch_next_token_logprobs_sync(good)
             assert largest_error(broken, rows, good) <= 1e-4
+        lm.clear_kv_cache()  # for a place for each member
+        population = lm.population(good[1:3])
+        population.next_token_logprobs_sync()
+        with pytest.raises(genlm.PopulationError, match="NaN"):
+            population.extend([BROKEN_TOKEN] * 2).next_token_logprobs_sync()
+        rows = population.next_token_logprobs_sync()
+        assert largest_error(broken, rows, good[1:3]) <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -372,13 +372,17 @@ class Residents:
             pending = self._queries[query_id]
             query = pending.query
             stays = self.keeps and self.requests.may_stay(query.adapter)
+            failed = [] if completion.error is None else pending.residents
             if isinstance(completion.result, GroupResult):
-                completion.result.errors.update(pending.errors)
+                errors = completion.result.errors
+                errors.update(pending.errors)
+                failed = [pending.residents[place] for place in errors]
             elif isinstance(query, Query):
                 stays = stays and not query.targets and len(query) < self.max_context
-            if not stays:
-                names = [resident.name for resident in pending.residents if resident]
-                ended += [name for name in names if name not in self._busy]
+            # Forks of failed requests would copy their NaN.
+            unneeded = failed if stays else pending.residents
+            names = [resident.name for resident in unneeded if resident]
+            ended += [name for name in names if name not in self._busy]
             if completion.result is None and completion.error is None:
                 # The prefix cache had some of the scored positions, which were not computed.
                 pending.remaining = 1

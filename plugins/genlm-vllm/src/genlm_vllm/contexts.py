@@ -50,7 +50,7 @@ class ContextTable:
             self.release(next(iter(contexts)))
 
     def release(self, context: _Key) -> None:
-        """Remove a context, and its request if it has no other context."""
+        """Remove a context, and its request if that was its only context."""
         resident = self._by_context.pop(context, None)
         if resident is not None:
             contexts = self._contexts[resident.name]

@@ -250,8 +250,8 @@ class RunningRequests:
             turn: Turn of the new request.
 
         Returns:
-            The new request; None if the tokens are not computed, vLLM has no place for it, or
-            no block can be shared.
+            The new request. None if the other request has not computed the tokens, if vLLM's
+            batch is full, or if no KV block can be shared.
         """
         if not self._has_computed(parent):
             return None

@@ -234,6 +234,35 @@ def test_a_population_of_contexts_forks_their_requests(
 
 
 @pytest.mark.usefixtures("free")
+def test_other_queries_fork_the_requests_of_recent_populations(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    start = llm.population(PROMPT, 3)
+    start.next_token_logprobs_sync()
+    population = start.extend([[3, 4], [5, 6], [5, 4]])
+    population.next_token_logprobs_sync()
+    grown = figures(llm, "tokens_computed")
+
+    def computes(count: int, queried: genlm.Population, rows: Any = None) -> None:
+        check(tiny, queried, queried.next_token_logprobs_sync() if rows is None else rows)
+        if has_room(llm):
+            assert grown() == (count,)
+
+    computes(3, llm.population([*population]))
+    computes(3 + 3, llm.population([population[1], population[0].extend([7, 8])])[[1, 0]])
+    computes(6 + 3, start.extend([[3, 4, 9], [5, 6, 9], [5, 4, 9]]))
+    context = population[2].extend([1, 2])
+    computes(9 + 2, llm.population([context]), context.next_token_logprobs_sync()[None])
+    population.score_sync([[1, 2], [3, 1], [2, 2]])
+    computes(11 + 3 * 2 + 3, llm.population([*population]))
+    population = population.extend([9, -1, -1])
+    computes(20 + 3, population)
+    computes(23 + 3, llm.population([*population]))
+    adapted = llm.population([*PROMPT, 3, 4], 1, lora_name="red")  # not that of the model
+    check(tiny, adapted, adapted.next_token_logprobs_sync(), "red")
+
+
+@pytest.mark.usefixtures("free")
 def test_the_request_of_a_member_that_waits_for_long_ends(llm: genlm.AsyncLM) -> None:
     if not has_room(llm):
         pytest.skip("for a place for each member")

@@ -185,8 +185,8 @@ def test_forks_that_begin_again_have_the_same_rows(engine: Any, tiny: Any) -> No
     check(engine, tiny, [context])
     sequences = [(*context, *added) for added in ((4, 5), (6, 7), (8, 9))]
     queries = [submit(engine, ids) for ids in sequences]
-    computed, residents = grown(engine, "tokens_computed"), engine._residents
-    residents._restart_forks(list(residents._busy))  # as if they waited for blocks
+    computed, residents = grown(engine, "tokens_computed"), engine._residents.idle
+    residents._restart_forks(list(residents.busy))  # as if they waited for blocks
     assert largest_error(tiny, finish(engine, queries), sequences) <= 1e-4
     assert computed() == 2 + 2 * (42 - 32)  # two of them from the prefix cache
     check(engine, tiny, [(*ids, 3) for ids in sequences])

@@ -13,7 +13,7 @@ from population_walks import check, figures
 import genlm
 from genlm.plugin import Generation, GroupQuery, Lineage, Query, Rows, TokenSequence
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.residents import MemberRequests
+from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.waiting_groups import WaitingGroups
 
 from .interpreted_triton import SECOND_RUNNER
@@ -31,7 +31,7 @@ class Requests:
 
     def __init__(self, places: int, blocks: int = 100) -> None:
         self.free_room = np.array([places, blocks])
-        self.requests = self
+        self.requests = self.idle = self
         self.computes_groups = False
 
     def missing_blocks(self, prefixes: Any) -> int:
@@ -222,7 +222,7 @@ def test_single_requests_that_wait_in_vllm_reserve_no_blocks(llm: genlm.AsyncLM)
         for query in queries:
             engine.submit(query)
         try:
-            return engine._residents.free_room.tolist()
+            return engine._residents.idle.free_room.tolist()
         finally:
             for query in queries:
                 engine.abort(query.query_id)

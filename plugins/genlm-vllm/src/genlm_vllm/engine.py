@@ -253,9 +253,7 @@ class VLLMEngine:
                     raise ExecutorError from error
                 return self._fail_all(error)
             residents.collect()
-            completions = residents.finish(self._workers.collect())
-            residents.evict_for_waiting()
-            return completions
+            return residents.finish(self._workers.collect())
 
     def _begin_groups(self) -> list[Completion]:
         """Begin to compute waiting groups; return the completions of those that fail."""
@@ -277,7 +275,7 @@ class VLLMEngine:
         """
         dropped = [*self._residents.drop_all(), *self._waiting.drop_all()]
         failed = [Completion(query_id, error=error) for query_id in dropped]
-        self._residents.end_idle()
+        self._residents.idle.end_all()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
                 f"a step of vLLM raised {describe_error(error)}; vLLM did not reset "
@@ -297,7 +295,7 @@ class VLLMEngine:
     def keeps_contexts(self, keeps: bool) -> None:
         self._residents.keeps = keeps and self._why_not_resident is None
         if not keeps:
-            self._residents.end_idle()
+            self._residents.idle.end_all()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """End the idle request of a context; its full KV blocks stay in the prefix cache.
@@ -334,7 +332,7 @@ class VLLMEngine:
         ):  # vLLM resets nothing while requests have blocks
             self._ready += self._advance()
         with self._guarding():
-            self._residents.end_idle()
+            self._residents.idle.end_all()
             self._vllm.reset_prefix_cache()
 
     def update_weights(self, weights: Mapping[str, Any] | None) -> None:
@@ -357,7 +355,7 @@ class VLLMEngine:
                 f"the weights of a quantised model ({quantization}) cannot be replaced; save "
                 f"the new weights and load them as another model"
             )
-        self._residents.end_idle()
+        self._residents.idle.end_all()
         with preserve_process_state(), self._guarding():
             if weights is not None:
                 self._workers.load_weights(weights)
@@ -377,7 +375,7 @@ class VLLMEngine:
             )
         with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
-            self._residents.end_excess_idle()
+            self._residents.idle.end_excess()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter from every worker, which makes room for another one.
@@ -387,7 +385,7 @@ class VLLMEngine:
         """
         self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
-            self._residents.end_idle(name)
+            self._residents.idle.end_all(name)
             self._adapters.remove(name)
 
     @property

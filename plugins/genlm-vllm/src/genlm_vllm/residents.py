@@ -14,7 +14,6 @@ The request of a text to score ends when it is computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,13 @@ from genlm.plugin import (
     EvaluationError,
     GroupQuery,
     GroupResult,
-    MemberStates,
     Query,
     check_query,
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
+from genlm_vllm.idle_requests import IdleRequests
+from genlm_vllm.member_requests import MemberRequests, RecentGenerations
 from genlm_vllm.messages import ComputedPart, NewQuery
 from genlm_vllm.pending_query import PendingQuery
 from genlm_vllm.processes import Outputs
@@ -37,14 +37,9 @@ from genlm_vllm.running_requests import (
     Integers64,
     Parent,
     ResidentRequest,
-    Room,
     RunningRequests,
 )
 from genlm_vllm.workers import Workers
-
-
-class MemberRequests(MemberStates):
-    """The `ResidentRequest` of each sequence of a generation."""
 
 
 class Residents:
@@ -60,6 +55,7 @@ class Residents:
         max_context: Maximum number of tokens of a query.
         keeps: Whether the requests of contexts stay between queries.
         requests: The requests in vLLM.
+        idle: Those that no query in progress needs.
         tokens_evaluated: Number of tokens of all queries.
     """
 
@@ -80,13 +76,13 @@ class Residents:
         # vLLM must generate one token.
         self.max_context: int = config.model_config.max_model_len - 1
         self._queries: dict[int, PendingQuery] = {}
-        # Queries and places of the sequences that a request computes now, by the request's id.
-        self._busy: dict[str, list[tuple[PendingQuery, int]]] = {}
         self._unstarted: deque[tuple[PendingQuery, int]] = deque()
         self._contexts = ContextTable()
+        self._generations = RecentGenerations(self.requests.block_size)
+        self.idle = IdleRequests(self.requests, self._contexts, adapters)
+        self._busy = self.idle.busy
         self.keeps = True
         self.tokens_evaluated = 0
-        self._computed_before = 0  # number of computed tokens before the latest step
         self._counts = dict.fromkeys(
             (
                 "contexts_continued",
@@ -133,8 +129,10 @@ class Residents:
         else:
             parent = self._contexts.parent(query, len(query))
             resident = None if parent is None else self._extend(parent, "contexts")
-            if resident is None and parent is not None and self._evict_for_fork(parent):
+            if parent and resident is None and self.idle.make_place(parent.resident):
                 resident = self._extend(parent, "contexts")
+            if resident is None:
+                resident = self._fork(query, pending.turn, len(query) - 1)
             if resident is None:
                 resident = self.requests.begin(query.token_ids, query.adapter, pending.turn)
             self._wait_for(resident, pending)
@@ -170,25 +168,11 @@ class Residents:
             self._counts[f"{kind}_continued"] += 1
         return resident
 
-    def _evict_for_fork(self, parent: Parent) -> bool:
-        """End the oldest idle request if vLLM has no place for a fork.
-
-        Returns:
-            Whether a request was ended.
-        """
-        names = self.requests.by_name
-        if len(names) < self.requests.places:
-            return False
-        idle = (name for name in names if name not in self._busy)
-        oldest = next((name for name in idle if name != parent.resident.name), None)
-        self._end([] if oldest is None else [oldest])
-        return oldest is not None
-
     def _begin_scores(self, pending: PendingQuery, *, reads_cache: bool) -> None:
         query = pending.query
         assert isinstance(query, Query)  # noqa: S101 - populations have no targets
         first = query.first_target
-        resident = self._fork_context(query, pending.turn, first) or self.requests.begin(
+        resident = self._fork(query, pending.turn, first) or self.requests.begin(
             query.token_ids, query.adapter, pending.turn, reads_cache=reads_cache
         )
         self._workers.inputs.add(
@@ -202,8 +186,8 @@ class Residents:
         )
         self._wait_for(resident, pending)
 
-    def _fork_context(self, query: Query, turn: int, shared: int) -> ResidentRequest | None:
-        """Add a request that shares the first tokens of a context of the table.
+    def _fork(self, query: Query, turn: int, shared: int) -> ResidentRequest | None:
+        """Add a request that shares the first tokens of a context or of a population.
 
         Args:
             query: Query for the sequence of the new request.
@@ -211,14 +195,15 @@ class Residents:
             shared: Maximum number of shared tokens.
 
         Returns:
-            The new request; None without such a context, or if it cannot be forked.
+            The new request; None if no request has these tokens, or if it cannot be forked.
         """
-        context = self._contexts.parent(query, shared + 1)
-        if context is None:
+        parent = self._contexts.parent(query, shared + 1)
+        parent = parent or self._generations.parent(query, shared + 1)
+        if parent is None:
             return None
-        length = min(context.length, shared)
+        length = min(parent.length, shared)
         added = list(query.sequence.ids_from(length))
-        return self.requests.fork(Parent(context.resident, length, added), turn)
+        return self.requests.fork(Parent(parent.resident, length, added), turn)
 
     def release(self, adapter: str | None, key: bytes) -> None:
         """Drop a context; its request ends unless it has others or a query needs it."""
@@ -244,22 +229,13 @@ class Residents:
 
     def _assign_requests(self, pending: PendingQuery, query: GroupQuery) -> None:
         """Assign a request to every sequence; the requests of other members stay idle."""
-        generation, lineage, wanted = query.generation, query.generation.lineage, query.wanted
+        generation, wanted = query.generation, query.wanted
         members = MemberRequests.of(generation)
         residents, lengths, *_ = members
-        # Sequences without a request have the length 0, and need no tokens here.
-        missing = np.where(lengths[wanted] > 0, lineage.lengths[wanted] - lengths[wanted], 0)
-        parents = [
-            None if resident is None else Parent(resident, length, added)
-            for resident, length, added in zip(
-                residents[wanted],
-                lengths[wanted].tolist(),
-                _tokens(lineage.last_tokens(wanted, missing)),
-                strict=True,
-            )
-        ]
+        parents = self._parents(query, members)
         members.count_query(wanted)
         generation.keep(members)
+        self._generations.add(generation)
         # Ending unreferenced requests frees places for forks and new requests.
         self.requests.end_dropped()
         for place, (index, parent) in enumerate(zip(wanted.tolist(), parents, strict=True)):
@@ -271,30 +247,52 @@ class Residents:
             if parent is not None and resident is not parent.resident:
                 self._counts["members_forked"] += 1
             self._wait_for(resident, pending, place)
-        lengths[wanted] = lineage.lengths[wanted]
+        lengths[wanted] = generation.lineage.lengths[wanted]
         self._begin_members()
+
+    def _parents(self, query: GroupQuery, members: MemberRequests) -> list[Parent | None]:
+        """Return the request that each sequence extends; None where it needs a new one."""
+        lineage, wanted = query.generation.lineage, query.wanted
+        lengths = members.lengths[wanted]
+        # Sequences without a request have the length 0, and need no tokens here.
+        missing = np.where(lengths > 0, lineage.lengths[wanted] - lengths, 0)
+        columns = (
+            wanted.tolist(),
+            members.states[wanted],
+            lengths.tolist(),
+            _tokens(lineage.last_tokens(wanted, missing)),
+        )
+        parents: list[Parent | None] = []
+        for index, resident, length, added in zip(*columns, strict=True):
+            parent = None if resident is None else Parent(resident, length, added)
+            if parent is not None and len(added) > 1:
+                single = _single_query(query, index)
+                other = self._generations.parent(single, len(single))
+                if other is not None and other.length > length:
+                    parent = other
+            parents.append(parent)
+        return parents
 
     def _begin_members(self) -> None:
         """Begin requests of members while vLLM has places; the other members wait."""
         while self._unstarted and len(self._busy) < self.requests.places:
             pending, place = self._unstarted.popleft()
             query: Any = pending.query
-            generation, index = query.generation, int(query.wanted[place])
-            sequence = generation.lineage.sequence(index)
-            single = Query(query.query_id, sequence, query.adapter)
+            index = int(query.wanted[place])
+            single = _single_query(query, index)
             try:
                 self._check(single)
             except Exception as error:  # noqa: BLE001 - the error of this sequence only
                 pending.fail(place, error)
                 continue
             turn = pending.turn + place
-            resident = self._fork_context(single, turn, len(single) - 1)
+            resident = self._fork(single, turn, len(single) - 1)
             if resident is None:
-                resident = self.requests.begin(sequence.token_ids, query.adapter, turn)
+                resident = self.requests.begin(single.token_ids, query.adapter, turn)
                 self._counts["members_begun"] += 1
             else:
                 self._counts["members_forked"] += 1
-            generation.state.states[index] = resident
+            query.generation.state.states[index] = resident
             self._wait_for(resident, pending, place)
 
     def abort(self, query_id: int) -> None:
@@ -311,19 +309,17 @@ class Residents:
             if not waiting:
                 del self._busy[resident.name]
                 unneeded.append(resident.name)
-        self._end(unneeded)
+        self.idle.end(unneeded)
         self._unstarted = deque(item for item in self._unstarted if item[0] is not pending)
         self._workers.inputs.drop(query_id)
 
     # -- steps ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before a step of vLLM, begin waiting members, and end idle requests for new ones."""
+        """Before a step of vLLM, begin the members that wait for a place."""
         self.requests.end_dropped()
         self._begin_members()
-        if (missing := -self.requests.free_places) > 0:
-            self._end(self._idle[:missing])
-        self._computed_before = self.requests.tokens_computed
+        self.idle.before_step()
 
     def collect(self) -> None:
         """Request the results of the sequences that a step computed."""
@@ -355,10 +351,10 @@ class Residents:
         for pending, place in self._busy.pop(name):
             message = "vLLM ended the request before it was complete; see its log"
             pending.fail(place, EvaluationError(message))
-        self._end([name])
+        self.idle.end([name])
 
     def finish(self, results: dict[int, Completion]) -> list[Completion]:
-        """Return the completions of finished queries.
+        """Return the completions of finished queries, and make room for waiting requests.
 
         Args:
             results: Results of the workers by query id.
@@ -390,73 +386,9 @@ class Residents:
                 continue
             del self._queries[query_id]
             completions.append(completion)
-        self._end(ended)
+        self.idle.end(ended)
+        self.idle.after_step(len(self._unstarted))
         return completions
-
-    def evict_for_waiting(self) -> None:
-        """After a step, end idle requests whose places or blocks waiting requests need.
-
-        Otherwise, their callers could continue them before each step.
-        """
-        requests = self.requests
-        waiting = requests.waiting + len(self._unstarted)
-        if waiting <= 0:
-            return
-        self._end([name for name in requests.preempted() if name not in self._busy])
-        idle = self._idle
-        count = max(0, len(self._unstarted) - requests.free_places)
-        has_run = requests.tokens_computed > self._computed_before
-        if not count and (requests.lacks_blocks or not has_run):
-            count = (len(idle) + 1) // 2 or 1
-        if idle:
-            self._end(idle[:count])
-        elif count and not has_run:
-            self._restart_forks(requests.stuck())
-
-    @property
-    def _idle(self) -> list[str]:
-        """Names of the requests that no query needs, least recently used first."""
-        return [name for name in self.requests.by_name if name not in self._busy]
-
-    def _restart_forks(self, stuck: Sequence[str]) -> None:
-        """Restart the younger half of the forks that wait for blocks, which frees theirs."""
-        for name in stuck[len(stuck) // 2 :]:
-            pending, place = self._busy[name][0]
-            resident = pending.residents[place]
-            assert resident is not None  # noqa: S101 - it computes this sequence
-            self.requests.restart(resident)
-
-    # -- room -------------------------------------------------------------------------
-
-    @property
-    def free_room(self) -> Room:
-        """Room that no request has and no population in progress needs."""
-        self.requests.end_dropped()
-        members = (
-            name
-            for name, uses in self._busy.items()
-            if any(isinstance(pending.query, GroupQuery) for pending, _ in uses)
-        )
-        return self.requests.free_room(members)
-
-    def make_room(self, room: Room, names: Iterable[str], *, partly: bool = False) -> set[str]:
-        """End the idle ones of some requests, in order, until there is room.
-
-        Args:
-            room: Room that is needed.
-            names: Names of requests.
-            partly: Whether to end them also if there is too little room without them.
-
-        Returns:
-            Names of the ended requests.
-        """
-        idle = [
-            name for name in names if name in self.requests.by_name and name not in self._busy
-        ]
-        count = self.requests.count_to_end(idle, room - self.free_room)
-        ended = [] if count is None and not partly else idle[:count]
-        self._end(ended)
-        return set(ended)
 
     # -- ends -------------------------------------------------------------------------
 
@@ -470,26 +402,10 @@ class Residents:
         self._busy.clear()
         return dropped
 
-    def end_idle(self, adapter: str | None = None) -> None:
-        """End the idle requests of one adapter, or all idle requests."""
-        lora = self._adapters.request(adapter)
-        idle = [
-            name
-            for name, request in self.requests.by_name.items()
-            if name not in self._busy and (adapter is None or request.lora_request is lora)
-        ]
-        self._end(idle)
 
-    def end_excess_idle(self) -> None:
-        """After an adapter was loaded, end the idle requests that may no longer stay."""
-        for adapter in self._adapters.names:
-            if not self.requests.may_stay(adapter):
-                self.end_idle(adapter)
-
-    def _end(self, names: Sequence[str]) -> None:
-        if names:
-            self._contexts.remove(names)
-            self.requests.end(names)
+def _single_query(group: GroupQuery, index: int) -> Query:
+    """Return a query for one sequence of a group's generation."""
+    return Query(group.query_id, group.generation.lineage.sequence(index), group.adapter)
 
 
 def _tokens(suffixes: Integers64) -> list[list[int]]:

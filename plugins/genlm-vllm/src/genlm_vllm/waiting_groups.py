@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from genlm.plugin import GroupQuery, GroupTurns, Lineage
-from genlm_vllm.residents import MemberRequests, Residents
+from genlm_vllm.member_requests import MemberRequests
+from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import Room
 
 
@@ -54,14 +55,14 @@ class WaitingGroups:
         chosen = groups = list(self._groups.values())
         costs = {group.query_id: self._cost(group) for group in groups}
         total = sum(costs.values(), np.zeros(2, np.int64))
-        is_short = not _fits(total, self._residents.free_room)
+        is_short = not _fits(total, self._residents.idle.free_room)
         if is_short:
             pending = {name for group in groups for name in _names(group)}
             unused = self._residents.requests.unused()
-            self._residents.make_room(
+            self._residents.idle.make_room(
                 total, [name for name in unused if name not in pending], partly=True
             )
-            is_short = not _fits(total, self._residents.free_room)
+            is_short = not _fits(total, self._residents.idle.free_room)
         if is_short:
             chosen = self._choose(groups, costs)
         self._turns.record(groups, chosen, is_short=is_short)
@@ -82,7 +83,7 @@ class WaitingGroups:
         is_overdue = self._turns.is_overdue(first)
         chosen: list[GroupQuery] = []
         kept: set[str] = set()
-        available, needed = residents.free_room, np.zeros(2, np.int64)
+        available, needed = residents.idle.free_room, np.zeros(2, np.int64)
         sequences, may_end = 0, True
         while younger:
             group, *younger = younger
@@ -90,11 +91,11 @@ class WaitingGroups:
             kept.update(names[group.query_id])
             if may_end and not _fits(cost, available - needed):
                 others = [name for each in reversed(younger) for name in names[each.query_id]]
-                ended = residents.make_room(
+                ended = residents.idle.make_room(
                     needed + cost, [name for name in others if name not in kept]
                 )
                 younger = [each for each in younger if ended.isdisjoint(names[each.query_id])]
-                available, may_end = residents.free_room, bool(ended)
+                available, may_end = residents.idle.free_room, bool(ended)
             # A population that begins would end again as soon as older ones need a block.
             margin = np.array([0, sequences + len(group.wanted) if chosen and cost[0] else 0])
             if _fits(cost, available - needed - margin):
@@ -107,14 +108,14 @@ class WaitingGroups:
             others = [
                 name for name in residents.requests.by_name if name not in names[first.query_id]
             ]
-            residents.make_room(costs[first.query_id], others, partly=True)
+            residents.idle.make_room(costs[first.query_id], others, partly=True)
             chosen.append(first)
         return chosen
 
     @property
     def lacks_room(self) -> bool:
         """Whether there is too little room for any of the groups."""
-        available = self._residents.free_room
+        available = self._residents.idle.free_room
         return not any(_fits(self._cost(group), available) for group in self._groups.values())
 
     def _cost(self, group: GroupQuery) -> Room:

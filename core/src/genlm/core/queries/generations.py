@@ -252,7 +252,7 @@ class Generation:
             generation without a state that extends it.
     """
 
-    __slots__ = ("base", "joined", "lineage", "state")
+    __slots__ = ("__weakref__", "base", "joined", "lineage", "state")
 
     def __init__(self, lineage: Lineage, base: Generation | None = None) -> None:
         self.lineage = lineage

@@ -37,6 +37,7 @@ from genlm.core.rows.logits import row_parts
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import uniforms
 from genlm.core.rows.selection import batch_top_k
+from genlm.core.rows.truncation import Truncation
 
 ROWS, FEW = 1000, 100
 SIZES = (32_000, 128_000)
@@ -145,7 +146,9 @@ def selections(size: int, rounds: int, samples: dict[str, list[float]]) -> None:
             samples.setdefault(f"draws, {what}, V={size} loop, sort", []).append(elapsed)
             elapsed, drawn = timed(
                 lambda rows=rows, k=k, p=p: batch_draw(
-                    rows, case.numbers, RowWeights(rows.shape, top_k=k, top_p=p)
+                    rows,
+                    case.numbers,
+                    RowWeights(rows.shape, truncation=Truncation.checked(size, k, p)),
                 )
             )
             samples.setdefault(f"draws, {what}, V={size} batch_draw", []).append(elapsed)

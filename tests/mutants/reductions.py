@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 import genlm.core.model.reduction_methods
@@ -55,7 +56,9 @@ def position_forgotten(stream_uniform):
 @core_mutant(genlm.core.rows.draws, "truncate", killed_by="draws-are-those-of-the-seed")
 def one_token_too_many(truncate):
     """Lets top-k have one token more."""
-    return lambda weights, top_k, top_p: truncate(weights, top_k + 1, top_p)
+    return lambda weights, truncation: truncate(
+        weights, truncation._replace(top_k=np.minimum(truncation.top_k, 2**40) + 1)
+    )
 
 
 @core_mutant(

@@ -13,6 +13,7 @@ from genlm.core.engine.group_engine import GroupEngine
 from genlm.core.engine.group_sampling import MemberRuns, SamplingRun
 from genlm.core.engine.joined_sampling import JoinedRun
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.truncation import Truncation
 
 from .baselines import cached_target
 from .mutant import core_fault, core_mutant
@@ -43,7 +44,9 @@ def temperature_multiplies(weights):
 )
 def top_tokens_only(weights):
     """Draws among the three most likely tokens."""
-    return lambda *arguments, **options: weights(*arguments, **(options | {"top_k": 3}))
+    return lambda *arguments, **options: weights(
+        *arguments, **(options | {"truncation": Truncation(3)})
+    )
 
 
 @core_mutant(MemberRuns, "add", killed_by="samples-are-those-of-the-seed")

@@ -22,6 +22,7 @@ from genlm.core.rows.draws import DrawnTokens, batch_draw, batch_log_mass
 from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.truncation import Truncation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -300,7 +301,7 @@ def test_no_rows_are_no_draws() -> None:
     assert [len(column) for column in log_sums_on_device(logits)] == [0, 0]
 
 
-@pytest.mark.parametrize("limit", [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.5}])
+@pytest.mark.parametrize("limit", [{"temperature": 0}, {"truncation": Truncation(5)}])
 def test_weights_without_kernels_are_computed_by_torch(limit: Any) -> None:
     logits = some_logits()
     assert has_kernels(logits)

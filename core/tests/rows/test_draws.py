@@ -21,6 +21,7 @@ from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import uniforms
+from genlm.core.rows.truncation import Truncation
 
 INF = math.inf
 SIZE = 1300
@@ -313,17 +314,19 @@ def settings_of(seed: int) -> dict[str, Any]:
         "masks": [masks[i] for i in generator.integers(0, 4, COUNT)],
         "temperature": generator.choice([0.0, 0.5, 1.0, 2.0], COUNT),
         "bias": generator.normal(0, 2, (COUNT, SIZE)) if seed % 2 else None,
-        "top_k": [None if i % 2 else 9 for i in generator.integers(0, 9, COUNT)],
-        "top_p": generator.choice([0.4, 1.0], COUNT).tolist(),
+        "truncation": Truncation(
+            generator.choice([9, SIZE], COUNT), generator.choice([0.4, 1.0], COUNT)
+        ),
     }
 
 
 def selected_settings(settings: dict[str, Any], places: Array) -> dict[str, Any]:
     return {
-        name: None if value is None else [value[i] for i in places]
-        for name, value in settings.items()
-        if name != "bias" or value is None
-    } | ({} if settings["bias"] is None else {"bias": settings["bias"][places]})
+        "masks": [settings["masks"][i] for i in places],
+        "temperature": settings["temperature"][places],
+        "bias": None if settings["bias"] is None else settings["bias"][places],
+        "truncation": settings["truncation"].of(places),
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -375,15 +378,21 @@ class LargestAllocation(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 50}, {"top_p": 0.5}, {"temperature": 0.7}])
+@pytest.mark.parametrize("limits", [Truncation(), Truncation(50), Truncation(top_p=0.5)])
 def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
-    limits: dict[str, Any],
+    limits: Truncation,
 ) -> None:
     sizes = []
     for count in (8, 80):
         rows = torch.zeros(1, 128_000).expand(count, -1)
         with LargestAllocation() as largest:
-            batch_draw(rows, np.full(count, 0.3), np.arange(128_000) > 99, **limits)
+            batch_draw(
+                rows,
+                np.full(count, 0.3),
+                np.arange(128_000) > 99,
+                temperature=0.7,
+                truncation=limits,
+            )
         sizes.append(largest.nbytes)
     assert sizes[1] <= sizes[0] <= 2**24
 

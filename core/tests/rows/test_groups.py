@@ -19,6 +19,7 @@ from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.outputs import reduce_logits
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.truncation import Truncation
 from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, Query, TokenSequence
 from genlm.prefix import PieceScores
 
@@ -252,7 +253,8 @@ def drawn(
 
 @pytest.mark.parametrize("size", [300, 1100])
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": np.arange(-60.0, 60.0)}, {"temperature": 0.5}, {"top_k": 3}]
+    "options",
+    [{}, {"bias": np.arange(-60.0, 60.0)}, {"temperature": 0.5}, {"truncation": Truncation(3)}],
 )
 def test_draws_from_logits_are_those_from_rows(size: int, options: dict[str, Any]) -> None:
     vocabulary = ids(size, 0, 7)

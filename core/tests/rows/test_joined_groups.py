@@ -17,6 +17,7 @@ from genlm.core.rows import joined_groups
 from genlm.core.rows.group_reductions import DrawColumns, ScoreColumns, TopColumns
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.truncation import Truncation
 from genlm.plugin import (
     Generation,
     GroupQuery,
@@ -122,7 +123,7 @@ def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
         (count, SIZE),
         MASKS[draw(st.sampled_from([*MASKS]))](count, rng),
         temperature=temperature,
-        top_p=draw(st.sampled_from([None, None, 0.8])),
+        truncation=Truncation(top_p=draw(st.sampled_from([1.0, 1.0, 0.8]))),
         bias=draw(st.sampled_from([0.0, 0.0, 0.5])),
     )
     numbers = rng.random(count if several is None else (count, several))
@@ -201,7 +202,7 @@ def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list
         plain,
         lambda i: plain(i, mask),
         lambda i: plain(i, temperature=0.5 + i),
-        lambda i: plain(i, top_p=0.5),
+        lambda i: plain(i, truncation=Truncation(top_p=0.5)),
         lambda i: group(i, [0, 1], TopColumns(2)),
         lambda i: plain(i, bias=1.0),
     ]

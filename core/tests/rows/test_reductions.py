@@ -30,6 +30,7 @@ from genlm.core.rows.reductions import (
     TopK,
 )
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab import Token, Vocabulary
 
 INF = math.inf
@@ -100,11 +101,12 @@ def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
         logits[[i for i in range(len(logits)) if i not in draw.mask]] = -INF
     weights = np.exp((logits - logits.max()) / draw.temperature)
     order = np.argsort(-weights, kind="stable")
-    remaining = order if draw.top_k is None else order[: draw.top_k]
-    if draw.top_p < 1:
+    top_k, top_p = draw.truncation
+    remaining = order[:top_k]
+    if top_p < 1:
         share = np.cumsum(weights[remaining]) / weights[remaining].sum()
         remaining = remaining[
-            : int(np.sum(share - weights[remaining] / weights[remaining].sum() < draw.top_p))
+            : int(np.sum(share - weights[remaining] / weights[remaining].sum() < top_p))
         ]
     limited = np.zeros_like(weights)
     limited[remaining] = weights[remaining]
@@ -113,16 +115,15 @@ def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (5, 1.0), (None, 0.6), (20, 0.5)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (5, None), (None, 0.6), (20, 0.5)])
 def test_draws_invert_the_limited_distribution(
-    temperature: float, masked: bool, top_k: int | None, top_p: float
+    temperature: float, masked: bool, top_k: int | None, top_p: float | None
 ) -> None:
     generator = np.random.default_rng(3)
     rows = some_rows(40, seed=2)
     mask = Mask(generator.random(SIZE) < 0.3, SIZE) if masked else None
-    wanted = [
-        Draw(float(generator.random()), temperature, mask, top_k, top_p) for _ in range(40)
-    ]
+    limits = Truncation.checked(SIZE, top_k, top_p)
+    wanted = [Draw(float(generator.random()), temperature, mask, limits) for _ in range(40)]
     draws = reduced(rows, *wanted)
     for row, draw, drawn in zip(rows, wanted, draws, strict=True):
         weights = weights_of(row, draw)
@@ -160,10 +161,10 @@ def test_the_same_draws_in_any_batch() -> None:
     rows = some_rows(30)
     masks = [None, Mask(range(0, SIZE, 3), SIZE), Mask([5], SIZE)]
     wanted = [
-        Draw(i / 30, temperature, mask, top_k, top_p)
+        Draw(i / 30, temperature, mask, Truncation.checked(SIZE, top_k, top_p))
         for i, (temperature, mask, top_k, top_p) in zip(
             range(30),
-            itertools.cycle(itertools.product([1.0, 0.0, 0.3], masks, [None, 4], [1.0, 0.8])),
+            itertools.cycle(itertools.product([1.0, 0.0, 0.3], masks, [None, 4], [None, 0.8])),
             strict=False,
         )
     ]
@@ -180,7 +181,7 @@ def test_a_draw_from_nothing_is_no_token_and_fails_no_other_request() -> None:
     wanted = [
         Draw(0.5, mask=Mask([3], SIZE)),
         Draw(0.5, temperature=0.0, mask=Mask([3, 4], SIZE)),
-        Draw(0.5, mask=Mask([], SIZE), top_k=3),
+        Draw(0.5, mask=Mask([], SIZE), truncation=Truncation(3)),
         Draw(0.5),
     ]
     draws = reduced(rows, *wanted)
@@ -374,8 +375,8 @@ def test_draws_from_logits_depend_on_their_query_alone(width: int) -> None:
         (Draw(0.6, mask=Mask(range(50), 200)), None),
         (Draw(0.7, temperature=0.5), Draw(0.7)),
         (Draw(0.2, temperature=0.0),),
-        (Draw(0.8, top_k=3), TopK(2), Draw(0.1)),
-        (Draw(0.9, top_p=0.4),),
+        (Draw(0.8, truncation=Truncation(3)), TopK(2), Draw(0.1)),
+        (Draw(0.9, truncation=Truncation(top_p=0.4)),),
         (Draw(0.95), Draw(0.05)),
     ]
     assert [

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import oracle_row
 
+from genlm.core.rows.draws import batch_draw
+from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import (
     draw_tokens,
     stream_seeds,
@@ -20,6 +22,7 @@ from genlm.core.rows.sampling import (
     stream_uniforms,
     uniforms,
 )
+from genlm.core.rows.truncation import Truncation
 
 LARGEST_UNIFORM = 1 - 2**-53
 INF = math.inf
@@ -173,13 +176,16 @@ def test_rows_of_nan_disturb_no_other_row_and_rows_without_a_token_have_none() -
         torch.randn(3, 700, generator=torch.Generator().manual_seed(0)), -1
     )
     rows = torch.cat([rows, torch.full((1, 700), math.nan), torch.full((1, 700), -INF)])
-    settings: list[dict[str, Any]] = [{}, {"top_k": [5] * 5}, {"top_p": [0.5] * 5}]
-    for limits in settings:
-        token_ids = draw_tokens(rows, [1.0, 0.0, 0.7, 1.0, 1.0], [0.4] * 5, **limits).tolist()
-        first = {name: value[:3] for name, value in limits.items()}
-        assert (
-            token_ids[:3] == draw_tokens(rows[:3], [1.0, 0.0, 0.7], [0.4] * 3, **first).tolist()
-        )
+    temperatures, numbers = [1.0, 0.0, 0.7, 1.0, 1.0], torch.full((5,), 0.4).double()
+    for limits in (Truncation(), Truncation(top_k=5), Truncation(top_p=0.5)):
+
+        def drawn(count: int, limits: Truncation = limits) -> list[int]:
+            shape, first = (count, 700), temperatures[:count]
+            weights = RowWeights(shape, temperature=first, truncation=limits)
+            return batch_draw(rows[:count], numbers[:count], weights).token_ids.tolist()
+
+        token_ids = drawn(5)
+        assert token_ids[:3] == drawn(3)
         assert -1 <= token_ids[3] < 700
         assert token_ids[4] == -1
 

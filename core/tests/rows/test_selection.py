@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from genlm.core.rows import logits as rows_module
 from genlm.core.rows import truncation
 from genlm.core.rows.selection import batch_top_k
-from genlm.core.rows.truncation import truncate
+from genlm.core.rows.truncation import Truncation, truncate
 
 INF = math.inf
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 700, 1300])
@@ -102,7 +102,7 @@ def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
     ks = np.array([min(k, size) for k, _ in limits])
     ps = np.array([p for _, p in limits])
     expected = [kept_ids(row, k, p) for row, k, p in zip(weights.tolist(), ks, ps, strict=True)]
-    truncated = truncate(weights, ks, ps)
+    truncated = truncate(weights, Truncation(ks, ps))
     assert torch.equal(weights, before)
     for row, limited, ids in zip(weights.tolist(), truncated.tolist(), expected, strict=True):
         assert limited == [value if i in ids else 0.0 for i, value in enumerate(row)]
@@ -117,14 +117,14 @@ def test_the_number_of_candidates_changes_no_result(
     weights = torch.softmax(torch.rand(30, 1300, generator=generator) ** 8 * 9, -1)
     ks = np.array([1300, 1300, 40] * 10)
     ps = np.array([0.02, 0.9, 0.5, 1.0, 0.4] * 6)
-    expected = truncate(weights, ks, ps)
+    expected = truncate(weights, Truncation(ks, ps))
     monkeypatch.setattr(truncation, "_CANDIDATES", candidates)
     if method == "sort":  # as on GPUs
         monkeypatch.setattr(truncation, "_with_share", by_sorting)
-    assert torch.equal(truncate(weights, ks, ps), expected)
+    assert torch.equal(truncate(weights, Truncation(ks, ps)), expected)
     for row in range(30):
         one = slice(row, row + 1)
-        assert torch.equal(truncate(weights[one], ks[one], ps[one]), expected[one])
+        assert torch.equal(truncate(weights[one], Truncation(ks, ps).of(one)), expected[one])
 
 
 def by_sorting(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -169,6 +169,6 @@ def test_only_rows_whose_candidates_do_not_suffice_are_searched(
     weights = torch.full((6, 20_000), 1e-9)
     weights[:, 7] = 1.0
     weights[2] = 1 / 20_000
-    truncated = truncate(weights, np.full(6, 20_000), np.full(6, 0.9))
+    truncated = truncate(weights, Truncation(top_p=0.9))
     assert sizes == [1]
     assert truncated.count_nonzero(-1).tolist() == [1, 1, 18_000, 1, 1, 1]

@@ -100,15 +100,6 @@ def checked_count(name: str, value: Any, vocab_size: int) -> int:
     return number
 
 
-def checked_limits(top_k: Any, top_p: Any, vocab_size: int) -> tuple[int | None, float]:
-    """Check top-k and top-p; without a limit, return None and 1."""
-    k = None if top_k is None else checked_count("top_k", top_k, vocab_size)
-    share = 1.0 if top_p is None else checked_number("top_p", top_p)
-    if not 0 < share <= 1:
-        raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
-    return k, share
-
-
 def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:
     """Return token ids, possibly none, as a tuple of Python integers."""
     ids = checked_integers(values, argument or "token ids")

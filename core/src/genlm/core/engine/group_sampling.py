@@ -53,8 +53,7 @@ class GroupSampling:
         places: Index of each member's sequence in the query's generation, shape `(n,)`.
         finished: Flags of the members that draw no token, shape `(n,)`.
         max_tokens: Maximum number of tokens of each member, shape `(n,)`.
-        weights: Masks, temperature, bias, top-k and top-p of each member, the last two the same
-            for all members.
+        weights: Masks, temperatures and biases of the members, and the truncation of all.
         seeds: Seed of each member's random numbers, shape `(n,)`.
         step: Position of the first token in the streams of random numbers.
         stop_ids: Ids of tokens that finish a member.
@@ -254,10 +253,6 @@ class MemberRuns(_Continuations):
         self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
         self._seeds: list[int] = sampling.seeds.tolist()
         self._temperatures: list[float] = sampling.weights.temperatures.tolist()
-        # Without a limit it is the size of the vocabulary. Draws with a limit need rows.
-        top_k = int(sampling.weights.top_k)
-        self._top_k = top_k if top_k < vocabulary.size else None
-        self._top_p = float(sampling.weights.top_p)
         self._limits: list[int] = sampling.max_tokens.tolist()
         self._finished: list[bool] = sampling.finished.tolist()
         self._drawn: list[list[DrawnToken]] = [[] for _ in self._sequences]
@@ -325,7 +320,8 @@ class MemberRuns(_Continuations):
             return None
         position = sampling.step + len(self._drawn[member])
         uniform = stream_uniform(self._seeds[member], position)
-        draw = Draw(uniform, self._temperatures[member], None, self._top_k, self._top_p)
+        truncation = sampling.weights.truncation
+        draw = Draw(uniform, self._temperatures[member], None, truncation)
         return member, sequence, draw
 
     def _lease_contexts(self, generation: Generation, places: Integers64) -> None:

@@ -115,9 +115,8 @@ class JoinedRun(SamplingRun):
 def joining_key(query: GroupQuery) -> tuple[object, ...]:
     """Return the settings that queries for continuations share if they are drawn together."""
     sampling = sampling_of(query)
-    weights = sampling.weights
-    limits = int(weights.top_k), float(weights.top_p)
-    return query.adapter, *limits, sampling.step, sampling.stop_ids, sampling.stop_texts
+    truncation, ends = sampling.weights.truncation, (sampling.stop_ids, sampling.stop_texts)
+    return query.adapter, truncation, sampling.step, *ends
 
 
 def _joined(query_id: int, queries: Sequence[GroupQuery]) -> GroupQuery:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
     from genlm.core.model.leases import ContextLease, LeaseTable
     from genlm.core.model.lm import AsyncLM
-    from genlm.core.model.members import ArrayLike
     from genlm.core.queries.query import Reduction
     from genlm.core.rows.masks import MaskLike
     from genlm.core.rows.reductions import DrawnToken, TopTokens
@@ -123,18 +122,10 @@ class Context(Immutable):
         return self._lm.log_mass(self, mask)
 
     def draw(
-        self,
-        mask: MaskLike | None = None,
-        *,
-        temperature: float = 1.0,
-        bias: ArrayLike = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
+        self, mask: MaskLike | None = None, **options: Any
     ) -> Coroutine[Any, Any, DrawnToken]:
-        """Draw the next token; see `AsyncLM.draw`."""
-        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "seed": seed}
-        return self._lm.draw(self, mask, top_k=top_k, top_p=top_p, **options)
+        """Draw the next token; see `AsyncLM.draw`, which has the options."""
+        return self._lm.draw(self, mask, **options)
 
     def reduce(self, reduction: Reduction | RowFunction) -> Coroutine[Any, Any, Any]:
         """Return a reduction of the row; see `AsyncLM.reduce`."""

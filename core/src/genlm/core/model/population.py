@@ -11,11 +11,7 @@ import torch
 
 from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.errors import GenlmError, PopulationError
-from genlm.core.base.validation import (
-    checked_count,
-    checked_limits,
-    checked_stop,
-)
+from genlm.core.base.validation import checked_count, checked_stop
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
@@ -27,6 +23,7 @@ from genlm.core.rows.group_reductions import (
 )
 from genlm.core.rows.logits import invalid_rows, moved
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
+from genlm.core.rows.truncation import Truncation
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
@@ -151,9 +148,9 @@ class Population(MemberReductions):
             PopulationError: As `next_token_logprobs`, or the bias of an allowed token is NaN or
                 `inf`.
         """
-        k, share = checked_limits(top_k, top_p, self._lm.vocabulary.size)
+        limits = Truncation.checked(self._lm.vocabulary.size, top_k, top_p)
         settings = self._settings(
-            masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
+            masks, mask_index, temperature=temperature, bias=bias, truncation=limits
         )
         drawn: DrawnTokens
         if rows is None:
@@ -255,9 +252,9 @@ class Population(MemberReductions):
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_counts("max_tokens", max_tokens, count, 0)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
-        k, share = checked_limits(top_k, top_p, size)
+        truncation = Truncation.checked(size, top_k, top_p)
         settings = self._settings(
-            masks, mask_index, temperature=temperature, bias=bias, top_k=k, top_p=share
+            masks, mask_index, temperature=temperature, bias=bias, truncation=truncation
         )
         active = settings.active[limit[settings.active] > 0]
         limits = np.zeros(count, np.int64)

@@ -18,7 +18,6 @@ from genlm.core.base.validation import (
     checked_batch,
     checked_count,
     checked_ids,
-    checked_limits,
     checked_number,
     is_sequence_like,
 )
@@ -36,6 +35,7 @@ from genlm.core.rows.reductions import (
 from genlm.core.rows.row_functions import ReductionOfFunction, is_row_function
 from genlm.core.rows.row_weights import checked_biases
 from genlm.core.rows.sampling import checked_seed, seed_word, stream_seeds, stream_uniform
+from genlm.core.rows.truncation import Truncation
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -304,10 +304,10 @@ class ReductionMethods:
             TypeError: The bias is not numeric.
             GenlmError: As `next_token_logprobs`.
         """
-        limits = self._draw_limits(temperature, top_k, top_p)
+        settings = self._draw_settings(temperature, top_k, top_p)
         allowed = None if mask is None else self._mask(mask)
         [token_bias] = checked_biases(bias, 1, self.vocabulary.size)
-        draw = _draw(_uniform(context, seed), allowed, limits, token_bias)
+        draw = _draw(_uniform(context, seed), allowed, settings, token_bias)
         drawn: DrawnToken = await self._requests.result(context, draw, lora_name)
         return drawn
 
@@ -340,24 +340,23 @@ class ReductionMethods:
         """
         contexts = list(checked_batch(contexts))
         count = len(contexts)
-        limits = self._draw_limits(temperature, top_k, top_p)
+        settings = self._draw_settings(temperature, top_k, top_p)
         mask_list = [None] * count if masks is None else self._mask_list(masks, count)
         allowed = map_batch(lambda mask: None if mask is None else self._mask(mask), mask_list)
         biases = checked_biases(bias, count, self.vocabulary.size)
         uniforms = map(_uniform, contexts, _seeds(seed, count))
         draws = [
-            _draw(uniform, mask, limits, token_bias)
+            _draw(uniform, mask, settings, token_bias)
             for uniform, mask, token_bias in zip(uniforms, allowed, biases, strict=True)
         ]
         return await self.batch_reduce(contexts, draws, lora_name=lora_name)
 
     batch_draw_sync = blocking(batch_draw)
 
-    def _draw_limits(
-        self, temperature: float, top_k: int | None, top_p: float | None
-    ) -> tuple[float, int | None, float]:
-        limits = checked_limits(top_k, top_p, self.vocabulary.size)
-        return checked_number("temperature", temperature), *limits
+    def _draw_settings(self, temperature: float, *limits: Any) -> tuple[float, Truncation]:
+        """Check the temperature, and the limits of `Truncation` in its order."""
+        truncation = Truncation.checked(self.vocabulary.size, *limits)
+        return checked_number("temperature", temperature), truncation
 
     def _mask_list(self, masks: Sequence[T], count: int) -> list[T]:
         """Return the masks as a list; check that there is one per context."""
@@ -399,13 +398,13 @@ def _checked_reduction(reduction: Any) -> Reduction:
 def _draw(
     uniform: float,
     mask: Mask | None,
-    limits: tuple[float, int | None, float],
+    settings: tuple[float, Truncation],
     bias: torch.Tensor | None,
 ) -> Draw:
-    temperature, top_k, top_p = limits
+    temperature, truncation = settings
     if bias is None:
-        return Draw(uniform, temperature, mask, top_k, top_p)
-    return BiasedDraw(uniform, temperature, mask, top_k, top_p, bias=bias)
+        return Draw(uniform, temperature, mask, truncation)
+    return BiasedDraw(uniform, temperature, mask, truncation, bias=bias)
 
 
 def _uniform(context: TokenIds, seed: int | None) -> float:

@@ -19,7 +19,6 @@ from genlm.core.base.errors import PopulationError
 from genlm.core.base.validation import (
     checked_batch,
     checked_integer,
-    checked_limits,
     checked_number,
     checked_stop,
 )
@@ -29,6 +28,7 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
+from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab.text import search_stop
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class SampleOptions(NamedTuple):
     temperature: float
     stop_ids: frozenset[int]
     stop_texts: tuple[bytes, ...]
-    top_k: int | None
-    top_p: float
+    truncation: Truncation
 
 
 class SampleMethods:
@@ -169,7 +168,7 @@ class SampleMethods:
         self._requests.scheduler.check_open()
         for position in range(limit):
             uniform = stream_uniform(stream_seed, position)
-            draw = Draw(uniform, options.temperature, None, options.top_k, options.top_p)
+            draw = Draw(uniform, options.temperature, None, options.truncation)
             item = *self._requests.sequence_query(sequence, query.adapter), draw
             [token] = await self._requests.answer([item])
             if token.token_id in options.stop_ids:
@@ -184,19 +183,15 @@ class SampleMethods:
         self._log_cut(int(limit < options.max_tokens), 1, options.max_tokens)
 
     def _sample_options(
-        self,
-        max_tokens: int,
-        stop: Stop | None,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
+        self, max_tokens: int, stop: Stop | None, temperature: float, *limits: Any
     ) -> SampleOptions:
+        """Check options; the limits are those of `Truncation`, in its order."""
         size = self.vocabulary.size
         return SampleOptions(
             checked_integer("max_tokens", max_tokens, 0),
             checked_number("temperature", temperature),
             *checked_stop(stop, size, self.vocabulary.eos_token_id),
-            *checked_limits(top_k, top_p, size),
+            Truncation.checked(size, *limits),
         )
 
     def _limits(self, queries: Sequence[Query], max_tokens: int) -> Integers64:
@@ -265,8 +260,7 @@ class SampleMethods:
             RowWeights(
                 (count, self.vocabulary.size),
                 temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
+                truncation=options.truncation,
             ),
             *(seeds, 0, options.stop_ids, options.stop_texts),
             returns_generation=False,

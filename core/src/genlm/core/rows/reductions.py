@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from genlm.core.rows.logits import moved
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
+from genlm.core.rows.truncation import UNLIMITED, Truncation
 
 _ID_BYTES = 40
 """Memory of a Python integer and of the reference to it in a tuple."""
@@ -136,23 +137,20 @@ class Draw(Reduction):
         uniform: Random number in [0, 1).
         temperature: Divisor of the log-probabilities.
         mask: Allowed tokens; None for all.
-        top_k: Number of most likely allowed tokens; None for no limit.
-        top_p: Share of the probability at the temperature after top-k, in (0, 1], to which the
-            most likely tokens are limited; 1 for no limit.
+        truncation: Limits of the draw, one number each.
     """
 
     uniform: float
     temperature: float = 1.0
     mask: Mask | None = None
-    top_k: int | None = None
-    top_p: float = 1.0
+    truncation: Truncation = UNLIMITED
 
     is_cacheable = False  # no later request has the same random number
 
     @property
     def reads_logits(self) -> bool:  # type: ignore[override]
         """Whether the draw sets nothing but a mask."""
-        return self.temperature == 1 and self.top_k is None and self.top_p >= 1
+        return self.temperature == 1 and self.truncation == UNLIMITED
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
@@ -200,20 +198,15 @@ def _draw_columns(
     values: torch.Tensor, requests: Sequence[Draw], bias: torch.Tensor | float = 0.0
 ) -> DrawColumns:
     masks = [request.mask for request in requests]
+    temperatures = [request.temperature for request in requests]
     weights = RowWeights(
         values.shape,
         masks if any(mask is not None for mask in masks) else None,
-        temperature=_setting([request.temperature for request in requests]),
+        temperature=temperatures if len(set(temperatures)) > 1 else temperatures[0],
         bias=bias,
-        top_k=_setting([request.top_k for request in requests]),
-        top_p=_setting([request.top_p for request in requests]),
+        truncation=Truncation.of_rows([request.truncation for request in requests]),
     )
     return DrawColumns(weights, np.array([request.uniform for request in requests]))
-
-
-def _setting(values: list[Any]) -> Any:
-    """Return a setting of requests: one value if all are equal, which is faster."""
-    return values[0] if values.count(values[0]) == len(values) else values
 
 
 def _drawn_tokens(columns: tuple[torch.Tensor, ...]) -> list[DrawnToken]:

@@ -1,4 +1,4 @@
-"""`RowWeights`: masks, temperatures, biases, top-k and top-p of the rows of a batch."""
+"""`RowWeights`: masks, temperatures, biases and truncation of the rows of a batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from genlm.core.base.arrays import check_readable, host_array, native_array
 from genlm.core.base.errors import PopulationError
-from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.truncation import UNLIMITED, Truncation
 
 if TYPE_CHECKING:
     from genlm.core.queries.generations import Integers64
@@ -34,9 +34,7 @@ class RowPart(NamedTuple):
     places: slice
     """Places among all rows."""
     temperatures: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
-    """Number of the largest weights that remain; the size of the vocabulary for no limit."""
-    top_p: npt.NDArray[np.float64]
+    truncation: Truncation
     factors: torch.Tensor | None
     """1 for the tokens of the mask and 0 for others, shape `(1 or n, vocab_size)`."""
     unrestricted: torch.Tensor | None
@@ -50,7 +48,7 @@ class RowPart(NamedTuple):
 
 
 class RowWeights:
-    """Masks, temperatures, biases and limits of the rows of a batch.
+    """Masks, temperatures, biases and truncation of the rows of a batch.
 
     The weight of token v in a row is `exp((logprob[v] + bias[v]) / temperature)`, and 0 outside
     the mask. Draws are limited to the tokens with the largest weights.
@@ -63,14 +61,12 @@ class RowWeights:
             lowest of equals.
         bias: A number, or numbers of shape `(n,)`, `(n, 1)`, `(vocab_size,)`,
             `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes a token.
-        top_k: Number of tokens to which draws are limited, one for all rows or one per row;
-            ties in ascending order of ids. None for no limit.
-        top_p: Share of the sum after top-k, in (0, 1], to which the tokens are limited, one for
-            all rows or one per row. None for no limit.
+        truncation: Limits of the draws.
 
     Attributes:
         count: Number of rows.
         masks: The masks of the rows; None if no row has a mask.
+        truncation: As above.
     """
 
     def __init__(
@@ -80,8 +76,7 @@ class RowWeights:
         *,
         temperature: npt.ArrayLike | torch.Tensor = 1.0,
         bias: Any = 0.0,
-        top_k: int | Sequence[int | None] | None = None,
-        top_p: float | Sequence[float] | None = None,
+        truncation: Truncation = UNLIMITED,
     ) -> None:
         count, vocab_size = shape
         if masks is not None and not isinstance(masks, RowMasks):
@@ -99,8 +94,7 @@ class RowWeights:
                 f"for each of {count} rows"
             )
         self._bias, self._offset = _biases(bias, count, vocab_size)
-        self.top_k = np.minimum(_limits(top_k, vocab_size, np.int64), vocab_size)
-        self.top_p = _limits(top_p, 1.0, np.float64)
+        self.truncation = truncation
 
     @property
     def is_greedy(self) -> bool:
@@ -114,8 +108,8 @@ class RowWeights:
         return self.masks is not None or any(bias is not None for bias in biases)
 
     def is_truncated(self, vocab_size: int) -> bool:
-        """Whether the draws of some row are limited by top-k or top-p."""
-        return bool((self.top_k < vocab_size).any() or (self.top_p < 1).any())
+        """Whether the draws of some row are limited to its most likely tokens."""
+        return bool(np.any(self.truncation.limits(vocab_size)))
 
     def are_masked_probabilities(self, vocab_size: int) -> bool:
         """Whether weights are known to be the probabilities of all or of masked tokens."""
@@ -141,7 +135,8 @@ class RowWeights:
     @property
     def temperatures(self) -> npt.NDArray[np.float64]:
         """The temperature of each row, shape `(n,)`."""
-        return _per_row(self._temperature, self.count)
+        temperature = self._temperature
+        return temperature if temperature.ndim else np.full(self.count, temperature)
 
     def token_biases(self, rows: Integers64, token_ids: Integers64) -> npt.NDArray[np.float64]:
         """Return the biases of some tokens of some rows.
@@ -169,11 +164,10 @@ class RowWeights:
     def joining_key(self) -> Hashable:
         """Equal for weights that `joined` combines; None for those that it does not."""
         has_biases = self._bias is not None or self._offset is not None
-        if has_biases or self.top_k.ndim or self.top_p.ndim:
+        if has_biases or not self.truncation.is_equal:
             return None
         is_tempered = bool((self._temperature != 1).any())
-        limits = int(self.top_k), float(self.top_p)
-        return is_tempered, self.is_greedy, self.masks is None, *limits
+        return is_tempered, self.is_greedy, self.masks is None, self.truncation
 
     @classmethod
     def joined(cls, batches: Sequence[RowWeights]) -> RowWeights:
@@ -185,7 +179,7 @@ class RowWeights:
         joined.masks = RowMasks.joined(masks) if masks else None
         is_equal = (temperatures == temperatures[:1]).all()
         joined._temperature = np.array(temperatures[0]) if is_equal else temperatures
-        joined.top_k, joined.top_p = batches[0].top_k, batches[0].top_p
+        joined.truncation = batches[0].truncation
         joined._bias = joined._offset = None
         return joined
 
@@ -195,10 +189,9 @@ class RowWeights:
         bias, offset = self._bias, self._offset
         weights.count = len(rows)
         weights.masks = None if self.masks is None else self.masks.of(rows)
-        weights._temperature, weights.top_k, weights.top_p = (
-            setting[rows] if setting.ndim else setting
-            for setting in (self._temperature, self.top_k, self.top_p)
-        )
+        temperature = self._temperature
+        weights._temperature = temperature[rows] if temperature.ndim else temperature
+        weights.truncation = self.truncation.of(rows)
         weights._bias = bias if bias is None or len(bias) == 1 else bias[rows]
         weights._offset = offset if offset is None or len(offset) == 1 else offset[rows]
         return weights
@@ -216,8 +209,8 @@ class RowWeights:
         members = np.arange(len(row_of))
         is_first = np.diff(row_of, prepend=-1) > 0
         has_row_biases = self._bias is not None and len(self._bias) > 1
-        has_row_limits = self.top_k.ndim or self.top_p.ndim
-        if is_first.all() or self._offset is not None or has_row_biases or has_row_limits:
+        has_row_values = has_row_biases or not self.truncation.is_equal
+        if is_first.all() or self._offset is not None or has_row_values:
             return members, members
         if self.masks is None and not self._temperature.ndim:
             return np.flatnonzero(is_first), np.cumsum(is_first) - 1
@@ -244,7 +237,6 @@ class RowWeights:
         rows, masks, device = rows.detach(), self.masks, rows.device
         unrestricted = None if masks is None else masks.unrestricted
         temperatures = self.temperatures
-        top_k, top_p = _per_row(self.top_k, self.count), _per_row(self.top_p, self.count)
         parts = row_parts(self.count, rows.shape[1], device)
         longest = parts[0][1] if parts else 0
         memory = _part_memory("weights", rows, longest)
@@ -259,8 +251,7 @@ class RowWeights:
                 part,
                 slice(begin, end),
                 temperatures[begin:end],
-                top_k[begin:end],
-                top_p[begin:end],
+                self.truncation.of(slice(begin, end)),
                 None if masks is None else masks.factors(begin, end, device),
                 None if unrestricted is None else moved(unrestricted[begin:end], device),
                 _part_values(self._bias, begin, end, device),
@@ -307,10 +298,6 @@ def _checked_temperatures(temperature: Any) -> npt.NDArray[np.float64]:
 
 _one_temperature = functools.lru_cache(16)(_checked_temperatures)
 """The same for a float; the array must not be changed."""
-
-
-def _per_row(setting: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    return setting if setting.ndim else np.full(count, setting)
 
 
 def _part_values(
@@ -372,13 +359,6 @@ def _biases(
         f"a bias of shape {shape} for {count} rows over {size} tokens; expected a number, "
         f"({count},), ({size},) or ({count}, {size})"
     )
-
-
-def _limits(values: Any, unlimited: float, dtype: type) -> npt.NDArray[Any]:
-    """Return a limit, or one per row; None stands for `unlimited`."""
-    if is_sequence_like(values):
-        return np.array([unlimited if value is None else value for value in values], dtype)
-    return np.array(unlimited if values is None else values, dtype)
 
 
 def _checked_numbers(name: str, values: Any) -> npt.NDArray[Any]:

@@ -162,8 +162,6 @@ def draw_tokens(
     logprobs: torch.Tensor,
     temperatures: Sequence[float],
     uniforms: Sequence[float],
-    top_k: Sequence[int | None] | None = None,
-    top_p: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Draw one id per row, with probability proportional to `exp(logprobs / temperature)`.
 
@@ -176,10 +174,6 @@ def draw_tokens(
         temperatures: One temperature per row, finite and not negative.
         uniforms: One random number in [0, 1) per row: for reproducible draws, `stream_uniform`
             of the continuation's seed and the token's position in it.
-        top_k: Number of most likely ids to which draws are limited; None for no limit. Ties
-            are in ascending order of ids.
-        top_p: Share of the probability at the temperature after top-k, in (0, 1], to which the
-            most likely ids are limited; 1 for no limit.
 
     Returns:
         Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without a possible
@@ -194,5 +188,5 @@ def draw_tokens(
             f"uniform numbers of shape {tuple(numbers.shape)} for {len(logprobs)} rows; "
             f"expected one for each"
         )
-    weights = RowWeights(logprobs.shape, temperature=temperatures, top_k=top_k, top_p=top_p)
+    weights = RowWeights(logprobs.shape, temperature=temperatures)
     return batch_draw(logprobs, numbers, weights).token_ids

@@ -1,11 +1,16 @@
-"""Truncation of the weights of rows by top-k and top-p."""
+"""`Truncation`: top-k and top-p, and the truncation of the weights of rows by them."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.base.validation import checked_count, checked_number
 from genlm.core.rows.logits import moved
 from genlm.core.rows.selection import batch_top_k, block_sums, to_float64
 
@@ -13,18 +18,74 @@ _CANDIDATES = (256, 8192)
 """Numbers of largest weights that are tried for top-p: the first on CPUs, both on GPUs."""
 
 
-def truncate(
-    weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]
-) -> torch.Tensor:
-    """Return weights, 0 for those outside each row's top-k and top-p.
+class Truncation(NamedTuple):
+    """Limits of draws to the tokens with the largest weights.
+
+    Each limit is one number for all rows, or numbers of shape `(n,)`, one for each row.
+
+    Attributes:
+        top_k: Number of tokens that remain, of equal weights those of the lowest ids; by
+            default more than there are, for no limit.
+        top_p: Share of the sum of their weights, in (0, 1]; the fewest of these tokens with
+            this share remain. 1 for no limit.
+    """
+
+    top_k: int | npt.NDArray[np.int64] = sys.maxsize
+    top_p: float | npt.NDArray[np.float64] = 1.0
+
+    @classmethod
+    def checked(cls, vocab_size: int, top_k: Any, top_p: Any) -> Truncation:
+        """Return the limits that a method takes, where None stands for no limit.
+
+        Raises:
+            ValueError: A limit is out of range.
+            TypeError: A limit is not a number.
+        """
+        limits = UNLIMITED
+        if top_k is not None:
+            limits = limits._replace(top_k=checked_count("top_k", top_k, vocab_size))
+        if top_p is not None:
+            share = checked_number("top_p", top_p)
+            if not 0 < share <= 1:
+                raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
+            limits = limits._replace(top_p=share)
+        return limits
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Truncation]) -> Truncation:
+        """Return the limits of several rows, which have one number each."""
+        is_equal = rows.count(rows[0]) == len(rows)
+        return rows[0] if is_equal else cls(*map(np.array, zip(*rows, strict=True)))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all rows have the same limits."""
+        return not any(map(np.ndim, self))
+
+    def of(self, rows: Any) -> Truncation:
+        """Return the limits of some rows, an index of numpy."""
+
+        def select(limit: Any) -> Any:
+            return limit[rows] if np.ndim(limit) else limit
+
+        return Truncation(*map(select, self))
+
+    def limits(self, size: int) -> Any:
+        """Whether the limits exclude tokens of rows over `size` ids, shape `()` or `(n,)`."""
+        return (self.top_k < size) | (self.top_p < 1)
+
+
+UNLIMITED = Truncation()
+
+
+def truncate(weights: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return weights, 0 for those outside each row's limits.
 
     Args:
         weights: Shape `(n, vocab_size)`, float32, not negative; not changed.
-        top_k: Number of largest weights that remain, of equal weights those of the lowest ids,
-            shape `(n,)`; `vocab_size` for no limit.
-        top_p: Share of their sum; the fewest of these weights with this share remain, shape
-            `(n,)`; 1 for no limit.
+        truncation: The limits of the rows.
     """
+    top_k, top_p = (np.broadcast_to(limit, len(weights)) for limit in truncation)
     size, is_on_cpu = weights.shape[1], weights.device.type == "cpu"
     has_no_top_k = top_k >= size
     truncated = torch.empty_like(weights)

@@ -148,7 +148,7 @@ def selections(size: int, rounds: int, samples: dict[str, list[float]]) -> None:
                 lambda rows=rows, k=k, p=p: batch_draw(
                     rows,
                     case.numbers,
-                    RowWeights(rows.shape, truncation=Truncation.checked(size, k, p)),
+                    RowWeights(rows.shape, truncation=Truncation.checked(size, k, p, None)),
                 )
             )
             samples.setdefault(f"draws, {what}, V={size} batch_draw", []).append(elapsed)

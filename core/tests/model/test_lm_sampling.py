@@ -572,6 +572,7 @@ WRONG_LIMITS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"top_k": 0}, ValueError, "top_k=0; it must be 1 or more"),
     ({"top_k": VOCAB_SIZE + 1}, ValueError, "top_k=17 of a vocabulary of 16"),
     ({"top_p": 0.0}, ValueError, "top_p=0.0; it must be above 0"),
+    ({"min_p": 1.5}, ValueError, "min_p=1.5; it must be from 0 to 1"),
     ({"top_p": "1"}, TypeError, "top_p='1'; expected a number"),
 ]
 

@@ -101,13 +101,14 @@ def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
         logits[[i for i in range(len(logits)) if i not in draw.mask]] = -INF
     weights = np.exp((logits - logits.max()) / draw.temperature)
     order = np.argsort(-weights, kind="stable")
-    top_k, top_p = draw.truncation
+    top_k, top_p, min_p = draw.truncation
     remaining = order[:top_k]
     if top_p < 1:
         share = np.cumsum(weights[remaining]) / weights[remaining].sum()
         remaining = remaining[
             : int(np.sum(share - weights[remaining] / weights[remaining].sum() < top_p))
         ]
+    remaining = remaining[weights[remaining] >= min_p * weights.max()]
     limited = np.zeros_like(weights)
     limited[remaining] = weights[remaining]
     return limited
@@ -115,15 +116,17 @@ def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (5, None), (None, 0.6), (20, 0.5)])
+@pytest.mark.parametrize(
+    "limits", [(None, None, None), (5, None, None), (None, 0.6, 0.01), (20, 0.5, None)]
+)
 def test_draws_invert_the_limited_distribution(
-    temperature: float, masked: bool, top_k: int | None, top_p: float | None
+    temperature: float, masked: bool, limits: tuple[float | None, ...]
 ) -> None:
     generator = np.random.default_rng(3)
     rows = some_rows(40, seed=2)
     mask = Mask(generator.random(SIZE) < 0.3, SIZE) if masked else None
-    limits = Truncation.checked(SIZE, top_k, top_p)
-    wanted = [Draw(float(generator.random()), temperature, mask, limits) for _ in range(40)]
+    truncation = Truncation.checked(SIZE, *limits)
+    wanted = [Draw(float(generator.random()), temperature, mask, truncation) for _ in range(40)]
     draws = reduced(rows, *wanted)
     for row, draw, drawn in zip(rows, wanted, draws, strict=True):
         weights = weights_of(row, draw)
@@ -161,7 +164,7 @@ def test_the_same_draws_in_any_batch() -> None:
     rows = some_rows(30)
     masks = [None, Mask(range(0, SIZE, 3), SIZE), Mask([5], SIZE)]
     wanted = [
-        Draw(i / 30, temperature, mask, Truncation.checked(SIZE, top_k, top_p))
+        Draw(i / 30, temperature, mask, Truncation.checked(SIZE, top_k, top_p, None))
         for i, (temperature, mask, top_k, top_p) in zip(
             range(30),
             itertools.cycle(itertools.product([1.0, 0.0, 0.3], masks, [None, 4], [None, 0.8])),

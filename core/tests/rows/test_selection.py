@@ -65,8 +65,11 @@ def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
 # -- top-k and top-p ------------------------------------------------------------------
 
 
-def kept_ids(weights: list[float], k: int, p: float) -> set[int]:
+def kept_ids(weights: list[float], k: int, p: float, min_p: float) -> set[int]:
     """The definition, with exactly rounded sums."""
+    if min_p:
+        likely = {i for i, weight in enumerate(weights) if weight >= min_p * max(weights)}
+        return likely & kept_ids(weights, k, p, 0.0)
     order = first_ids(weights, k)
     total = math.fsum(weights[i] for i in order)
     if p >= 1:
@@ -84,14 +87,16 @@ def kept_ids(weights: list[float], k: int, p: float) -> set[int]:
     st.integers(0, 2**32),
     st.lists(
         st.tuples(
-            st.sampled_from([1, 5, 300, 10**6]), st.sampled_from([0.01, 0.37, 0.93, 1.0])
+            st.sampled_from([1, 5, 300, 10**6]),
+            st.sampled_from([0.01, 0.37, 0.93, 1.0]),
+            st.sampled_from([0.0, 0.0, 1 / 64, 0.4, 1.0]),
         ),
         min_size=1,
         max_size=5,
     ),
 )
-def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
-    size: int, seed: int, limits: list[tuple[int, float]]
+def test_weights_outside_the_limits_are_0_and_others_as_they_were(
+    size: int, seed: int, limits: list[tuple[int, float, float]]
 ) -> None:
     generator = np.random.default_rng(seed)
     drawn = generator.choice([1.0, 2.0, 5.0, 100.0], (len(limits), size)) * generator.choice(
@@ -99,12 +104,14 @@ def test_weights_outside_top_k_and_top_p_are_0_and_others_as_they_were(
     )
     weights = torch.from_numpy(drawn).float()
     before = weights.clone()
-    ks = np.array([min(k, size) for k, _ in limits])
-    ps = np.array([p for _, p in limits])
-    expected = [kept_ids(row, k, p) for row, k, p in zip(weights.tolist(), ks, ps, strict=True)]
-    truncated = truncate(weights, Truncation(ks, ps))
+    rows = weights.tolist()
+    expected = [
+        kept_ids(row, min(k, size), p, min_p)
+        for row, (k, p, min_p) in zip(rows, limits, strict=True)
+    ]
+    truncated = truncate(weights, Truncation(*map(np.array, zip(*limits, strict=True))))
     assert torch.equal(weights, before)
-    for row, limited, ids in zip(weights.tolist(), truncated.tolist(), expected, strict=True):
+    for row, limited, ids in zip(rows, truncated.tolist(), expected, strict=True):
         assert limited == [value if i in ids else 0.0 for i, value in enumerate(row)]
 
 

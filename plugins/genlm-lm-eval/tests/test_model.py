@@ -222,7 +222,7 @@ def test_samples_follow_the_seed_of_torch(lm):
     assert lm.generate_until(asked) != first
 
 
-@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}])
 def test_samples_of_the_most_likely_tokens_are_greedy(narrow, lm):
     greedy = {"max_gen_toks": 12, "until": []}
     asked = [("the fox", SAMPLED | narrow), ("the fox", greedy), ("the fox", SAMPLED)]

@@ -34,16 +34,13 @@ class GenerationOptions:
     Attributes:
         until: Stop texts; the continuation ends before the first one.
         max_tokens: Maximum number of generated ids.
-        temperature: 0 takes the most likely token.
-        top_k: Draw from the k most likely tokens.
-        top_p: Draw from the smallest set of most likely tokens with this total probability.
+        sampling: Temperature and limits of the draws, by the names of `AsyncLM.batch_draw`;
+            equal for all continuations of `continue_all`.
     """
 
     until: tuple[str, ...]
     max_tokens: int
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    sampling: Mapping[str, Any]
 
     @classmethod
     def of(
@@ -65,7 +62,9 @@ class GenerationOptions:
         limit: int = arguments.pop("max_gen_toks")
         draws: bool = arguments.pop("do_sample")
         temperature = float(arguments.pop("temperature", 0.0))
-        top_k, top_p = arguments.pop("top_k", None), arguments.pop("top_p", None)
+        limits = {name: arguments.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+        if limits["top_k"] is not None:  # 0 and negative numbers stand for no limit
+            limits["top_k"] = max(0, int(limits["top_k"])) or None
         unsupported = [
             name
             for name, value in arguments.items()
@@ -74,22 +73,15 @@ class GenerationOptions:
         if unsupported:
             raise ValueError(
                 f"generation arguments {sorted(unsupported)} are not supported; supported are "
-                f"until, max_gen_toks, do_sample, temperature, top_k and top_p"
+                f"until, max_gen_toks, do_sample, temperature, top_k, top_p and min_p"
             )
         if limit < 1:
             raise ValueError(f"max_gen_toks={limit}; it must be at least 1")
         return cls(
             until=tuple(text for text in until if text),
             max_tokens=limit,
-            temperature=temperature if draws else 0.0,
-            top_k=int(top_k) if top_k is not None and int(top_k) > 0 else None,
-            top_p=None if top_p is None else float(top_p),
+            sampling={"temperature": temperature if draws else 0.0, **limits},
         )
-
-    @property
-    def sampling(self) -> tuple[float, int | None, float | None]:
-        """Sampling options, which must be equal for all continuations of `continue_all`."""
-        return self.temperature, self.top_k, self.top_p
 
 
 @dataclass(eq=False)
@@ -152,12 +144,9 @@ def continue_all(
     while waiting or active:
         while waiting and len(active) < at_once:
             active.append(waiting.pop())
-        temperature, top_k, top_p = active[0].options.sampling
         drawn = llm.batch_draw_sync(
             [continuation.context for continuation in active],
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            **active[0].options.sampling,
             seed=[continuation.seed for continuation in active],
         )
         for continuation, token in zip(active, drawn, strict=True):

@@ -375,7 +375,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 "a context of %d tokens is truncated to its last %d", len(ids), room
             )
         # From the generator that the harness seeds, so that runs are reproducible.
-        seed = int(torch.randint(2**62, ()).item()) if options.temperature else 0
+        seed = int(torch.randint(2**62, ()).item()) if options.sampling["temperature"] else 0
         return Continuation(
             place=place,
             context=self.llm.context(ids[-room:]),

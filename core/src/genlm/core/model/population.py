@@ -102,6 +102,7 @@ class Population(MemberReductions):
         bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         rows: torch.Tensor | None = None,
         seed: int | None = None,
     ) -> DrawnTokens:
@@ -132,6 +133,8 @@ class Population(MemberReductions):
             top_k: Number of most likely allowed tokens to which the draw is limited.
             top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
                 the fewest most likely tokens that reach it.
+            min_p: Share of the probability of the most likely allowed token, in [0, 1], that
+                any drawn token has.
             rows: Log-probabilities in place of the model's, which are then not computed:
                 shape `(n, vocab_size)`, on any device, such as the result of
                 `next_token_logprobs`.
@@ -148,7 +151,7 @@ class Population(MemberReductions):
             PopulationError: As `next_token_logprobs`, or the bias of an allowed token is NaN or
                 `inf`.
         """
-        limits = Truncation.checked(self._lm.vocabulary.size, top_k, top_p)
+        limits = Truncation.checked(self._lm.vocabulary.size, top_k, top_p, min_p)
         settings = self._settings(
             masks, mask_index, temperature=temperature, bias=bias, truncation=limits
         )
@@ -217,6 +220,7 @@ class Population(MemberReductions):
         bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
     ) -> SampledTokens:
         """Draw up to `max_tokens` tokens for each member that is not finished.
@@ -238,6 +242,7 @@ class Population(MemberReductions):
             bias: As `draw`; the same for each token.
             top_k: As `draw`.
             top_p: As `draw`.
+            min_p: As `draw`.
             seed: As `draw`.
 
         Returns:
@@ -252,7 +257,7 @@ class Population(MemberReductions):
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_counts("max_tokens", max_tokens, count, 0)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
-        truncation = Truncation.checked(size, top_k, top_p)
+        truncation = Truncation.checked(size, top_k, top_p, min_p)
         settings = self._settings(
             masks, mask_index, temperature=temperature, bias=bias, truncation=truncation
         )

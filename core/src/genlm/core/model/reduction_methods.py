@@ -269,6 +269,7 @@ class ReductionMethods:
         bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> DrawnToken:
@@ -291,6 +292,8 @@ class ReductionMethods:
             top_k: Number of most likely allowed tokens to which the draw is limited.
             top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
                 the fewest most likely tokens that reach it.
+            min_p: Share of the probability of the most likely allowed token, in [0, 1], that
+                the drawn token has.
             seed: Random seed; None for fresh randomness.
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
@@ -304,7 +307,7 @@ class ReductionMethods:
             TypeError: The bias is not numeric.
             GenlmError: As `next_token_logprobs`.
         """
-        settings = self._draw_settings(temperature, top_k, top_p)
+        settings = self._draw_settings(temperature, top_k, top_p, min_p)
         allowed = None if mask is None else self._mask(mask)
         [token_bias] = checked_biases(bias, 1, self.vocabulary.size)
         draw = _draw(_uniform(context, seed), allowed, settings, token_bias)
@@ -322,6 +325,7 @@ class ReductionMethods:
         bias: ArrayLike = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | Sequence[int] | None = None,
         lora_name: str | None = None,
     ) -> list[DrawnToken]:
@@ -334,13 +338,14 @@ class ReductionMethods:
             bias: As `draw`, for all contexts; or shape `(n,)` or `(n, vocab_size)`, for each.
             top_k: As `draw`.
             top_p: As `draw`.
+            min_p: As `draw`.
             seed: One seed per context, or one number from which the seeds are derived; equal
                 contexts then draw independently. Pass a new number at every step.
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
         count = len(contexts)
-        settings = self._draw_settings(temperature, top_k, top_p)
+        settings = self._draw_settings(temperature, top_k, top_p, min_p)
         mask_list = [None] * count if masks is None else self._mask_list(masks, count)
         allowed = map_batch(lambda mask: None if mask is None else self._mask(mask), mask_list)
         biases = checked_biases(bias, count, self.vocabulary.size)

@@ -69,6 +69,7 @@ class SampleMethods:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
@@ -87,6 +88,8 @@ class SampleMethods:
             top_k: Number of most likely tokens to which draws are limited.
             top_p: Share of the probability at the temperature, after top-k, in (0, 1]; draws
                 are limited to the fewest most likely tokens that reach it.
+            min_p: Share of the probability of the most likely token, in [0, 1], that any drawn
+                token has.
             seed: Random seed, valid on every engine with equal rows; None for fresh randomness.
                 Each call begins with the first random number of the seed. Use different seeds
                 for parts of a text that are drawn by several calls.
@@ -98,12 +101,12 @@ class SampleMethods:
 
         Raises:
             ValueError: The temperature is negative or not finite, `max_tokens` or the seed is
-                negative, a stop text is empty, or `top_k` or `top_p` is out of range.
+                negative, a stop text is empty, or a limit of the draws is out of range.
             TypeError: One of these is not a number, or `stop` contains neither texts nor ids.
             TokenIdError: An id in `stop` is outside the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
-        options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
+        options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)
         query, _ = self._requests.build_query(prompt, lora_name)
         [drawn] = await self._sample([query], options, seed)
         return drawn
@@ -119,6 +122,7 @@ class SampleMethods:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
@@ -129,7 +133,7 @@ class SampleMethods:
         i does not depend on the number of prompts.
         """
         prompts = list(checked_batch(prompts))
-        options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
+        options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)
         queries = map_batch(
             lambda prompt: self._requests.build_query(prompt, lora_name)[0], prompts
         )
@@ -146,6 +150,7 @@ class SampleMethods:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> AsyncGenerator[DrawnToken, None]:
@@ -160,7 +165,7 @@ class SampleMethods:
         log-probability of the token, and `token.draw_logprob` the log-probability with which it
         was drawn.
         """
-        options = self._sample_options(max_tokens, stop, temperature, top_k, top_p)
+        options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)
         query, _ = self._requests.build_query(prompt, lora_name)
         [stream_seed] = stream_seeds(checked_seed(seed), 1)
         sequence, tail = query.sequence, b""

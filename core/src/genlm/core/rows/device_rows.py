@@ -45,7 +45,7 @@ class _BlockSums(NamedTuple):
 def has_kernels(values: torch.Tensor, weights: RowWeights | None = None) -> bool:
     """Whether kernels compute draws and masses of these rows or logits with these weights.
 
-    torch computes draws at temperature 0 and draws that top-k or top-p limits.
+    torch computes draws at temperature 0 and draws with a truncation.
     """
     if weights is not None and (weights.is_greedy or weights.is_truncated(values.shape[1])):
         return False

@@ -109,7 +109,8 @@ class RowWeights:
 
     def is_truncated(self, vocab_size: int) -> bool:
         """Whether the draws of some row are limited to its most likely tokens."""
-        return bool(np.any(self.truncation.limits(vocab_size)))
+        limited = self.truncation.limits(vocab_size)
+        return limited if type(limited) is bool else bool(limited.any())
 
     def are_masked_probabilities(self, vocab_size: int) -> bool:
         """Whether weights are known to be the probabilities of all or of masked tokens."""

@@ -1,4 +1,4 @@
-"""`Truncation`: top-k and top-p, and the truncation of the weights of rows by them."""
+"""`Truncation`: top-k, top-p and min-p, and the truncation of the weights of rows by them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ class Truncation(NamedTuple):
             default more than there are, for no limit.
         top_p: Share of the sum of their weights, in (0, 1]; the fewest of these tokens with
             this share remain. 1 for no limit.
+        min_p: Share of the largest weight, in [0, 1]; tokens of smaller weight do not remain.
     """
 
     top_k: int | npt.NDArray[np.int64] = sys.maxsize
     top_p: float | npt.NDArray[np.float64] = 1.0
+    min_p: float | npt.NDArray[np.float64] = 0.0
 
     @classmethod
-    def checked(cls, vocab_size: int, top_k: Any, top_p: Any) -> Truncation:
+    def checked(cls, vocab_size: int, top_k: Any, top_p: Any, min_p: Any) -> Truncation:
         """Return the limits that a method takes, where None stands for no limit.
 
         Raises:
@@ -49,6 +51,11 @@ class Truncation(NamedTuple):
             if not 0 < share <= 1:
                 raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
             limits = limits._replace(top_p=share)
+        if min_p is not None:
+            share = checked_number("min_p", min_p)
+            if not 0 <= share <= 1:
+                raise ValueError(f"min_p={share}; it must be from 0 to 1")
+            limits = limits._replace(min_p=share)
         return limits
 
     @classmethod
@@ -60,19 +67,18 @@ class Truncation(NamedTuple):
     @property
     def is_equal(self) -> bool:
         """Whether all rows have the same limits."""
-        return not any(map(np.ndim, self))
+        return np.ndarray not in map(type, self)
 
     def of(self, rows: Any) -> Truncation:
         """Return the limits of some rows, an index of numpy."""
-
-        def select(limit: Any) -> Any:
-            return limit[rows] if np.ndim(limit) else limit
-
-        return Truncation(*map(select, self))
+        if self.is_equal:
+            return self
+        columns: Any = self
+        return Truncation(*(limit[rows] if np.ndim(limit) else limit for limit in columns))
 
     def limits(self, size: int) -> Any:
-        """Whether the limits exclude tokens of rows over `size` ids, shape `()` or `(n,)`."""
-        return (self.top_k < size) | (self.top_p < 1)
+        """Whether rows over `size` ids are limited: a bool, or booleans of shape `(n,)`."""
+        return (self.top_k < size) | (self.top_p < 1) | (self.min_p > 0)
 
 
 UNLIMITED = Truncation()
@@ -85,14 +91,16 @@ def truncate(weights: torch.Tensor, truncation: Truncation) -> torch.Tensor:
         weights: Shape `(n, vocab_size)`, float32, not negative; not changed.
         truncation: The limits of the rows.
     """
-    top_k, top_p = (np.broadcast_to(limit, len(weights)) for limit in truncation)
+    top_k, top_p, min_p = (np.full(len(weights), limit) for limit in truncation)
     size, is_on_cpu = weights.shape[1], weights.device.type == "cpu"
     has_no_top_k = top_k >= size
-    truncated = torch.empty_like(weights)
-    pending = np.arange(len(weights))
+    truncated = weights.clone()
+    pending = np.flatnonzero(~has_no_top_k | (top_p < 1))
     candidates = _CANDIDATES[:1] if is_on_cpu else _CANDIDATES
     widths = [int(np.where(has_no_top_k, width, top_k).max()) for width in candidates]
     for width in [*(width for width in widths if width <= size // 4), size]:
+        if not len(pending):
+            break
         places = moved(torch.from_numpy(pending), weights.device)
         rows = weights if len(pending) == len(weights) else weights[places]
         if width == size and is_on_cpu and has_no_top_k[pending].all():
@@ -103,8 +111,9 @@ def truncate(weights: torch.Tensor, truncation: Truncation) -> torch.Tensor:
             rows, largest, top_k[pending], top_p[pending]
         )
         pending = pending[has_no_top_k[pending] & is_short.cpu().numpy()]
-        if not len(pending):
-            break
+    if min_p.any():
+        least = moved(torch.tensor(min_p), weights.device) * weights.amax(1)
+        truncated *= weights >= least[:, None].to(weights)
     return truncated
 
 

@@ -114,6 +114,7 @@ def draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
             {"temperature": 0.0},
             {"top_k": 2, "mask": masked_ids},
             {"top_p": 0.5, "temperature": 1.5},
+            {"min_p": 0.3, "temperature": 1.5},
             {"bias": torch.from_numpy(generator.normal(size=size))},
             {"bias": generator.normal(size=size), "mask": masked_ids, "temperature": 0.8},
         ]
@@ -169,8 +170,8 @@ def _check_drawn(
     expected = torch.stack([row[drawn.token_id], mass])
     fixture.check_logprobs([drawn.logprob, drawn.log_mass], expected, drawn=drawn, **arguments)
     allowed, is_near = _truncate(fixture, allowed, **arguments)
-    if is_near:  # rounding decides which tokens belong to top-k or top-p
-        expect(bool(allowed[drawn.token_id] > -math.inf), "a token of top-k and top-p", drawn)
+    if is_near:  # rounding decides which tokens are within the limits
+        expect(bool(allowed[drawn.token_id] > -math.inf), "a token within the limits", drawn)
         return
     uniform, logprob = stream_uniform(arguments["seed"], len(context)), drawn.draw_logprob
     fixture.check_draw(allowed, drawn.token_id, uniform, temperature, logprob, **arguments)
@@ -183,9 +184,10 @@ def _truncate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, bool]:
-    """Return the row of the tokens in top-k and top-p, and whether rounding may change them."""
+    """Return the row of the tokens within limits, and whether rounding may change them."""
     ordered, ids = logprobs.sort(descending=True, stable=True)
     gap = 2 * fixture.target.largest_error
     count, is_near = top_k or len(ids), False
@@ -193,6 +195,10 @@ def _truncate(
         share = (ordered / temperature).softmax(-1).cumsum(-1)
         count = int((share < top_p).sum()) + 1
         is_near = bool(((share - top_p).abs() < gap / temperature).any())
+    if min_p:
+        least = ordered[0] + temperature * math.log(min_p)
+        count = int((ordered > least - gap).sum())
+        is_near = bool(((ordered - least).abs() < gap).any())
     if count < len(ids):
         is_near = is_near or bool(ordered[count - 1] - ordered[count] < gap)
     truncated = torch.full_like(logprobs, -math.inf)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 
 import genlm
 from genlm.core.base.errors import TokenTypeError
@@ -481,6 +482,24 @@ def test_draws_from_given_rows_are_those_of_the_model_and_compute_nothing(
     biased = population.draw_sync(bias=bias, rows=rows, seed=5)
     assert asynchronous.token_ids.tolist() == biased.token_ids.tolist()
     assert (tiny.statistics() - before).requests == 0
+
+
+def test_draws_from_given_rows_need_no_copy_of_all_rows(
+    tiny: genlm.AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", SIZE)
+    population = tiny.population([[1], [2, 3], [1, 2], [4]] * 10)
+    population = population.finish(np.arange(40) % 4 == 2)
+    rows, bias = population.next_token_logprobs_sync(), torch.randn(40, SIZE)
+    whole = population.draw_sync(rows=rows, seed=5)
+    with Allocations() as made:
+        drawn = population.draw_sync(rows=rows, seed=5)
+    assert torch.equal(drawn.token_ids, whole.token_ids)
+    assert made.largest < rows.nbytes // 2
+    unfinished = tiny.population([*population])
+    with Allocations() as made:
+        unfinished.draw_sync(rows=rows, bias=bias)
+    assert made.largest < rows.nbytes // 2
 
 
 def test_rows_that_are_not_log_probabilities_are_refused(tiny: genlm.AsyncLM) -> None:

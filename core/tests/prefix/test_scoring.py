@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from typing import Any
@@ -382,10 +383,12 @@ def test_reductions_of_texts_have_the_rows_before_their_tokens(
 def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", SIZE)
     sizes: list[int] = []
+    living: list[int] = []
 
     class Counted(Columns):
         def compute(self, rows: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, ...]:
             sizes.append(len(rows))
+            living.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
             return super().compute(rows, *more)[:2]
 
     rows, _ = serve(500)
@@ -394,6 +397,7 @@ def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.Monkey
     assert isinstance(results, Reduced)
     assert sum(sizes) == 29
     assert max(sizes) == 1
+    assert len(set(living[1:])) == 1  # nothing is kept of each part
 
 
 def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() -> None:

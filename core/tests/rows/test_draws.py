@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from allocations import Allocations
 
 from genlm import Mask
 from genlm.core.rows import draws
@@ -359,33 +358,14 @@ def test_no_rows_are_no_draws(draw: Any) -> None:
     assert batch_log_mass(some_rows(0)).tolist() == []
 
 
-class LargestAllocation(TorchDispatchMode):
-    """While it is entered, notes the size of the largest new tensor."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
-        result = operation(*args, **(kwargs or {}))
-        known = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        for leaf in tree_leaves(result):
-            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
-            if storage is not None and storage.data_ptr() not in known:
-                self.nbytes = max(self.nbytes, storage.nbytes())
-        return result
-
-
 @pytest.mark.parametrize("limits", [Truncation(), Truncation(50), Truncation(top_p=0.5)])
 def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
     limits: Truncation,
 ) -> None:
-    sizes = []
+    sizes, numbers = [], []
     for count in (8, 80):
-        rows = torch.zeros(1, 128_000).expand(count, -1)
-        with LargestAllocation() as largest:
+        rows = torch.zeros(1, 128_000).log_softmax(1).expand(count, -1)
+        with Allocations() as made:
             batch_draw(
                 rows,
                 np.full(count, 0.3),
@@ -393,8 +373,17 @@ def test_what_is_needed_beside_the_rows_does_not_grow_with_their_number(
                 temperature=0.7,
                 truncation=limits,
             )
-        sizes.append(largest.nbytes)
+            assert not rows_module.invalid_rows(rows, 128_000)
+        sizes.append(made.largest)
+        numbers.append(made.most)
     assert sizes[1] <= sizes[0] <= 2**24
+    assert numbers[1] <= numbers[0] + 8  # results of all parts, and of the previous part
+
+
+def test_the_weights_of_all_rows_are_not_copied() -> None:
+    weights = RowWeights((3, SIZE), bias=np.zeros((3, SIZE)))
+    assert weights.of(np.arange(3)) is weights
+    assert weights.of(np.array([0, 2, 1])) is not weights
 
 
 @pytest.mark.parametrize("draws_of_member", [1, 3])
@@ -412,10 +401,10 @@ def test_members_with_one_row_and_different_weights_need_no_copies_of_the_row(
         numbers = np.stack([uniforms(1, np.arange(count), i) for i in range(3)], 1)
         numbers = numbers[:, 0] if draws_of_member == 1 else numbers
         row_of, members = torch.zeros(count, dtype=torch.long), torch.arange(count)
-        with LargestAllocation() as largest:
+        with Allocations() as made:
             drawn = DrawColumns(weights, numbers).compute(rows, row_of, members)
             mass = MassColumns(weights).compute(rows, row_of, members)[0]
-        sizes.append(largest.nbytes)
+        sizes.append(made.largest)
         several = rows.expand(count, -1)
         alone = (
             draws.batch_draw if draws_of_member == 1 else draws.batch_draw_without_replacement
@@ -432,10 +421,10 @@ def test_many_draws_from_a_row_are_those_of_its_numbers_in_bounded_memory(masked
     row_of = torch.arange(count) // (count // 2)
     masks = RowMasks(np.arange(SIZE) % 3 > 0, 2, SIZE) if masked else None
     weights = RowWeights(row.shape, masks)
-    with LargestAllocation() as largest:
+    with Allocations() as made:
         several = draws.batch_draw(row, numbers, weights, row_of=row_of)
         from_logits = draws.draw_from_logits(row + 7, numbers, row_of, masks)
-    assert largest.nbytes < 2**24
+    assert made.largest < 2**24
     assert from_logits is not None
     for number in (0, 1, 9_999, 10_000, 15_000, 19_999):
         place = int(row_of[number])

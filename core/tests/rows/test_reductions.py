@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def some_rows(count: int, size: int = SIZE, seed: int = 0) -> torch.Tensor:
     return torch.log_softmax(3 * torch.randn(count, size, generator=generator), -1)
 
 
-def reduced(rows: torch.Tensor, *wanted: Reduction | None) -> list[Any]:
+def reduced(rows: torch.Tensor | list[torch.Tensor], *wanted: Reduction | None) -> list[Any]:
     """One output for each row."""
     results = reduce_rows(rows, [(output,) for output in wanted])
     values = []
@@ -348,6 +349,9 @@ def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Draw, "compute", classmethod(compute))
     assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
     assert sizes == [3, 3, 3, 1]
+    with Allocations() as made:
+        assert reduced([*rows], *(Draw(i / 10) for i in range(10))) == whole
+    assert made.largest <= 3 * rows[0].nbytes
 
 
 @pytest.mark.parametrize("masks", [1, 10])

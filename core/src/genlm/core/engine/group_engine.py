@@ -41,7 +41,7 @@ from genlm.core.queries.query import (
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.groups import GroupWork, compute_columns
 from genlm.core.rows.joined_groups import divide_reductions, joined_reduction
-from genlm.core.rows.logits import invalid_rows, moved, row_parts
+from genlm.core.rows.logits import invalid_rows, moved
 from genlm.core.rows.outputs import reduce_rows
 
 if TYPE_CHECKING:
@@ -348,11 +348,9 @@ class GroupEngine:
         invalid = invalid_rows(list(rows.values()), size) if rows else {}
         results: dict[int, Any] = {list(rows)[i]: error for i, error in invalid.items()}
         places = [place for place in rows if place not in results]
-        for begin, end in row_parts(len(places), size, torch.device("cpu")):
-            part = places[begin:end]
-            outputs = [(self._row_requests[completions[place].query_id][2],) for place in part]
-            reduced = reduce_rows(torch.stack([rows[place] for place in part]), outputs)
-            results |= zip(part, reduced, strict=True)
+        outputs = [(self._row_requests[completions[place].query_id][2],) for place in places]
+        reduced = reduce_rows([rows[place] for place in places], outputs)
+        results |= zip(places, reduced, strict=True)
         for place, result in results.items():
             error = result if isinstance(result, Exception) else None
             completions[place] = completions[place]._replace(

@@ -80,8 +80,7 @@ class DrawSettings(NamedTuple):
     @property
     def active_weights(self) -> RowWeights:
         """The weights of the active members."""
-        is_complete = len(self.active) == len(self.log_mass)
-        return self.weights if is_complete else self.weights.of(self.active)
+        return self.weights.of(self.active)
 
     def masses_of_all(self, masses: torch.Tensor) -> torch.Tensor:
         """Return the log-masses of all members from those of the active members.

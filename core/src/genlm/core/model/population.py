@@ -21,7 +21,7 @@ from genlm.core.rows.group_reductions import (
     DrawColumns,
     MassColumns,
 )
-from genlm.core.rows.logits import invalid_rows, moved
+from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 from genlm.core.rows.truncation import Truncation
 
@@ -377,17 +377,17 @@ class Population(MemberReductions):
                 f"rows of shape {tuple(rows.shape)}; expected ({len(self)}, {size}), the "
                 f"log-probabilities of all tokens for each member"
             )
-        rows = rows[moved(torch.from_numpy(active), rows.device)].float()
-        invalid = invalid_rows(rows, size)
-        if invalid:
-            members = active[list(invalid)].tolist()
+        rows = rows.float()
+        members = [member for member in invalid_rows(rows, size) if member in active]
+        if members:
             raise ValueError(
                 f"rows: the probabilities of members {members} do not sum to 1; pass "
                 f"log-probabilities, such as logits.log_softmax(1)"
             )
-        places = torch.arange(len(active))
         numbers = uniforms(checked_seed(seed), active, self._step)
-        columns = DrawColumns(settings.active_weights, numbers).compute(rows, places, places)
+        columns = DrawColumns(settings.active_weights, numbers).compute(
+            rows, torch.from_numpy(active), torch.arange(len(active))
+        )
         return settings.draws_of_all(tuple(column.cpu() for column in columns))
 
     def _settings(

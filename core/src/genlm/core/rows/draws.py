@@ -8,6 +8,7 @@ number of rows. On a GPU, `device_rows` computes the draws for which there are k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.gumbel import gumbel_top_k
 from genlm.core.rows.inversion import draw_ids, draw_with_blocks
-from genlm.core.rows.logits import moved, scratch_memory
+from genlm.core.rows.logits import joined_parts, moved, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowPart, RowWeights
 from genlm.core.rows.selection import block_sums, to_float64
@@ -92,15 +93,16 @@ def batch_draw(
         places = places if sources is None else sources[places]
         logprobs = rows[moved(places, rows.device), drawn.token_ids.clamp(min=0)]
         return drawn._replace(logprobs=logprobs.masked_fill_(drawn.token_ids < 0, -_INF))
-    parts = []
-    for part in weights.parts(rows, sources):
+
+    def draw(part: RowPart) -> DrawnTokens:
         draws, part_rows = part.places, None
         if row_of is not None:
             ends = torch.tensor([draws.start, draws.stop])
             draws = slice(*torch.searchsorted(row_of, ends).tolist())
             part_rows = moved(row_of[draws] - part.places.start, rows.device)
-        parts.append(_draw_part(part, uniforms[draws], part_rows))
-    return _concatenate(parts, rows, ())
+        return _draw_part(part, uniforms[draws], part_rows)
+
+    return _draw_parts(draw, weights.parts(rows, sources), rows, uniforms)
 
 
 def draw_from_logits(
@@ -172,11 +174,11 @@ def batch_draw_without_replacement(
         DrawnTokens of shape `(n, k)`. If a row has fewer than k tokens, the other entries are
         -1. `log_mass` is that of all tokens.
     """
-    parts = [
-        _draw_part_without_replacement(part, uniforms[part.places])
-        for part in weights.parts(rows, sources)
-    ]
-    return _concatenate(parts, rows, (uniforms.shape[1],))
+
+    def draw(part: RowPart) -> DrawnTokens:
+        return _draw_part_without_replacement(part, uniforms[part.places])
+
+    return _draw_parts(draw, weights.parts(rows, sources), rows, uniforms)
 
 
 def batch_log_mass(
@@ -190,8 +192,10 @@ def batch_log_mass(
     if has_kernels(rows, weights):
         zeros = torch.zeros(weights.count).double()
         return draw_on_device(rows, zeros, weights, sources=sources)[2]
-    parts = [compute_weights(part).log_mass for part in weights.parts(rows, sources)]
-    return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
+    if not weights.count:
+        return rows.new_empty(0, dtype=torch.float32)
+    parts = ((compute_weights(part).log_mass,) for part in weights.parts(rows, sources))
+    return joined_parts(parts, weights.count)[0]
 
 
 def _draw_part(
@@ -301,13 +305,14 @@ def _drawn_tokens(
     )
 
 
-def _concatenate(
-    parts: list[DrawnTokens], rows: torch.Tensor, shape: tuple[int, ...]
+def _draw_parts(
+    draw: Callable[[RowPart], DrawnTokens],
+    parts: Iterator[RowPart],
+    rows: torch.Tensor,
+    uniforms: torch.Tensor,
 ) -> DrawnTokens:
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        ids = torch.empty(0, *shape, dtype=torch.long, device=rows.device)
-        numbers = rows.new_empty(0, *shape)
-        return DrawnTokens(ids, numbers, rows.new_empty(0), numbers.clone())
-    return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    """Return the draws of all parts of the rows, one for each of the random numbers."""
+    if not len(uniforms):
+        numbers = rows.new_empty(uniforms.shape)
+        return DrawnTokens(numbers.long(), numbers, rows.new_empty(0), numbers.clone())
+    return DrawnTokens(*joined_parts(map(draw, parts), len(uniforms)))

@@ -217,9 +217,7 @@ class _WeightedReduction(GroupReduction):
         self, count: int, row_of: torch.Tensor, members: torch.Tensor
     ) -> _WeightSets:
         """Return the distinct sets of weights of members of `count` rows."""
-        weights = self.weights
-        if not _is_identity(members, weights.count):
-            weights = weights.of(members.numpy())
+        weights = self.weights.of(members.numpy())
         if _is_identity(row_of, count):
             return _WeightSets(weights, None, None)
         first, set_of = weights.distinct(row_of.numpy())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,6 +93,32 @@ def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, in
     values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
     limit = max(1, values // max(1, size))
     return [(begin, min(begin + limit, count)) for begin in range(0, count, limit)]
+
+
+def joined_parts(
+    parts: Iterable[tuple[torch.Tensor, ...]], count: int
+) -> tuple[torch.Tensor, ...]:
+    """Concatenate the columns of parts, each copied before the next one is computed.
+
+    Small results that stay in memory while larger tensors are allocated and freed would split
+    the memory of these tensors, and the C library would request more from the system for each
+    part.
+
+    Args:
+        parts: Tensors with an entry for each row of a part; at least one part.
+        count: Number of rows.
+    """
+    joined: tuple[torch.Tensor, ...] = ()
+    end = 0
+    for columns in parts:
+        begin, end = end, end + len(columns[0])
+        if end - begin == count:
+            return columns
+        if not joined:
+            joined = tuple(column.new_empty((count, *column.shape[1:])) for column in columns)
+        for target, column in zip(joined, columns, strict=True):
+            target[begin:end] = column
+    return joined
 
 
 def scratch_memory(use: str, count: int, size: int) -> torch.Tensor:
@@ -209,7 +235,7 @@ def invalid_rows(
             is_broken = rows[:, 0].isnan()  # either all entries of a row are NaN or none
             broken = is_broken.nonzero()[:, 0].tolist() if is_broken.any() else []
             return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
-        return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
+        return _invalid_sums(rows, range(len(rows)), _sums(rows) if len(rows) else [], size)
     errors: dict[int, Exception] = {}
     on_device: dict[torch.device, list[int]] = {}
     for position, row in enumerate(rows):
@@ -239,11 +265,20 @@ def _invalid_sums(
     return errors
 
 
-def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
-    """Sum the probabilities of each row; one transfer for rows on a GPU."""
-    # In place where the memory is new: a second allocation of this size is slow on CPUs.
-    weights = torch.stack(rows).exp_() if isinstance(rows, list) else rows.exp()
-    sums: list[float] = weights.sum(-1).tolist()
+@torch.no_grad()
+def _sums(rows: Sequence[torch.Tensor] | torch.Tensor) -> list[float]:
+    """Sum the probabilities of each row, in parts; one transfer for rows on a GPU."""
+
+    def parts() -> Iterator[tuple[torch.Tensor]]:
+        for begin, end in row_parts(len(rows), len(rows[0]), rows[0].device):
+            part = rows[begin:end]
+            weights = (
+                part.exp() if isinstance(part, torch.Tensor) else torch.stack(list(part)).exp_()
+            )
+            yield (weights.sum(-1),)
+
+    [totals] = joined_parts(parts(), len(rows))
+    sums: list[float] = totals.tolist()
     return sums
 
 

@@ -36,13 +36,16 @@ _Compute: TypeAlias = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any] | No
 """`Reduction.compute` or `compute_from_logits` of a class."""
 
 
-def reduce_rows(rows: torch.Tensor, outputs: Sequence[Outputs]) -> list[Reduced | Exception]:
+def reduce_rows(
+    rows: torch.Tensor | Sequence[torch.Tensor], outputs: Sequence[Outputs]
+) -> list[Reduced | Exception]:
     """Compute the outputs of queries from their rows, with few calls per class of reductions.
 
     On a CPU, a few rows are computed at a time, so that they stay in its caches.
 
     Args:
-        rows: Natural-log probabilities, shape `(n, vocab_size)`, float32; not changed.
+        rows: Natural-log probabilities, shape `(n, vocab_size)`, float32, or n rows of one
+            device; not changed.
         outputs: Requested outputs of each query: `Query.outputs`.
 
     Returns:
@@ -76,12 +79,18 @@ def reduce_logits(
 
 @torch.inference_mode(False)  # results are normal tensors, also of engines that use it
 def _reduce(
-    values: torch.Tensor, outputs: Sequence[Outputs], vocabulary: Vocabulary | None
+    values: torch.Tensor | Sequence[torch.Tensor],
+    outputs: Sequence[Outputs],
+    vocabulary: Vocabulary | None,
 ) -> list[Reduced | Exception]:
     """Compute outputs from rows, or from logits over a vocabulary."""
     results: list[Reduced | Exception] = []
-    for begin, end in row_parts(len(values), values.shape[1], values.device):
-        results += _reduce_part(values[begin:end], outputs[begin:end], vocabulary)
+    if not len(values):
+        return results
+    for begin, end in row_parts(len(values), values[0].shape[0], values[0].device):
+        part = values[begin:end]
+        part = part if isinstance(part, torch.Tensor) else torch.stack(list(part))
+        results += _reduce_part(part, outputs[begin:end], vocabulary)
     return results
 
 

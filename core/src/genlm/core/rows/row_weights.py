@@ -13,6 +13,7 @@ import torch
 
 from genlm.core.base.arrays import check_readable, host_array, native_array
 from genlm.core.base.errors import PopulationError
+from genlm.core.queries.generations import is_ascending
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.truncation import UNLIMITED, Truncation
@@ -186,6 +187,8 @@ class RowWeights:
 
     def of(self, rows: Integers64) -> RowWeights:
         """Return the weights of some rows, possibly with repetitions."""
+        if len(rows) == self.count and is_ascending(rows):
+            return self
         weights = object.__new__(RowWeights)
         bias, offset = self._bias, self._offset
         weights.count = len(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from genlm.core.rows.logits import row_parts
+from genlm.core.rows.logits import joined_parts, row_parts
 
 _BLOCKS = (64, 16)
 """Sizes of blocks of adjacent ids; at first, only the largest entry of each block is compared.
@@ -26,12 +26,11 @@ def batch_top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     Returns:
         Log-probabilities, the largest first, and their ids, both of shape `(n, k)`.
     """
-    bounds = row_parts(len(rows), rows.shape[1], rows.device)
-    parts = [_top_k(rows[begin:end], k) for begin, end in bounds]
-    if not parts:
+    if not len(rows):
         return rows[:, :k], torch.empty(0, k, dtype=torch.long, device=rows.device)
-    values, ids = zip(*parts, strict=True)
-    return torch.cat(values), torch.cat(ids)
+    bounds = row_parts(len(rows), rows.shape[1], rows.device)
+    values, ids = joined_parts((_top_k(rows[begin:end], k) for begin, end in bounds), len(rows))
+    return values, ids
 
 
 def _top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from genlm.core.rows.device_rows import has_kernels, log_sums_on_device
 from genlm.core.rows.groups import Columns
 from genlm.core.rows.logits import (
     invalid_computation,
+    joined_parts,
     known_logits,
     moved,
     row_parts,
@@ -161,12 +162,13 @@ class PieceScores:
         step = len(logits)
         if logits.device.type == "cpu":
             step = max(1, _VALUES_AT_ONCE // logits.shape[1])
-        totals, highest = [], []
-        for part in torch.split(logits, step):
+
+        def of_part(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             known = known_logits(part, self._vocabulary).float()
-            totals.append(known.logsumexp(-1))
-            highest.append(known.amax(-1))
-        return torch.cat(totals), torch.cat(highest)
+            return known.logsumexp(-1), known.amax(-1)
+
+        totals, highest = joined_parts(map(of_part, torch.split(logits, step)), len(logits))
+        return totals, highest
 
     def _reduce(self, logits: torch.Tensor, rows: Integers64, members: Integers64) -> None:
         """Reduce the rows before some targets, separately for each text."""
@@ -192,7 +194,7 @@ class ReducedText:
         self._columns = Columns(reduction, count)
         self._kind = type(reduction)
         self._count = count
-        self._invalid: list[torch.Tensor] = []
+        self._invalid: torch.Tensor | int = 0
         self._error: GenlmError | None = None
 
     def add(self, places: Integers64, rows: torch.Tensor) -> None:
@@ -205,7 +207,7 @@ class ReducedText:
         """
         if self._error is not None:
             return
-        self._invalid.append(rows[:, 0].isnan().sum())  # reading it here would wait for a GPU
+        self._invalid += rows[:, 0].isnan().sum()  # reading it here would wait for a GPU
         try:
             with errors_of(f"{self._kind.__name__}.compute"):
                 self._columns.reduce(rows, np.arange(len(rows)), places)
@@ -219,7 +221,7 @@ class ReducedText:
 
     def result(self) -> Reduced | GenlmError:
         """Return the columns, or the error of the text."""
-        invalid = sum(int(count) for count in self._invalid)
+        invalid = int(self._invalid)
         if invalid:
             return _not_distributions(invalid, self._count)
         if self._error is not None:

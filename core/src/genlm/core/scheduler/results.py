@@ -70,7 +70,7 @@ def _check_rows(engine: Any, rows: list[tuple[Evaluation, torch.Tensor]]) -> Non
             reduced.append((evaluation, row))
     if reduced:
         outputs: list[Any] = [tuple(evaluation.outputs) for evaluation, _ in reduced]
-        results = reduce_rows(torch.stack([row for _, row in reduced]), outputs)
+        results = reduce_rows([row for _, row in reduced], outputs)
         for (evaluation, _), values in zip(reduced, results, strict=True):
             if isinstance(values, Exception):
                 evaluation.fail(values)

@@ -239,7 +239,7 @@ def _reference() -> dict[str, str]:
     """The Markdown of each page of the API reference that has anything to document."""
     objects = {page: list(listed) for page, (_, listed) in REFERENCE.items()}
     listed = {each for page in objects.values() for each in page}
-    listed |= {f"genlm.{name}" for name in _exports("genlm.core.base.errors")}
+    listed |= {f"genlm.{name}" for name in _core()["core.base.errors"].members}
     names = {each.rpartition(".")[2] for each in listed}
     for module, page in EXPORTS.items():
         new = [name for name in _exports(module) if name not in names]

@@ -20,10 +20,9 @@ TOLERANCE = 1e-4
 
 
 def figures(llm: genlm.AsyncLM, *names: str) -> Callable[[], tuple[int, ...]]:
-    """Return a function that tells by how much statistics of the engine have grown since."""
-    engine: Any = llm.engine
-    before = engine.statistics()
-    return lambda: tuple(engine.statistics()[name] - before[name] for name in names)
+    """Return a function that tells by how much counts of the engine have grown since."""
+    before = llm.statistics()
+    return lambda: tuple((llm.statistics() - before).engine[name] for name in names)
 
 
 def check(

@@ -5,7 +5,7 @@
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`,
   `WeightsEngine`; `Capability`, `Query`, `TokenSequence`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`,
-  `ReducedText`, `rows_from_logits`, `device_index`, `moved`,
+  `ReducedText`, `Count`, `rows_from_logits`, `device_index`, `moved`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, `call_each`
 - populations: `GroupQuery`, `GroupReduction`, `Rows`, `GroupValues`, `GroupResult`,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.base.errors import describe_error as describe_error
     from genlm.core.base.loop_batches import LoopBatches as LoopBatches
     from genlm.core.base.progress import loading_stage as loading_stage
+    from genlm.core.base.statistics import Count as Count
     from genlm.core.engine.batch_engine import BatchEngine as BatchEngine
     from genlm.core.engine.engine import Capability as Capability
     from genlm.core.engine.engine import Engine as Engine

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from genlm import Statistics
+from genlm.plugin import Count
 
 EMPTY = Statistics(
     joined=0, dispatched=0, answered=0, failed=0, abandoned=0, batches=0, batch_sizes={},
@@ -19,7 +20,8 @@ BUSY = Statistics(
     joined=100, dispatched=1000, answered=990, failed=7, abandoned=3, batches=25,
     batch_sizes={40: 24, 37: 1}, queue_seconds=2.0, pending=1, waiting=2, requests=4000,
     cache_hits=2900, tokens_requested=123_456, cache_entries=990, cache_bytes=5 * 2**20,
-    seconds=8.0, engine={"tokens_evaluated": 1000, "tokens_computed": 250, "path": "a<b"},
+    seconds=8.0,
+    engine={"tokens_evaluated": Count(1000), "tokens_computed": Count(250), "path": "a<b"},
 )  # fmt: skip
 
 
@@ -82,10 +84,10 @@ def test_a_difference_has_the_counts_between_and_the_sizes_of_now() -> None:
         batch_sizes={40: 24, 37: 2, 2: 1},
         pending=0,
         cache_entries=7,
-        engine={"tokens_evaluated": 1100, "tokens_computed": 300, "path": "c"}
-        | {"forwards": 9, "replica 1: forwards": 5, "contexts_resident": 4},
+        engine={"tokens_evaluated": Count(1100), "tokens_computed": Count(300), "path": "c"}
+        | {"replica 1: forwards": Count(5), "contexts_resident": 4},
     )
-    earlier = {"forwards": 2, "replica 1: forwards": 4, "contexts_resident": 3}
+    earlier = {"replica 1: forwards": Count(4), "contexts_resident": 3}
     between = later - replace(BUSY, engine=BUSY.engine | earlier)
     assert (between.requests, between.answered, between.seconds) == (1000, 0, 2.0)
     assert between.requests_per_s == 500
@@ -94,7 +96,6 @@ def test_a_difference_has_the_counts_between_and_the_sizes_of_now() -> None:
     assert between.mean_batch_size == 39 / 2
     assert (between.pending, between.cache_entries) == (0, 7)
     assert between.engine == {"tokens_evaluated": 100, "tokens_computed": 50, "path": "c"} | {
-        "forwards": 7,
         "replica 1: forwards": 1,
         "contexts_resident": 4,
     }

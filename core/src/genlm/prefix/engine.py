@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.base.statistics import Count
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.engine.halving import UnfinishedError
@@ -293,7 +294,7 @@ class PrefixEngine(BatchEngine):
             return {
                 **self._choice.path.statistics(),
                 **self._choice.statistics(),
-                "tokens_evaluated": self._tokens_evaluated,
+                "tokens_evaluated": Count(self._tokens_evaluated),
                 "adapters": len(self._adapters.names),
                 **self.model_statistics(),
             }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from genlm.core.base.errors import EvaluationError
+from genlm.core.base.statistics import Count
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores
@@ -271,10 +272,10 @@ class PrefixRows:
         """Return counters and the state of the cache. Thread-safe."""
         used = self._tree.slots_used
         return {
-            "tokens_computed": self._tokens_computed,
-            "tokens_evicted": self._tree.tokens_evicted,
-            "forwards": self._forwards,
-            "contexts_without_cache": self._contexts_without_cache,
+            "tokens_computed": Count(self._tokens_computed),
+            "tokens_evicted": Count(self._tree.tokens_evicted),
+            "forwards": Count(self._forwards),
+            "contexts_without_cache": Count(self._contexts_without_cache),
             "kv_tokens": used,
             "kv_bytes_used": used * self._token_bytes,
             "kv_budget_bytes": self._budget,

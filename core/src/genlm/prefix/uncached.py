@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from genlm.core.base.statistics import Count
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import Query
 from genlm.core.queries.sequence import TokenSequence
@@ -141,7 +142,7 @@ class UncachedPath(abc.ABC):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of the tokens of contexts, of padding, and of passes."""
         return {
-            "tokens_computed": self._tokens_computed,
-            "tokens_padded": self._tokens_padded,
-            "forwards": self._forwards,
+            "tokens_computed": Count(self._tokens_computed),
+            "tokens_padded": Count(self._tokens_padded),
+            "forwards": Count(self._forwards),
         }

@@ -12,6 +12,7 @@ import torch
 from genlm.plugin import (
     BatchEngine,
     Capability,
+    Count,
     EvaluationError,
     GroupQuery,
     GroupValues,
@@ -296,11 +297,11 @@ class LlamaCppEngine(BatchEngine):
         all forward passes.
         """
         return {
-            "tokens_evaluated": self._tokens_evaluated,
-            "tokens_computed": self._tokens_computed,
-            "forwards": self._forwards,
+            "tokens_evaluated": Count(self._tokens_evaluated),
+            "tokens_computed": Count(self._tokens_computed),
+            "forwards": Count(self._forwards),
             "sequences": self._sequences.used,
-            "sequences_evicted": self._sequences.evicted,
+            "sequences_evicted": Count(self._sequences.evicted),
             "kv_cells": self._context.n_cells,
             "model": self._description,
         }

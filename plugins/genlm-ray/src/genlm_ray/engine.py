@@ -7,6 +7,7 @@ the driver assigns the queries to replicas and receives their completions.
 from __future__ import annotations
 
 import queue
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,12 +16,13 @@ import ray
 from genlm.plugin import (
     Capability,
     Completion,
+    Count,
     UnknownAdapterError,
     Vocabulary,
 )
 from genlm_ray import cluster, serving
 from genlm_ray.driver import Driver
-from genlm_ray.link import COUNTERS, Configuration
+from genlm_ray.link import Configuration, counts
 from genlm_ray.router import AnyQuery, Router
 from genlm_ray.spec import ReplicaSpec, Resources
 
@@ -199,13 +201,14 @@ class RayEngine:
         self._groups = []
 
     def statistics(self) -> dict[str, int | float | str]:
-        """Return the total token counts, and the statistics of each replica by its index."""
+        """Return the counts of all replicas, and the statistics of each by its index."""
         replicas = [link.statistics() for link in self.driver.links]
         statistics: dict[str, Any] = {"replicas": len(replicas)}
-        for name in COUNTERS:
-            if counts := [replica[name] for replica in replicas if name in replica]:
-                statistics[name] = sum(counts)
-        statistics["tokens_recomputed"] = self.driver.router.tokens_recomputed
+        totals: Counter[str] = Counter()
+        for replica in replicas:
+            totals.update(counts(replica))
+        statistics |= {name: Count(total) for name, total in totals.items()}
+        statistics["tokens_recomputed"] = Count(self.driver.router.tokens_recomputed)
         for index, replica in enumerate(replicas):
             statistics |= {f"replica {index}: {name}": replica[name] for name in replica}
         return statistics

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
-from genlm.plugin import Generation, GroupQuery, Query, TokenSequence, pack_sequences
+from genlm.plugin import Count, Generation, GroupQuery, Query, TokenSequence, pack_sequences
 from genlm_ray.router import RoutedQuery
 from genlm_ray.session import Prefix
 from genlm_ray.wire import (
@@ -19,9 +19,6 @@ from genlm_ray.wire import (
     pack_group,
     pack_queries,
 )
-
-COUNTERS = frozenset({"tokens_evaluated", "tokens_computed"})
-"""Counters that continue when a replica is restarted."""
 
 
 class Configuration(NamedTuple):
@@ -53,7 +50,7 @@ class ReplicaLink:
         restarts: Number of ended incarnations.
         pid: Process id.
         engine_statistics: The latest statistics of the engine in this incarnation.
-        ended: Counters of the ended incarnations.
+        ended: Counts of the ended incarnations.
     """
 
     session = 0
@@ -140,8 +137,7 @@ class ReplicaLink:
     def end(self) -> None:
         """Remove a lost session."""
         statistics, self.engine_statistics = self.engine_statistics, {}
-        for name in COUNTERS & statistics.keys():
-            self.ended[name] += statistics[name]
+        self.ended.update(counts(statistics))
         self.session = 0
         self.restarts += 1
 
@@ -158,13 +154,19 @@ class ReplicaLink:
     def statistics(self) -> dict[str, int | float | str]:
         """Return the replica's state and its statistics. May be called on any thread."""
         latest = self.engine_statistics
+        totals = self.ended.copy()
+        totals.update(counts(latest))
         return {
             "state": "dead" if self.is_dead else "up" if self.session else "starting",
             "restarts": self.restarts,
             "pid": self.pid,
             **latest,
-            **{
-                name: self.ended[name] + latest.get(name, 0)
-                for name in COUNTERS & (latest.keys() | self.ended.keys())
-            },
+            **{name: Count(total) for name, total in totals.items()},
         }
+
+
+def counts(statistics: Mapping[str, Any]) -> Counter[str]:
+    """Return the counts among the statistics of an engine."""
+    return Counter(
+        {name: number for name, number in statistics.items() if isinstance(number, Count)}
+    )

@@ -18,6 +18,7 @@ from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
+    Count,
     GroupQuery,
     ModelFacts,
     ModelLoadError,
@@ -45,6 +46,9 @@ from genlm_vllm.workers import Workers
 _MAX_SOCKET_FOLDER = 107 - 37
 """Maximum length of the path of a folder for sockets: Linux limits the paths of sockets to 107
 characters, and vLLM's names have 36."""
+
+_SIZES = frozenset({"contexts_resident", "members_living"})
+"""Statistics of `Residents` that are not counts."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -409,9 +413,9 @@ class VLLMEngine:
             return self._final_statistics
         config, residents = self._vllm.vllm_config, self._residents
         return {
-            "tokens_evaluated": residents.tokens_evaluated,
-            "tokens_computed": residents.requests.tokens_computed,
-            "steps": residents.requests.steps,
+            "tokens_evaluated": Count(residents.tokens_evaluated),
+            "tokens_computed": Count(residents.requests.tokens_computed),
+            "steps": Count(residents.requests.steps),
             "adapters": len(self._adapters.names),
             "processes": "own" if self._multiprocess else "this",
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -424,7 +428,10 @@ class VLLMEngine:
                 if self.keeps_contexts
                 else f"not kept: {self._why_not_resident or 'keep_contexts=False'}"
             ),
-            **residents.statistics(),
+            **{
+                name: number if name in _SIZES else Count(number)
+                for name, number in residents.statistics().items()
+            },
         }
 
     def close(self) -> None:

@@ -36,36 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "AdapterError",
-    "AdapterLimitError",
-    "AmbiguousBackendError",
-    "BrokenPluginError",
-    "ContextLengthError",
-    "EmptySequenceError",
-    "EngineClosedError",
-    "EngineDiedError",
-    "EngineError",
-    "EvaluationError",
-    "GenlmError",
-    "MissingRequirementError",
-    "ModelLoadError",
-    "PluginApiError",
-    "PluginError",
-    "PopulationError",
-    "QueryError",
-    "QueryResetError",
-    "TokenIdError",
-    "TokenTypeError",
-    "TokenizerError",
-    "UnknownAdapterError",
-    "UnknownBackendError",
-    "UnsupportedCapabilityError",
-    "VocabularyError",
-    "WeightsError",
-    "describe_error",
-]
-
 _MAX_LISTED_MEMBERS = 8
 """Maximum number of members of a population in a message."""
 

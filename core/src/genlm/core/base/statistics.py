@@ -14,12 +14,9 @@ from genlm.core.base.forking import renew_in_forks
 _GAUGES = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
 """Fields that are not cumulative; the difference of two snapshots contains the later value."""
 
-_ENGINE_COUNTERS = {
-    *("tokens_evaluated", "tokens_computed", "tokens_evicted"),
-    *("tokens_recomputed", "targets_scored", "forwards", "steps", "batches", "rows"),
-    *("sequences_evicted", "contexts_continued", "contexts_ended", "contexts_without_cache"),
-}
-"""Cumulative statistics of engines; a name may have a replica's name as a prefix."""
+
+class Count(int):
+    """A cumulative number among the statistics of an engine, whose other numbers are sizes."""
 
 
 class RequestCounters:
@@ -150,8 +147,8 @@ class Statistics(SchedulerStatistics):
     def __sub__(self, before: Statistics) -> Statistics:
         """Return the counts since an earlier snapshot of the same model.
 
-        Current values (pending requests, cache entries, sizes of the engine) are those of the
-        later snapshot.
+        Current values (pending requests, cache entries, statistics of the engine that are no
+        counts) are those of the later snapshot.
         """
         if not isinstance(before, Statistics):
             return NotImplemented
@@ -165,13 +162,8 @@ class Statistics(SchedulerStatistics):
         engine = dict(self.engine)
         for name, count in self.engine.items():
             earlier = before.engine.get(name)
-            is_count = name.rpartition(": ")[2] in _ENGINE_COUNTERS
-            if (
-                is_count
-                and isinstance(count, (int, float))
-                and isinstance(earlier, (int, float))
-            ):
-                engine[name] = count - earlier
+            if isinstance(count, Count) and isinstance(earlier, Count):
+                engine[name] = Count(count - earlier)
         return replace(self, **differences, batch_sizes=sizes, engine=engine)
 
     def __str__(self) -> str:

@@ -101,8 +101,9 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counters and sizes, including `tokens_computed` if the engine counts tokens.
+        """Return counts and sizes, including `tokens_computed` if the engine counts tokens.
 
+        Numbers that only grow are objects of `Count`, so that statistics can be subtracted.
         This is the only method that is called from any thread, also while `step` runs and after
         `close`.
         """

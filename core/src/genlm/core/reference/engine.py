@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from genlm.core.base.errors import AdapterError, ModelLoadError
+from genlm.core.base.statistics import Count
 from genlm.core.base.validation import checked_number, is_integer
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
@@ -142,7 +143,7 @@ class ReferenceEngine(BatchEngine):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return the number of tokens read, at most `order - 1` per query, and model sizes."""
         return {
-            "tokens_computed": self._tokens_computed,
+            "tokens_computed": Count(self._tokens_computed),
             "order": self.order,
             "training_bytes": sum(map(len, self._documents)),
             "adapters": len(self._adapters.names),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from cachetools import LRUCache
 
-from genlm.plugin import describe_error
+from genlm.plugin import Count, describe_error
 from genlm.prefix import UnsupportedModelError
 from genlm_hf.forward import compute_logits
 from genlm_hf.packed.layout import AttentionLayout
@@ -128,9 +128,10 @@ class KernelSteps:
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of kernel steps, captures and replays, and why they are disabled."""
         counts: dict[str, int | float | str]
-        counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
+        counts = {"kernel_steps": Count(self._steps), "kernels_refused": self._refused}
         if self._graphs is not None:
-            counts |= {"graphs_captured": self._captured, "graphs_replayed": self._replayed}
+            counts["graphs_captured"] = Count(self._captured)
+            counts["graphs_replayed"] = Count(self._replayed)
             counts["graphs_refused"] = self._graphs_refused
         return counts
 

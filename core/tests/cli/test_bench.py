@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from scripted import ScriptedEngine
 from typer.testing import CliRunner, Result
 
 import genlm
-from genlm.cli import app
+from genlm.cli import app, engine_process
 from genlm.cli.measurement import Plan, first_row_s, measure
 
 PLAN = Plan(lengths=(3, 5), batch_sizes=(1, 4), repeats=2, steps=3, most_tokens=18, seed=0)
@@ -63,6 +67,17 @@ def test_the_report_has_every_field() -> None:
     assert report["load_s"] > 0 < report["first_row_s"]
     assert report["peak_memory_bytes"] > 2**20
     assert "torch" in report["environment"]["libraries"]
+
+
+def test_peak_memory_is_measured_without_the_module_resource(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on Windows."""
+    windows = SimpleNamespace(peak_wset=2**21)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _process: windows)
+    module = runpy.run_path(str(engine_process.__file__))
+    assert module["peak_memory"]() == 2**21
 
 
 def test_the_table_has_a_row_for_each_length() -> None:

@@ -107,14 +107,13 @@ def test_a_kept_error_of_a_reduction_keeps_no_rows(
     llm = make_model(ScriptedEngine(SIZE))
     Recording.rows.clear()
 
-    async def send() -> list[Any]:
+    async def send() -> tuple[Any, weakref.ref[Any]]:
         requests = fail(llm), llm.next_token_logprobs([3])
-        return await asyncio.gather(*requests, return_exceptions=True)
+        error, row = await asyncio.gather(*requests, return_exceptions=True)
+        return error, weakref.ref(row)  # the error's traceback may refer to the task's result
 
-    error, row = asyncio.run(send())
+    error, other_row = asyncio.run(send())
     assert isinstance(error, genlm.GenlmError)
-    other_row = weakref.ref(row)
-    del row
     llm.next_token_logprobs_sync([4])  # the engine's thread has ended the step of the error
     assert Recording.rows
     assert [rows() for rows in (*Recording.rows, other_row)] == [None] * (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 from scripted_target import CertifiedEngine, scripted_target
 
@@ -130,3 +133,17 @@ def test_unknown_checks_and_missing_files_are_errors(tmp_path):
         prepared(Settings("reference", xfail=missing)),
     ):
         pass
+
+
+def test_files_that_cannot_be_deleted_are_left(monkeypatch, tmp_path):
+    """As files of weights that are mapped on Windows."""
+
+    def refuse(*_, **__):
+        raise PermissionError("used by another process")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch, prepared(Settings("reference")):
+        [folder] = tmp_path.iterdir()
+        (folder / "weights").touch()
+        patch.setattr(os, "unlink", refuse)
+    assert (folder / "weights").exists()

@@ -61,10 +61,15 @@ class _Elsewhere(torch.Tensor):
 
 
 class Pretence(TorchDispatchMode):
-    """While it is entered, on one thread, the devices exist there."""
+    """While it is entered, on one thread, the devices exist there.
 
-    def __init__(self) -> None:
+    Args:
+        has_float64: Whether the devices have float64, which Apple's GPUs lack.
+    """
+
+    def __init__(self, *, has_float64: bool = True) -> None:
         super().__init__()
+        self._has_float64 = has_float64
         self.copies: list[torch.device] = []
         """Where tensors of the CPU were copied to, in order."""
         self.reads = 0
@@ -80,6 +85,8 @@ class Pretence(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
         result = _run(operation, args, kwargs or {})
+        if not self._has_float64:
+            _refuse_float64(operation._schema.name, result)
         if operation._schema.name in _MOVES and args[0].device == _CPU:
             self.copies += [result.device] * (result.device != _CPU)
         elif operation._schema.name in _MOVES and result.device == _CPU:
@@ -141,6 +148,11 @@ def _refuse_mixture(name: str, leaves: list[Any], indices: list[Any]) -> None:
         devices |= {x.device for x in cpu_tensors if all(x is not index for index in indices)}
     if len(devices) > 1:
         raise RuntimeError(f"{name} mixes {sorted(map(str, devices))}")
+
+
+def _refuse_float64(name: str, result: Any) -> None:
+    if any(isinstance(x, _Elsewhere) and x.dtype == torch.float64 for x in tree_leaves(result)):
+        raise TypeError(f"{name} makes a tensor of float64, which the device does not have")
 
 
 class _Guard(torch._C._acc.DeviceGuard):  # without one torch indexes nothing there

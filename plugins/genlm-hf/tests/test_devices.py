@@ -116,7 +116,7 @@ def test_accelerators_change_no_row(
     model_type, settings = FAMILIES[name]
     model = build_model(model_type, tie_word_embeddings=False, **settings)
     oracle = Oracle(model)
-    with Pretence():
+    with Pretence(has_float64=False):
         model = spread_out(model) if spread else moved(model, SECOND)
         engine = HFEngine.from_model(
             model, tokenizer, execution_path=path, kv_budget_bytes=10_000

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from genlm_llamacpp import library
 from genlm_llamacpp.library import llama
@@ -19,6 +22,13 @@ def test_another_version_is_refused(monkeypatch):
 def test_builds_for_gpus_have_a_suffix(monkeypatch):
     monkeypatch.setattr(library, "version", lambda name: f"{library.VERSION}+cu130")
     assert llama.__wrapped__() is not None
+
+
+def test_a_library_without_the_functions_of_llama_cpp_is_refused(monkeypatch):
+    """As on Windows, where the extension module exports its initialisation only."""
+    monkeypatch.setattr(library, "_shared_library", lambda: Path(torch._C.__file__))
+    with pytest.raises(library.ModelLoadError, match=r"does not export llama_.*Windows"):
+        llama.__wrapped__()
 
 
 def test_the_declared_structs_have_the_fields_of_the_library():

@@ -12,7 +12,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -253,7 +252,16 @@ def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory in bytes of this process and its largest child."""
+    """Return the peak resident memory in bytes of this process and its largest child.
+
+    On Windows, children are not included.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     this_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _KIB * (this_process + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 

@@ -136,7 +136,9 @@ def prepared(settings: Settings) -> Iterator[Run]:
         raise ValueError(f"profile={settings.profile!r}: expected one of {expected}")
     info = find(settings.backend)
     failures = read_expected_failures(settings.xfail)
-    with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:
+    # Windows does not delete files of weights that are still mapped.
+    temporary = tempfile.TemporaryDirectory(prefix="genlm-check-", ignore_cleanup_errors=True)
+    with temporary as folder:
         targets = targets_of(info, Path(folder), settings.model, settings.dtype)
         all_cases = cases_of(targets, info)
         _refuse_unknown(f"check, named in {settings.xfail},", failures, _ids(all_cases))

@@ -75,5 +75,5 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
 
 
 def _total_variation(left: torch.Tensor, right: torch.Tensor) -> float:
-    difference = left.double().softmax(-1) - right.double().softmax(-1)
+    difference = left.float().softmax(-1) - right.float().softmax(-1)
     return float(difference.abs().sum()) / 2

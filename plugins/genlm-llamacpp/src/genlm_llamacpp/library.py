@@ -194,7 +194,8 @@ def llama() -> Any:
         A `ctypes.CDLL`; its functions release the interpreter's lock while they run.
 
     Raises:
-        ModelLoadError: Another version is installed.
+        ModelLoadError: Another version is installed, or its shared library does not export
+            llama.cpp, as on Windows.
     """
     installed = version("xllamacpp")
     if installed.partition("+")[0] != VERSION:  # builds for GPUs have a suffix
@@ -205,7 +206,12 @@ def llama() -> Any:
         )
     library = ctypes.CDLL(str(_shared_library()))
     for name, (result, *arguments) in _SIGNATURES.items():
-        function: Callable[..., Any] = getattr(library, name)
+        function: Callable[..., Any] | None = getattr(library, name, None)
+        if function is None:
+            raise ModelLoadError(
+                f"{_shared_library()} does not export {name}. The builds of xllamacpp for "
+                f"Windows export no function of llama.cpp; use Linux (also in WSL) or macOS"
+            )
         function.restype = result  # type: ignore[attr-defined]
         function.argtypes = arguments  # type: ignore[attr-defined]
     library.llama_log_set(_on_message, None)

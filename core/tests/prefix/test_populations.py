@@ -27,6 +27,7 @@ from genlm.prefix import (
     TableBatch,
     TreeBatch,
 )
+from genlm.prefix.block_table import BlockTable
 
 from .test_engine import Adapters
 from .test_rows import SIZE, TOKEN_BYTES, Alone, expected, packed
@@ -530,6 +531,25 @@ def test_tokens_that_were_added_to_the_tree_are_evicted_ends_first() -> None:
         check(engine)
         check_tree(engine.path._tree)
     assert engine.statistics()["tokens_evicted"] > 0
+
+
+@pytest.mark.parametrize("shared", [0, 1, 6, 700, 998])
+def test_the_common_slots_of_a_table_are_found_in_few_operations(shared: int) -> None:
+    class Counted(np.ndarray[Any, Any]):
+        reads = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            Counted.reads += 1
+            return super().__getitem__(key)
+
+    slots = np.arange(1000, dtype=np.int32)[None].repeat(3, 0)
+    slots[1, shared:] += 1000
+    table = BlockTable(np.array([7]), slots.view(Counted), np.full(3, 1000))
+    selected = table.select(np.arange(3))
+    assert selected.trunk.tolist() == [7, *range(shared)]
+    assert np.array_equal(selected.slots, slots[:, shared:])
+    assert selected.tokens.tolist() == [1001] * 3
+    assert Counted.reads < 50
 
 
 def test_tokens_of_a_population_are_computed_once() -> None:

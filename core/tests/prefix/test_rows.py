@@ -164,6 +164,27 @@ def test_every_token_is_computed_once() -> None:
     assert used(rows, "tokens_computed") == 5 + 2 * SIZE
 
 
+def test_contexts_that_grow_by_several_tokens_are_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, _ = serve(5000)
+    contexts = packed([(*text(4000, 0), i) for i in range(4)])
+    rows.rows(None, contexts)
+    longer = [TokenSequence.of(text(5, i), context) for i, context in enumerate(contexts)]
+    wanted = [expected(None, context.token_ids) for context in longer]
+    read: list[int] = []
+    ids_from = TokenSequence.ids_from
+
+    def counted(sequence: TokenSequence, start: int) -> tuple[int, ...]:
+        read.append(len(sequence) - start)
+        return ids_from(sequence, start)
+
+    monkeypatch.setattr(TokenSequence, "ids_from", counted)
+    assert list(rows.next_pass(None, longer)) == [0, 1, 2, 3]
+    torch.testing.assert_close(rows.rows(None, longer), torch.stack(wanted), rtol=0, atol=0)
+    assert sum(read) < 500
+
+
 def test_adapters_share_nothing() -> None:
     rows, _ = serve(500)
     for adapter in ("", "red", "scarlet"):

@@ -152,10 +152,15 @@ class BlockTable:
 
 def _with_trunk(table: BlockTable) -> BlockTable:
     """Move the leading columns in which all rows are equal to the trunk."""
-    slots, shared = table.slots, 0
+    slots, shared, width = table.slots, 0, 1
     limit = int(table.lengths.min()) - 1 if len(table) else 0
-    while shared < limit and (slots[:, shared] == slots[0, shared]).all():
-        shared += 1
+    while shared < limit:
+        columns = slots[:, shared : min(shared + width, limit)]
+        differs = (columns != columns[0]).any(axis=0)
+        if differs.any():
+            shared += int(differs.argmax())
+            break
+        shared, width = shared + len(differs), 2 * width
     if not shared:
         return table
     trunk = np.concatenate([table.trunk, slots[0, :shared].astype(np.int64)])

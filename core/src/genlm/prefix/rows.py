@@ -159,7 +159,7 @@ class PrefixRows:
             return range(len(sequences))
         indices: list[int] = []
         skipped, room = 0, limit
-        ahead: PrefixTree | None = None  # tokens of the pass, without repetition
+        ahead = PrefixTree(limit)  # new tokens of the pass, by where they leave the tree
         recomputed: set[int] = set()  # slots of cached tokens
         for index, sequence in enumerate(sequences):
             node, cached = self._tree.match(adapter, sequence)
@@ -167,9 +167,11 @@ class PrefixRows:
             repeated = (
                 node.computed_slots(first, cached) - recomputed if first < cached else set()
             )
+            branch = None
             if new > 1:
-                ahead = ahead or PrefixTree(sum(map(len, sequences)))
-                new = min(new, len(sequence) - ahead.match(adapter, sequence)[1])
+                suffix = TokenSequence.of(sequence.ids_from(cached)) if cached else sequence
+                branch = f"{id(node)} {cached}"
+                new = ahead.missing(branch, suffix)
             cost = new + len(repeated)
             if not indices and cost > limit:
                 return [0]
@@ -178,8 +180,8 @@ class PrefixRows:
                 if skipped > _MAX_SKIPPED:
                     break
                 continue
-            if ahead is not None:
-                ahead.insert(adapter, sequence)
+            if branch:
+                ahead.insert(branch, suffix)
             recomputed |= repeated
             indices.append(index)
             room -= cost

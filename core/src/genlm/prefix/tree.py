@@ -22,6 +22,10 @@ _MAX_PLACES = 2**14
 """Maximum number of stored places of sequences, in trees with at least as many slots: half a
 kilobyte per place."""
 
+_TOKENS_PER_PLACE = 128
+"""Number of tokens of a sequence for each place that is looked up: matching as many takes five
+times as long."""
+
 # At least this fraction, a quarter, of a leaf is evicted at once, so that eviction costs O(1)
 # per slot.
 _EVICTED_FRACTION = 4
@@ -310,15 +314,16 @@ class PrefixTree:
     def _start_of_match(self, adapter: str | None, tokens: TokenSequence) -> tuple[Node, int]:
         """Return a node and the position up to which its path contains the tokens.
 
-        The tree stores the places of inserted sequences; the place of the sequence, or of the
-        sequence without its last token, is the start. For other sequences it is the root.
+        The tree stores the places of inserted sequences. The start is the place of the longest
+        beginning that has one, among those that lack few of the tokens; for other sequences it
+        is the root.
         """
         length = len(tokens)
-        node = self._end_of((adapter, tokens.key))
-        if node is None and length > 1:
-            length -= 1
-            node = self._end_of((adapter, tokens.prefix_key(length)))
-        return (self._root(adapter), 0) if node is None else (node, length)
+        for end in range(length, max(0, length - 2 - length // _TOKENS_PER_PLACE), -1):
+            node = self._end_of((adapter, tokens.prefix_key(end)))
+            if node is not None:
+                return node, end
+        return self._root(adapter), 0
 
     def _end_of(self, key: tuple[str | None, bytes]) -> Node | None:
         """Return the node at the stored place of a sequence, None without a valid place."""

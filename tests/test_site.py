@@ -99,6 +99,9 @@ def test_the_reference_has_every_option_of_every_engine(pages, name):
     documented = re.findall(r"<code>(\w+)</code>\s*</td>", pages[f"reference/{name}"])
     assert set(options) <= set(documented)
     assert len(options) >= 2
+    if name != "reference":
+        readme = (REPOSITORY / folder).with_name("README.md").read_text("utf-8")
+        assert [option for option in options if f"`{option}`" not in readme] in ([], ["model"])
 
 
 @pytest.fixture(scope="module")

@@ -210,9 +210,8 @@ def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
     scheduler = Scheduler(ScriptedEngine, cache=Full(8))
 
     async def main():
-        return await asyncio.gather(
-            *(scheduler.answer(Query(i, (i,)), i) for i in range(4)), return_exceptions=True
-        )
+        submissions = [(Query(i, (i,)), i, None) for i in range(4)]
+        return await scheduler.results(scheduler.submit(submissions))
 
     answers = asyncio.run(main())
     scheduler.close()

@@ -30,18 +30,17 @@ class UncachedPath(abc.ABC):
     Args:
         vocabulary: The tokenizer's vocabulary.
         limits: Limits of a batch.
-        scores_by_rows: Whether a row depends on the length of its sequence, so that texts are
-            scored from the rows of all their positions.
 
     Attributes:
-        limits, scores_by_rows: As above; a subclass may change them before the first batch.
+        limits: As above; a subclass may change them before the first batch.
+        scores_by_rows: Whether a row depends on the length of its sequence, so that texts are
+            scored from the rows of all their positions; set by a subclass.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, limits: BatchLimits, *, scores_by_rows: bool = False
-    ) -> None:
-        self._vocabulary = vocabulary
-        self.limits, self.scores_by_rows = limits, scores_by_rows
+    scores_by_rows = False
+
+    def __init__(self, vocabulary: Vocabulary, limits: BatchLimits) -> None:
+        self._vocabulary, self.limits = vocabulary, limits
         self._forwards = self._tokens_computed = self._tokens_padded = 0
 
     @abc.abstractmethod

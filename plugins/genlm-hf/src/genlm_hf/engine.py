@@ -129,13 +129,7 @@ class HFEngine(PrefixEngine):
         )
         options = LoadOptions(device, dtype, hf_opts, bitsandbytes_opts, trust_remote_code)
         loaded, tokenizer = load_checkpoint(model, options)
-        self._serve(
-            loaded,
-            tokenizer,
-            serving,
-            prepack=prepack,
-            cuda_graphs=cuda_graphs,
-        )
+        self._serve(loaded, tokenizer, serving, prepack=prepack, cuda_graphs=cuda_graphs)
 
     @classmethod
     def from_model(
@@ -188,11 +182,7 @@ class HFEngine(PrefixEngine):
         training_modules = [module for module in model.modules() if module.training]
         try:
             engine._serve(  # noqa: SLF001 - the same class
-                model,
-                tokenizer,
-                serving,
-                prepack=prepack,
-                cuda_graphs=cuda_graphs,
+                model, tokenizer, serving, prepack=prepack, cuda_graphs=cuda_graphs
             )
         except BaseException:
             for module in training_modules:

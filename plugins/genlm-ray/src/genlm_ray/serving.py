@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from genlm.plugin import GenlmError, ModelLoadError
 from genlm_ray import cluster
-from genlm_ray.spec import ReplicaSpec, Resources, ServingLimits, version_of
+from genlm_ray.spec import ReplicaSpec, ServingLimits, version_of
 
 _DESCRIBE_TIMEOUT_S = 10.0
 """Timeout for the descriptions of loaded replicas."""
@@ -23,17 +23,9 @@ def serve(
     model: str,
     engine: str,
     *,
-    replicas: int = 1,
-    engine_opts: Mapping[str, Any] | None = None,
-    resources: Resources | None = None,
     address: str | None = None,
-    max_restarts: int = -1,
-    limits: ServingLimits | None = None,
-    driver_timeout_s: float = 60.0,
-    step_timeout_s: float = 3600.0,
-    load_timeout_s: float = 1800.0,
-    place_timeout_s: float = 60.0,
     ray_opts: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Load replicas that outlive this program, and return their descriptions.
 
@@ -41,22 +33,12 @@ def serve(
         name: Name of the model for `load_model(name, backend="ray")`.
         model: Model id or path for the backend `engine`.
         engine: Backend of the replicas.
-        replicas: Number of replicas.
-        engine_opts: Options of that backend.
-        resources: Resources of a replica; see `RayEngine`.
         address: Address of the cluster; by default that of the joined cluster, or
             `RAY_ADDRESS`.
-        max_restarts: Maximum number of restarts of each replica; -1 for no limit.
-        limits: Resource limits of the programs that share a replica; by default
-            `ServingLimits()`.
-        driver_timeout_s: Time without a message after which the requests of a program are
-            dropped.
-        step_timeout_s: Maximum duration of an engine step, after which a replica ends its
-            process.
-        load_timeout_s: Timeout for loading the replicas.
-        place_timeout_s: Maximum time to wait for resources of the cluster that are in use.
         ray_opts: Further arguments of `ray.init`, used for the first connection of a process
             only.
+        **options: Further attributes of `ReplicaSpec`. By default there is one replica, which
+            may be restarted any number of times, with the limits `ServingLimits()`.
 
     Raises:
         ModelLoadError: No cluster was named, the name exists, the cluster lacks the
@@ -70,20 +52,8 @@ def serve(
             f"this cluster already serves {name!r}, or its replicas have died and are not "
             f"removed; choose another name, or end it: genlm serve --stop --name {name}"
         )
-    spec = ReplicaSpec(
-        engine,
-        model,
-        driver_timeout_s,
-        name=name,
-        replicas=replicas,
-        engine_opts=engine_opts,
-        resources=resources,
-        max_restarts=max_restarts,
-        limits=limits or ServingLimits(),
-        step_timeout_s=step_timeout_s,
-        load_timeout_s=load_timeout_s,
-        place_timeout_s=place_timeout_s,
-    )
+    defaults: dict[str, Any] = {"replicas": 1, "max_restarts": -1, "limits": ServingLimits()}
+    spec = ReplicaSpec(engine, model, name=name, **(defaults | options))
     _, _, descriptions = load_replicas(spec)
     return [
         {**description, "state": "up", "replica": index}

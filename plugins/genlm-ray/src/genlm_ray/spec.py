@@ -84,7 +84,8 @@ class ReplicaSpec:
     Attributes:
         engine: Name of a backend.
         model: Model id or path for the backend.
-        driver_timeout_s: Time without a message after which a driver is considered dead.
+        driver_timeout_s: Time without a message after which a driver is considered dead and
+            its requests are dropped.
         name: Name of a served model; `""` for a private replica.
         replicas: Number of replicas of the model.
         engine_opts: Further options of the backend.
@@ -103,7 +104,7 @@ class ReplicaSpec:
 
     engine: str
     model: str
-    driver_timeout_s: float
+    driver_timeout_s: float = 60.0
     name: str = ""
     replicas: int = 2
     engine_opts: Mapping[str, Any] | None = None

@@ -182,9 +182,8 @@ class ScoreMethods:
         else:
             sequence = TokenSequence(packed[:-4])
             query, _ = self._requests.sequence_query(sequence, adapter, ids[start:])
-            self._requests.counters.count(len(query))
-            query = query.replace(outputs=(group,))
-            columns = await self._requests.scheduler.answer(query)
+            item = query.replace(outputs=(group,)), None, None
+            [columns] = await self._requests.answer([item])
         return columns[0] if len(columns) == 1 else columns
 
     reduce_text_sync = blocking(reduce_text)

@@ -11,7 +11,7 @@ import concurrent.futures
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from genlm.core.base.blocking import is_blocking
@@ -114,17 +114,8 @@ class Scheduler(Generic[EngineT]):
         """Return the engine's statistics; after closing, the last statistics."""
         return self._worker.engine_statistics()
 
-    async def answer(
-        self, query: Identified, key: Hashable = None, output: Hashable = None
-    ) -> Any:
-        """Compute the result of a query.
-
-        Args:
-            query: Query with a unique `query_id` within this scheduler.
-            key: Key of the evaluation, which requests with equal keys share; None is never
-                shared.
-            output: Requested output, such as a `Reduction`; None for the whole
-                result. Equal outputs of one evaluation are computed once.
+    async def answer(self, query: Identified) -> Any:
+        """Compute the result of a query, which no other request shares.
 
         Returns:
             The engine's result, which belongs to the caller.
@@ -137,7 +128,7 @@ class Scheduler(Generic[EngineT]):
             QueryResetError: `reset` was called before the result.
             ValueError: An unfinished query has the same `query_id`.
         """
-        request = self.submit([(query, key, output)])
+        request = self.submit([(query, None, None)])
         [value] = await self.results(request)
         if isinstance(value, Exception):
             raise value
@@ -151,7 +142,10 @@ class Scheduler(Generic[EngineT]):
         """Submit several queries; the caller must await `results`, or call `abandon`.
 
         Args:
-            submissions: Triples of the arguments of `answer`.
+            submissions: Triples of a query, whose `query_id` is unique within this scheduler;
+                the key of its evaluation, which requests with equal keys share, None if none
+                does; and the requested output, such as a `Reduction`, None for the whole
+                result. Equal outputs of one evaluation are computed once.
             then: Function of the results, whose result `results` returns as the only one. It is
                 not called on an event loop: see `Request`.
         """

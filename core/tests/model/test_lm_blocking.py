@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import AsyncLM, Capability, EngineClosedError, OutputCache, Query
-from genlm.core.base.blocking import blocking, run_blocking
+from genlm.core.base.blocking import blocking, run_blocking, wait_for
 from genlm.core.scheduler import Scheduler, background
 
 MakeModel = Callable[..., AsyncLM]
@@ -79,8 +79,6 @@ def test_a_blocking_method_works_within_a_running_event_loop_and_on_threads(
 def test_ctrl_c_ends_the_wait_for_a_continuation_and_drops_it(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import concurrent.futures
-
     engine = ScriptedEngine()
     llm = make_model(engine)
     engine.hold()
@@ -90,13 +88,45 @@ def test_ctrl_c_ends_the_wait_for_a_continuation_and_drops_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(concurrent.futures.Future, "result", interrupted)
+        patch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.batch_sample_sync([[1], [2]], 5)
     assert llm.statistics().pending == 0
     assert llm.statistics().abandoned == 1  # one request, for all continuations
     engine.release()
     torch.testing.assert_close(llm.next_token_logprobs_sync([3]), oracle_row([3], None, 16))
+
+
+def test_ctrl_c_is_handled_between_waits_on_windows(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Python 3.14, Ctrl-C ends no wait there, so each wait has a timeout."""
+    result = Future.result
+
+    def wait(future: Future[Any], timeout: float | None = None) -> Any:
+        assert timeout is not None or future.done()
+        return result(future, timeout)
+
+    monkeypatch.setattr(Future, "result", wait)
+    llm = make_model(PrefixEngine())
+    llm.pin_prefix([1, 2])
+    torch.testing.assert_close(llm.next_token_logprobs_sync([3]), oracle_row([3], None, 16))
+
+
+def test_a_wait_is_continued_until_the_result_arrives() -> None:
+    class Slow(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            try:
+                return super().result(0)
+            except TimeoutError:
+                self.set_result(7)
+                raise
+
+    assert wait_for(Slow()) == 7
+    failed: Future[int] = Future()
+    failed.set_exception(TimeoutError("of the engine"))
+    with pytest.raises(TimeoutError, match="of the engine"):
+        wait_for(failed)
 
 
 def test_a_blocking_method_is_refused_on_the_engines_own_thread(make_model: MakeModel) -> None:

@@ -151,7 +151,7 @@ def test_pieces_that_the_model_does_not_know_are_an_error(sentencepiece_file):
 
 def test_word_pieces_carry_the_space_before_a_word(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "##the", ".", "é"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "vocab.txt").write_text("\n".join(words), "utf-8")
     tokenizer = BertTokenizerLegacy(str(tmp_path / "vocab.txt"))
     tokenizer.add_tokens(["newword"])
     assert [token.byte_string for token in decode_vocab(tokenizer)[0]] == [

@@ -165,7 +165,7 @@ def _node_bounds(nodes: Collection[int]) -> Iterator[_Bound]:
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file; an empty list if it cannot be read."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text("utf-8", "replace").splitlines()
     except OSError:
         return []
 

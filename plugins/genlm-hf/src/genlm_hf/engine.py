@@ -67,7 +67,7 @@ class HFEngine(PrefixEngine):
             pass. The default is 2048 on a CPU and 8192 on other devices. Longer contexts take
             several passes; without a cache, each of them takes a separate pass.
         kv_budget_bytes: Maximum memory for cached keys and values. The default is a quarter of
-            the CPU's free memory, or half of a GPU's.
+            the free memory, or half of that of a CUDA device.
         execution_path: `"packed"`, `"slot_cache"`, `"padded"`, or None for the fastest path
             that gives the right rows.
         self_test: Whether to compare the execution path with unbatched forward passes of a

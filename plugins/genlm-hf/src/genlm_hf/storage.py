@@ -91,7 +91,7 @@ class KVStorage:
 
 
 def default_budget_bytes(layers: Sequence[LayerShape]) -> int:
-    """Return a quarter of the free memory of CPUs, half of that of accelerators.
+    """Return a quarter of the free memory, half of that of CUDA devices.
 
     With several devices, the device with the least room limits the number of tokens. The
     maximum is 2**20 tokens.

@@ -9,6 +9,8 @@ a running event loop, and Ctrl-C ends the wait like a cancellation.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import functools
 import inspect
 import threading
@@ -25,6 +27,10 @@ _NO_LOOP = (
     "potential of steer_sync, may await only methods of models. For other awaitables, such as "
     "asyncio.sleep, gather and to_thread, call the coroutine form of the method, such as steer"
 )
+
+_WAIT_S = 0.1
+"""Duration after which Ctrl-C ends a wait on Windows before Python 3.14, which handles it only
+between two waits."""
 
 _thread = threading.local()
 """Has the attribute `is_blocking` on threads that run or have run a blocking twin."""
@@ -89,6 +95,18 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         _thread.is_blocking = was_blocking
     coroutine.close()
     raise RuntimeError(_NO_LOOP)
+
+
+def wait_for(future: concurrent.futures.Future[T]) -> T:
+    """Return the result of a future, or raise its error; Ctrl-C ends the wait."""
+    try:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return future.result(_WAIT_S)
+            if future.done():
+                return future.result()  # also if its error is a `TimeoutError`
+    finally:
+        del future  # the traceback of its error refers to this frame
 
 
 def is_blocking() -> bool:

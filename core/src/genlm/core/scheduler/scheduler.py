@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from genlm.core.base.blocking import is_blocking
+from genlm.core.base.blocking import is_blocking, wait_for
 from genlm.core.base.errors import EngineClosedError, EngineError, QueryResetError
 from genlm.core.base.statistics import SchedulerStatistics
 from genlm.core.base.validation import checked_builder, checked_integer
@@ -176,7 +176,7 @@ class Scheduler(Generic[EngineT]):
         try:
             if isinstance(future, concurrent.futures.Future):
                 self._worker.flush()
-                values: list[Any] = future.result()
+                values: list[Any] = wait_for(future)
                 if request.then is not None:
                     values = [request.then(values)]
             else:
@@ -215,7 +215,7 @@ class Scheduler(Generic[EngineT]):
         """
         self.reject_engine_thread()
         call = self._worker.call_exclusively if exclusively else self._worker.call
-        result: T = call(function).result()
+        result: T = wait_for(call(function))
         return result
 
     def end(self, error: EngineError) -> None:

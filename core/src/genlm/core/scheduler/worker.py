@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
+from genlm.core.base.blocking import wait_for
 from genlm.core.base.error_handling import free_locals
 from genlm.core.base.errors import (
     EngineClosedError,
@@ -108,7 +109,7 @@ class Worker:
     def wait_until_built(self) -> None:
         """Wait until the engine is built, or raise the error of its construction; call once."""
         try:
-            self._built.result()
+            wait_for(self._built)
         finally:
             del self._built
 

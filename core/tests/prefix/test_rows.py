@@ -164,6 +164,17 @@ def test_every_token_is_computed_once() -> None:
     assert used(rows, "tokens_computed") == 5 + 2 * SIZE
 
 
+def test_a_batch_that_exceeds_the_cache_computes_again_only_what_was_evicted() -> None:
+    rows, _ = serve(200, max_tokens=400)
+    batch: list[Any] = [text(30, i) for i in range(10)]
+    for step in range(4):
+        before = used(rows, "tokens_computed")
+        assert_right(rows, None, batch)
+        batch = [(*ids, 1) for ids in batch]
+        # 300 tokens in 200 slots, and the last token of each sequence.
+        assert step == 0 or used(rows, "tokens_computed") - before <= 110 + 10 * step + 30
+
+
 def test_contexts_that_grow_by_several_tokens_are_not_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -103,7 +103,13 @@ class TreePasses:
         Yields:
             The results of a pass, or the index of a sequence for which there are too few slots.
         """
-        for index, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+        order: Sequence[int] = range(len(sequences))
+        if sum(map(len, sequences)) > self._tree.capacity - self._tree.slots_used:
+            # Cached sequences are computed before they could be evicted for the others.
+            missing = [self._tree.missing(self._adapter, sequence) for sequence in sequences]
+            order = sorted(order, key=missing.__getitem__)
+        for index in order:
+            sequence, first = sequences[index], firsts[index]
             retained = (
                 max(first, self._tree.match(self._adapter, sequence)[1]) if self._scored else 0
             )

@@ -118,7 +118,7 @@ class PrefixRows:
                 if not places:
                     yield None
                     continue
-                if len(places) == len(sequences):
+                if places == [*range(len(sequences))]:
                     logits = computed
                     break
                 if logits is None:

@@ -1,29 +1,10 @@
 """Interface for authors of engines and tries: `from genlm.plugin import BatchEngine, hookimpl`.
 
-- the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
-  `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
-- engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`,
-  `WeightsEngine`; `Capability`, `Query`, `TokenSequence`, `Completion`, `check_query`,
-  `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`,
-  `ReducedText`, `Count`, `rows_from_logits`, `device_index`, `moved`,
-  `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
-  runs an engine on its thread, `call_each`
-- populations: `GroupQuery`, `GroupReduction`, `Rows`, `GroupValues`, `GroupResult`,
-  `GroupWork`, `GroupTurns`, `oldest_first`, `GroupSampling`, `SampledGroup`, `SamplingRun`,
-  `Generation`, `Lineage`, `MemberStates`, `ContextLease`, `with_groups`
-- vocabularies: `Vocabulary`, `Token`, `decode_vocab`, `byte_level_bytes`; the interface
-  `Tokenizer`
-- tries: `TokenCharacterTrie`, `TrieLayout`
-- models: `model_source`, `dtype_name`, `ModelFacts`, `context_window`, `rope_settings`,
-  `VerifiedFamilies`, `check_verified`, `check_causal`, `UnverifiedModelWarning`,
-  `read_lora_config`, `AdapterTable`
-- processes: `Transport`, which sends requested outputs and results, `pack_sequences`,
-  `picklable_error`
-- loading: `loading_stage`, which reports the stages of loading to users who request progress,
-  `check_options`
-- resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
-  `claim_process`, `release_process`
-- errors of engines and plugins, `describe_error`
+A plugin has a hook, marked by `hookimpl`, which yields `BackendSpec`s. An engine derives from
+`BatchEngine`, or has the members of the protocol `Engine`, and those of `LoraEngine`,
+`PrefixCacheEngine` and `WeightsEngine` for its capabilities. A trie derives from
+`TokenCharacterTrie`. The other names are values that these exchange with the core, the errors
+that they raise, and functions that several engines use.
 
 Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
 """

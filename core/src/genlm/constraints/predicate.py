@@ -37,6 +37,7 @@ from genlm.constraints.text_tokens import TextTokens, text_tokens
 from genlm.core.base.blocking import is_blocking, raise_stop_iteration
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
+from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.rows.draws import DrawnTokens
 
 if TYPE_CHECKING:
@@ -316,8 +317,8 @@ class _PythonConstraint(StateConstraint):
         count, result = self.first_draws, None
         try:
             while result is None:
-                settings = population._settings(  # noqa: SLF001 - internal to genlm
-                    masks, index, finished=finished, dead=dead, **options
+                settings = DrawSettings.of(
+                    population, masks, index, finished=finished, dead=dead, **options
                 )
                 search.weights = settings.weights
                 # More draws by one seed begin with the same tokens.

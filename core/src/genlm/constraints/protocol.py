@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
+from genlm.core.model.draw_settings import DrawSettings
 
 if TYPE_CHECKING:
     import torch
@@ -134,8 +135,14 @@ class Constraint(ABC):
         self._check_size(population)
         masks, index = self._draw_masks()
         finished, dead = self._finished_and_dead
-        settings = population._settings(  # noqa: SLF001 - internal to genlm
-            masks, index, finished=finished, dead=dead, temperature=temperature, bias=bias
+        settings = DrawSettings.of(
+            population,
+            masks,
+            index,
+            finished=finished,
+            dead=dead,
+            temperature=temperature,
+            bias=bias,
         )
         result: DrawnTokens = await population._draw(  # noqa: SLF001 - internal to genlm
             settings, seed, then=self._prepare_advance

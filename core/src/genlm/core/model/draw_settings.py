@@ -16,6 +16,7 @@ from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights, check_log_masses
 
 if TYPE_CHECKING:
+    from genlm.core.model.members import Members
     from genlm.core.rows.row_masks import MasksLike
 
 
@@ -39,25 +40,28 @@ class DrawSettings(NamedTuple):
     @classmethod
     def of(
         cls,
-        finished: Flags,
-        vocab_size: int,
+        population: Members,
         masks: MasksLike | None,
         mask_index: ArrayLike | None,
         *,
+        finished: Flags | None = None,
         dead: Flags | None = None,
         **options: Any,
     ) -> DrawSettings:
         """Check the arguments of a draw.
 
         Args:
-            finished: Flags of the finished members, shape `(n,)`.
-            vocab_size: Number of token ids.
+            population: The population.
             masks: As `Population.draw`.
             mask_index: As `Population.draw`.
+            finished: Flags of further members that are finished for this draw, shape `(n,)`.
             dead: Flags of members without an allowed token; None for those with empty masks.
             **options: Arguments of `RowWeights`.
         """
-        count = len(finished)
+        count, vocab_size = len(population), population._lm.vocabulary.size  # noqa: SLF001
+        is_active = ~population._finished  # noqa: SLF001 - of the same package
+        if finished is not None:
+            is_active &= ~finished
         index = None if mask_index is None else checked_array(mask_index, "mask_index")
         if masks is None and index is not None:
             raise ValueError("mask_index without masks; it selects the mask of each member")
@@ -69,7 +73,6 @@ class DrawSettings(NamedTuple):
         if rows is not None and not rows.is_deferred:
             dead = rows.is_empty if dead is None else dead | rows.is_empty
         log_mass = np.zeros(count, np.float32)
-        is_active = ~finished
         if dead is not None:
             log_mass[is_active & dead] = -math.inf
             is_active &= ~dead

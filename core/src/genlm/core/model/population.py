@@ -15,7 +15,7 @@ from genlm.core.base.validation import checked_count, checked_stop
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
-from genlm.core.model.members import ArrayLike, Flags, checked_counts
+from genlm.core.model.members import ArrayLike, checked_counts
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import (
     DrawColumns,
@@ -87,7 +87,7 @@ class Population(MemberReductions):
             Log masses, shape `(n,)`, float32, in main memory; `-inf` for a member with an
             empty mask, 0 for a finished member.
         """
-        settings = self._settings(masks, mask_index, bias=bias)
+        settings = DrawSettings.of(self, masks, mask_index, bias=bias)
         [values] = await self._reduce(MassColumns(settings.active_weights), settings.active)
         return settings.masses_of_all(values)
 
@@ -152,8 +152,8 @@ class Population(MemberReductions):
                 `inf`.
         """
         limits = Truncation.checked(self._lm.vocabulary.size, top_k, top_p, min_p)
-        settings = self._settings(
-            masks, mask_index, temperature=temperature, bias=bias, truncation=limits
+        settings = DrawSettings.of(
+            self, masks, mask_index, temperature=temperature, bias=bias, truncation=limits
         )
         drawn: DrawnTokens
         if rows is None:
@@ -198,7 +198,7 @@ class Population(MemberReductions):
             and temperatures, is that of all tokens that remain before each draw.
         """
         count = checked_count("k", k, self._lm.vocabulary.size)
-        settings = self._settings(masks, mask_index, temperature=temperature, bias=bias)
+        settings = DrawSettings.of(self, masks, mask_index, temperature=temperature, bias=bias)
         if settings.active_weights.is_greedy:
             raise ValueError(
                 "draws without replacement need a temperature above 0; top_tokens returns the "
@@ -258,8 +258,8 @@ class Population(MemberReductions):
         limit = checked_counts("max_tokens", max_tokens, count, 0)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         truncation = Truncation.checked(size, top_k, top_p, min_p)
-        settings = self._settings(
-            masks, mask_index, temperature=temperature, bias=bias, truncation=truncation
+        settings = DrawSettings.of(
+            self, masks, mask_index, temperature=temperature, bias=bias, truncation=truncation
         )
         active = settings.active[limit[settings.active] > 0]
         limits = np.zeros(count, np.int64)
@@ -389,23 +389,3 @@ class Population(MemberReductions):
             rows, torch.from_numpy(active), torch.arange(len(active))
         )
         return settings.draws_of_all(tuple(column.cpu() for column in columns))
-
-    def _settings(
-        self,
-        masks: MasksLike | None,
-        mask_index: ArrayLike | None,
-        *,
-        finished: Flags | None = None,
-        **options: Any,
-    ) -> DrawSettings:
-        """Check the arguments of a draw.
-
-        Args:
-            masks: As `draw`.
-            mask_index: As `draw`.
-            finished: Flags of further members that are finished for this draw.
-            **options: As `DrawSettings.of`.
-        """
-        size = self._lm.vocabulary.size
-        finished = self._finished if finished is None else self._finished | finished
-        return DrawSettings.of(finished, size, masks, mask_index, **options)

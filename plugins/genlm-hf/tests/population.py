@@ -21,14 +21,17 @@ class Oracle:
         self._model = copy.deepcopy(model).eval()  # no adapter or hook can reach it
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
 
+    def row(self, sequence: Any) -> torch.Tensor:
+        ids = tuple(sequence)
+        if ids not in self._rows:
+            with torch.no_grad():
+                logits = self._model(torch.tensor([ids]), use_cache=False).logits
+            self._rows[ids] = logits[0, -1, :VOCAB_SIZE].float().log_softmax(-1)
+        return self._rows[ids]
+
     def largest_error(self, sequences: Any, rows: list[torch.Tensor]) -> float:
-        errors = []
-        for ids, row in zip(map(tuple, sequences), rows, strict=True):
-            if ids not in self._rows:
-                with torch.no_grad():
-                    logits = self._model(torch.tensor([ids]), use_cache=False).logits
-                self._rows[ids] = logits[0, -1, :VOCAB_SIZE].float().log_softmax(-1)
-            errors.append((row - self._rows[ids]).abs().max())
+        pairs = zip(sequences, rows, strict=True)
+        errors = [(row - self.row(ids)).abs().max() for ids, row in pairs]
         return float(torch.stack(errors).max())  # NaN if one is
 
 

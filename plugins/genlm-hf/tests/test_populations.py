@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from random_programs import run_programs
 
 import genlm
 from genlm import AsyncLM
@@ -39,40 +39,18 @@ def serve(
     return HFEngine.from_model(model, tokenizer, **options)
 
 
-async def run(oracle: Oracle, populations: list[Population], steps: int) -> None:
-    """Extend and resample populations, and request rows of some or all members."""
-    for step in range(steps):
-        for place, before in enumerate(populations):
-            members = list(range(len(before)))
-            if step % 3 == 2:
-                members = random.choices(members, k=len(members))
-            width = random.choice([1, 1, 1, 2, 5])
-            tokens = torch.randint(3, 9, (len(members), width))
-            tokens[torch.rand(tokens.shape) < 0.15] = -1
-            tokens = tokens[:, 0] if width == 1 else tokens
-            population = populations[place] = before[members].extend(tokens)
-            count = random.choice([1, len(population) // 2, len(population)])
-            subset = population[random.sample(range(len(population)), count)]
-            rows = await subset.next_token_logprobs()
-            sequences = [context.token_ids for context in subset]
-            assert oracle.largest_error(sequences, list(rows)) <= 1e-4
-
-
 @pytest.mark.parametrize("slots", [None, 130, 40])
 @pytest.mark.parametrize("name", [*CASES, *OWN_ATTENTION])
 def test_members_have_the_rows_of_their_sequences(
     name: str, slots: int | None, tokenizer: Any
 ) -> None:
-    random.seed(5)
     torch.manual_seed(5)
     model_type, settings = CASES.get(name) or FAMILIES[name]
     model = build_model(model_type, **settings)
     path = "slot_cache" if name in OWN_ATTENTION else "packed"
     engine = serve(model, tokenizer, slots, path)
     with AsyncLM(lambda: engine) as lm:
-        prompt, *suffixes = ids_of_lengths(20, 3, 7, 1, 7)
-        populations = [lm.population(prompt, 6), lm.population([prompt, *suffixes])]
-        asyncio.run(run(Oracle(model), populations, 6))
+        run_programs(lm, Oracle(model).row, [range(3, 23), (3, 4), (3,)])
         assert used(engine, "kv_bytes_used") <= used(engine, "kv_budget_bytes")
 
 
@@ -81,13 +59,10 @@ def test_members_that_are_divided_into_small_clusters_have_the_same_rows(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "_GROUP_COST", -1000)
-    random.seed(6)
     torch.manual_seed(6)
     model = build_model(CASES[name][0], **CASES[name][1])
     with AsyncLM(lambda: serve(model, tokenizer)) as lm:
-        prompts = ids_of_lengths(20, 3, 7, 11)
-        populations = [lm.population([prompt for prompt in prompts for _ in range(3)])]
-        asyncio.run(run(Oracle(model), populations, 8))
+        run_programs(lm, Oracle(model).row, [range(3, 23), range(5, 12), range(3, 10)])
 
 
 def test_members_have_the_rows_of_their_adapter(
@@ -141,7 +116,7 @@ def test_padding_of_members_never_reaches_beyond_the_positions_that_a_model_has(
     model = build_model(model_type, **options | {longest: 64})
     with AsyncLM(lambda: serve(model, tokenizer, path="slot_cache")) as lm:
         population = lm.population(ids_of_lengths(59, 3, 33))
-        asyncio.run(run(Oracle(model), [population], 1))
+        population.next_token_logprobs_sync()
         for token in (3, 4):
             population = population.extend([token] * 3)
             rows = asyncio.run(population.next_token_logprobs())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_programs import run_programs
 
-from genlm import AsyncLM, OutputCache, Population, PopulationError
+from genlm import AsyncLM, OutputCache, PopulationError
 from genlm_llamacpp.conformance import TinyGguf
 from genlm_llamacpp.context import CacheFullError, LlamaContext
 from genlm_llamacpp.engine import LlamaCppEngine
@@ -41,52 +40,20 @@ def used(lm: AsyncLM) -> int:
     return lm._scheduler.run(lambda engine: engine._sequences.used)
 
 
-async def walk(
-    model: TinyGguf, engine: LlamaCppEngine, populations: list[Population], steps: int
-) -> None:
-    """Extend, resample, keep and drop populations, and ask a few members or all."""
-    generator = np.random.default_rng(4)
-    oracle = functools.cache(model.logprobs)
-    tolerance = TOLERANCE[model._name]
-    kept = list(populations)
-    for step in range(steps):
-        for place, before in enumerate(populations):
-            members = np.arange(len(before))
-            if step % 3 == 2:
-                members = generator.integers(0, len(members), len(members))
-            width = int(generator.choice([1, 1, 1, 2, 4]))
-            tokens = generator.integers(3, 300, (len(members), width))
-            tokens[generator.random(tokens.shape) < 0.15] = -1
-            tokens[before.lengths[members] + width > 50] = -1
-            populations[place] = before[members].extend(tokens)
-            for population in (populations[place], kept[int(generator.integers(len(kept)))]):
-                count = int(generator.choice([1, len(population) // 2, len(population)]))
-                requested = population[generator.permutation(len(population))[:count]]
-                rows = await requested.next_token_logprobs()
-                expected = torch.stack([oracle(context.token_ids) for context in requested])
-                torch.testing.assert_close(
-                    rows.double(), expected.double(), atol=tolerance, rtol=0
-                )
-        kept.append(populations[step % len(populations)])
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_members_have_the_rows_of_their_sequences(name: str, make: Make) -> None:
     family, options = SETTINGS[name]
     model = make(family)
     engine = model.engine(**options)
-    generator = np.random.default_rng(1)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
-        prompts = [tuple(generator.integers(3, 300, count).tolist()) for count in (20, 3, 7)]
-        populations = [lm.population(prompts[0], 6), lm.population(prompts)]
-        for _ in range(4):
-            asyncio.run(walk(model, engine, populations, 3))
-            # Between populations, sequences that continue theirs are requested one by one.
-            context = populations[0][0].token_ids
-            row = lm.next_token_logprobs_sync([*context, 9])
-            expected = model.logprobs([*context, 9])
-            torch.testing.assert_close(
-                row.double(), expected.double(), atol=TOLERANCE[family], rtol=0
+        for seed in range(3):
+            run_programs(
+                lm,
+                model.logprobs,
+                [range(3, 23), (3, 4, 5)],
+                seed=seed,
+                tolerance=TOLERANCE[family],
+                most_tokens=50,
             )
             if family != "mamba":
                 check_memory(engine)
@@ -190,19 +157,10 @@ def test_a_population_that_is_dropped_frees_its_sequences(llama: TinyGguf) -> No
 
 def test_adapters_have_sequences_of_their_own(llama: TinyGguf) -> None:
     with AsyncLM(llama.engine, output_cache=OutputCache(0)) as lm:
-        names = [None, "red", "blue"]
-        for name in names[1:]:
-            lm.load_lora(llama.adapters[str(name)], str(name))
-        populations = [lm.population(tuple(range(30, 42)), 4, lora_name=name) for name in names]
-        for step in range(4):
-            for place, name in enumerate(names):
-                extended = populations[place].extend([40 + step, 41, 41, 42])
-                rows = extended.next_token_logprobs_sync()
-                expected = torch.stack(
-                    [llama.logprobs(each.token_ids, name) for each in extended]
-                )
-                torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-                populations[place] = extended[[0, 0, 2, 3]]
+        for name in ("red", "blue"):
+            lm.load_lora(llama.adapters[name], name)
+        prompts = [range(30, 42)] * 3
+        run_programs(lm, llama.logprobs, prompts, adapters=(None, "red", "blue"))
 
 
 @pytest.mark.parametrize("error", [CacheFullError, RuntimeError])

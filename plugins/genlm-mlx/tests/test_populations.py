@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 from architecture_tables import read_table
+from random_programs import run_programs
 
-from genlm import AsyncLM, OutputCache, Population, PopulationError
+from genlm import AsyncLM, OutputCache, PopulationError
 from genlm.prefix import TableBatch, padding
 from genlm.testing import TINY_LLAMA, TinyModel, families
 from genlm_mlx import forward, storage
 from genlm_mlx.engine import MLXEngine
 
 from .conftest import Make
-from .driving import Oracle, largest_error
+from .driving import largest_error
 
 TABLE = read_table("mlx")
 SERVED = {
@@ -72,50 +70,15 @@ def serve(model: TinyModel, slots: int | None = None, **options: Any) -> MLXEngi
     return engine
 
 
-def ids(generator: np.random.Generator, count: int) -> tuple[int, ...]:
-    return tuple(generator.integers(3, 300, count).tolist())
-
-
-async def largest_errors(
-    oracle: Oracle,
-    populations: list[Population],
-    steps: int,
-    seed: int,
-    most_tokens: int = 40,
-) -> float:
-    """Extend and resample populations; return the largest error of requested rows."""
-    generator = np.random.default_rng(seed)
-    largest = 0.0
-    for step in range(steps):
-        for place, before in enumerate(populations):
-            members = np.arange(len(before))
-            if step % 3 == 2:
-                members = generator.integers(0, len(members), len(members))
-            width = int(generator.choice([1, 1, 1, 2, 5]))
-            tokens = generator.integers(3, 300, (len(members), width))
-            tokens[generator.random(tokens.shape) < 0.15] = -1
-            tokens[before.lengths[members] + width > most_tokens] = -1
-            population = populations[place] = before[members].extend(tokens)
-            count = int(generator.choice([1, len(population) // 2, len(population)]))
-            subset = population[generator.permutation(len(population))[:count]]
-            rows = await subset.next_token_logprobs()
-            expected = torch.stack([oracle(context.token_ids) for context in subset])
-            largest = max(largest, float((rows.double() - expected.double()).abs().max()))
-    return largest
-
-
 @pytest.mark.parametrize("slots", [None, 130, 40])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_members_have_the_rows_of_their_sequences(
     name: str, slots: int | None, tmp_path: Path, counted: Counted
 ) -> None:
     model = TinyModel.of(tmp_path, families()[name])
-    oracle = functools.cache(model.logprobs)
-    engine, generator = serve(model, slots), np.random.default_rng(1)
+    engine = serve(model, slots)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
-        prompt, *suffixes = (ids(generator, count) for count in (20, 3, 7, 1))
-        populations = [lm.population(prompt, 6), lm.population([prompt, *suffixes])]
-        assert asyncio.run(largest_errors(oracle, populations, 8, seed=5)) <= 1e-4
+        run_programs(lm, model.logprobs, [range(3, 23), (3, 4), (3,)], most_tokens=40)
         assert counted.tokens
         used = engine.statistics()
         assert int(used["kv_bytes_used"]) <= int(used["kv_budget_bytes"])
@@ -126,14 +89,15 @@ def test_families_with_a_prefix_tree_have_right_populations(
     name: str, tmp_path: Path, counted: Counted
 ) -> None:
     model = TinyModel.of(tmp_path, SERVED[name])
-    engine, generator = serve(model), np.random.default_rng(2)
-    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
-        prompts = [ids(generator, count) for count in (7, 3)]
-        populations = [lm.population(prompts[0], 4), lm.population(prompts)]
-        error = asyncio.run(
-            largest_errors(model.logprobs, populations, 5, seed=3, most_tokens=16)
+    with AsyncLM(lambda: serve(model), output_cache=OutputCache(0)) as lm:
+        run_programs(
+            lm,
+            model.logprobs,
+            [range(3, 10), (3, 4, 5)],
+            steps=6,
+            tolerance=max(1e-4, TABLE[name].bound or 0),
+            most_tokens=16,
         )
-        assert error <= max(1e-4, TABLE[name].bound or 0)
         assert counted.tokens
 
 
@@ -142,11 +106,8 @@ def test_passes_that_gather_little_have_the_same_rows(
     gathered: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(padding, "_GATHERED_AT_ONCE", gathered)
-    oracle = functools.cache(llama.logprobs)
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
-        prompts = [(5, 6, 7), (5, 6, 8, 9), (11,)]
-        populations = [lm.population(prompts[0], 5), lm.population(prompts)]
-        assert asyncio.run(largest_errors(oracle, populations, 6, seed=7)) <= 1e-4
+        run_programs(lm, llama.logprobs, [(5, 6, 7), (5, 6, 8, 9), (11,)])
 
 
 def test_a_population_that_is_extended_and_resampled_is_gathered_once(
@@ -171,22 +132,11 @@ def test_a_population_that_is_extended_and_resampled_is_gathered_once(
 
 
 def test_adapters_have_tables_of_their_own(llama: TinyModel) -> None:
-    random.seed(1)
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
-        names = [None, "red", "blue"]
-        for name in names[1:]:
-            lm.load_lora(llama.adapters[str(name)], str(name))
-        prompt = tuple(range(30, 42))
-        populations = [lm.population(prompt, 4, lora_name=name) for name in names]
-        for step in range(4):
-            for place, name in enumerate(names):
-                extended = populations[place].extend([40 + step, 41, 41, 42])
-                rows = extended.next_token_logprobs_sync()
-                expected = torch.stack(
-                    [llama.logprobs(context.token_ids, name) for context in extended]
-                )
-                torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
-                populations[place] = extended[[0, 0, 2, 3]]
+        for name in ("red", "blue"):
+            lm.load_lora(llama.adapters[name], name)
+        prompts = [range(30, 42)] * 3
+        run_programs(lm, llama.logprobs, prompts, adapters=(None, "red", "blue"))
 
 
 def table(trunk: list[int], slots: list[list[int]], **columns: list[int]) -> TableBatch:

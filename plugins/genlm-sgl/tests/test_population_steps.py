@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from population_walks import PROMPT, TOLERANCE, check, figures
+from serving_populations import PROMPT, TOLERANCE, check, figures
 
 import genlm
 from genlm.testing import TINY_VOCABULARY
@@ -24,25 +23,6 @@ from .particles import served, slots_used
 def roomy(tiny: TinyLlama) -> Iterator[genlm.AsyncLM]:
     with served(tiny) as llm:
         yield llm
-
-
-# -- rows -----------------------------------------------------------------------------
-
-
-def test_reductions_are_those_of_the_rows(roomy: genlm.AsyncLM) -> None:
-    population = roomy.population(PROMPT, 8).extend(np.arange(8) // 2 + 3)
-    rows = population.next_token_logprobs_sync()
-    masks = np.random.default_rng(1).random((3, rows.shape[1])) < 0.5
-    index = np.array([0, 1, 2, 0, 1, 2, 0, 1])
-    mass = population.log_mass_sync(masks, mask_index=index)
-    allowed = rows.masked_fill(~torch.from_numpy(masks[index]), -torch.inf)
-    torch.testing.assert_close(mass, allowed.logsumexp(1), atol=1e-5, rtol=0)
-    drawn = population.draw_sync(masks, mask_index=index, seed=3)
-    torch.testing.assert_close(drawn.log_mass, mass, atol=1e-5, rtol=0)
-    logprobs = population.token_logprobs_sync(drawn.token_ids)
-    torch.testing.assert_close(logprobs, drawn.logprobs, atol=1e-5, rtol=0)
-    assert masks[index, drawn.token_ids.numpy()].all()
-    assert torch.equal(population.top_tokens_sync(3).token_ids, rows.topk(3).indices)
 
 
 # -- passes ---------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from population_walks import PROMPT, TOLERANCE, check, walk
+from random_programs import run_programs
+from serving_populations import PROMPT, check
 
 import genlm
 from genlm.plugin import GroupReduction
@@ -46,27 +46,9 @@ def no_slot_leaks(llm: genlm.AsyncLM) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_slot_leaks")
 @pytest.mark.parametrize("seed", range(3))
-def test_populations_grow_fork_and_rest_beside_other_requests(
-    llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
-) -> None:
-    walk(llm, tiny, seed, steps=12)
-
-
-@pytest.mark.usefixtures("no_slot_leaks")
-def test_continuations_are_those_of_the_rows(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
-    population = llm.population(PROMPT[:20], 10)
-    sampled = population.sample_sync(6, stop=[3, 4, 5], seed=2)
-    for context, ids, logprobs in zip(
-        population, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True
-    ):
-        sequence = tuple(context.token_ids)
-        for token, logprob in zip(ids, logprobs, strict=True):
-            if token >= 0:
-                expected = float(tiny.logprobs(sequence)[token])
-                assert logprob == pytest.approx(expected, abs=TOLERANCE)
-                sequence = (*sequence, token)
-    extended = sampled.population
-    check(tiny, extended, extended.next_token_logprobs_sync())
+def test_random_programs_on_populations(llm: genlm.AsyncLM, tiny: TinyLlama, seed: int) -> None:
+    prompts = [PROMPT, PROMPT[: 30 + seed], PROMPT[:5]]
+    run_programs(llm, tiny.logprobs, prompts, seed=seed, steps=15, adapters=(None, "red"))
 
 
 @pytest.mark.usefixtures("no_slot_leaks")
@@ -81,28 +63,6 @@ def test_several_prompts_of_which_one_begins_with_another(
 
 
 # -- ends and failures ----------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("no_slot_leaks")
-def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
-    llm: genlm.AsyncLM, tiny: TinyLlama
-) -> None:
-    async def cancelled() -> None:
-        population = llm.population(PROMPT * 2, 6)
-        for turn in range(12):
-            task = asyncio.ensure_future(population.next_token_logprobs())
-            for _ in range(turn):
-                await asyncio.sleep(0)
-            if turn % 3 == 2:
-                await llm.next_token_logprobs([turn, 4])
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            if turn % 2:
-                population = population.extend(np.arange(6) % (turn % 4 + 1) + 3)
-        check(tiny, population, await population.next_token_logprobs())
-
-    asyncio.run(cancelled())
-    assert llm.statistics().pending == 0
 
 
 @pytest.mark.usefixtures("no_slot_leaks")

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from population_walks import PROMPT, check, figures, walk
+from random_programs import run_programs
+from serving_populations import PROMPT, check, figures
 
 import genlm
 from genlm.plugin import (
@@ -83,10 +84,15 @@ def has_room(llm: genlm.AsyncLM) -> bool:
 
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("seed", range(3))
-def test_populations_grow_fork_and_rest_beside_other_requests(
-    llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
-) -> None:
-    walk(llm, tiny, seed, steps=6 if SECOND_RUNNER else 12)
+def test_random_programs_on_populations(llm: genlm.AsyncLM, tiny: TinyLlama, seed: int) -> None:
+    run_programs(
+        llm,
+        tiny.logprobs,
+        [PROMPT, PROMPT[: 30 + seed], PROMPT[:5]],
+        seed=seed,
+        steps=6 if SECOND_RUNNER else 15,
+        adapters=(None, "red"),
+    )
 
 
 @pytest.mark.usefixtures("free")
@@ -277,23 +283,6 @@ def test_the_request_of_a_member_that_waits_for_long_ends(llm: genlm.AsyncLM) ->
     assert 10 < living.count(3) < 18
 
 
-def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM) -> None:
-    population = llm.population(PROMPT, 8).extend(np.arange(8) // 2 + 3)
-    rows = population.next_token_logprobs_sync().cpu()
-    masks = np.random.default_rng(1).random((3, rows.shape[1])) < 0.5
-    index = np.array([0, 1, 2, 0, 1, 2, 0, 1])
-    mass = population.log_mass_sync(masks, mask_index=index)
-    allowed = rows.masked_fill(~torch.from_numpy(masks[index]), -torch.inf)
-    torch.testing.assert_close(mass, allowed.logsumexp(1), atol=1e-5, rtol=0)
-    drawn = population.draw_sync(masks, mask_index=index, seed=3)
-    torch.testing.assert_close(drawn.log_mass, mass, atol=1e-5, rtol=0)
-    chosen = population.token_logprobs_sync(drawn.token_ids)
-    torch.testing.assert_close(chosen, drawn.logprobs, atol=1e-5, rtol=0)
-    assert masks[index, drawn.token_ids.numpy()].all()
-    ids = population.top_tokens_sync(3).token_ids
-    assert torch.equal(ids, rows.topk(3).indices)
-
-
 @pytest.mark.usefixtures("free")
 def test_continuations_are_drawn_on_the_living_requests(
     llm: genlm.AsyncLM, tiny: TinyLlama
@@ -306,15 +295,6 @@ def test_continuations_are_drawn_on_the_living_requests(
         begun, computed = grown()
         assert begun == 1
         assert computed < len(PROMPT) + drawn
-    for context, ids, logprobs in zip(
-        population, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True
-    ):
-        sequence = tuple(context.token_ids)
-        for token, logprob in zip(ids, logprobs, strict=True):
-            if token >= 0:
-                expected = float(tiny.logprobs(sequence)[token])
-                assert logprob == pytest.approx(expected, abs=1e-4)
-                sequence = (*sequence, token)
     extended = sampled.population
     check(tiny, extended, extended.next_token_logprobs_sync())
 
@@ -332,28 +312,6 @@ def test_several_queries_of_a_population_at_once(llm: genlm.AsyncLM, tiny: TinyL
 
     for population, rows in asyncio.run(together()):
         check(tiny, population, rows)
-
-
-@pytest.mark.usefixtures("free")
-def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
-    llm: genlm.AsyncLM, tiny: TinyLlama
-) -> None:
-    async def cancelled() -> None:
-        population = llm.population(PROMPT * 4, 6)
-        for turn in range(12):
-            task = asyncio.ensure_future(population.next_token_logprobs())
-            for _ in range(turn):
-                await asyncio.sleep(0)
-            if turn % 3 == 2:
-                await llm.next_token_logprobs([turn, 4])
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            if turn % 2:
-                population = population.extend(np.arange(6) % (turn % 4 + 1) + 3)
-        check(tiny, population, await population.next_token_logprobs())
-
-    asyncio.run(cancelled())
-    assert llm.statistics().pending == 0
 
 
 @pytest.mark.usefixtures("free")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from population_walks import check, figures
+from serving_populations import check, figures
 
 import genlm
 from genlm.plugin import Generation, GroupQuery, Lineage, Query, Rows, TokenSequence

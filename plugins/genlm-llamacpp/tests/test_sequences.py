@@ -88,6 +88,28 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
     torch.testing.assert_close(row.double(), model.logprobs(requested), atol=4e-3, rtol=0)
 
 
+def test_no_pass_of_a_batch_loses_tokens_that_an_earlier_pass_needs(make):
+    """llama.cpp assigns cells to all passes of a call before it computes the first one."""
+    model = make("gemma2")
+    engine = model.engine(n_ctx=256, n_batch=16, n_ubatch=8)
+    generator, known = random.Random(53), []
+    try:
+        for _ in range(20):
+            batch = [
+                tuple(generator.randrange(3, 300) for _ in range(generator.randint(9, 48)))
+                for _ in range(generator.randint(1, 4))
+            ]
+            rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(batch)])
+            expected = torch.stack([model.logprobs(ids) for ids in batch])
+            torch.testing.assert_close(rows.double(), expected, atol=4e-3, rtol=0)
+            known += batch
+            while known and generator.random() < 0.5:
+                ids = known.pop(generator.randrange(len(known)))
+                engine.release_context(None, TokenSequence.of(ids).key)
+    finally:
+        engine.close()
+
+
 def test_a_prompt_longer_than_the_window_is_kept_when_its_extensions_are_released(make):
     engine = make("gemma2").engine()
     prompt = list(range(40))
@@ -209,6 +231,34 @@ def test_a_batch_of_a_divided_cache_is_in_the_order_of_its_sequences():
     batch = build_batch(rows, shared=False)
     assert batch.tokens.tolist() == [6, 7, 5]
     assert batch.results.tolist() == [2, 0, 1]
+
+
+def test_parts_of_a_divided_cache_may_have_tokens_of_one_sequence_only():
+    rows = extensions([(5, 6), (6, 7, 8), (7, 8)], seq_ids=[2, 0, 1])
+    batch = build_batch(rows, shared=False)
+    parts = [(part.first, part.end) for part in batch.parts(2, 9, separately=True)]
+    assert parts == [(0, 2), (2, 3), (3, 5), (5, 7)]
+    assert [(part.first, part.end) for part in batch.parts(5, 9)] == [(0, 5), (5, 7)]
+
+
+def test_a_divided_cache_with_windows_computes_sequences_one_after_the_other(make, monkeypatch):
+    model = make("gemma2")
+    engine, counts = model.engine(n_seq_max=8, kv_unified=False), []
+    decode = LlamaContext.decode
+
+    def counted(own, batch, part):
+        counts.append(part.end - part.first)
+        return decode(own, batch, part)
+
+    monkeypatch.setattr(LlamaContext, "decode", counted)
+    try:
+        for batch in [[(5, 6, 7), (8, 9)], [(5, 6, 7, 8), (8, 9, 7)]]:
+            rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(batch)])
+            expected = torch.stack([model.logprobs(ids) for ids in batch])
+            torch.testing.assert_close(rows.double(), expected, atol=4e-3, rtol=0)
+    finally:
+        engine.close()
+    assert counts == [3, 2, 2]  # one call for a token of each
 
 
 def test_tokens_that_sequences_lack_in_common_are_in_the_batch_once():

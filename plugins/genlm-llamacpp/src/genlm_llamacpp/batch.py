@@ -95,8 +95,17 @@ class TokenBatch:
     results: Integers
     seq_ids: _Ints
 
-    def parts(self, max_tokens: int, max_outputs: int) -> Iterator[Part]:
-        """Yield parts of at most `max_tokens` tokens and `max_outputs` outputs."""
+    def parts(
+        self, max_tokens: int, max_outputs: int, *, separately: bool = False
+    ) -> Iterator[Part]:
+        """Yield parts of at most `max_tokens` tokens and `max_outputs` outputs.
+
+        Args:
+            max_tokens: As above.
+            max_outputs: As above.
+            separately: Whether a part has tokens of only one sequence; tokens of several
+                sequences must not be shared.
+        """
         total = len(self.tokens)
         outputs = np.flatnonzero(self.outputs)
         first = 0
@@ -105,6 +114,8 @@ class TokenBatch:
             begin = int(np.searchsorted(outputs, first))
             if begin + max_outputs < len(outputs):
                 end = min(end, int(outputs[begin + max_outputs]))
+            if separately:
+                end = first + int((self.seq_ids[first:end] == self.seq_ids[first]).sum())
             yield Part(first, end, outputs[begin : np.searchsorted(outputs, end)])
             first = end
 

@@ -159,6 +159,14 @@ class LlamaContext:
         return self._options.kv_unified and self.can_cut
 
     @property
+    def separates_sequences(self) -> bool:
+        """Whether a call must not compute tokens of several sequences, see `_create`.
+
+        llama.cpp divides such a batch into several passes unless sequences share tokens.
+        """
+        return bool(self._window) and not self.shares_tokens
+
+    @property
     def is_open(self) -> bool:
         """Whether the context exists; False if `divide` ran out of memory."""
         return bool(self._context)
@@ -345,7 +353,10 @@ class LlamaContext:
             )
         params.type_k, params.type_v = CACHE_TYPES[type_k][0], CACHE_TYPES[type_v][0]
         params.n_ctx = options.n_ctx or self._default_cells(type_k, type_v, options)
-        params.n_batch = self.n_batch = min(options.n_batch, params.n_ctx)
+        # llama.cpp assigns cells to all passes of a call before the first one. A later pass may
+        # reuse cells outside its windows, and loses tokens that an earlier pass needs.
+        passes = options.n_ubatch if self._window else options.n_batch
+        params.n_batch = self.n_batch = min(options.n_batch, passes, params.n_ctx)
         params.n_ubatch = min(options.n_ubatch, self.n_batch)
         params.n_seq_max = options.n_seq_max
         params.n_outputs_max = max(self.n_batch, options.n_seq_max)  # asserted in C

@@ -53,7 +53,8 @@ class LlamaCppEngine(BatchEngine):
         n_ctx: Number of cells of the cache, one per token, which all sequences share, or which
             are divided among them with `kv_unified=False`; by default 16,384, or as many as
             fit into a quarter of the free memory.
-        n_batch: Maximum number of tokens in one call of llama.cpp.
+        n_batch: Maximum number of tokens in one call of llama.cpp; with sliding windows at most
+            `n_ubatch`.
         n_ubatch: Maximum number of tokens in one forward pass.
         n_seq_max: Maximum number of cached sequences, at most 256.
         kv_unified: Whether sequences share cells, which is faster for sequences with long
@@ -376,7 +377,8 @@ class LlamaCppEngine(BatchEngine):
             self._adapters.activate(adapter)
             batch = build_batch(rows, shared=self._context.shares_tokens)
             receiver.expect(batch.results, ranges(members, rows.lengths - rows.firsts))
-            self._decode(batch, receiver)
+            separately = self._context.separates_sequences and rows.counts.max() > 1
+            self._decode(batch, receiver, separately=bool(separately))
         except BaseException as error:
             self._sequences.roll_back(rows)
             if isinstance(error, CacheFullError):
@@ -385,8 +387,11 @@ class LlamaCppEngine(BatchEngine):
         self._tokens_evaluated += int(rows.lengths.sum())
         return True
 
-    def _decode(self, batch: TokenBatch, receiver: Logits | PieceScores) -> None:
-        for part in batch.parts(self._context.n_batch, self._max_outputs):
+    def _decode(
+        self, batch: TokenBatch, receiver: Logits | PieceScores, *, separately: bool
+    ) -> None:
+        parts = batch.parts(self._context.n_batch, self._max_outputs, separately=separately)
+        for part in parts:
             while True:
                 try:
                     logits = self._context.decode(batch, part)

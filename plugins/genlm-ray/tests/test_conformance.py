@@ -4,6 +4,8 @@ A program sends the same messages to its own and to served replicas. Served ones
 with limits, reduce rows apart from the engine, and continue to run.
 """
 
+from random_programs import run_programs
+
 from genlm.testing import conformance_tests
 
 OF_SESSIONS = [
@@ -35,3 +37,8 @@ OF_SESSIONS = [
 
 test_conformance = conformance_tests("ray", models=["private"])
 test_served_replicas = conformance_tests("ray", models=["served"], only=OF_SESSIONS)
+
+
+def test_random_programs_on_populations(pair, reference):
+    prompts = [[72, 101], [72, 101, 32], [84]]
+    run_programs(pair, reference.next_token_logprobs_sync, prompts)

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from random_programs import run_programs
 
 from genlm import Population, PopulationError, get_backend
 from genlm.core.queries.joined_generations import joined_generation
@@ -86,11 +85,6 @@ def _assert_rows(population: Population, reference) -> None:
         [context.token_ids for context in population]
     )
     torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
-
-
-def test_random_programs_on_populations(pair, reference):
-    prompts = [[72, 101], [72, 101, 32], [84]]
-    run_programs(pair, reference.next_token_logprobs_sync, prompts)
 
 
 def test_a_population_is_one_message_of_new_columns(pair, reference, messages):

@@ -296,7 +296,7 @@ class _Attention:
         return _concatenate(parts).transpose(1, 2).reshape(query.shape[0], chunk.length, -1)
 
     def _weights(self, scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Compute attention weights from scores, in float32.
+        """Compute attention weights from scores, which are overwritten, in float32.
 
         Args:
             scores: Scaled products, (key heads, tokens, query heads per key head, keys).
@@ -304,9 +304,9 @@ class _Attention:
                 visible.
         """
         if self._softcap is not None:
-            scores = torch.tanh(scores / self._softcap) * self._softcap
+            scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
         if hidden is not None:
-            scores = scores.masked_fill(hidden[:, None], float("-inf"))
+            scores = scores.masked_fill_(hidden[:, None], float("-inf"))
         if self._sinks is None:
             return scores.softmax(-1, dtype=torch.float32)
         sinks = self._sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from documents import REPOSITORY
+from programs import run_program
 
 GITHUB = REPOSITORY / ".github"
 WORKFLOWS = sorted(GITHUB.glob("workflows/*.yml"))
@@ -122,3 +123,10 @@ def test_another_version_or_no_changelog_is_a_reason(repository):
         "plugins/genlm-one has version 1.2.0, not 1.2.1",
         "CHANGELOG.md has no section '## 1.2.1'",
     ]
+
+
+def test_clones_have_the_same_line_ends_on_all_platforms():
+    """Git for Windows converts line ends by default, and packages are installed from clones."""
+    path = "core/src/genlm/core/reference/default.txt"
+    found = run_program("git", "check-attr", "eol", path, cwd=REPOSITORY).stdout
+    assert found == f"{path}: eol: lf\n"

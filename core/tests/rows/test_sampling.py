@@ -142,23 +142,37 @@ class OnApple(torch.Tensor):
 
     device = property(lambda _: torch.device("mps"))
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(result, cls) and result.dtype == torch.float64:
+            raise TypeError("the MPS framework doesn't support float64")
+        return result
+
     def cpu(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
 
-    def double(self) -> torch.Tensor:
-        raise TypeError("the MPS framework doesn't support float64")
 
-
+@pytest.mark.parametrize(
+    "limits", [Truncation(), Truncation(top_k=3), Truncation(top_p=0.8), Truncation(min_p=0.4)]
+)
 def test_rows_on_devices_without_float64_are_drawn_from_as_others(
-    monkeypatch: pytest.MonkeyPatch,
+    limits: Truncation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = oracle_row([1, 2], None, 6).expand(20, 6)
-    uniforms = [stream_uniform(17, position) for position in range(20)]
-    expected = draw_tokens(rows, [1.0] * 20, uniforms)
-    arange = torch.arange
+    uniforms = torch.tensor([stream_uniform(17, i) for i in range(20)], dtype=torch.float64)
+    weights = RowWeights(rows.shape, truncation=limits)
+    expected = batch_draw(rows, uniforms, weights).token_ids
+    arange, to = torch.arange, torch.Tensor.to
+
+    def move(tensor: torch.Tensor, target: Any) -> torch.Tensor:
+        return to(tensor, getattr(target, "dtype", tensor.dtype))
+
     monkeypatch.setattr(torch, "arange", lambda count, **_: arange(count))
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)
-    drawn = draw_tokens(rows.as_subclass(OnApple), [1.0] * 20, uniforms)
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    drawn = batch_draw(rows.as_subclass(OnApple), uniforms, weights).token_ids
     assert torch.equal(drawn, expected)
 
 

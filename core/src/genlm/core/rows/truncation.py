@@ -112,7 +112,8 @@ def truncate(weights: torch.Tensor, truncation: Truncation) -> torch.Tensor:
         )
         pending = pending[has_no_top_k[pending] & is_short.cpu().numpy()]
     if min_p.any():
-        least = moved(torch.tensor(min_p), weights.device) * weights.amax(1)
+        largest_weights = to_float64(weights.amax(1))
+        least = moved(torch.from_numpy(min_p), largest_weights.device) * largest_weights
         truncated *= weights >= least[:, None].to(weights)
     return truncated
 

@@ -209,7 +209,7 @@ def _draw_part(
         best = _drawn_tokens(rows, rows.argmax(-1), log_mass, certain)
         return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
     scores, weights, sums, log_mass = compute_weights(part)
-    limited = ~is_greedy & part.truncation.limits(rows.shape[1])
+    limited = ~is_greedy & part.truncation.applies(rows.shape[1])
     if limited.any():
         places = moved(torch.from_numpy(np.flatnonzero(limited)), rows.device)
         limited_weights = truncate(weights[places], part.truncation.of(limited))

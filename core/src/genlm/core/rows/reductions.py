@@ -120,7 +120,7 @@ class DrawnToken(NamedTuple):
         logprob: The model's log-probability of the token.
         log_mass: Log-probability of the mask in the row, after a bias; 0 without both.
         draw_logprob: The log-probability with which the token was drawn: under the mask, the
-            bias, the temperature, top-k and top-p. With a mask alone `logprob - log_mass`.
+            bias, the temperature and the truncation. With a mask alone `logprob - log_mass`.
     """
 
     token_id: int

@@ -110,7 +110,7 @@ class RowWeights:
 
     def is_truncated(self, vocab_size: int) -> bool:
         """Whether the draws of some row are limited to its most likely tokens."""
-        limited = self.truncation.limits(vocab_size)
+        limited = self.truncation.applies(vocab_size)
         return limited if type(limited) is bool else bool(limited.any())
 
     def are_masked_probabilities(self, vocab_size: int) -> bool:

@@ -76,7 +76,7 @@ class Truncation(NamedTuple):
         columns: Any = self
         return Truncation(*(limit[rows] if np.ndim(limit) else limit for limit in columns))
 
-    def limits(self, size: int) -> Any:
+    def applies(self, size: int) -> Any:
         """Whether rows over `size` ids are limited: a bool, or booleans of shape `(n,)`."""
         return (self.top_k < size) | (self.top_p < 1) | (self.min_p > 0)
 

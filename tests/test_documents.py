@@ -7,6 +7,7 @@ import logging
 import re
 import tomllib
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import peft
@@ -79,6 +80,23 @@ def test_the_guide_runs_from_top_to_bottom_as_it_stands(caplog, spans):
     assert names["ratios"].tolist() == pytest.approx([1] * len(names["ratios"]), abs=1e-4)
     assert "genlm-hf: step of 2 queries, 2 finished, 2 tokens computed, " in caplog.text
     assert {span.name for span in spans.get_finished_spans()} == {"genlm.batch"}
+
+
+def test_the_weights_of_stochastic_beams_have_the_sum_1():
+    """Of three beams after one step, from a row of equal probabilities."""
+    [program] = [block for block in blocks("docs/guide.md") if "perturbed" in block]
+    program = program.replace("range(6)", "range(1)").replace("5", "3")
+    program = program.replace("seed=1", "seed=seed")
+    source = f"sums = []\nfor seed in range(400):\n{indent(program, '    ')}"
+    source += """\
+    log_probs, threshold = log_probs[:-1], perturbed[-1]
+    sums.append((log_probs - (-torch.expm1(-(log_probs - threshold).exp())).log()).exp().sum())
+"""
+    torch.manual_seed(0)
+    with genlm.load_model("demo", "reference", text=bytes(range(256)), order=1) as llm:
+        names = asyncio.run(run(source, {"llm": llm, "ids": [97], "torch": torch}))
+    sums = torch.stack(names["sums"])
+    assert abs(sums.mean() - 1) < 4 * sums.std() / 20
 
 
 def test_the_readme_runs(demo, adapter, capsys):

@@ -567,6 +567,29 @@ def test_a_filter_continues_another_one_with_its_weights(llm):
     assert last.log_evidence == pytest.approx(whole.log_evidence)
 
 
+def test_a_filter_that_continues_another_one_resamples_with_other_numbers(make_model):
+    """The evidence is the mean over both first tokens, also if both filters have one seed."""
+    llm, prompt = make_model(ScriptedEngine(2)), [0, 0, 0, 0]
+    factors = np.cumprod([[1, 1], [1, 4], [1, 1], [1, 4], [30, 1]], axis=0)
+
+    def potential(population: Any) -> Any:
+        tokens = population.tokens.numpy()
+        return np.log(factors[tokens.shape[1] - 4, tokens[:, 4]])
+
+    options: dict[str, Any] = {"max_tokens": 2, "potential": potential, "resample_below": 1}
+    estimates = []
+    for seed in range(400):
+        *_, first = steer_sync(llm, prompt, 2, seed=seed, **options)
+        weights = first.log_weights - potential(first.population)
+        *_, second = steer_sync(
+            llm, first.population, log_weights=weights, seed=seed, **options
+        )
+        estimates.append(math.exp(second.log_evidence))
+    exact = oracle_row(prompt, None, 2).exp().numpy() @ factors[-1]
+    error = np.std(estimates, ddof=1) / math.sqrt(len(estimates))
+    assert abs(np.mean(estimates) - exact) < 4 * error
+
+
 def test_first_particles_without_weight_draw_no_token(llm):
     log_weights = [-math.inf, 0.5, -math.inf]
     *_, particles = steer_sync(llm, PROMPT, 3, max_tokens=2, log_weights=log_weights, seed=0)

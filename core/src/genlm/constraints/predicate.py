@@ -85,8 +85,8 @@ class Python(Language):
             by default `prefix`.
         within: Language that also contains the texts; tokens are drawn from its masks. By
             default the language of valid UTF-8.
-        extra_draws: Number of tokens drawn after the accepted one to estimate the mass. A
-            larger number reduces the variance of the weights.
+        extra_draws: Maximum number of tokens drawn after the accepted one to estimate the mass.
+            A larger number reduces the variance of the weights.
 
     Raises:
         TypeError: `prefix` or `complete` is not callable. A draw raises it for a coroutine
@@ -113,7 +113,7 @@ class Python(Language):
             raise TypeError(f"within={within!r}; expected a Language, such as a Grammar")
         self._within = utf8() if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
-        """Number of tokens drawn after the accepted one."""
+        """Maximum number of tokens drawn after the accepted one."""
         self.lock = threading.Lock()
         """Held while one of the functions is called; never two are called at the same time."""
         self._after_fork()

@@ -95,7 +95,8 @@ async def steer(
         temperature: Temperature of the draws; the weights account for it.
         resample_below: Threshold of the effective sample size, as a share of `size`: 0 never
             resamples, 1 resamples after every step with unequal weights but the last.
-        seed: Random seed; None for fresh randomness.
+        seed: Random seed; None for fresh randomness. A filter that continues the population of
+            another one can use the same seed.
         progress: Whether to show a progress bar of the steps.
 
     Raises:
@@ -241,6 +242,8 @@ class _Filter:
         self._resample_below = resample_below
         self._rng = np.random.default_rng(seed)
         self._draw_seed = int(self._rng.integers(2**63))
+        # Skips the numbers with which an earlier filter resampled these particles.
+        self._rng.random(particles.population._step)  # noqa: SLF001 - internal to genlm
         self._log_potential = np.zeros(len(particles))
         # A subclass that overrides `draw` may use another proposal, such as one with a bias.
         has_own_draw = constraint is not None and type(constraint).draw is not Constraint.draw

@@ -131,10 +131,10 @@ class Population(MemberReductions):
             bias: Addend of the log-probabilities: a number, or shape `(n,)`, `(vocab_size,)`
                 or `(n, vocab_size)`; `-inf` excludes a token, as a mask does.
             top_k: Number of most likely allowed tokens to which the draw is limited.
-            top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
-                the fewest most likely tokens that reach it.
-            min_p: Share of the probability of the most likely allowed token, in [0, 1], that
-                any drawn token has.
+            top_p: Share of the probability of these tokens at the temperature, in (0, 1]; the
+                draw is limited to the fewest most likely tokens that reach it.
+            min_p: Share of the probability of the most likely allowed token at the temperature,
+                in [0, 1], that any drawn token has.
             rows: Log-probabilities in place of the model's, which are then not computed:
                 shape `(n, vocab_size)`, on any device, such as the result of
                 `next_token_logprobs`.

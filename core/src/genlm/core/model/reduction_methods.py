@@ -290,10 +290,10 @@ class ReductionMethods:
             bias: Addend of the log-probabilities: shape `(vocab_size,)`, or a number; `-inf`
                 excludes a token, as a mask does. An array must not change before the result.
             top_k: Number of most likely allowed tokens to which the draw is limited.
-            top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
-                the fewest most likely tokens that reach it.
-            min_p: Share of the probability of the most likely allowed token, in [0, 1], that
-                the drawn token has.
+            top_p: Share of the probability of these tokens at the temperature, in (0, 1]; the
+                draw is limited to the fewest most likely tokens that reach it.
+            min_p: Share of the probability of the most likely allowed token at the temperature,
+                in [0, 1], that the drawn token has.
             seed: Random seed; None for fresh randomness.
             lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 

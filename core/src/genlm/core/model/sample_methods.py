@@ -88,8 +88,8 @@ class SampleMethods:
             top_k: Number of most likely tokens to which draws are limited.
             top_p: Share of the probability at the temperature, after top-k, in (0, 1]; draws
                 are limited to the fewest most likely tokens that reach it.
-            min_p: Share of the probability of the most likely token, in [0, 1], that any drawn
-                token has.
+            min_p: Share of the probability of the most likely token at the temperature, in
+                [0, 1], that any drawn token has.
             seed: Random seed, valid on every engine with equal rows; None for fresh randomness.
                 Each call begins with the first random number of the seed. Use different seeds
                 for parts of a text that are drawn by several calls.

@@ -276,6 +276,11 @@ def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, mon
     language = Python(lambda text: not text or text.endswith(b"b"), extra_draws=2)
     list(steer_sync(llm, PROMPT, 20, max_tokens=2, constraint=language, seed=0))
     assert 3 < counts[-1] <= 32
+    counts.clear()
+    for extra_draws in (9, 500):  # the latter is more than there are tokens
+        language = Python(lambda text: True, extra_draws=extra_draws)
+        list(steer_sync(llm, PROMPT, 20, max_tokens=2, constraint=language, seed=0))
+    assert counts == [10, 10, len(TOKENS) + 1, len(TOKENS) + 1]
 
 
 def test_tokens_that_were_not_drawn_are_tested(llm):

@@ -186,7 +186,8 @@ class _PythonConstraint(StateConstraint):
         within: Constraint from whose masks tokens are drawn.
         texts: Text of each member, shape `(n,)`.
         states: State of each member.
-        first_draws: Number of tokens drawn in the first round of the next step.
+        first_draws: Number of tokens drawn in the first round of the next step, if it is more
+            than one token and the additional draws.
     """
 
     def __init__(
@@ -314,7 +315,8 @@ class _PythonConstraint(StateConstraint):
         if not is_blocking():
             take = self.language.off_thread(take)
         finished, dead = self._finished_and_dead
-        count, result = self.first_draws, None
+        minimum, most = 1 + self.language.extra_draws, len(self.tokens.texts) + 1
+        count, result = min(max(minimum, self.first_draws), most), None
         try:
             while result is None:
                 settings = DrawSettings.of(
@@ -326,7 +328,7 @@ class _PythonConstraint(StateConstraint):
                     settings, seed, count, take
                 )
                 finished, dead = search.is_over, None
-                count = min(4 * count, len(self.tokens.texts) + 1)
+                count = min(4 * count, most)
         finally:
             search.is_cancelled = True
         drawn: DrawnTokens = result
@@ -398,7 +400,7 @@ class _Search:
         self._store(members, drawn, tests)
         if tests.unfinished.size:
             return None
-        first_draws = min(max(minimum, self._needed), max(minimum, _MAX_FIRST_DRAWS))
+        first_draws = min(self._needed, _MAX_FIRST_DRAWS)
         columns = self._logprobs, self._log_mass, self._draw_logprobs
         accepted = DrawnTokens(
             torch.from_numpy(self._token_ids),

@@ -767,18 +767,8 @@ def test_tokens_that_the_model_cannot_embed_are_refused() -> None:
     with pytest.raises(TokenIdError):
         engine.submit_group(Members([(1, 2), (SIZE - 1, 1)]).query([0, 1]))
     assert not population.ask(engine, [0]).errors
-
-
-def test_sequences_are_checked_for_embeddings_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-    check = Engine._check
-    monkeypatch.setattr(Engine, "_check", lambda *args: checked.append(1) or check(*args))
-    engine = Engine(100, embedded=SIZE - 1)
-    population = Members([(1, 2), (2, 3)])
-    for token in (1, 2, 3):
-        population.ask(engine)
-        population.extend([(token,), (0,)])
-    assert len(checked) == 2
+    with pytest.raises(TokenIdError):  # this member was not wanted before
+        engine.submit_group(population.query([1]))
 
 
 def test_lists_that_fit_one_after_the_other_leave_populations_alone() -> None:

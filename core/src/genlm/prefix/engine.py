@@ -123,12 +123,11 @@ class PrefixEngine(BatchEngine):
         if group.adapter is not None and group.adapter not in self._adapters.names:
             raise UnknownAdapterError(group.adapter, self._adapters.names)
         if self.vocabulary.size > self._embedding_rows:
-            lineage, root = group.generation.lineage, group.generation.root
-            firsts, token_ids = lineage.suffixes(group.wanted, root.lineage)
-            selected = set(np.flatnonzero((token_ids >= self._embedding_rows).any(axis=1)))
-            if root.state is None:  # otherwise its sequences have been checked
-                selected.update(np.unique(firsts, return_index=True)[1])
-            for place in group.wanted[sorted(selected)].tolist():
+            lineage, wanted = group.generation.lineage, group.wanted
+            firsts, token_ids = lineage.suffixes(wanted)
+            invalid = (token_ids >= self._embedding_rows).any(axis=1)
+            firsts[invalid] = -1 - np.arange(invalid.sum())  # checks all of these
+            for place in wanted[np.unique(firsts, return_index=True)[1]].tolist():
                 self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
         super().submit_group(group)
 

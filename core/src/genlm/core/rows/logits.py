@@ -268,9 +268,10 @@ def _invalid_sums(
 @torch.no_grad()
 def _sums(rows: Sequence[torch.Tensor] | torch.Tensor) -> list[float]:
     """Sum the probabilities of each row, in parts; one transfer for rows on a GPU."""
+    first = rows if isinstance(rows, torch.Tensor) else rows[0]
 
     def parts() -> Iterator[tuple[torch.Tensor]]:
-        for begin, end in row_parts(len(rows), len(rows[0]), rows[0].device):
+        for begin, end in row_parts(len(rows), first.shape[-1], first.device):
             part = rows[begin:end]
             weights = (
                 part.exp() if isinstance(part, torch.Tensor) else torch.stack(list(part)).exp_()

@@ -87,7 +87,8 @@ def _reduce(
     results: list[Reduced | Exception] = []
     if not len(values):
         return results
-    for begin, end in row_parts(len(values), values[0].shape[0], values[0].device):
+    first = values if isinstance(values, torch.Tensor) else values[0]
+    for begin, end in row_parts(len(values), first.shape[-1], first.device):
         part = values[begin:end]
         part = part if isinstance(part, torch.Tensor) else torch.stack(list(part))
         results += _reduce_part(part, outputs[begin:end], vocabulary)

@@ -47,9 +47,6 @@ _MAX_SOCKET_FOLDER = 107 - 37
 """Maximum length of the path of a folder for sockets: Linux limits the paths of sockets to 107
 characters, and vLLM's names have 36."""
 
-_SIZES = frozenset({"contexts_resident", "members_living"})
-"""Statistics of `Residents` that are not counts."""
-
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
 
@@ -428,10 +425,7 @@ class VLLMEngine:
                 if self.keeps_contexts
                 else f"not kept: {self._why_not_resident or 'keep_contexts=False'}"
             ),
-            **{
-                name: number if name in _SIZES else Count(number)
-                for name, number in residents.statistics().items()
-            },
+            **residents.statistics(),
         }
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from genlm.plugin import (
     Completion,
+    Count,
     EvaluationError,
     GroupQuery,
     GroupResult,
@@ -92,13 +93,13 @@ class Residents:
         )
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters. May be called from any thread."""
+        """Return counts and sizes. May be called from any thread."""
         contexts = len(self._contexts)
         return {
             "contexts_resident": contexts,
-            "contexts_ended": self._contexts.removed,
+            "contexts_ended": Count(self._contexts.removed),
             "members_living": max(0, len(self.requests.by_name) - contexts),
-            **self._counts,
+            **{name: Count(number) for name, number in self._counts.items()},
         }
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -265,21 +265,15 @@ def _invalid_sums(
     return errors
 
 
-@torch.no_grad()
-def _sums(rows: Sequence[torch.Tensor] | torch.Tensor) -> list[float]:
-    """Sum the probabilities of each row, in parts; one transfer for rows on a GPU."""
+def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
+    """Sum the probabilities of each row; one transfer for each part of rows on a GPU."""
     first = rows if isinstance(rows, torch.Tensor) else rows[0]
-
-    def parts() -> Iterator[tuple[torch.Tensor]]:
-        for begin, end in row_parts(len(rows), first.shape[-1], first.device):
-            part = rows[begin:end]
-            weights = (
-                part.exp() if isinstance(part, torch.Tensor) else torch.stack(list(part)).exp_()
-            )
-            yield (weights.sum(-1),)
-
-    [totals] = joined_parts(parts(), len(rows))
-    sums: list[float] = totals.tolist()
+    sums: list[float] = []
+    for begin, end in row_parts(len(rows), first.shape[-1], first.device):
+        part = rows[begin:end]
+        # In place where the memory is new: a second allocation of this size is slow on CPUs.
+        weights = torch.stack(part).exp_() if isinstance(part, list) else part.detach().exp()
+        sums += weights.sum(-1).tolist()
     return sums
 
 

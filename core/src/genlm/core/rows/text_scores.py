@@ -207,7 +207,8 @@ class ReducedText:
         """
         if self._error is not None:
             return
-        self._invalid += rows[:, 0].isnan().sum()  # reading it here would wait for a GPU
+        # Reading it here would wait for a GPU.
+        self._invalid = self._invalid + rows[:, 0].isnan().sum()
         try:
             with errors_of(f"{self._kind.__name__}.compute"):
                 self._columns.reduce(rows, np.arange(len(rows)), places)

@@ -90,7 +90,10 @@ class IdleRequests:
         return set(ended)
 
     def make_place(self, other: ResidentRequest) -> bool:
-        """End the oldest idle request except one if vLLM has no place for another request.
+        """If vLLM's batch is full, end the least recently used idle request.
+
+        Args:
+            other: Request that is not ended.
 
         Returns:
             Whether a request was ended.

@@ -21,8 +21,8 @@ class MemberRequests(MemberStates):
 class RecentGenerations:
     """Finds the requests of the populations that were queried last.
 
-    A population finds the requests of its own sequences by `MemberRequests.of`. Contexts, texts
-    to score and new populations find them here.
+    It is used for contexts, texts to score and new populations. For the sequences of a
+    population itself, `MemberRequests.of` returns the requests.
 
     Args:
         max_missing: Maximum number of tokens by which a query may extend a sequence. It may

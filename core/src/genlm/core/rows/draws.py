@@ -50,9 +50,10 @@ class DrawnTokens(NamedTuple):
         token_ids: Shape `(n,)`, int64; -1 where there is no token to draw.
         logprobs: The model's log-probability of each token, shape `(n,)`, float32.
         log_mass: Log of the total probability of the allowed tokens, after `bias`, shape
-            `(n,)`, float32. It is the increment of a particle's log-weight if the temperature
-            is 1 and the draw has no limits such as `top_p`, neither of which changes it. `-inf`
-            for a member without an allowed token, 0 for a finished member.
+            `(n,)`, float32. `-inf` for a member without an allowed token, 0 for a finished
+            member. It does not depend on the temperature or on limits such as `top_p`. At
+            temperature 1 and without such limits, it is the increment of a particle's
+            log-weight.
         draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
             float32; 0 for members of a population without a token, so that
             `logprobs - draw_logprob`, the log-weight of a draw under the model, is `-inf` for a

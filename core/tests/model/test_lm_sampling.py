@@ -523,12 +523,13 @@ def test_a_stream_has_the_tokens_of_sample_and_their_log_probabilities(
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
 
     async def streamed() -> list[Any]:
-        tokens = llm.stream([1], 12, seed=9, temperature=0.7, stop=b"zz", top_k=5)
+        tokens = llm.stream([1], 12, seed=9, temperature=0.7, stop=b"zz", top_k=5, min_p=0.2)
         return [token async for token in tokens]
 
     tokens = asyncio.run(streamed())
     ids = [token.token_id for token in tokens]
-    assert ids == asyncio.run(llm.sample([1], 12, seed=9, temperature=0.7, top_k=5))
+    options: dict[str, Any] = {"seed": 9, "temperature": 0.7, "top_k": 5, "min_p": 0.2}
+    assert ids == asyncio.run(llm.sample([1], 12, **options))
     for place, token in enumerate(tokens):
         row = oracle_row([1, *ids[:place]], None, VOCAB_SIZE)
         assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-6)

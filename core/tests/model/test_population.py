@@ -458,6 +458,27 @@ def test_draws_invert_the_distribution_of_each_member(
         assert values == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}])
+def test_draws_and_samples_are_limited_to_the_likeliest_tokens(
+    tiny: genlm.AsyncLM, limits: dict[str, Any]
+) -> None:
+    population = tiny.population([1, 2], 200)
+    probabilities, ids = row([1, 2]).exp().sort(descending=True)
+    remains = {
+        "top_k": torch.arange(SIZE) < 2,
+        "top_p": probabilities.cumsum(0) - probabilities < 0.6,
+        "min_p": probabilities >= 0.3 * probabilities[0],
+    }[next(iter(limits))]
+    expected = torch.full((SIZE,), -torch.inf).double()
+    expected[ids[remains]] = probabilities[remains].log() - probabilities[remains].sum().log()
+    drawn = population.draw_sync(seed=1, **limits)
+    sampled = population.sample_sync(1, stop=(), seed=1, **limits)
+    assert set(drawn.token_ids.tolist()) == set(ids[remains].tolist())
+    assert sampled.token_ids[:, 0].tolist() == drawn.token_ids.tolist()
+    for found in (drawn.draw_logprob, sampled.draw_logprob[:, 0]):
+        torch.testing.assert_close(found.double(), expected[drawn.token_ids], atol=1e-5, rtol=0)
+
+
 def test_draws_from_given_rows_are_those_of_the_model_and_compute_nothing(
     tiny: genlm.AsyncLM,
 ) -> None:

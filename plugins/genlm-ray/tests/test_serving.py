@@ -335,6 +335,25 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
     assert "lost" not in {item["name"] for item in serving.served(address)}
 
 
+@pytest.mark.parametrize("removal", ["end", "release"])
+def test_a_name_can_be_used_again_at_once(address, monkeypatch, removal):
+    """Ray ends actors and releases reservations in the background, here after 0.5 seconds."""
+    owner, method = {"end": (serving, "kill"), "release": (cluster, "remove")}[removal]
+    immediate = getattr(owner, method)
+
+    def later(*arguments):
+        threading.Timer(0.5, immediate, arguments).start()
+
+    monkeypatch.setattr(owner, method, later)
+    for _ in range(2):
+        with pytest.raises(ModelLoadError, match="no text to train"):
+            serving.serve("again", "no/such/file", "reference", resources=RESOURCES)
+    for _ in range(2):
+        serving.serve("again", "demo", "reference", resources=RESOURCES)
+        assert serving.stop("again") == 1
+    assert "again" not in {item["name"] for item in serving.served(address)}
+
+
 def test_another_version_is_refused(chat, monkeypatch):
     installed = version_of
     for name in ("genlm-core", "torch", "numpy"):

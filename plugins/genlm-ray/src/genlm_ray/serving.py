@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,6 +17,9 @@ from genlm_ray.spec import ReplicaSpec, ServingLimits, version_of
 
 _DESCRIBE_TIMEOUT_S = 10.0
 """Timeout for the descriptions of loaded replicas."""
+
+_REMOVE_TIMEOUT_S = 10.0
+"""Maximum time until the head of the cluster has removed a served model."""
 
 
 def serve(
@@ -47,7 +51,7 @@ def serve(
     if not name or "/" in name:
         raise ValueError(f"name={name!r}: expected a name without '/'")
     cluster.connect(address, ray_opts, default=None)
-    if name in _served_actors() or cluster.reservations(name):
+    if _is_taken(name):
         raise ModelLoadError(
             f"this cluster already serves {name!r}, or its replicas have died and are not "
             f"removed; choose another name, or end it: genlm serve --stop --name {name}"
@@ -79,9 +83,7 @@ def load_replicas(
             actors.append(cluster.start_replica(spec, index, group))
         return actors, groups, wait_until_loaded(actors, spec.load_timeout_s, restarts=0)
     except BaseException:
-        for actor in actors:
-            kill(actor)
-        cluster.remove(groups)
+        _remove(spec.name, actors, groups)
         raise
 
 
@@ -123,9 +125,7 @@ def stop(name: str, address: str | None = None) -> int:
     cluster.join(address)
     groups = cluster.reservations(name)
     actors = list(_served_actors().get(name, {}).values()) if groups else actors_of(name)
-    for actor in actors:
-        kill(actor)
-    cluster.remove(groups)
+    _remove(name, actors, groups)
     return max(len(actors), len(groups))
 
 
@@ -200,6 +200,25 @@ def _results(calls: list[Any], timeout_s: float | None = None) -> list[Any]:
     except RayError as error:
         raise ModelLoadError(f"a replica could not start: {error}") from error
     return results
+
+
+def _remove(name: str, actors: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
+    """End replicas and release their reservations.
+
+    Ray does both in the background. This waits for them, because the name of a served model
+    could not be used again before.
+    """
+    for actor in actors:
+        kill(actor)
+    cluster.remove(groups)
+    deadline_s = time.monotonic() + _REMOVE_TIMEOUT_S
+    with contextlib.suppress(RayError):  # the cluster has ended
+        while name and _is_taken(name) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
+
+def _is_taken(name: str) -> bool:
+    return name in _served_actors() or bool(cluster.reservations(name))
 
 
 def _served_actors() -> dict[str, dict[int, Any]]:

@@ -29,7 +29,7 @@ from genlm.prefix import (
     choose_path,
 )
 
-from .test_rows import SIZE, Alone, assert_right, expected, serve
+from .test_rows import SIZE, TOKEN_BYTES, Alone, assert_right, expected, serve
 from .test_scoring import right_scores
 
 PATHS = ("tree", "alone")
@@ -62,15 +62,19 @@ class Engine(PrefixEngine):
         hints: Mapping[Capability, str] | None = None,
         **options: Any,
     ) -> None:
-        rows, self.model = serve(200)
-        self.vocabulary = rows._vocabulary
+        self.vocabulary = Alone().vocabulary
+        self.built: list[PrefixRows] = []
+        self.tested: list[PrefixRows] = []
 
-        def build() -> PrefixRows:
+        def build(budget: int | None) -> PrefixRows:
             if error == float("inf"):
                 raise UnsupportedModelError("it has no layers")
+            rows, self.model = serve(300 if budget is None else budget // TOKEN_BYTES)
+            self.built.append(rows)
             return rows
 
         def self_test(path: PrefixRows) -> float:
+            self.tested.append(path)
             if error:
                 compute = path.rows
                 path.rows = lambda *args: compute(*args) + error  # type: ignore[method-assign]
@@ -129,6 +133,17 @@ def test_the_faster_path_is_chosen_if_its_rows_are_right() -> None:
     assert figures["self_test_error"] == 0
     assert figures["kv_tokens"] == 0
     assert "self_test_error" not in Engine(self_test=False, error=1).statistics()
+
+
+def test_batches_of_the_self_test_are_one_pass_with_any_budget() -> None:
+    engine = Engine(kv_budget_bytes=5 * TOKEN_BYTES)
+    [tested] = engine.tested
+    assert [rows is tested for rows in engine.built] == [False, True, False]
+    assert tested.statistics()["forwards"] == 3
+    assert tested.statistics()["contexts_without_cache"] == 0
+    assert engine._prefix_cache() is engine.built[-1]
+    engine = Engine()
+    assert engine.built == engine.tested
 
 
 @pytest.mark.parametrize(

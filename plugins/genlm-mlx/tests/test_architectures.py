@@ -63,8 +63,12 @@ def name_weights_as_published(folder: Path) -> None:
     mx.save_safetensors(str(file), renamed, {"format": "pt"})
 
 
-def test_what_does_not_pass_the_self_test_is_served_without_a_cache(make: Make) -> None:
-    engine = MLXEngine(make("gemma2", GEMMA2).path, dtype="float32")
+@pytest.mark.parametrize("budget", [None, 3000])
+def test_what_does_not_pass_the_self_test_is_served_without_a_cache(
+    budget: int | None, make: Make
+) -> None:
+    path = make("gemma2", GEMMA2).path
+    engine = MLXEngine(path, dtype="float32", kv_budget_bytes=budget)
     assert "in the self-test it raised" in str(engine.statistics()["execution_path_reason"])
 
 

@@ -24,6 +24,10 @@ Path = TypeVar("Path", bound=PrefixRows)
 
 _LONGEST_TEXT = 24
 
+# Free slots that make sure that a batch of the self-test is one pass. Engines may store the
+# tokens of a step twice.
+_TEST_SLOTS = 10 * _LONGEST_TEXT
+
 # The rounding error grows with the size of the model; the error of batching measures it.
 _ROUNDING_FACTOR = 4
 
@@ -177,7 +181,7 @@ def _steps(text: Sequence[int]) -> list[list[TokenSequence]]:
 
 def choose_path(
     model_name: str,
-    faster: Mapping[str, Callable[[], Path]],
+    faster: Mapping[str, Callable[[int | None], Path]],
     reference: UncachedPath,
     *,
     options: ServeOptions,
@@ -189,7 +193,9 @@ def choose_path(
     Args:
         model_name: Name of the model in messages.
         faster: Functions that build the paths except the last of `options.paths`, fastest
-            first, or raise `UnsupportedModelError`.
+            first, or raise `UnsupportedModelError`. The argument is the memory for keys and
+            values in bytes, None for the default. The self-test needs room for its batches:
+            with a smaller budget, a path is built again for it.
         reference: The last of `options.paths`, which supports every model.
         options: Options of the engine.
         self_test: Function that returns the largest error of a faster path, or raises
@@ -207,8 +213,14 @@ def choose_path(
             continue
         loading_stage(f"preparing and testing the execution path {name!r}")
         try:
-            path = build()
-            error = self_test(path) if options.self_test else None
+            path, error = build(options.kv_budget_bytes), None
+            if options.self_test:
+                needed = _TEST_SLOTS * path.bytes_per_token
+                if path.budget_bytes >= needed:
+                    error = self_test(path)
+                else:
+                    error = self_test(build(needed))
+                    path = build(options.kv_budget_bytes)
         except UnsupportedModelError as unsupported:
             if requested is not None:
                 raise ModelLoadError(

@@ -59,7 +59,7 @@ class PrefixRows:
         max_rows: Maximum number of results of one pass, which limits its logits.
 
     Attributes:
-        forward: As above.
+        forward, budget_bytes, bytes_per_token: As above.
         populations: Block tables of populations.
     """
 
@@ -76,7 +76,7 @@ class PrefixRows:
     ) -> None:
         self.forward, self._uncached = forward, uncached
         self._vocabulary = vocabulary
-        self._budget, self._token_bytes = budget_bytes, bytes_per_token
+        self.budget_bytes, self.bytes_per_token = budget_bytes, bytes_per_token
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
@@ -251,7 +251,7 @@ class PrefixRows:
         if self._contexts_without_cache > before:
             raise EvaluationError(
                 f"a prefix of {len(sequence)} tokens does not fit into the "
-                f"{self._tree.capacity} tokens of kv_budget_bytes={self._budget} beside "
+                f"{self._tree.capacity} tokens of kv_budget_bytes={self.budget_bytes} beside "
                 f"the pinned prefixes; raise kv_budget_bytes or call clear_kv_cache first"
             )
         self._tree.pin(adapter, sequence)
@@ -279,8 +279,8 @@ class PrefixRows:
             "forwards": Count(self._forwards),
             "contexts_without_cache": Count(self._contexts_without_cache),
             "kv_tokens": used,
-            "kv_bytes_used": used * self._token_bytes,
-            "kv_budget_bytes": self._budget,
+            "kv_bytes_used": used * self.bytes_per_token,
+            "kv_budget_bytes": self.budget_bytes,
         }
 
     def restore(self) -> None:

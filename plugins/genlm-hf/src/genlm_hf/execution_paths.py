@@ -62,8 +62,8 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     choice = choose_path(
         type(served.model).__name__,
         {
-            "packed": lambda: _packed_path(served, padded, options),
-            "slot_cache": lambda: _slot_cache_path(served, padded, options),
+            "packed": lambda budget: _packed_path(served, padded, budget),
+            "slot_cache": lambda budget: _slot_cache_path(served, padded, budget),
         },
         padded,
         options=options,
@@ -141,7 +141,7 @@ def _warn_if_slow(model: Any, choice: PathChoice) -> None:
     )
 
 
-def _packed_path(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
+def _packed_path(served: ServedModel, padded: PaddedPath, budget: int | None) -> PrefixRows:
     """Return the path `packed`.
 
     Raises:
@@ -152,13 +152,11 @@ def _packed_path(served: ServedModel, padded: PaddedPath, options: ServeOptions)
     _refuse_by_config(served, padded)
     layout = _layout(served, padded)
     _require_all_layers(served, len(layout.layers), "use transformers' attention interface")
-    storage = _storage([layer.shape for layer in layout.layers], options)
+    storage = _storage([layer.shape for layer in layout.layers], budget)
     return _prefix_rows(PackedForward(served, layout, storage), served, padded, storage)
 
 
-def _slot_cache_path(
-    served: ServedModel, padded: PaddedPath, options: ServeOptions
-) -> PrefixRows:
+def _slot_cache_path(served: ServedModel, padded: PaddedPath, budget: int | None) -> PrefixRows:
     """Return the path `slot_cache`.
 
     Raises:
@@ -175,12 +173,11 @@ def _slot_cache_path(
         pass  # this path supports custom attention functions
     shapes = read_cache(served, _probe_length(served))
     _require_all_layers(served, len(shapes), "keep keys and values")
-    storage = _storage(shapes, options)
+    storage = _storage(shapes, budget)
     return _prefix_rows(SlotCacheForward(served, storage), served, padded, storage)
 
 
-def _storage(shapes: list[LayerShape], options: ServeOptions) -> KVStorage:
-    budget = options.kv_budget_bytes
+def _storage(shapes: list[LayerShape], budget: int | None) -> KVStorage:
     try:
         return KVStorage(shapes, default_budget_bytes(shapes) if budget is None else budget)
     except RuntimeError as error:  # includes torch.OutOfMemoryError

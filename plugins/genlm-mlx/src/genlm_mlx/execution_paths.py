@@ -63,9 +63,9 @@ def choose_execution_path(
     max_tokens = options.max_tokens_per_batch or DEFAULT_TOKENS_PER_BATCH
     uncached = ModelCachePath(model, vocabulary, max_tokens)
 
-    def slot_cache() -> SlotCachePath:
+    def slot_cache(budget: int | None) -> SlotCachePath:
         limits = SegmentLimits(max_tokens, max_context)
-        forward = SlotCacheForward(model, options.kv_budget_bytes, limits)
+        forward = SlotCacheForward(model, budget, limits)
         return SlotCachePath(
             forward,
             uncached=uncached,

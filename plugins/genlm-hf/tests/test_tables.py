@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from genlm.prefix import SCRATCH_SLOT, TableBatch
+from genlm_hf.packed import plan as packed_plan
 from genlm_hf.packed.plan import PackedPlan, plan_table
 
 
@@ -93,3 +95,26 @@ def test_few_tokens_with_short_suffixes_are_one_group() -> None:
     plan = plan_table(batch_of(paths, trunk=64))
     assert [group.suffixes.shape for group in plan.groups] == [(50, 2)]
     assert SCRATCH_SLOT not in plan.groups[0].suffixes
+
+
+@pytest.mark.parametrize("are_contiguous", [True, False])
+def test_single_tokens_read_long_suffixes_as_prefixes_if_slots_are_contiguous(
+    are_contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scattered slots are not compared one token after the other."""
+    compared: list[Any] = []
+    saves_gathering = packed_plan._saves_gathering
+    monkeypatch.setattr(
+        packed_plan,
+        "_saves_gathering",
+        lambda *args: compared.append(args) or saves_gathering(*args),
+    )
+    count, length = 6, 1500
+    stride, step = (length, 1) if are_contiguous else (1, count)
+    begins = [65 + i * stride for i in range(count)]
+    paths = [[*range(1, 65), *range(n, n + length * step, step), 20_000 + n] for n in begins]
+    batch = batch_of(paths, trunk=64)
+    plan = plan_table(batch)
+    check(plan, batch, paths)
+    assert len(plan.groups) == (count if are_contiguous else 1)
+    assert len(compared) == (count if are_contiguous else 0)

@@ -161,6 +161,8 @@ class BatchEngine(abc.ABC):
             of `evaluate_groups`; a group that is chosen alone is computed in parts of
             `group_limit`.
         """
+        if len(pending) == 1:
+            return pending
         limit, count = self.group_limit(pending[0]), 0
         chosen: list[GroupQuery] = []
         for group in pending:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm.plugin import moved
 from genlm.prefix import Segment, Slots
@@ -34,6 +35,7 @@ class DevicePlan:
     """
 
     def __init__(self, plan: PackedPlan, device: torch.device) -> None:
+        arrays: list[NDArray[np.integer]]
         arrays = [plan.tokens, plan.positions, plan.writes, plan.results]
         for group in plan.groups:
             arrays += [group.suffixes, group.prefix]

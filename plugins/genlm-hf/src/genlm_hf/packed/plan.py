@@ -64,12 +64,13 @@ class QueryGroup:
         members: Indices into all query tokens, at least one.
         prefix: Slots of the first tokens of every sequence, without those of query tokens.
         suffixes: The slots after the prefix, up to and including the query token's, shape
-            (members, longest suffix); shorter suffixes are padded with the query token's slot.
+            (members, longest suffix), int32 or int64; shorter suffixes are padded with the
+            query token's slot.
     """
 
     members: Integers
     prefix: Slots
-    suffixes: Slots
+    suffixes: NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,11 @@ def _clusters(  # noqa: PLR0917 - the state of `_groups`
     bounds = np.flatnonzero(keys[1:] != keys[:-1]) + 1
     bounds = np.concatenate([[0], bounds, [len(keys)]])
     counts = bounds[1:] - bounds[:-1]
-    for index in np.flatnonzero(counts * longest > min_saved).tolist():
+    # Only contiguous slots of a single token save gathering.
+    singles = candidates[order[bounds[:-1]]]
+    spans = slots[rows[singles], lengths[singles] - 2] - keys[bounds[:-1]]
+    may_save = (counts > 1) | (spans == lengths[singles] - 2 - shared)
+    for index in np.flatnonzero(may_save & (counts * longest > min_saved)).tolist():
         cluster = candidates[order[bounds[index] : bounds[index + 1]]]
         end = int(lengths[cluster].min()) - 1
         cluster_slots = slots[rows[cluster], shared:end]
@@ -246,10 +251,10 @@ def _similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
 
 def _suffixes(
     slots: NDArray[np.integer], rows: Integers, shared: int, lengths: Integers
-) -> Integers:
+) -> NDArray[np.integer]:
     """Return the slots after a prefix; see `QueryGroup`."""
     longest = int(lengths.max())
-    suffixes = slots[rows, shared : shared + longest].astype(np.int64)
+    suffixes = slots[rows, shared : shared + longest]
     if lengths.min() < longest:
         last = suffixes[np.arange(len(rows)), lengths - 1]
         after = np.arange(longest) >= lengths[:, None]
